@@ -11,34 +11,27 @@ import sys
 from collections.abc import Sequence
 
 from console.interruption import in_one_line, reader_has_gone
-from console.program import RaisingParser
-from console.version import version_line
+from console.program import RaisingParser, answer_version, complain
 
 
 def main(arguments: Sequence[str]) -> int:
     """Print the table and return the exit status: 2, with one line on stderr, for wrong input."""
-    try:
-        if arguments[:1] == ["--version"]:
-            print(version_line())
-        else:
-            chosen = _parser().parse_args(arguments)
-            _print_table(chosen.device, chosen.dtype)
-        sys.stdout.flush()  # flush, so that a broken pipe raises here
-    except BrokenPipeError:
-        return reader_has_gone()
-    except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    return 0
-
-
-def _parser() -> RaisingParser:
     parser = RaisingParser(
         prog="python -m kernels", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--device", choices=("cpu", "cuda"), help="by default cuda if PyTorch sees a GPU")
     parser.add_argument("--dtype", choices=("bf16", "fp32"), help="by default bf16 on cuda, fp32 on cpu")
-    return parser
+    try:
+        answer_version(arguments)
+        chosen = parser.parse_args(arguments)
+        _print_table(chosen.device, chosen.dtype)
+        sys.stdout.flush()  # flush, so that a broken pipe raises here
+    except BrokenPipeError:
+        return reader_has_gone()
+    except (ValueError, OSError) as error:
+        complain(error)
+        return 2
+    return 0
 
 
 def _print_table(device: str | None, dtype: str | None) -> None:

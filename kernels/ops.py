@@ -8,25 +8,25 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-from kernels.reference import attention_fp8, fp8, lamb, layer_norm_fp8
+from kernels.products import accumulate_weight_gradient  # noqa: F401  for users of ``kernels``
+from kernels.reference import fp8, lamb
 from kernels.reference import ops as reference
 from kernels.reference.fp8 import new_scales  # noqa: F401  for users of ``kernels``
 from kernels.reference.lamb import LambHyperparameters, LambSegments, LambState, WeightCast  # noqa: F401  for users of ``kernels``
 from kernels.reference.ops import compute_dtype, cross_entropy_sum, masked_lm_logits  # noqa: F401  for users of ``kernels``
 from kernels.reference.random import Dropout  # noqa: F401  for users of ``kernels``
 from kernels.registry import Functions, Implementation, Op, Parameters, Returned
-from kernels.weight_gradient import accumulate_weight_gradient  # noqa: F401  for users of ``kernels``
 
 
 def _pytorch() -> Functions:
-    from kernels.libraries import pytorch, pytorch_fp8
+    from kernels.libraries import pytorch
 
     return {
         "varlen_attention": (pytorch.varlen_attention, None),
         "varlen_self_attention": (pytorch.varlen_self_attention, None),
         "dropout_add_layer_norm": (pytorch.dropout_add_layer_norm, None),
         "embedding_layer_norm": (pytorch.embedding_layer_norm, None),
-        "scaled_matmul": (pytorch_fp8.scaled_matmul, pytorch_fp8.unsupported_reasons),
+        "scaled_matmul": (pytorch.scaled_matmul, pytorch.scaled_matmul_unsupported_reasons),
     }
 
 
@@ -89,7 +89,7 @@ _TRITON = Implementation("triton", _triton, requires="triton")
 _FLASH_ATTN = Implementation("flash_attn", _flash_attn, requires="flash_attn", repeatable=False)
 _APEX_NORM = Implementation("apex", _apex, requires="fused_layer_norm_cuda", repeatable=False)
 _APEX_LOSS = Implementation("apex", _apex, requires="xentropy_cuda")
-_PYTORCH = Implementation("pytorch", _pytorch)
+_PYTORCH_PRODUCT = Implementation("pytorch", _pytorch)
 _PYTORCH_NORM = Implementation("pytorch", _pytorch, repeatable=False)
 # Like the reference, PyTorch's attention reads the sequence lengths on the host, so a CUDA graph cannot capture it.
 _PYTORCH_ATTENTION = Implementation("pytorch", _pytorch, capturable=False, repeatable=False)
@@ -100,13 +100,14 @@ def _op(
 ) -> Op[Parameters, Returned]:
     """Create an op from its definition and faster implementations, in their order of preference on a GPU.
 
-    ``capturable`` tells whether a CUDA graph can capture the definition. On a CPU, Triton's implementation comes last,
-    because interpreting a kernel takes seconds to minutes.
+    ``capturable`` tells whether a CUDA graph can capture the definition. On a CPU, two implementations come last: Triton's,
+    because interpreting a kernel takes seconds to minutes, and PyTorch's FP8 product, which is several times slower than
+    the definition.
     """
     plain = Implementation("reference", lambda: {definition.__name__: (definition, None)}, capturable=capturable)
-    compiled = tuple(each for each in fast if each is _TRITON)
-    others = tuple(each for each in fast if each is not _TRITON)
-    return Op(definition, {"cuda": (*fast, plain), "cpu": (*others, plain, *compiled)})
+    slow = tuple(each for each in fast if each in (_TRITON, _PYTORCH_PRODUCT))
+    others = tuple(each for each in fast if each not in slow)
+    return Op(definition, {"cuda": (*fast, plain), "cpu": (*others, plain, *slow)})
 
 
 _ATTENTIONS = _TRITON, _FLASH_ATTN, _PYTORCH_ATTENTION
@@ -127,13 +128,11 @@ cast_transpose_into_fp8 = _op(fp8.cast_transpose_into_fp8, _TRITON)
 cast_transpose_sum_fp8 = _op(fp8.cast_transpose_sum_fp8, _TRITON)
 bias_gelu_cast_fp8 = _op(fp8.bias_gelu_cast_fp8, _TRITON)
 bias_gelu_backward_cast_fp8 = _op(fp8.bias_gelu_backward_cast_fp8, _TRITON)
-attention_cast_fp8 = _op(attention_fp8.attention_cast_fp8, _TRITON, capturable=False)
-attention_backward_cast_fp8 = _op(attention_fp8.attention_backward_cast_fp8, _TRITON, capturable=False)
-add_norm_cast_fp8 = _op(layer_norm_fp8.add_norm_cast_fp8, _TRITON)
-add_norm_backward_cast_fp8 = _op(layer_norm_fp8.add_norm_backward_cast_fp8, _TRITON)
-_REFERENCE_PRODUCT = Implementation("reference", lambda: {"scaled_matmul": (fp8.scaled_matmul, None)})
-# On a CPU, PyTorch's FP8 product is several times slower than the reference.
-scaled_matmul = Op(fp8.scaled_matmul, {"cuda": (_PYTORCH, _REFERENCE_PRODUCT), "cpu": (_REFERENCE_PRODUCT, _PYTORCH)})
+attention_cast_fp8 = _op(fp8.attention_cast_fp8, _TRITON, capturable=False)
+attention_backward_cast_fp8 = _op(fp8.attention_backward_cast_fp8, _TRITON, capturable=False)
+add_norm_cast_fp8 = _op(fp8.add_norm_cast_fp8, _TRITON)
+add_norm_backward_cast_fp8 = _op(fp8.add_norm_backward_cast_fp8, _TRITON)
+scaled_matmul = _op(fp8.scaled_matmul, _PYTORCH_PRODUCT)
 
 # Collect the ops from the module's globals, so that none can be forgotten.
 OPS: dict[str, Op[..., Any]] = {op.name: op for op in tuple(globals().values()) if isinstance(op, Op)}

@@ -27,12 +27,9 @@ _LOG = logging.getLogger(__name__)
 
 Observer = Callable[["Op[..., Any]", tuple[Any, ...], dict[str, Any]], None]
 
-
 Functions = Mapping[str, tuple[Callable[..., Any], Callable[..., list[str]] | None]]
-"""Map from the name of an op to two functions of a library. The first function computes the op. The second takes the
-same
-arguments and returns the reasons why the first cannot handle them, or an empty list if it can. The second is None if
-the
+"""Map from the name of an op to two functions of a library. The first function computes the op. The second takes the same
+arguments and returns the reasons why the first cannot handle them, or an empty list if it can. The second is None if the
 first can handle all arguments."""
 
 
@@ -136,18 +133,14 @@ class Op(Generic[Parameters, Returned]):
         """Return the reasons why this implementation may not be chosen for these arguments; empty if it may."""
         if error := self._dropped.get(implementation.name):
             return [f"it failed when it was measured ({error})"]
-        if not self.permits(implementation, device_type(*args, **kwargs)):
+        permitted = implementation.capturable and (implementation.repeatable or not self._recomputed)
+        if self._captured and not permitted and device_type(*args, **kwargs) == "cuda":
             return [
                 "it draws dropout with PyTorch's generator, which training.recompute cannot repeat in a CUDA graph"
                 if implementation.capturable
                 else "it reads values of the device on the host, which no CUDA graph can capture"
             ]
         return implementation.unsupported_reasons(self.name, *args, **kwargs)
-
-    def permits(self, implementation: Implementation, device: str) -> bool:
-        """Tell whether ``captured`` allows this implementation to be chosen for tensors on ``device``."""
-        capturable = implementation.capturable and (implementation.repeatable or not self._recomputed)
-        return capturable or not self._captured or device != "cuda"
 
     def ask_for(self, name: str) -> None:
         """Choose the implementation ``name`` explicitly, or return to automatic choice if ``name`` is ``auto``.
@@ -237,8 +230,7 @@ def _key(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
     Reasons against an implementation are computed once per key, so they may depend only on properties in the key.
     """
     autocast = [torch.get_autocast_dtype(device) for device in _DEVICES if torch.is_autocast_enabled(device)]
-    traits = [_trait(value) for value in args]
-    traits += [_trait(value) for value in kwargs.values()]
+    traits = [_trait(value) for value in (*args, *kwargs.values())]
     return tuple(autocast), torch.is_grad_enabled(), tuple(kwargs), *traits
 
 

@@ -37,7 +37,7 @@ def run(function: str, file: Path, device_type: str, *, tiny: bool) -> int:
     from benchmarks.gpu_parts.report import DeviceLostError, PartReport, first_line
     from benchmarks.gpu_parts.scale import FULL, TINY, Context
     from benchmarks.gpu_parts.timing import settle
-    from kernels.precision import set_product_precision
+    from kernels.products import set_product_precision
 
     # Set the precision before any matrix product runs and before implementations are chosen.
     set_product_precision()

@@ -14,7 +14,7 @@ from benchmarks.gpu_parts.report import DeviceLostError, Figure, NotUsableError,
 from benchmarks.gpu_parts.scale import Context
 from bert.execution.cuda_graphs import replay_of
 from kernels.reference.fp8 import E4M3, capability_reasons
-from kernels.tuning.contest import Timer
+from kernels.tuning.autotune import Timer
 
 # Compilation, allocation and the choice of an implementation are complete after three calls.
 _WARM_UP = 3

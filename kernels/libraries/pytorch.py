@@ -1,15 +1,18 @@
+# pyright: reportPrivateImportUsage=false
 """Ops by PyTorch's own fused functions, the usual implementations on a CPU.
 
-The functions have the same contracts as in ``kernels.reference.ops``, except that PyTorch's generator draws the dropout
-mask, with the same probability. Shape legend in ``kernels/__init__.py``.
+The functions have the same contracts as in ``kernels.reference.ops`` and ``kernels.reference.fp8``, except that PyTorch's
+generator draws the dropout mask, with the same probability. Shape legend in ``kernels/__init__.py``.
 """
 
 from itertools import groupby, pairwise
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kernels.reference.fp8 import ALIGNMENT, E4M3, E5M2, capability_reasons
 from kernels.reference.ops import adding_gradient, summed_embeddings
 from kernels.reference.random import Dropout
 
@@ -85,6 +88,47 @@ def embedding_layer_norm(
     word_VD = adding_gradient(word_VD, word_gradient_VD)
     summed_TD = summed_embeddings(input_ids_T, position_ids_T, segment_ids_T, word_VD, position_LD, segment_2D)
     return drop(F.layer_norm(summed_TD, weight_D.shape, weight_D, bias_D, eps), dropout)
+
+
+def scaled_matmul(
+    a_MK: Tensor,
+    b_NK: Tensor,
+    inverse_a: Tensor,
+    inverse_b: Tensor,
+    out_dtype: torch.dtype,
+    bias_N: Tensor | None = None,
+    use_fast_accum: bool = False,
+    out_MN: Tensor | None = None,
+) -> Tensor:
+    """Return ``(a * inverse_a) @ (b * inverse_b).T + bias``, [M, N] in ``out_dtype``.
+
+    Hopper's tensor cores keep only about 14 bits of a sum. Without ``use_fast_accum``, cuBLASLt adds their partial sums
+    in fp32 outside of the tensor cores.
+    """
+    return torch._scaled_mm(
+        a_MK,
+        b_NK.t(),  # cuBLASLt requires a column-major right operand in FP8
+        scale_a=inverse_a,
+        scale_b=inverse_b,
+        bias=None if bias_N is None else bias_N.detach().to(out_dtype),
+        out_dtype=out_dtype,
+        use_fast_accum=use_fast_accum,
+        out=out_MN,
+    )
+
+
+def scaled_matmul_unsupported_reasons(
+    a_MK: Tensor, b_NK: Tensor, _inverse_a: Tensor, _inverse_b: Tensor, out_dtype: torch.dtype, *_: Any, **__: Any
+) -> list[str]:
+    reasons = capability_reasons(a_MK.device)
+    if {a_MK.dtype, b_NK.dtype} not in ({E4M3}, {E4M3, E5M2}):
+        reasons.append(f"operands in {a_MK.dtype} and {b_NK.dtype}: expected E4M3, or one of E4M3 and one of E5M2")
+    if out_dtype not in (torch.bfloat16, torch.float16, torch.float32):
+        reasons.append(f"a product in {out_dtype}, expected bfloat16, float16 or float32")
+    # M, the number of tokens in a micro-batch, need not be a multiple of ALIGNMENT.
+    if any(size % ALIGNMENT for size in (*b_NK.shape, a_MK.shape[1])):
+        reasons.append(f"sizes {list(a_MK.shape)} by {list(b_NK.shape)}: N and K are not multiples of {ALIGNMENT}")
+    return reasons
 
 
 def drop(x: Tensor, dropout: Dropout | None) -> Tensor:

@@ -1,4 +1,4 @@
-"""FP8 with one scale per tensor: reference implementations of casts, scaled matrix products and delayed scaling.
+"""FP8 with one scale per tensor: reference implementations of casts, products, ops between products and delayed scaling.
 
 Forward values use E4M3 and gradients use E5M2 (Micikevicius et al. 2022, arXiv 2209.05433). A tensor x is stored as
 ``q = x * scale``, rounded to nearest even and saturated at the largest finite value. Every cast also updates ``amax`` in
@@ -9,11 +9,18 @@ Shape legend in ``kernels/__init__.py``; in addition, R rows, C columns, and M, 
 ``amax`` and ``inverse_*`` are fp32 tensors [] on the device of the other tensors. Inputs are converted to fp32, unless they
 are fp64. A transposed result has ``padded(R)`` columns, with zeros from column R on, because the inner dimension of a scaled
 product must be a multiple of 16. None of these functions has a gradient.
+
+The ops between products are GELU, self-attention, and dropout with residual and layer norm. They compute ops of
+``kernels.reference.ops`` or their gradients, and cast results to FP8 for the neighbouring products. Before this cast, the
+layer norm rounds values to the type of the output in the forward pass, and to the type of x in the backward pass.
 """
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from kernels.reference.ops import dropout_rows, varlen_self_attention
+from kernels.reference.random import Dropout
 
 E4M3 = torch.float8_e4m3fn
 E5M2 = torch.float8_e5m2
@@ -108,6 +115,99 @@ def bias_gelu_backward_cast_fp8(
     y_TF = _full(product_TF) + _full(bias_F)
     gradient_TF = torch.ops.aten.gelu_backward(_full(output_gradient_TF), y_TF, approximate="tanh")
     return cast_transpose_sum_fp8(gradient_TF, scale, amax, E5M2)
+
+
+def attention_cast_fp8(
+    qkv_T3HE: Tensor, cu_seqlens: Tensor, max_seqlen: int, dropout: Dropout | None, scale: Tensor, amax: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Return ``varlen_self_attention`` [T, H, E], its cast to E4M3 [T, HE], the transpose [HE, padded(T)], and two tensors.
+
+    The last two tensors are saved for the backward pass of the same implementation. This implementation leaves them empty.
+    """
+    context_THE = varlen_self_attention(qkv_T3HE, cu_seqlens, max_seqlen, dropout)
+    casts = cast_transpose_fp8(context_THE.flatten(1), scale, amax, E4M3)
+    # The backward pass below recomputes the forward pass, so it needs neither the logarithms of softmax's sums nor masks.
+    return context_THE, *casts, context_THE.new_empty(0), context_THE.new_empty(0)
+
+
+def attention_backward_cast_fp8(
+    gradient_THE: Tensor,
+    qkv_T3HE: Tensor,
+    cu_seqlens: Tensor,
+    context_THE: Tensor,
+    lse_HT: Tensor,
+    kept: Tensor,
+    max_seqlen: int,
+    dropout: Dropout | None,
+    scale: Tensor,
+    amax: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradient of the packed input in E5M2 [T, 3HE], its transpose [3HE, padded(T)] and its column sums [3HE].
+
+    ``gradient_THE`` is the output's gradient. ``context_THE``, ``lse_HT`` and ``kept`` were returned by the forward pass.
+    """
+    del context_THE, lse_HT, kept
+    # Autograd disables gradients while it runs a backward pass.
+    with torch.enable_grad():
+        qkv_T3HE = qkv_T3HE.detach().requires_grad_()
+        output_THE = varlen_self_attention(qkv_T3HE, cu_seqlens, max_seqlen, dropout)
+    (qkv_gradient_T3HE,) = torch.autograd.grad(output_THE, qkv_T3HE, gradient_THE)
+    # The column sums are taken before rounding, so that the bias gradient does not have the error of E5M2.
+    return cast_transpose_sum_fp8(qkv_gradient_T3HE.flatten(1), scale, amax, E5M2)
+
+
+def add_norm_cast_fp8(
+    x_TD: Tensor,
+    bias_D: Tensor,
+    residual_TD: Tensor,
+    weight_D: Tensor,
+    norm_bias_D: Tensor,
+    eps: float,
+    dropout: Dropout | None,
+    scale: Tensor | None,
+    amax: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    """Return ``layer_norm(residual + dropout(x + bias))`` [T, D], its statistics, and two FP8 casts.
+
+    The statistics, fp32 [2, T], are means and reciprocal standard deviations. The casts are the output in E4M3 [T, D] and
+    its transpose [D, padded(T)], or None if ``scale`` is None.
+    """
+    summed_TD = residual_TD + dropout_rows(x_TD + bias_D, dropout)
+    y_TD, *statistics_T1 = torch.native_layer_norm(summed_TD, weight_D.shape, weight_D, norm_bias_D, eps)
+    statistics_2T = torch.stack([each_T1.flatten() for each_T1 in statistics_T1])
+    if scale is None or amax is None:
+        return y_TD, statistics_2T, None, None
+    return y_TD, statistics_2T, *cast_transpose_fp8(y_TD, scale, amax, E4M3)
+
+
+def add_norm_backward_cast_fp8(
+    dy_TD: Tensor,
+    shortcut_dy_TD: Tensor | None,
+    x_TD: Tensor,
+    bias_D: Tensor,
+    residual_TD: Tensor,
+    weight_D: Tensor,
+    statistics_2T: Tensor,
+    dropout: Dropout | None,
+    scale: Tensor,
+    amax: Tensor,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Return all gradients for the output's gradient ``dy + shortcut_dy``.
+
+    ``dy`` comes from the next products and ``shortcut_dy`` from the next residual connection; the latter may be None. The
+    results are the gradient of x in E5M2 [T, D] and its transpose [D, padded(T)], the gradient of the residual [T, D], and
+    the gradients of bias, weight and norm_bias, each [D].
+    """
+    dy_TD = dy_TD if shortcut_dy_TD is None else dy_TD + shortcut_dy_TD
+    summed_TD = residual_TD + dropout_rows(x_TD + bias_D, dropout)
+    mean_T1, rstd_T1 = statistics_2T[:, :, None]
+    # Pass bias_D in place of the norm's bias, because PyTorch uses only its shape and type.
+    dsummed_TD, dweight_D, dnorm_bias_D = torch.ops.aten.native_layer_norm_backward(
+        dy_TD.to(summed_TD.dtype), summed_TD, weight_D.shape, mean_T1, rstd_T1, weight_D, bias_D, [True, True, True]
+    )
+    dbiased_TD = dropout_rows(dsummed_TD, dropout)
+    casts = cast_transpose_fp8(dbiased_TD.to(x_TD.dtype), scale, amax, E5M2)
+    return *casts, dsummed_TD.to(residual_TD.dtype), dbiased_TD.sum(0).to(bias_D.dtype), dweight_D, dnorm_bias_D
 
 
 def scaled_matmul(

@@ -147,11 +147,11 @@ def lamb_directions(
     shard, including padding, and the caller must add the sums over pieces and shards before calling ``lamb_apply``.
     """
     momentum_P, variance_P, update_P = state.momentum_P, state.variance_P, state.update_P
-    beta_1, beta_2 = hyperparameters.beta_1, hyperparameters.beta_2
-    root_factor, epsilon_factor = bias_corrections(step, beta_1, beta_2)
+    beta_1, beta_2, limit = hyperparameters.beta_1, hyperparameters.beta_2, hyperparameters.max_grad_norm
+    root_factor, epsilon_factor = bias_corrections(step, hyperparameters)
     # A skipped step runs the same operations with factors that change nothing, so that the host need not read the norm.
     taken = norm < torch.inf  # False for NaN
-    clip = torch.where(taken, clip_factor(norm, hyperparameters.max_grad_norm), 0.0)
+    clip = torch.where(taken, limit / norm.clamp(min=limit), 0.0)  # exactly 1 for norms below the limit
     torch.nan_to_num(gradients_P, nan=0.0, posinf=0.0, neginf=0.0, out=gradients_P)  # NaN times zero is NaN
     gradients_P.mul_(clip)
     # Use lerp: as fp32 numbers, beta and 1 - beta do not add up to 1, so a sum of two products would let the variance
@@ -188,7 +188,10 @@ def lamb_apply(
     """
     updates = segments.adapted_views(state.update_P)
     if updates:
-        torch._foreach_mul_(updates, list(_trust_ratios(squares_2A.sqrt().to(state.update_P.dtype)).unbind()))
+        weight_norms_A, update_norms_A = squares_2A.sqrt().to(state.update_P.dtype).unbind()
+        usable_A = (weight_norms_A > 0) & (update_norms_A > 0)
+        trust_ratios_A = torch.where(usable_A, weight_norms_A / update_norms_A, 1.0)
+        torch._foreach_mul_(updates, list(trust_ratios_A.unbind()))
     # The learning rate of a skipped step is 0.
     parameters_P.addcmul_(state.update_P, learning_rate * (norm < torch.inf), value=-1)
 
@@ -209,23 +212,12 @@ def _sums_of_squares(vectors: Sequence[Tensor]) -> Tensor:
     return torch.stack([parts.sum() for parts in squares.split([len(parts) for parts in pieces])])
 
 
-def bias_corrections(step: Tensor, beta_1: float, beta_2: float) -> tuple[Tensor, Tensor]:
+def bias_corrections(step: Tensor, hyperparameters: LambHyperparameters) -> tuple[Tensor, Tensor]:
     """Return the factors of the variance's square root and of epsilon at ``step``, both float64 [].
 
     The direction is momentum / (root_factor * root + epsilon_factor * epsilon). Both factors include the momentum's bias
     correction, which saves a pass. They need double precision because 1 - beta^step loses digits to cancellation.
     """
     steps = step.double()
-    epsilon_factor = 1 - beta_1**steps
-    return (1 - beta_2**steps).rsqrt() * epsilon_factor, epsilon_factor
-
-
-def clip_factor(norm: Tensor, max_grad_norm: float) -> Tensor:
-    """Return the factor [] that clips a gradient of this norm to ``max_grad_norm``. It is exactly 1 for smaller norms."""
-    return max_grad_norm / norm.clamp(min=max_grad_norm)
-
-
-def _trust_ratios(norms_2A: Tensor) -> Tensor:
-    weight_norms_A, update_norms_A = norms_2A.unbind()
-    usable_A = (weight_norms_A > 0) & (update_norms_A > 0)
-    return torch.where(usable_A, weight_norms_A / update_norms_A, 1.0)
+    epsilon_factor = 1 - hyperparameters.beta_1**steps
+    return (1 - hyperparameters.beta_2**steps).rsqrt() * epsilon_factor, epsilon_factor

@@ -1,4 +1,4 @@
-# ruff: noqa: ANN001, ANN201, ANN202, ARG001
+# ruff: noqa: ARG001
 # pyright: reportCallIssue=false, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
 """Dense + bias + GELU: matrix products by cuBLAS, and one Triton pass per direction for the element-wise part.
 

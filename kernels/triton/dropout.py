@@ -6,12 +6,12 @@ of 16 separate comparisons.
 """
 
 # pyright: reportArgumentType=false, reportCallIssue=false, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
-# ruff: noqa: ANN001, ANN201, ANN202  (the compiler has its own types)
 
 import triton
 import triton.language as tl
+from torch import Tensor
 
-from kernels.reference.random import KEY_STEPS, MULTIPLIERS, PLACES_A_DRAW, ROUNDS, TIE_MULTIPLIER
+from kernels.reference.random import KEY_STEPS, MULTIPLIERS, PLACES_A_DRAW, ROUNDS, TIE_MULTIPLIER, Dropout
 
 PLACES = tl.constexpr(PLACES_A_DRAW)
 _INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
@@ -19,6 +19,13 @@ _ROUNDS = tl.constexpr(ROUNDS)
 _MULTIPLIER_0, _MULTIPLIER_1 = tl.constexpr(MULTIPLIERS[0]), tl.constexpr(MULTIPLIERS[1])
 _KEY_STEP_0, _KEY_STEP_1 = tl.constexpr(KEY_STEPS[0]), tl.constexpr(KEY_STEPS[1])
 _TIE_MULTIPLIER = tl.constexpr(TIE_MULTIPLIER)
+
+
+def dropout_scalars(dropout: Dropout | None) -> tuple[Tensor | None, int, float, int]:
+    """Return dropout's state, threshold, scale and stream; the state is None if nothing is dropped."""
+    if dropout is None or dropout.p == 0:
+        return None, 0, 1.0, 0
+    return dropout.state, dropout.threshold, dropout.scale, dropout.stream
 
 
 @triton.jit

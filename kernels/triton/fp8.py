@@ -1,4 +1,3 @@
-# ruff: noqa: ANN001, ANN202
 # pyright: reportCallIssue=false, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
 # pyright: reportArgumentType=false
 """FP8 casts in Triton: the cast, its transpose and column sums in one pass over an input.
@@ -37,8 +36,7 @@ _COLUMNS = 64
 _WARPS = 8
 _STAGES = 1
 _ONCE = "evict_first"
-"""Eviction hint for data that is not read again soon. Without the hint, this data would evict LAMB's next group from
-the
+"""Eviction hint for data that is not read again soon. Without the hint, this data would evict LAMB's next group from the
 L2 cache."""
 
 
@@ -191,13 +189,11 @@ def bias_gelu_backward_cast_fp8(
 cast_fp8.register_fake(lambda x_RC, _scale, _amax, dtype: x_RC.new_empty(x_RC.shape, dtype=dtype))
 cast_transpose_fp8.register_fake(lambda x_RC, _scale, _amax, dtype: fp8_pair(x_RC, dtype))
 cast_transpose_into_fp8.register_fake(lambda *_: None)
-cast_transpose_sum_fp8.register_fake(lambda x_RC, _scale, _amax, dtype: (*fp8_pair(x_RC, dtype), _sums(x_RC)))
+cast_transpose_sum_fp8.register_fake(
+    lambda x_RC, _scale, _amax, dtype: (*fp8_pair(x_RC, dtype), _partials(x_RC).sum(0))
+)
 bias_gelu_cast_fp8.register_fake(lambda product_TF, *_: fp8_pair(product_TF, E4M3))
-bias_gelu_backward_cast_fp8.register_fake(lambda gradient_TF, *_: (*fp8_pair(gradient_TF, E5M2), _sums(gradient_TF)))
-
-
-def _sums(x_RC: Tensor) -> Tensor:
-    return x_RC.new_empty(x_RC.shape[1], dtype=torch.float32)
+bias_gelu_backward_cast_fp8.register_fake(lambda x_TF, *_: (*fp8_pair(x_TF, E5M2), _partials(x_TF).sum(0)))
 
 
 def _partials(x_RC: Tensor) -> Tensor:

@@ -63,11 +63,11 @@ def lamb_step(
     The first call for given segments creates tables on the device, so make one call before capturing a graph.
     """
     norm = sum_of_squares(gradients_P).sqrt().float()
-    arguments = parameters_P, gradients_P, state, hyperparameters, norm, _corrections(step, hyperparameters)
+    arguments = parameters_P, gradients_P, state, hyperparameters, norm, bias_corrections(step, hyperparameters)
     start = 0
     for group in _groups(segments, parameters_P.device, GROUP):
         squares_2A = _group_directions(group, *arguments)
-        _apply(parameters_P, state.update_P, copies_P, squares_2A, *group.tables, norm, learning_rate)
+        _apply(parameters_P, state.update_P, copies_P, squares_2A, group.table_C4, group.traits_G2, norm, learning_rate)
         # The weights are still in the cache. A weight of several segments is cast after its last segment's step.
         for cast in casts:
             if start < cast.start + cast.q_NK.numel() <= group.stop:
@@ -91,7 +91,7 @@ def lamb_directions(
     Like ``lamb_step``, this function must be called once before a graph is captured.
     """
     (group,) = _groups(segments, parameters_P.device)
-    corrections = _corrections(step, hyperparameters)
+    corrections = bias_corrections(step, hyperparameters)
     return _group_directions(group, parameters_P, gradients_P, state, hyperparameters, norm, corrections)
 
 
@@ -109,7 +109,8 @@ def lamb_apply(
     Like ``lamb_step``, this function must be called once before a graph is captured.
     """
     (group,) = _groups(segments, parameters_P.device)
-    _apply(parameters_P, state.update_P, None, squares_2A.contiguous(), *group.tables, norm, learning_rate)
+    squares_2A = squares_2A.contiguous()
+    _apply(parameters_P, state.update_P, None, squares_2A, group.table_C4, group.traits_G2, norm, learning_rate)
 
 
 def configurations() -> list[Configuration]:
@@ -146,10 +147,6 @@ class _Group(NamedTuple):
     stop: int
     """Index of the first element after the group in the flat buffers."""
 
-    @property
-    def tables(self) -> tuple[Tensor, Tensor]:
-        return self.table_C4, self.traits_G2
-
 
 @lru_cache(maxsize=8)
 def _groups(segments: LambSegments, device: torch.device, most: int | None = None) -> list[_Group]:
@@ -179,10 +176,6 @@ def _groups(segments: LambSegments, device: torch.device, most: int | None = Non
     return [_Group(table(rows), traits_G2, table(spans).view(-1, 2), stop) for rows, spans, stop in groups]
 
 
-def _corrections(step: Tensor, hyperparameters: LambHyperparameters) -> tuple[Tensor, Tensor]:
-    return bias_corrections(step, hyperparameters.beta_1, hyperparameters.beta_2)
-
-
 def _group_directions(
     group: _Group,
     parameters_P: Tensor,
@@ -193,7 +186,8 @@ def _group_directions(
     corrections: tuple[Tensor, Tensor],
 ) -> Tensor:
     vectors = parameters_P, gradients_P, state.momentum_P, state.variance_P, state.update_P, state.skipped
-    return _directions(*vectors, *group.tables, group.spans_A2, norm, *corrections, *astuple(hyperparameters))
+    tables = group.table_C4, group.traits_G2, group.spans_A2
+    return _directions(*vectors, *tables, norm, *corrections, *astuple(hyperparameters))
 
 
 @torch.library.custom_op(

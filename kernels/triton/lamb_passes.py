@@ -1,6 +1,5 @@
 # pyright: reportCallIssue=false, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
 # pyright: reportArgumentType=false
-# ruff: noqa: ANN001, ANN201, ANN202  (the compiler has its own types)
 """The kernels of ``kernels.triton.lamb``. Each program processes one chunk.
 
 Parameters and directions are read again soon. Data that is not read again soon has the hint ``evict_first``, so that it

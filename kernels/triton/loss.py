@@ -1,4 +1,4 @@
-# ruff: noqa: ANN001, ANN202, ARG001
+# ruff: noqa: ARG001
 # pyright: reportCallIssue=false, reportAttributeAccessIssue=false
 """Masked-LM head: logits by cuBLAS, then bias, softmax, loss, accuracy and gradient by one kernel, in place.
 
@@ -11,7 +11,7 @@ BERT's V, 30,522, is not even a multiple of four. In an evaluation, the kernel c
 gradient, and the logits are fp32.
 """
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -20,23 +20,15 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.configuration import Configuration
+from kernels.products import accumulate_weight_gradient
 from kernels.reference.ops import compute_dtype, fp32_product
 from kernels.triton.inputs import tensor_reasons
-from kernels.weight_gradient import accumulate_weight_gradient
 
 _ROW_MULTIPLE = 64
-
-
-class _Tile(NamedTuple):
-    columns: int
-    warps: int
-    stages: int
-
-
 # Each thread loads 16 bytes at a time. With 16 warps, the rows of all resident programs (61 KB each in bf16) fit the L2
 # cache.
-_WIDE = _Tile(columns=4096, warps=16, stages=1)
-_NARROW = _Tile(columns=1024, warps=4, stages=1)
+_WIDE = {"COLUMNS": 4096, "num_warps": 16}
+_NARROW = {"COLUMNS": 1024, "num_warps": 4}
 
 
 def masked_lm_loss(
@@ -147,7 +139,7 @@ def _masked_lm_loss(
     uses the last two arguments.
     """
     rows, vocabulary = len(hidden_MD), len(decoder_VD)
-    logits_MW = hidden_MD.new_empty((rows, _width(vocabulary)), dtype=_logits_dtype(hidden_MD, count_correct))
+    logits_MW = _empty_logits(rows, hidden_MD, decoder_VD, count_correct)
     width = logits_MW.shape[1]
     # Columns from V to W stay uninitialized; the kernel replaces them by -inf.
     if logits_MW.dtype == hidden_MD.dtype:
@@ -156,12 +148,12 @@ def _masked_lm_loss(
         fp32_product(hidden_MD, decoder_VD, out=logits_MW[:, :vocabulary])
     losses_M = hidden_MD.new_empty(rows, dtype=torch.float32)
     correct_M = hidden_MD.new_empty(rows if count_correct else 0, dtype=torch.int32)
-    tile = _tile(vocabulary)
+    tile = _WIDE if vocabulary > _WIDE["COLUMNS"] else _NARROW
     padded_bias_W = F.pad(bias_V, (0, width - vocabulary))  # so that loads of logits and bias share a mask
     _kernel[(rows,)](
         logits_MW, padded_bias_W, labels_M.contiguous(), losses_M, correct_M,
         vocabulary, width, ignore_index, WITH_GRADIENT=with_gradient, COUNT_CORRECT=count_correct,
-        COLUMNS=tile.columns, num_warps=tile.warps, num_stages=tile.stages,
+        **tile, num_stages=1,
     )  # fmt: skip
     kept_MW = logits_MW if with_gradient else logits_MW.new_empty((0, width))
     correct = correct_M.sum() if count_correct else hidden_MD.new_empty(0, dtype=torch.int64)
@@ -197,26 +189,19 @@ def _scaled(x: Tensor, factor: Tensor) -> Tensor:
     return torch.mul(x, factor.reshape(1), out=x.new_empty(x.shape))
 
 
-def _logits_dtype(hidden_MD: Tensor, count_correct: bool) -> torch.dtype:
-    return torch.float32 if count_correct else hidden_MD.dtype
-
-
-def _width(vocabulary: int) -> int:
-    return -(-vocabulary // _ROW_MULTIPLE) * _ROW_MULTIPLE
-
-
-def _tile(vocabulary: int) -> _Tile:
-    return _WIDE if vocabulary > _WIDE.columns else _NARROW
+def _empty_logits(rows: int, hidden_MD: Tensor, decoder_VD: Tensor, count_correct: bool) -> Tensor:
+    """Allocate logits [rows, W]: in fp32 if predictions are counted, otherwise in the type of the products."""
+    width = -(-len(decoder_VD) // _ROW_MULTIPLE) * _ROW_MULTIPLE
+    return hidden_MD.new_empty((rows, width), dtype=torch.float32 if count_correct else hidden_MD.dtype)
 
 
 @_masked_lm_loss.register_fake
 def _(hidden_MD: Tensor, decoder_VD: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor]:
     _, _, _, with_gradient, count_correct, *_ = others
-    kept = len(hidden_MD) if with_gradient else 0
     return (
         hidden_MD.new_empty((), dtype=torch.float32),
         hidden_MD.new_empty(() if count_correct else (0,), dtype=torch.int64),
-        hidden_MD.new_empty((kept, _width(len(decoder_VD))), dtype=_logits_dtype(hidden_MD, count_correct)),
+        _empty_logits(len(hidden_MD) if with_gradient else 0, hidden_MD, decoder_VD, count_correct),
     )
 
 
@@ -263,9 +248,9 @@ def configurations() -> list[Configuration]:
             f"masked_lm_loss, {name} vocabulary, bias {bias}, {'training' if training else 'evaluation'}",
             _kernel,
             types | {"logits": "*bf16" if training else "*fp32", "bias": f"*{bias}"},
-            {"WITH_GRADIENT": training, "COUNT_CORRECT": not training, "COLUMNS": tile.columns},
-            tile.warps,
-            tile.stages,
+            {"WITH_GRADIENT": training, "COUNT_CORRECT": not training, "COLUMNS": tile["COLUMNS"]},
+            tile["num_warps"],
+            1,
         )
         for name, tile in (("wide", _WIDE), ("narrow", _NARROW))
         for bias in ("bf16", "fp32")

@@ -1,4 +1,3 @@
-# ruff: noqa: ANN001, ANN201, ANN202
 # pyright: reportCallIssue=false, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
 """Parts of Triton kernels that cast to FP8."""
 

@@ -1,5 +1,4 @@
 # pyright: reportCallIssue=false, reportAttributeAccessIssue=false
-# ruff: noqa: ANN001, ANN202
 """The sum of the squares of a long vector in Triton, in double precision.
 
 Shape legend in ``kernels/__init__.py``; in addition, B blocks. Memory bandwidth limits the speed. There are no atomic sums,

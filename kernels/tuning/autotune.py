@@ -5,14 +5,17 @@
     choices = tune(requests)         # on one process
     apply(choices)                   # on every process: from now on, ``auto`` takes these implementations
 
-A request stores only the shapes, strides and types of floating-point tensors, and creates new tensors for the measurement.
-Measuring therefore does not change the run's tensors or keep their memory. Results are not stored between runs.
+A request describes a kind of call. It stores only the shapes, strides and types of floating-point tensors, and creates new
+tensors for the measurement. Measuring therefore does not change the run's tensors or keep their memory. Results are not
+stored between runs.
 """
 
 import dataclasses
 import json
 import logging
-from collections.abc import Callable, Iterable, Iterator
+import statistics
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -23,15 +26,95 @@ from torch import Tensor
 
 from kernels.ops import OPS, attention_cast_fp8, cast_transpose_fp8, cast_transpose_sum_fp8, varlen_self_attention
 from kernels.reference.fp8 import E4M3, E5M2
-from kernels.registry import AUTO, Implementation, Op, device_type
-from kernels.tuning.contest import Timer, fastest, medians
-from kernels.tuning.request import Arguments, CallKind
+from kernels.registry import AUTO, Implementation, Op, device_type, signature
 
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 Work = Callable[[], None]
 Timing = Callable[[Callable[[], object]], float]
 
+SAME = 0.03
+"""Times that differ by less than this fraction count as equal, and the implementation that comes first is taken."""
+ROUNDS = 11
+HEAD_START_CYCLES = 2_000_000
+"""Clock cycles (about a millisecond) that the device waits while the host queues the work, so that launch latency does
+not count."""
 _LAST_RESORT = "reference"  # measured only if no other implementation works, because it takes seconds at full size
 _LOG = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class CallKind:
+    """A kind of call to an op. One implementation is chosen for all calls of the same kind."""
+
+    op: str
+    signature: str
+    device: torch.device
+    autocast: torch.dtype | None
+    """Type used by autocast, or None if autocast is off."""
+    gradients: bool
+    """Whether the call was made with gradients enabled. If so, the backward pass is measured too."""
+    args: tuple[Any, ...]
+    """Positional arguments. Tensors without values, on the device "meta", replace floating-point tensors."""
+    kwargs: dict[str, Any]
+
+    @classmethod
+    def of(cls, op: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> "CallKind":
+        """Create the description of a call with these arguments in the current state of autograd and autocast."""
+        device = next(value.device for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
+        autocast = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
+        kept = _template(args), {name: _template(value) for name, value in kwargs.items()}
+        return cls(op, signature(*args, **kwargs), device, autocast, torch.is_grad_enabled(), *kept)
+
+    @property
+    def label(self) -> str:
+        """Description for logs: the op, the first tensor's size and type, and whether only the forward pass is measured."""
+        first = next(value for value in self.args if isinstance(value, Tensor))
+        size = " x ".join(map(str, first.shape)) or "scalar"
+        return f"{self.op} ({size}, {str(first.dtype).removeprefix('torch.')}{'' if self.gradients else ', forward'})"
+
+    def arguments(self) -> Arguments:
+        """Return new arguments similar to the call's arguments. Floating-point tensors hold random values from 0 to 1."""
+        return _made(self.args, self.device), {name: _made(value, self.device) for name, value in self.kwargs.items()}
+
+    @contextmanager
+    def state(self) -> Iterator[None]:
+        """Restore, inside a ``with`` block, the state that autograd and autocast had during the call."""
+        with (
+            torch.set_grad_enabled(self.gradients),
+            torch.autocast(self.device.type, self.autocast, enabled=self.autocast is not None),
+        ):
+            yield
+
+
+def _template(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        # The values of scalars (such as rates and scales) and of integers (such as ids and lengths) matter, so keep them.
+        if value.dim() and value.is_floating_point():
+            like = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
+            return like.requires_grad_(value.requires_grad)
+        return value.detach().clone()
+    return _rebuilt(value, _template)
+
+
+def _made(value: Any, device: torch.device) -> Any:
+    if not isinstance(value, Tensor):
+        return _rebuilt(value, partial(_made, device=device))
+    if not value.is_meta:
+        return value.clone()  # because ops may change a tensor in place, such as an amax
+    # Keep the strides, because some implementations copy tensors that are not contiguous, which takes time.
+    reach = sum((size - 1) * step for size, step in zip(value.shape, value.stride(), strict=True)) + 1
+    numbers = torch.rand(reach if value.numel() else 0, device=device).to(value.dtype)
+    return numbers.as_strided(value.shape, value.stride()).requires_grad_(value.requires_grad)
+
+
+def _rebuilt(value: Any, change: Callable[[Any], Any]) -> Any:
+    """Apply ``change`` to the items of a tuple or the fields of a dataclass. Other values are returned unchanged."""
+    if isinstance(value, tuple):
+        return tuple(change(each) for each in value)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+        return dataclasses.replace(value, **{name: change(each) for name, each in fields.items()})
+    return value
 
 
 @dataclass(frozen=True)
@@ -152,7 +235,8 @@ def _measure(
     finally:
         if devices:
             torch.cuda.empty_cache()
-    taken = fastest(seconds) if seconds else None
+    best = min(seconds.values(), default=0.0)
+    taken = next((name for name, each in seconds.items() if each <= best * (1 + SAME)), None)
     by_time = sorted(seconds, key=lambda name: (name != taken, seconds[name]))
     milliseconds = {name: 1e3 * seconds[name] for name in by_time}
     return KernelChoice(request.op, request.signature, request.label, milliseconds, errors)
@@ -207,3 +291,41 @@ def _first_line(error: BaseException) -> str:
         error = error.__context__
     line = str(error).strip().partition("\n")[0]
     return f"{type(error).__name__}: {line[:200]}"
+
+
+def medians(works: Mapping[str, Work], timed: Timing) -> dict[str, float]:
+    """Return the median seconds of each function.
+
+    The functions take turns, so that a change of the device's clock rate affects all of them.
+    """
+    samples: dict[str, list[float]] = {name: [] for name in works}
+    for _ in range(ROUNDS):
+        for name, work in works.items():
+            samples[name].append(timed(work))
+    return {name: statistics.median(each) for name, each in samples.items()}
+
+
+class Timer:
+    """Timing of functions on a device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._on_gpu = device.type == "cuda"
+        if self._on_gpu:
+            # A buffer of twice the cache's size evicts everything else from the L2 cache.
+            size = int(getattr(torch.cuda.get_device_properties(device), "L2_cache_size", 0)) or 128 * 2**20
+            self._cache = torch.empty(2 * size, dtype=torch.int8, device=device)
+            self._start, self._stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+
+    def __call__(self, work: Callable[[], object]) -> float:
+        """Return the seconds that ``work`` takes. On a GPU, the L2 cache is cold, and the work is queued in advance."""
+        if not self._on_gpu:
+            begun = time.perf_counter()
+            work()
+            return time.perf_counter() - begun
+        self._cache.zero_()
+        torch.cuda._sleep(HEAD_START_CYCLES)
+        self._start.record()
+        work()
+        self._stop.record()
+        self._stop.synchronize()
+        return self._start.elapsed_time(self._stop) / 1e3

@@ -16,9 +16,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from kernels import Dropout
 from kernels.libraries import apex, flash_attention
+from kernels.products import add_product
 from kernels.reference import ops as reference
 from kernels.tuning.examples import example_inputs
-from kernels.weight_gradient import add_product
 from tests.kernels.accuracy import CPU, outcome
 
 BOUNDS = torch.tensor([0, 3, 8, 8], dtype=torch.int32)

@@ -2,7 +2,6 @@
 
 # pyright: reportArgumentType=false, reportCallIssue=false, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
 # pyright: reportUnboundVariable=false
-# ruff: noqa: ANN001, ANN201  (the compiler has its own types)
 
 import triton
 import triton.language as tl

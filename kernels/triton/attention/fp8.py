@@ -1,7 +1,7 @@
 """Self-attention between FP8 products, in Triton. It uses the kernels of ``varlen``, which here also cast to FP8.
 
 The forward pass writes the output in bf16, for the backward pass, and in FP8 with its transpose. The backward pass
-writes the gradient of query, key and value only in FP8. The ops are defined in ``kernels.reference.attention_fp8``. The
+writes the gradient of query, key and value only in FP8. The ops are defined in ``kernels.reference.fp8``. The
 shape legend is in ``kernels/__init__.py``.
 """
 
@@ -15,8 +15,9 @@ from kernels.configuration import Configuration
 from kernels.reference.fp8 import E4M3, E5M2, LARGEST
 from kernels.reference.random import Dropout
 from kernels.triton.attention import launches
-from kernels.triton.attention.launches import Casts, fake_saved, launch_backward, launch_forward, smallest_block
-from kernels.triton.attention.varlen import dropout_arguments, self_attention_unsupported_reasons
+from kernels.triton.attention.launches import Casts, empty_saved, launch_backward, launch_forward, smallest_block
+from kernels.triton.attention.varlen import self_attention_unsupported_reasons
+from kernels.triton.dropout import dropout_scalars
 from kernels.triton.quantize import POINTERS, cast_reasons, fp8_pair
 
 
@@ -26,22 +27,23 @@ def _forward(
     cu_seqlens: Tensor,
     max_seqlen: int,
     state: Tensor | None,
-    p: float,
+    threshold: int,
+    kept_scale: float,
     stream: int,
     scale: Tensor,
     amax: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     q_TD, q_DT = fp8_pair(qkv[:, 0].flatten(1), E4M3)
     casts = Casts(scale, amax.view(torch.int32), q_TD, q_DT)
-    parts = list(qkv.unbind(1))
-    context, lse, kept = launch_forward(parts, cu_seqlens, cu_seqlens, max_seqlen, state, p, stream, casts)
+    inputs = list(qkv.unbind(1)), cu_seqlens, cu_seqlens, max_seqlen
+    context, lse, kept = launch_forward(*inputs, state, threshold, kept_scale, stream, casts)
     return context, q_TD, q_DT, lse, kept
 
 
 @_forward.register_fake
 def _(qkv: Tensor, _cu_seqlens: Tensor, max_seqlen: int, state: Tensor | None, *_: object) -> tuple[Tensor, ...]:
     query = qkv[:, 0]
-    saved = fake_saved(query, max_seqlen, state)
+    saved = empty_saved(query, max_seqlen, state)
     return query.new_empty(query.shape), *fp8_pair(query.flatten(1), E4M3), *saved
 
 
@@ -54,7 +56,7 @@ def _backward(
     lse: Tensor,
     kept: Tensor,
     max_seqlen: int,
-    p: float,
+    kept_scale: float,
     scale: Tensor,
     amax: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -65,7 +67,7 @@ def _backward(
     casts = Casts(scale, amax.view(torch.int32), q_TN, q_NT, sums)
     parts, gradients = list(qkv.unbind(1)), list(q_TN.view(qkv.shape).unbind(1))
     bounds = cu_seqlens, cu_seqlens
-    launch_backward(gradient, parts, context, lse, kept, gradients, *bounds, max_seqlen, p, casts)
+    launch_backward(gradient, parts, context, lse, kept, gradients, *bounds, max_seqlen, kept_scale, casts)
     return q_TN, q_NT, sums.sum(0)
 
 
@@ -82,8 +84,7 @@ def attention_cast_fp8(
 
     The log-sums are the logarithms of softmax's sums. The mask bits are dropout's.
     """
-    state, p, stream = dropout_arguments(dropout)
-    return _forward(qkv_T3HE, cu_seqlens, max_seqlen, state, p, stream, scale, amax)
+    return _forward(qkv_T3HE, cu_seqlens, max_seqlen, *dropout_scalars(dropout), scale, amax)
 
 
 def attention_backward_cast_fp8(
@@ -98,9 +99,9 @@ def attention_backward_cast_fp8(
     scale: Tensor,
     amax: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    _, p, _ = dropout_arguments(dropout)
+    _state, _threshold, kept_scale, _stream = dropout_scalars(dropout)
     forward = context_THE, lse_HT, kept
-    return _backward(gradient_THE, qkv_T3HE, cu_seqlens, *forward, max_seqlen, p, scale, amax)
+    return _backward(gradient_THE, qkv_T3HE, cu_seqlens, *forward, max_seqlen, kept_scale, scale, amax)
 
 
 def unsupported_reasons(qkv_T3HE: Tensor, *_: Any) -> list[str]:
@@ -122,7 +123,7 @@ def configurations() -> list[Configuration]:
         dtype = E4M3 if plain.name.startswith("forward") else E5M2
         types: dict[str, Any] = {"scale": "*fp32", "amax": "*i32", "sums": "*fp32"}
         types |= dict.fromkeys(("cast", "transposed"), POINTERS[dtype])
-        without = {} if dtype == E4M3 else dict.fromkeys(("query_gradient", "key_gradient", "value_gradient"))
+        without = ("query_gradient", "key_gradient", "value_gradient")
         kept = {name: value for name, value in plain.constexprs.items() if name not in types}
         constexprs = kept | {"LARGEST": LARGEST[dtype]}
         constexprs |= {name: None for name in without if name in plain.signature}
@@ -130,6 +131,6 @@ def configurations() -> list[Configuration]:
             name: "constexpr" if name in constexprs else types.get(name, kind) for name, kind in plain.signature.items()
         }
         narrow = launches.NARROW.get(int(str(constexprs["HEAD_SIZE"]))) if dtype == E4M3 else None
-        fused = replace(plain, name=f"{plain.name}, casts", signature=signature, constexprs=constexprs)
-        found.append(replace(fused, max_registers=narrow or plain.max_registers))
+        settings = {"signature": signature, "constexprs": constexprs, "max_registers": narrow or plain.max_registers}
+        found.append(replace(plain, name=f"{plain.name}, casts", **settings))
     return found

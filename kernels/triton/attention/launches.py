@@ -15,7 +15,7 @@ from torch import Tensor
 
 from kernels.configuration import SHARED_MEMORY_LIMITS, Configuration
 from kernels.reference.fp8 import LARGEST
-from kernels.reference.random import PLACES_A_DRAW, Dropout
+from kernels.reference.random import PLACES_A_DRAW
 from kernels.triton.attention.backward import attention_backward_keys, attention_backward_queries
 from kernels.triton.attention.forward import attention_forward
 from kernels.triton.attention.tiles import KEYS_A_GROUP
@@ -79,11 +79,6 @@ def _rows_of_heads(x: Tensor) -> Tensor:
     return x if x.stride()[1:] == (x.shape[2], 1) else x.contiguous()
 
 
-def _kept_shape(heads: int, queries: int, max_seqlen: int, drawn: bool) -> tuple[int, ...]:
-    """Return the shape of dropout's mask bits, [H, groups, Q, 4], or (0,) without dropout."""
-    return (heads, _groups(max_seqlen), queries, KEYS_A_GROUP // PLACES_A_DRAW) if drawn else (0,)
-
-
 def _groups(max_seqlen: int) -> int:
     return -(-max_seqlen // KEYS_A_GROUP)
 
@@ -93,10 +88,10 @@ def _written(casts: Casts | None) -> tuple[Tensor | None, ...]:
     return (None,) * 5 if casts is None else (casts.scale, casts.amax, casts.rows, casts.transposed, casts.sums)
 
 
-def fake_saved(query: Tensor, max_seqlen: int, state: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Allocate tensors with the shapes and types of the log-sums and mask bits that the forward pass saves."""
+def empty_saved(query: Tensor, max_seqlen: int, state: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Allocate what the forward pass saves: log-sums [H, Q] and dropout's mask bits [H, groups, Q, 4], or [0] without."""
     queries, heads, _size = query.shape
-    shape = _kept_shape(heads, queries, max_seqlen, state is not None)
+    shape = (0,) if state is None else (heads, _groups(max_seqlen), queries, KEYS_A_GROUP // PLACES_A_DRAW)
     return query.new_empty((heads, queries), dtype=torch.float32), query.new_empty(shape, dtype=torch.int16)
 
 
@@ -106,7 +101,8 @@ def launch_forward(
     cu_seqlens_k: Tensor,
     max_seqlen: int,
     state: Tensor | None,
-    p: float,
+    threshold: int,
+    kept_scale: float,
     stream: int,
     casts: Casts | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -114,15 +110,12 @@ def launch_forward(
     qkv = [_rows_of_heads(x) for x in qkv]
     queries, heads, head_size = qkv[0].shape
     output = torch.empty((queries, heads, head_size), dtype=qkv[0].dtype, device=qkv[0].device)
-    lse = torch.empty((heads, queries), dtype=torch.float32, device=output.device)
-    drawn = state is not None
-    kept = torch.empty(_kept_shape(heads, queries, max_seqlen, drawn), dtype=torch.int16, device=output.device)
+    lse, kept = empty_saved(output, max_seqlen, state)
     launch, strides = _launch("forward", output), [x.stride(0) for x in qkv]
     if casts is not None and head_size in NARROW:
         launch = replace(launch, max_registers=NARROW[head_size])
-    threshold = 0 if state is None else Dropout(p, state, stream).threshold
-    numbers = queries, _groups(max_seqlen), stream, threshold, 1 / (1 - p)
-    constants = _constants(attention_forward, strides, strides, heads, head_size, drawn, launch, casts)
+    numbers = queries, _groups(max_seqlen), stream, threshold, kept_scale
+    constants = _constants(attention_forward, strides, strides, heads, head_size, state is not None, launch, casts)
     # The host does not know the lengths, so the grid fits the longest sequence. The last index on axis 2 is for the rows
     # after all sequences.
     grid = (max(1, triton.cdiv(max_seqlen, launch.block_q)), heads, len(cu_seqlens_q))
@@ -143,7 +136,7 @@ def launch_backward(
     cu_seqlens_q: Tensor,
     cu_seqlens_k: Tensor,
     max_seqlen: int,
-    p: float,
+    kept_scale: float,
     casts: Casts | None = None,
 ) -> None:
     """Write the gradients of query, key and value to ``gradients``, or only their casts if ``casts`` is given.
@@ -157,7 +150,7 @@ def launch_backward(
     of_queries, of_keys = (None, None) if casts is None else casts.split(heads * head_size)
     delta, upstream = torch.empty_like(lse), output_gradient.contiguous()
     drawn, sizes = kept.numel() > 0, (heads, head_size)
-    bounds, numbers = (cu_seqlens_q, cu_seqlens_k), (_groups(max_seqlen), 1 / (1 - p))
+    bounds, numbers = (cu_seqlens_q, cu_seqlens_k), (_groups(max_seqlen), kept_scale)
     # The kernel for queries writes delta, which the kernel for keys reads.
     launch = _launch("dq", output)
     options = launch.options() | _constants(attention_backward_queries, *strides, *sizes, drawn, launch, of_queries)

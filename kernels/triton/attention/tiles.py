@@ -13,7 +13,6 @@ the columns, for the FP8 products that follow. Gradients are then written only i
 
 # pyright: reportArgumentType=false, reportCallIssue=false, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
 # pyright: reportUnboundVariable=false
-# ruff: noqa: ANN001, ANN201, ANN202  (the compiler has its own types)
 
 import triton
 import triton.language as tl

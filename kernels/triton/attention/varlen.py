@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from kernels.reference.random import Dropout
-from kernels.triton.attention.launches import fake_saved, launch_backward, launch_forward
+from kernels.triton.attention.launches import empty_saved, launch_backward, launch_forward
+from kernels.triton.dropout import dropout_scalars
 from kernels.triton.inputs import mixed_reasons, tensor_reasons
 
 _HEAD_SIZES = (16, 32, 64)
@@ -35,16 +36,15 @@ def varlen_attention(
     The tensors saved for the backward pass are the inputs, the output, one fp32 number for each head and query [H, Q], and
     the dropout mask with one bit per element.
     """
-    return _attention(
-        [query_QHE, key_THE, value_THE], cu_seqlens_q, cu_seqlens_k, max_seqlen, *dropout_arguments(dropout)
-    )[0]
+    qkv = [query_QHE, key_THE, value_THE]
+    return _attention(qkv, cu_seqlens_q, cu_seqlens_k, max_seqlen, *dropout_scalars(dropout))[0]
 
 
 def varlen_self_attention(
     qkv_T3HE: Tensor, cu_seqlens: Tensor, max_seqlen: int, dropout: Dropout | None = None
 ) -> Tensor:
     """Return ``varlen_attention`` of query, key and value in one tensor [T, 3, H, E], which gets one gradient."""
-    return _attention([qkv_T3HE], cu_seqlens, cu_seqlens, max_seqlen, *dropout_arguments(dropout))[0]
+    return _attention([qkv_T3HE], cu_seqlens, cu_seqlens, max_seqlen, *dropout_scalars(dropout))[0]
 
 
 def unsupported_reasons(query_QHE: Tensor, key_THE: Tensor, value_THE: Tensor, *_: Any) -> list[str]:
@@ -59,19 +59,12 @@ def self_attention_unsupported_reasons(qkv_T3HE: Tensor, *_: Any) -> list[str]:
     return unsupported_reasons(*qkv_T3HE.unbind(1))
 
 
-def dropout_arguments(dropout: Dropout | None) -> tuple[Tensor | None, float, int]:
-    """Return dropout's state, probability and stream; the state is None if nothing is dropped."""
-    if dropout is None or dropout.p == 0:
-        return None, 0.0, 0
-    return dropout.state, dropout.p, dropout.stream
-
-
 def _parts(qkv: Sequence[Tensor]) -> list[Tensor]:
     """Return query, key and value, which may be one packed tensor [T, 3, H, E]."""
     return list(qkv[0].unbind(1) if len(qkv) == 1 else qkv)
 
 
-# The schema of a custom op allows only tensors and plain numbers, so dropout is passed as state, probability and stream.
+# The schema of a custom op allows only tensors and plain numbers, so dropout is passed as ``dropout_scalars``.
 @torch.library.custom_op("mlperf_bert::varlen_attention", mutates_args=())
 def _attention(
     qkv: Sequence[Tensor],
@@ -79,17 +72,19 @@ def _attention(
     cu_seqlens_k: Tensor,
     max_seqlen: int,
     state: Tensor | None,
-    p: float,
+    threshold: int,
+    kept_scale: float,
     stream: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return launch_forward(_parts(qkv), cu_seqlens_q, cu_seqlens_k, max_seqlen, state, p, stream)
+    dropout = state, threshold, kept_scale, stream
+    return launch_forward(_parts(qkv), cu_seqlens_q, cu_seqlens_k, max_seqlen, *dropout)
 
 
 @_attention.register_fake
 def _(qkv: Sequence[Tensor], *others: Any) -> tuple[Tensor, Tensor, Tensor]:
     _, _, max_seqlen, state, *_ = others
     query = _parts(qkv)[0]
-    return query.new_empty(query.shape), *fake_saved(query, max_seqlen, state)
+    return query.new_empty(query.shape), *empty_saved(query, max_seqlen, state)
 
 
 @torch.library.custom_op("mlperf_bert::varlen_attention_backward", mutates_args=())
@@ -102,12 +97,12 @@ def _attention_backward(
     lse: Tensor,
     kept: Tensor,
     max_seqlen: int,
-    p: float,
+    kept_scale: float,
 ) -> list[Tensor]:
     # The fake function returns contiguous tensors. empty_like would keep the order of an input's strides.
     gradients = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in qkv]
     bounds = cu_seqlens_q, cu_seqlens_k
-    launch_backward(output_gradient, _parts(qkv), output, lse, kept, _parts(gradients), *bounds, max_seqlen, p)
+    launch_backward(output_gradient, _parts(qkv), output, lse, kept, _parts(gradients), *bounds, max_seqlen, kept_scale)
     return gradients
 
 
@@ -115,9 +110,9 @@ _attention_backward.register_fake(lambda _gradient, qkv, *_: [x.new_empty(x.shap
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-    qkv, cu_seqlens_q, cu_seqlens_k, max_seqlen, _state, p, _stream = inputs
+    qkv, cu_seqlens_q, cu_seqlens_k, max_seqlen, _state, _threshold, kept_scale, _stream = inputs
     ctx.save_for_backward(*qkv, cu_seqlens_q, cu_seqlens_k, *output)
-    ctx.numbers = max_seqlen, p
+    ctx.numbers = max_seqlen, kept_scale
     ctx.mark_non_differentiable(*output[1:])
     ctx.set_materialize_grads(False)  # otherwise autograd would create zero gradients for the saved tensors
 
@@ -125,7 +120,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tenso
 def _differentiate(ctx: Any, output_gradient: Tensor, *_: None) -> tuple[list[Tensor] | None, ...]:
     *qkv, cu_seqlens_q, cu_seqlens_k, output, lse, kept = ctx.saved_tensors
     saved = cu_seqlens_q, cu_seqlens_k, output, lse, kept
-    return _attention_backward(output_gradient, qkv, *saved, *ctx.numbers), None, None, None, None, None, None
+    return _attention_backward(output_gradient, qkv, *saved, *ctx.numbers), *(None,) * 7
 
 
 _attention.register_autograd(_differentiate, setup_context=_save)

@@ -10,7 +10,6 @@ dresidual and is not written.
 """
 
 # pyright: reportArgumentType=false, reportCallIssue=false, reportAttributeAccessIssue=false, reportReturnType=false
-# ruff: noqa: ANN001, ANN201, ANN202  (the compiler has its own types)
 
 from typing import Any
 
@@ -21,6 +20,7 @@ from torch import Tensor
 
 from kernels.configuration import Configuration
 from kernels.reference.random import Dropout
+from kernels.triton.dropout import dropout_scalars
 from kernels.triton.inputs import mixed_reasons, tensor_reasons
 from kernels.triton.norms.rows import (
     PLACES,
@@ -28,7 +28,6 @@ from kernels.triton.norms.rows import (
     Layout,
     backward_programs,
     columns_of,
-    dropout_scalars,
     forward_grid,
     kept_places,
     load_fp32,

@@ -9,11 +9,10 @@ A program processes 32 rows, one tile at a time, like the kernels of ``layer_nor
 the cache and writes them transposed, 32 bytes per column, which is a whole sector of memory. Registers therefore need
 not hold 32 rows.
 
-The ops are defined in ``kernels.reference.layer_norm_fp8``. The shape legend is in ``kernels/__init__.py``.
+The ops are defined in ``kernels.reference.fp8``. The shape legend is in ``kernels/__init__.py``.
 """
 
 # pyright: reportArgumentType=false, reportCallIssue=false, reportAttributeAccessIssue=false, reportReturnType=false
-# ruff: noqa: ANN001, ANN202  (the compiler has its own types)
 
 from typing import Any
 
@@ -25,6 +24,7 @@ from torch import Tensor
 from kernels.configuration import Configuration
 from kernels.reference.fp8 import E4M3, E5M2, LARGEST
 from kernels.reference.random import Dropout
+from kernels.triton.dropout import dropout_scalars
 from kernels.triton.inputs import mixed_reasons
 from kernels.triton.norms import layer_norm
 from kernels.triton.norms.layer_norm import PREFETCH, add_norm_row_gradients, add_norm_rows
@@ -34,7 +34,6 @@ from kernels.triton.norms.rows import (
     Layout,
     backward_programs,
     columns_of,
-    dropout_scalars,
     load_fp32,
     norm_configurations,
     places_of,
@@ -45,8 +44,7 @@ from kernels.triton.norms.rows import (
 from kernels.triton.quantize import POINTERS, SCALARS, cast_reasons, fp8_pair, quantized, raise_amax
 
 WARPS = 16
-"""Warps of the backward kernel per multiprocessor. ``layer_norm`` uses more, because it loads one row fewer per
-token."""
+"""Warps of the backward kernel per multiprocessor. ``layer_norm`` uses more, because it loads one row fewer per token."""
 
 _GROUP = 32
 _COLUMNS = 32

@@ -8,11 +8,10 @@ of all programs.
 
 # pyright: reportArgumentType=false, reportCallIssue=false, reportAttributeAccessIssue=false, reportReturnType=false
 # pyright: reportGeneralTypeIssues=false
-# ruff: noqa: ANN001, ANN201  (the compiler has its own types)
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
+from itertools import product
 from typing import Any
 
 import torch
@@ -21,7 +20,6 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.configuration import Configuration
-from kernels.reference.random import Dropout
 from kernels.triton.dropout import PLACES as DRAW
 from kernels.triton.dropout import draw_kept
 
@@ -157,13 +155,13 @@ SUM_PIPELINE = {"num_warps": 4, "num_stages": 1}
 
 
 def backward_programs(device: torch.device, tokens: int, layout: Layout, warps: int) -> int:
-    """Return the number of programs of a backward kernel that has ``warps`` warps per multiprocessor."""
-    return max(1, min(multiprocessors(device) * (warps // layout.num_warps), triton.cdiv(tokens, layout.rows)))
+    """Return the number of programs of a backward kernel that has ``warps`` warps per multiprocessor.
 
-
-def multiprocessors(device: torch.device) -> int:
-    """Return the number of multiprocessors of a GPU; a CPU counts as one."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+    A CPU counts as one multiprocessor.
+    """
+    on_gpu = device.type == "cuda"
+    multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count if on_gpu else 1
+    return max(1, min(multiprocessors * (warps // layout.num_warps), triton.cdiv(tokens, layout.rows)))
 
 
 def forward_grid(tokens: int, layout: Layout) -> tuple[int]:
@@ -178,16 +176,6 @@ def sums_over_programs(partials_PND: Tensor, dtype: torch.dtype) -> Tensor:
     grid = (triton.cdiv(width, SUM_TILE["COLUMNS"]),)
     sum_partials[grid](partials_PND, sums_ND, programs, width, **SUM_TILE, **SUM_PIPELINE)
     return sums_ND
-
-
-Scalars = tuple[Tensor | None, int, float, int]
-
-
-def dropout_scalars(dropout: Dropout | None) -> Scalars:
-    """Return dropout's state, threshold, scale and stream; the state is None if nothing is dropped."""
-    if dropout is None or dropout.p == 0:
-        return None, 0, 1.0, 0
-    return dropout.state, dropout.threshold, dropout.scale, dropout.stream
 
 
 def width_reasons(columns: int) -> list[str]:
@@ -207,8 +195,8 @@ _TYPES |= {"programs": "i32", "width": "i32"}
 def norm_configurations(
     stream: str,
     *kernels: Any,
-    types: Mapping[str, str] = MappingProxyType({}),
-    fixed: Mapping[str, object] = MappingProxyType({}),
+    types: Mapping[str, str] = {},
+    fixed: Mapping[str, object] = {},
     **devices: Any,
 ) -> list[Configuration]:
     """Return the configurations of ``kernels`` in training under autocast, for BERT-Large and the small default model.
@@ -216,17 +204,14 @@ def norm_configurations(
     Parameters and embeddings are fp32, and y and dy have the type ``stream``. ``types`` and ``fixed`` describe further
     parameters of the kernels. ``devices`` is passed to ``Configuration.of``.
     """
-
     found = []
-    for columns in (128, 1024):
-        for kernel in kernels:
-            for dropout in (True, False):
-                options = Layout.of(columns).options(columns, dropout)
-                num_warps, num_stages = options.pop("num_warps"), options.pop("num_stages")
-                constants = {**options, **fixed} if dropout else {**options, **fixed, "state": None}
-                kinds = {**_TYPES, "y": f"*{stream}", "dy": f"*{stream}", **types}
-                name = f"{stream}, D = {columns}{', dropout' if dropout else ''}"
-                found.append(Configuration.of(name, kernel, kinds, constants, num_warps, num_stages, **devices))
+    for columns, kernel, dropout in product((128, 1024), kernels, (True, False)):
+        options = Layout.of(columns).options(columns, dropout)
+        num_warps, num_stages = options.pop("num_warps"), options.pop("num_stages")
+        constants = {**options, **fixed} if dropout else {**options, **fixed, "state": None}
+        kinds = {**_TYPES, "y": f"*{stream}", "dy": f"*{stream}", **types}
+        name = f"{stream}, D = {columns}{', dropout' if dropout else ''}"
+        found.append(Configuration.of(name, kernel, kinds, constants, num_warps, num_stages, **devices))
     return found
 
 

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kernels.libraries import pytorch_fp8
+from kernels.libraries import pytorch
 from kernels.reference import fp8
 from kernels.reference.fp8 import E4M3, E5M2, LARGEST, new_scales
 
@@ -119,7 +119,7 @@ def within_half_a_unit(q: Tensor, exact: Tensor, dtype: torch.dtype) -> None:
     assert ((q.double() - exact).abs() <= half + 1e-6 * exact.abs().max()).all()
 
 
-IMPLEMENTATIONS = pytest.mark.parametrize("implementation", [fp8, pytorch_fp8], ids=["definition", "pytorch"])
+IMPLEMENTATIONS = pytest.mark.parametrize("implementation", [fp8, pytorch], ids=["definition", "pytorch"])
 
 
 @pytest.mark.parametrize("sides", [(E4M3, E4M3), (E4M3, E5M2), (E5M2, E4M3)], ids=str)
@@ -169,7 +169,7 @@ def test_the_bias_of_a_product(implementation, bias_dtype: torch.dtype):
 def test_what_cannot_be_multiplied(types, sizes: tuple[int, int, int], out_dtype: torch.dtype, reason: str):
     m, n, k = sizes
     a, b = torch.zeros(m, k, dtype=types[0]), torch.zeros(n, k, dtype=types[1])
-    reasons = pytorch_fp8.unsupported_reasons(a, b, scalar(1.0), scalar(1.0), out_dtype)
+    reasons = pytorch.scaled_matmul_unsupported_reasons(a, b, scalar(1.0), scalar(1.0), out_dtype)
     assert reason in "; ".join(reasons)
     assert len(reasons) == bool(reason)
 

@@ -12,10 +12,8 @@ from torch import Tensor
 
 from kernels import OPS, dropout_add_layer_norm, lamb_step
 from kernels.registry import Implementation, Op
-from kernels.tuning.autotune import Work, apply, from_json, observed, to_json, tune
-from kernels.tuning.contest import ROUNDS
+from kernels.tuning.autotune import ROUNDS, CallKind, Work, apply, from_json, observed, to_json, tune
 from kernels.tuning.examples import example_inputs
-from kernels.tuning.request import CallKind
 
 CPU = torch.device("cpu")
 

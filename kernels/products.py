@@ -1,4 +1,4 @@
-"""The op that adds a matrix product to a weight's gradient, by cuBLAS on a GPU.
+"""Matrix products by PyTorch's GPU libraries: their precision, and the op that adds one to a weight's gradient.
 
 ``torch.addmm`` has supported adding products of 16-bit operands to fp32 since PyTorch 2.10, on CUDA only. The op is not
 defined in ``kernels.ops``, because Triton's loss also calls it.
@@ -9,6 +9,22 @@ from torch import Tensor
 
 from kernels.reference import ops as reference
 from kernels.registry import Implementation, Op
+
+
+def set_product_precision() -> None:
+    """Make this process accumulate all matrix products in fp32, and multiply fp32 operands without TF32.
+
+    * By default, PyTorch lets cuBLAS split a product along the summed dimension (split-K) and add the partial sums in the
+      16-bit type of the result. A weight gradient is a sum over all tokens of a micro-batch, and its partial sums may
+      largely cancel.
+    * Containers that set ``TORCH_ALLOW_TF32_CUBLAS_OVERRIDE`` turn on TF32, which keeps only 10 bits of the mantissa.
+
+    This has no effect on a CPU.
+    """
+    products = torch.backends.cuda.matmul
+    products.allow_bf16_reduced_precision_reduction = False
+    products.allow_fp16_reduced_precision_reduction = False
+    torch.set_float32_matmul_precision("highest")
 
 
 def add_product(gradient_NK: Tensor, output_gradient_TN: Tensor, input_TK: Tensor, overwrite: bool = False) -> Tensor:
