@@ -14,7 +14,7 @@ from bert.layers import EncoderLayer, MatrixProducts, Placement
 from bert.model import BertForPreTraining, MakeLayer
 from bert.parallel.mesh import Mesh, process_group
 from bert.parallel.pipeline.stages import PipelineModel
-from bert.parallel.tensor.exchange import Waiting
+from bert.parallel.tensor.placement import Waiting
 from bert.parallel.tensor.shards import TensorParallel, tensor_parallel
 from bert.products.fp8 import Fp8Layer, Fp8State, require_fp8
 from bert.products.fp8_layer import FusedLayer

@@ -21,8 +21,7 @@ from bert.guards.interruption import Interrupted, Interruption, orderly
 from bert.guards.preflight import Inputs, check, check_shares, refuse_others, result_folder
 from bert.guards.triton import require_private_cache
 from bert.log.mllog import MLLog
-from bert.log.provenance import provenance
-from bert.log.result_files import CLAIM, claim, create_log
+from bert.log.result_files import CLAIM, claim, create_log, provenance
 from bert.loop import train
 from bert.parallel.collectives import agreed_integer, all_reduce_, barrier
 from bert.parallel.launch import Launch, job, may_start_again, restarts

@@ -11,8 +11,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleIn
 
 from bert.layers import DropoutSites
 from bert.model import PretrainingOutput
-from bert.parallel.pipeline.division import Stage
-from bert.parallel.pipeline.stages import PipelineModel
+from bert.parallel.pipeline.stages import PipelineModel, Stage
 from bert.timing.stopwatch import Stopwatch
 from dataloading.batches.loader import Batch
 from dataloading.batches.shape_buckets import TOKENS_MULTIPLE
