@@ -18,12 +18,9 @@ from bert.guards.interruption import Interruption
 from bert.guards.preflight import Inputs
 from bert.log.mllog import MLLog
 from bert.loop import Run
-from bert.parallel.collectives import agreed_text, broadcast_
-from bert.parallel.mesh import Mesh
-from bert.reporting.displays import StepLines
+from bert.parallel.mesh import Mesh, agreed_text, broadcast_
 from bert.reporting.intervals import Intervals, Stragglers
-from bert.reporting.reporter import Position, Reporter, Sink
-from bert.reporting.tensorboard import TensorBoard
+from bert.reporting.reporter import Position, Reporter, Sink, StepLines, TensorBoard
 from bert.step import TrainingStep
 from bert.timing.stopwatch import DeviceStopwatch, Stopwatch
 from compliance.log.records import MetricsWriter, RunRecord

@@ -27,8 +27,7 @@ from torch import Tensor
 
 from bert.checkpoints.world import World
 from bert.configuration.config import Config, flattened
-from bert.parallel.collectives import agreed_text, broadcast_
-from bert.parallel.mesh import Mesh
+from bert.parallel.mesh import Mesh, agreed_text, broadcast_
 from bert.step import TrainingStep
 from console.files import is_temporary, read_bounded, sha256_of
 from console.locks import BusyError, lock_file

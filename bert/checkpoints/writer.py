@@ -15,8 +15,7 @@ from bert.checkpoints.training_state import FILES, Digest, RunState, fixed_setti
 from bert.checkpoints.weights import Weight, write_safetensors
 from bert.checkpoints.world import World
 from bert.configuration.config import Config
-from bert.parallel.collectives import all_reduce_
-from bert.parallel.mesh import Mesh
+from bert.parallel.mesh import Mesh, all_reduce_
 from bert.reporting.reporter import Position, Reporter
 from bert.step import TrainingStep
 from bert.timing.phases import PhaseTracker

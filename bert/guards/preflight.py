@@ -23,7 +23,7 @@ from bert.log.result_files import choose_files
 from bert.model import parameter_shapes
 from bert.parallel.launch import job, may_start_again, restarts
 from bert.parallel.mesh import Mesh, require_whole_copies
-from bert.reporting.tensorboard import require_installed
+from bert.reporting.reporter import require_tensorboard
 from compliance.log.schedule import EvaluationSchedule, evaluation_interval
 from dataloading.batches.loader_choice import check_loader
 from dataloading.dataset.folder import Dataset, open_dataset
@@ -175,7 +175,7 @@ def _schedule(config: Config) -> EvaluationSchedule:
 def _check_places(config: Config) -> None:
     _require_room(result_folder(config), _LOGS_BYTES, "log.results")
     if config.log.tensorboard is not None:
-        require_installed()
+        require_tensorboard()
         _require_room(config.log.tensorboard, _LOGS_BYTES, "log.tensorboard")
     parameters = sum(torch.Size(shape).numel() for shape in parameter_shapes(config.model).values())
     if config.save_checkpoint is not None:

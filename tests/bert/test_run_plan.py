@@ -8,8 +8,7 @@ import pytest
 
 from bert.configuration.recipes import RECIPES
 from bert.configuration.run_plan import PLANNED, RunPlan, read_plan, settings_of, write_plan
-from bert.reporting.displays import StepLines
-from bert.reporting.reporter import Reporter
+from bert.reporting.reporter import Reporter, StepLines
 from bert.timing.phases import PHASES
 from bert.train import main, parse
 from compliance.log.records import EndRecord, MetricsWriter, RunRecord, StepRecord

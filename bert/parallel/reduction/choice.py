@@ -5,23 +5,24 @@ import time
 
 import torch
 
-from bert.configuration.sections import ReduceDtype, ReductionStrategy, TrainingConfig
+from bert.configuration.sections import ReductionStrategy, TrainingConfig
 from bert.optimizer import FlatParameters
-from bert.parallel.collectives import all_reduce_, barrier
+from bert.parallel.mesh import all_reduce_, barrier
 from bert.parallel.reduction.gradients import Communicators, Reduction
-
-Choice = tuple[ReductionStrategy, str]
-"""A reduction strategy, and the reason for it."""
 
 _ENOUGH_S = 3.0
 _ROUNDS = 4
 
 
-def choose(config: TrainingConfig, flat: FlatParameters, communicators: Communicators) -> Choice:
-    """Choose this run's reduction strategy, the same on all ranks. Call it only at start-up: measuring zeroes the gradients.
+def choose(config: TrainingConfig, flat: FlatParameters, communicators: Communicators) -> tuple[ReductionStrategy, str]:
+    """Return this run's reduction strategy, the same on all ranks, and the reason for it.
+
+    Call it only at start-up, because measuring zeroes the gradients.
 
     ``auto`` measures flat and hierarchical if they differ here. It never chooses the sharded strategies: they save memory,
-    and the time of their sums alone does not show whether they are faster.
+    and the time of their sums alone does not show whether they are faster. The time of a round is the slowest rank's time.
+    Each strategy is judged by its best round, because the first round opens connections. No round begins after
+    ``_ENOUGH_S`` seconds.
     """
     if communicators.world is None:
         return "flat", "one rank"
@@ -29,22 +30,9 @@ def choose(config: TrainingConfig, flat: FlatParameters, communicators: Communic
         return config.reduction, "as set"
     if communicators.rail is None or communicators.node is None:
         return "flat", "one host" if communicators.rail is None else "one rank a host"
-    return measured_choice(flat, communicators, config.reduce_dtype, config.bucket_bytes)
-
-
-def measured_choice(
-    flat: FlatParameters,
-    communicators: Communicators,
-    reduce_dtype: ReduceDtype = "fp32",
-    bucket_bytes: int = TrainingConfig.bucket_bytes,
-) -> Choice:
-    """Return the fastest strategy for a gradient of this size, the same on all ranks. Measuring zeroes the gradients.
-
-    The time of a round is the slowest rank's time. Each strategy is judged by its best round, because the first round opens
-    connections. No round begins after ``_ENOUGH_S`` seconds.
-    """
     strategies: tuple[ReductionStrategy, ...] = ("flat", "hierarchical")
-    reductions = [Reduction(flat, communicators, each, reduce_dtype, bucket_bytes) for each in strategies]
+    settings = config.reduce_dtype, config.bucket_bytes
+    reductions = [Reduction(flat, communicators, each, *settings) for each in strategies]
     # Every round sums the same memory, so any values other than zeros would grow from round to round.
     flat.gradients_N.zero_()
     device = flat.gradients_N.device

@@ -17,9 +17,8 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 
-from bert.parallel.collectives import agreed_integer, agreed_text
 from bert.parallel.launch import lost_launcher
-from bert.parallel.mesh import Mesh
+from bert.parallel.mesh import Mesh, agreed_integer, agreed_text
 from bert.parallel.watchdog.hub import Hub, listen
 from bert.parallel.watchdog.judge import FAULT_STATUS, LINE, Ending, encoded, parsed
 from bert.timing.phases import PhaseTracker

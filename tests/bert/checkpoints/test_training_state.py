@@ -22,8 +22,7 @@ from bert.checkpoints.training_state import FILES, checkpoint_folders, find, fix
 from bert.checkpoints.writer import Checkpoints
 from bert.configuration.config import Config
 from bert.parallel.mesh import Mesh
-from bert.reporting.displays import StepLines
-from bert.reporting.reporter import Position, Reporter
+from bert.reporting.reporter import Position, Reporter, StepLines
 from bert.step import TrainingStep
 from bert.timing.phases import PhaseTracker
 from bert.timing.stopwatch import Stopwatch
