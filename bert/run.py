@@ -14,7 +14,6 @@ from bert.checkpoints.training_state import RunState, checkpoint_folders, find, 
 from bert.checkpoints.weights import VOCABULARY, save_weights
 from bert.checkpoints.world import World, changes, rebalance_batch
 from bert.configuration.config import Config
-from bert.execution.batches import captures
 from bert.execution.cuda_graphs import CudaCapturer
 from bert.guards.data_guard import DataGuard
 from bert.guards.interruption import Interrupted, Interruption, orderly
@@ -26,7 +25,7 @@ from bert.loop import train
 from bert.parallel.launch import Launch, job, may_start_again, restarts
 from bert.parallel.mesh import Mesh, agreed_integer, all_reduce_, barrier, join_mesh, leave_mesh, require_gpus
 from bert.parallel.watchdog.watchdog import FAULT_STATUS, Watchdog
-from bert.setup import build_run, log_settings
+from bert.setup import build_run, captures, log_settings
 from console.program import complain, drop_lost_output, reason, say
 from console.version import commit
 

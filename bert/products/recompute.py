@@ -16,8 +16,8 @@ import torch
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts, noop_context_fn
 
 from bert.configuration.sections import Recompute
+from bert.execution.stopwatch import is_capturing
 from bert.layers import Recomputation, compute_once
-from bert.timing.stopwatch import is_capturing
 
 RECOMPUTED_OPS = ("varlen_self_attention", "dropout_add_layer_norm")
 """Ops of ``kernels`` that apply dropout in a recomputed layer."""

@@ -10,7 +10,7 @@ from statistics import median
 from types import TracebackType
 
 from bert.configuration.run_plan import RunPlan
-from bert.timing.phases import PHASES
+from bert.execution.phases import PHASES
 from compliance.convergence.forecast import forecast, time_left
 from compliance.log.records import (
     EndRecord,
