@@ -10,9 +10,17 @@ from functools import partial
 
 import torch
 
-from bert.checkpoints.training_state import RunState, checkpoint_folders, find, lock, written_by
+from bert.checkpoints.training_state import (
+    RunState,
+    World,
+    changes,
+    checkpoint_folders,
+    find,
+    lock,
+    rebalance_batch,
+    written_by,
+)
 from bert.checkpoints.weights import VOCABULARY, save_weights
-from bert.checkpoints.world import World, changes, rebalance_batch
 from bert.configuration.config import Config
 from bert.execution.cuda_graphs import CudaCapturer
 from bert.guards.data_guard import DataGuard
@@ -28,8 +36,6 @@ from bert.parallel.watchdog.watchdog import FAULT_STATUS, Watchdog
 from bert.setup import build_run, captures, log_settings
 from console.program import complain, drop_lost_output, reason, say
 from console.version import commit
-
-__all__ = ["leave_mesh", "run"]
 
 _OWN_SIGNAL_S = 15.0
 """Maximum time in seconds between the signals that different elastic agents send to their ranks after one event."""

@@ -7,8 +7,7 @@ from functools import partial
 import torch
 
 from bert.checkpoints.initial_model import first_model
-from bert.checkpoints.training_state import RunState, restore
-from bert.checkpoints.world import World
+from bert.checkpoints.training_state import RunState, World, restore
 from bert.checkpoints.writer import Checkpoints
 from bert.configuration.config import Config
 from bert.evaluation import Evaluator

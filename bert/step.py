@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from bert.build import build_model, shards_gradients
+from bert.build import RECOMPUTED_OPS, build_model, shards_gradients
 from bert.configuration.config import Config
 from bert.configuration.sections import SHARDED
 from bert.execution.cuda_graphs import CudaCapturer, Graph, Passes, Role
@@ -27,7 +27,6 @@ from bert.parallel.reduction.gradients import Communicators, Reduction
 from bert.parallel.reduction.sharded_gradients import ShardedReduction
 from bert.parallel.reduction.sharded_lamb import ShardedLamb, WeightGather
 from bert.parallel.whole_vectors import WholeVectors
-from bert.products.recompute import RECOMPUTED_OPS
 from bert.products.weight_gradients import AccumulatingTable, product_weights
 from bert.reporting.statistics import Statistics
 from dataloading.batches.loader import Batch, inert_batch

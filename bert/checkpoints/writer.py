@@ -11,9 +11,8 @@ from dataclasses import replace
 import msgspec
 import torch
 
-from bert.checkpoints.training_state import FILES, Digest, RunState, fixed_settings, reseed, written_in
+from bert.checkpoints.training_state import FILES, Digest, RunState, World, fixed_settings, reseed, written_in
 from bert.checkpoints.weights import Weight, write_safetensors
-from bert.checkpoints.world import World
 from bert.configuration.config import Config
 from bert.execution.phases import PhaseTracker
 from bert.parallel.mesh import Mesh, all_reduce_

@@ -110,17 +110,12 @@ class PipelineModel(BertForPreTraining):
         """Rank of the group that updates each parameter."""
         self._gradient: Tensor | None = None
         copy_VD = None
-        if self.has_losses:
+        if own[-1].is_last:
             copy_VD = word_VD.detach().clone()
             self._gradient = torch.zeros_like(copy_VD)
             # Autograd accumulates into this buffer. The optimizer does not use it; ``add_word_gradient_`` sends it.
             copy_VD.requires_grad_().grad = self._gradient
         super().__init__(config, placement, make_layer, lambda name: any(stage.owns(name) for stage in own), copy_VD)
-
-    @property
-    def has_losses(self) -> bool:
-        """Tell whether this rank has the last stage."""
-        return self.rank == self.size - 1
 
     def rows(self, batch: Batch) -> int:
         """Return W for a micro-batch: the number of rows of hidden states that this rank receives and sends."""

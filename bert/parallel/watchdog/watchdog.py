@@ -24,8 +24,6 @@ from bert.parallel.watchdog.hub import Hub, listen
 from bert.parallel.watchdog.judge import FAULT_STATUS, LINE, Ending, encoded, parsed
 from console.program import complain
 
-__all__ = ["FAULT_STATUS", "Watchdog"]
-
 _GRACE_S = 5.0
 """Seconds for a rank's last work before it ends: closing the log, or waiting for the verdict."""
 _FIRST = 10
