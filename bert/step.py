@@ -22,8 +22,7 @@ from bert.model import BertForPreTraining, PretrainingOutput
 from bert.optimizer import FlatParameters, Lamb
 from bert.parallel.mesh import Mesh
 from bert.parallel.pipeline.stages import PipelineModel
-from bert.parallel.reduction.choice import choose
-from bert.parallel.reduction.gradients import Communicators, Reduction
+from bert.parallel.reduction.gradients import Communicators, Reduction, choose
 from bert.parallel.reduction.sharded_gradients import ShardedReduction
 from bert.parallel.reduction.sharded_lamb import ShardedLamb, WeightGather
 from bert.parallel.whole_vectors import WholeVectors

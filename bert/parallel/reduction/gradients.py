@@ -13,6 +13,8 @@ or a tree rounds at every hop, so the error grows with the number of ranks (7 % 
 Shape legend: N elements of a vector, R ranks of the group, W = N / R elements of a shard.
 """
 
+import math
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -24,8 +26,11 @@ from torch import Tensor
 
 from bert.configuration.sections import ReduceDtype, ReductionStrategy, TrainingConfig
 from bert.optimizer import ALIGNMENT, FlatParameters
-from bert.parallel.mesh import Mesh, process_group
+from bert.parallel.mesh import Mesh, all_reduce_, barrier, process_group
 from bert.parallel.single import all_gather_single, reduce_scatter_single
+
+_ENOUGH_S = 3.0
+_ROUNDS = 4
 
 
 def shard_of(vector_N: Tensor, group: dist.ProcessGroup | None) -> Tensor:
@@ -298,3 +303,49 @@ class Reduction:
         sums.all_reduce_(shard_of(gradients, groups.node), groups.rail)
         if self.strategy == "hierarchical":
             sums.all_gather_(gradients, groups.node)
+
+
+def choose(config: TrainingConfig, flat: FlatParameters, communicators: Communicators) -> tuple[ReductionStrategy, str]:
+    """Return this run's reduction strategy, the same on all ranks, and the reason for it.
+
+    Call it only at start-up, because measuring zeroes the gradients.
+
+    ``auto`` measures flat and hierarchical if they differ here. It never chooses the sharded strategies: they save memory,
+    and the time of their sums alone does not show whether they are faster. The time of a round is the slowest rank's time.
+    Each strategy is judged by its best round, because the first round opens connections. No round begins after
+    ``_ENOUGH_S`` seconds.
+    """
+    if communicators.world is None:
+        return "flat", "one rank"
+    if config.reduction != "auto":
+        return config.reduction, "as set"
+    if communicators.rail is None or communicators.node is None:
+        return "flat", "one host" if communicators.rail is None else "one rank a host"
+    strategies: tuple[ReductionStrategy, ...] = ("flat", "hierarchical")
+    settings = config.reduce_dtype, config.bucket_bytes
+    reductions = [Reduction(flat, communicators, each, *settings) for each in strategies]
+    # Every round sums the same memory, so any values other than zeros would grow from round to round.
+    flat.gradients_N.zero_()
+    device = flat.gradients_N.device
+    best, spent = [math.inf] * len(strategies), 0.0
+    for _ in range(_ROUNDS):
+        times = torch.zeros(len(strategies), dtype=torch.float64, device=device)
+        # Rounds alternate between strategies, so that a disturbance on the machine slows all of them.
+        for place, reduction in enumerate(reductions):
+            barrier(communicators.world)  # late ranks must not count as slow sums
+            begin = time.perf_counter()
+            reduction.finish()
+            # On a GPU, ``finish`` makes only the stream wait for the sums, not the host.
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+            times[place] = time.perf_counter() - begin
+        all_reduce_(times, "max")  # over all data groups, so that all ranks choose the same strategy
+        best = list(map(min, best, times.tolist()))
+        spent += times.sum().item()
+        if spent > _ENOUGH_S:  # equal on all ranks
+            break
+    for reduction in reductions:
+        # If it stayed open, its hooks on the parameters would run in every backward pass.
+        reduction.close()
+    shown = ", ".join(f"{each} {1000 * seconds:.1f} ms" for each, seconds in zip(strategies, best, strict=True))
+    return strategies[best.index(min(best))], shown
