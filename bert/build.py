@@ -1,25 +1,63 @@
-"""Construction of the model that one rank trains: matrix products, sharding and recomputation of its layers."""
+"""Construction of the model that one rank trains: matrix products, sharding and recomputation of its layers.
+
+With recomputation, the backward pass of an encoder layer recomputes activations that its forward pass does not keep.
+``torch.utils.checkpoint`` recomputes the part of a layer that its ``forward`` calls. PyTorch's wrapper for modules would
+also run the module's hooks again, which wait for gathered weights.
+
+The result is the same bit for bit. Kernels derive dropout from a counter that is an input of the layer. For ops that draw
+from PyTorch's generator, the generator's state in the forward pass is restored. This is not possible while a CUDA graph is
+captured, so ``RECOMPUTED_OPS`` must not draw from the generator then (``kernels.captured``).
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts, noop_context_fn
 
 from bert.configuration.config import Config
-from bert.configuration.sections import ModelConfig, Precision, TrainingConfig
-from bert.layers import EncoderLayer, MatrixProducts, Placement
+from bert.configuration.sections import ModelConfig, Precision, Recompute, TrainingConfig
+from bert.execution.stopwatch import is_capturing
+from bert.layers import EncoderLayer, MatrixProducts, Placement, Recomputation, compute_once
 from bert.model import BertForPreTraining, MakeLayer
 from bert.parallel.mesh import Mesh, process_group
 from bert.parallel.pipeline.stages import PipelineModel
-from bert.parallel.tensor.exchange import Waiting
+from bert.parallel.tensor.placement import Waiting
 from bert.parallel.tensor.shards import TensorParallel, tensor_parallel
 from bert.products.fp8 import Fp8Layer, Fp8State, require_fp8
 from bert.products.fp8_layer import FusedLayer
-from bert.products.recompute import recomputation
 from bert.products.weight_gradients import AccumulatingProducts, AccumulatingTable, WeightGradients
+
+RECOMPUTED_OPS = ("varlen_self_attention", "dropout_add_layer_norm")
+"""Ops of ``kernels`` that apply dropout in a recomputed layer."""
+
+# Ops of products with weights, which have 2D operands. Attention's products are batched or inside its kernel.
+_PRODUCTS = [torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten._scaled_mm.default]
+
+
+def recomputation(mode: Recompute) -> Recomputation:
+    """Return a function that runs an encoder layer in training, with or without recomputation.
+
+    none: compute once. selective: keep the results of the layer's four products with weights, and recompute attention, GELU,
+    norms and dropout, which take much of the memory and little of the time. full: keep only the layer's input.
+    """
+    if mode == "none":
+        return compute_once
+    contexts = partial(create_selective_checkpoint_contexts, _PRODUCTS) if mode == "selective" else noop_context_fn
+
+    def recompute(function: Callable[..., Any], *inputs: Any) -> Any:
+        if not torch.is_grad_enabled():  # an evaluation
+            return function(*inputs)
+        # While capturing, the generator's state can be neither read nor set, and no op draws from it.
+        preserve = not is_capturing()
+        # PyTorch accepts contexts only for non-reentrant checkpoints.
+        return checkpoint(function, *inputs, use_reentrant=False, context_fn=contexts, preserve_rng_state=preserve)
+
+    return recompute
 
 
 @dataclass(frozen=True)

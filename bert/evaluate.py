@@ -77,7 +77,7 @@ def checkpoint_accuracy(config: "Config") -> float | None:
 
     from bert.build import divided_model
     from bert.checkpoints.initial_model import first_model
-    from bert.evaluation.evaluator import Evaluator
+    from bert.evaluation import Evaluator
     from bert.guards.preflight import check_evaluation
     from bert.guards.triton import require_private_cache
     from bert.parallel.mesh import join_mesh

@@ -7,13 +7,13 @@ from typing import Literal
 
 from bert.checkpoints.writer import Checkpoints
 from bert.configuration.config import Config
-from bert.evaluation.evaluator import Evaluator
+from bert.evaluation import Evaluator
+from bert.execution.stopwatch import Stopwatch
 from bert.guards.interruption import Interruption
 from bert.log.mllog import MLLog
 from bert.reporting.intervals import Intervals
 from bert.reporting.reporter import Position, Reporter
 from bert.step import TrainingStep
-from bert.timing.stopwatch import Stopwatch
 from compliance.log.records import NAN, EndRecord, EvaluationRecord
 from compliance.log.schedule import EvaluationSchedule
 from dataloading.batches.loader import Loader

@@ -10,29 +10,32 @@ from functools import partial
 
 import torch
 
-from bert.checkpoints.training_state import RunState, checkpoint_folders, find, lock, written_by
+from bert.checkpoints.training_state import (
+    RunState,
+    World,
+    changes,
+    checkpoint_folders,
+    find,
+    lock,
+    rebalance_batch,
+    written_by,
+)
 from bert.checkpoints.weights import VOCABULARY, save_weights
-from bert.checkpoints.world import World, changes, rebalance_batch
 from bert.configuration.config import Config
-from bert.execution.batches import captures
 from bert.execution.cuda_graphs import CudaCapturer
 from bert.guards.data_guard import DataGuard
 from bert.guards.interruption import Interrupted, Interruption, orderly
 from bert.guards.preflight import Inputs, check, check_shares, refuse_others, result_folder
 from bert.guards.triton import require_private_cache
 from bert.log.mllog import MLLog
-from bert.log.provenance import provenance
-from bert.log.result_files import CLAIM, claim, create_log
+from bert.log.result_files import CLAIM, claim, create_log, provenance
 from bert.loop import train
-from bert.parallel.collectives import agreed_integer, all_reduce_, barrier
 from bert.parallel.launch import Launch, job, may_start_again, restarts
-from bert.parallel.mesh import Mesh, join_mesh, leave_mesh, require_gpus
+from bert.parallel.mesh import Mesh, agreed_integer, all_reduce_, barrier, join_mesh, leave_mesh, require_gpus
 from bert.parallel.watchdog.watchdog import FAULT_STATUS, Watchdog
-from bert.setup import build_run, log_settings
+from bert.setup import build_run, captures, log_settings
 from console.program import complain, drop_lost_output, reason, say
 from console.version import commit
-
-__all__ = ["leave_mesh", "run"]
 
 _OWN_SIGNAL_S = 15.0
 """Maximum time in seconds between the signals that different elastic agents send to their ranks after one event."""

@@ -7,31 +7,29 @@ from functools import partial
 import torch
 
 from bert.checkpoints.initial_model import first_model
-from bert.checkpoints.training_state import RunState, restore
-from bert.checkpoints.world import World
+from bert.checkpoints.training_state import RunState, World, restore
 from bert.checkpoints.writer import Checkpoints
 from bert.configuration.config import Config
-from bert.evaluation.evaluator import Evaluator
-from bert.execution.batches import build_loader, choose_shapes, synthetic_batches
+from bert.evaluation import Evaluator
 from bert.execution.cuda_graphs import CudaCapturer, replay_of
+from bert.execution.stopwatch import DeviceStopwatch, Stopwatch
 from bert.guards.interruption import Interruption
-from bert.guards.preflight import Inputs
+from bert.guards.preflight import Inputs, plan_of
 from bert.log.mllog import MLLog
 from bert.loop import Run
-from bert.parallel.collectives import agreed_text, broadcast_
-from bert.parallel.mesh import Mesh
-from bert.reporting.displays import StepLines
+from bert.parallel.mesh import Mesh, agreed_text, broadcast_
 from bert.reporting.intervals import Intervals, Stragglers
-from bert.reporting.reporter import Position, Reporter, Sink
-from bert.reporting.tensorboard import TensorBoard
+from bert.reporting.reporter import Position, Reporter, Sink, StepLines, TensorBoard
 from bert.step import TrainingStep
-from bert.timing.stopwatch import DeviceStopwatch, Stopwatch
 from compliance.log.records import MetricsWriter, RunRecord
-from console.program import say
+from console.program import complain, say
 from console.text import clock
 from console.version import commit
-from dataloading.batches.plan import ShapeBucket
+from dataloading.batches.loader import Batch, Loader, batch_of, shape_bucket_of
+from dataloading.batches.loader_choice import choose_loader
+from dataloading.batches.plan import MicroBatch, ShapeBucket, choose_shape_buckets, draw_sizes
 from dataloading.dataset.folder import Dataset
+from dataloading.shards.samples import synthetic_samples
 from kernels.tuning import autotune
 
 
@@ -88,6 +86,69 @@ def build_run(
         checkpoints=Checkpoints(config, inputs.train, mesh, seed, step, stopwatch.tracker, reporter, world),
         interruption=interruption,
     )
+
+
+def captures(config: Config, mesh: Mesh) -> bool:
+    return mesh.device.type == "cuda" and config.training.cuda_graphs
+
+
+def choose_shapes(config: Config, train: Dataset, mesh: Mesh) -> list[ShapeBucket]:
+    """Choose the shape buckets to which micro-batches are padded.
+
+    The list is empty if neither CUDA graphs nor oneDNN need fixed shapes.
+    """
+    training = config.training
+    # oneDNN compiles a 16-bit matrix product for each number of rows and caches about a thousand of them. Without
+    # padding, nearly every micro-batch would wait for a compilation.
+    compiled = mesh.device.type == "cpu" and training.precision != "fp32"
+    if not compiled and not captures(config, mesh):
+        return []
+    micro_batches = mesh.data_size * training.gradient_accumulation_steps
+    tokens, masked = draw_sizes(train.lengths, train.masked_counts, training.global_batch_size, micro_batches)
+    # Round up: if the shares are uneven, the buckets must fit the largest share.
+    sequences = -(-training.global_batch_size // micro_batches)
+    return choose_shape_buckets(tokens, masked, sequences, train.info.max_seq_length)
+
+
+def synthetic_batches(config: Config, train: Dataset, mesh: Mesh, shape_buckets: Sequence[ShapeBucket]) -> list[Batch]:
+    """Return micro-batches of random tokens with the lengths of a real global batch.
+
+    Sequence lengths may be read before the clock starts (training_rules, section 6.4), but tokens may not.
+    """
+    batches = []
+    for micro in plan_of(config, train, mesh.data_size, seed=0).rank_batches(0, mesh.data_rank):
+        samples = synthetic_samples(train.lengths[micro.indices], config.model.vocab_size)
+        batches.append(batch_of(samples, micro, shape_bucket_of(samples, shape_buckets, micro)).to(mesh.device))
+    return batches
+
+
+def build_loader(
+    config: Config,
+    train: Dataset,
+    mesh: Mesh,
+    seed: int,
+    shape_buckets: Sequence[ShapeBucket],
+    first_step: int,
+    log: MLLog,
+) -> Loader:
+    """Build the loader of this rank's micro-batches, starting at ``first_step``.
+
+    The loader reads no data until its first batch is requested.
+    """
+    plan = plan_of(config, train, mesh.data_size, seed)
+
+    def rank_batches(step: int) -> list[MicroBatch]:
+        # Loaders count steps from 0 even in a resumed run.
+        return plan.rank_batches(first_step + step, mesh.data_rank)
+
+    ahead = config.data.prefetch
+    choice = choose_loader(config.data.loader, mesh.device, rank_batches, train.lengths, ahead, shape_buckets)
+    log.line(f"# {choice}")
+    # Each rank chooses its own loader, but only rank 0 writes the log. One rank per host therefore warns on the
+    # console if DALI cannot start there.
+    if choice.is_fallback and mesh.local_rank == 0:
+        complain(choice, "warning")
+    return choice.make(train, rank_batches, mesh.device, ahead, shape_buckets)
 
 
 def log_settings(log: MLLog, config: Config, inputs: Inputs, mesh: Mesh, seed: int) -> None:

@@ -13,24 +13,21 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from bert.build import build_model, shards_gradients
+from bert.build import RECOMPUTED_OPS, build_model, shards_gradients
 from bert.configuration.config import Config
 from bert.configuration.sections import SHARDED
-from bert.execution.cuda_graphs import CudaCapturer, Graph
-from bert.execution.passes import Passes, Role
+from bert.execution.cuda_graphs import CudaCapturer, Graph, Passes, Role
+from bert.execution.stopwatch import Stopwatch, is_capturing
 from bert.model import BertForPreTraining, PretrainingOutput
 from bert.optimizer import FlatParameters, Lamb
 from bert.parallel.mesh import Mesh
 from bert.parallel.pipeline.stages import PipelineModel
-from bert.parallel.reduction.choice import choose
-from bert.parallel.reduction.gradients import Communicators, Reduction
+from bert.parallel.reduction.gradients import Communicators, Reduction, choose
 from bert.parallel.reduction.sharded_gradients import ShardedReduction
 from bert.parallel.reduction.sharded_lamb import ShardedLamb, WeightGather
 from bert.parallel.whole_vectors import WholeVectors
-from bert.products.recompute import RECOMPUTED_OPS
 from bert.products.weight_gradients import AccumulatingTable, product_weights
 from bert.reporting.statistics import Statistics
-from bert.timing.stopwatch import Stopwatch, is_capturing
 from dataloading.batches.loader import Batch, inert_batch
 from dataloading.batches.plan import ShapeBucket
 from kernels import captured

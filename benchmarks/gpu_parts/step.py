@@ -20,8 +20,8 @@ from bert.configuration.config import Config
 from bert.configuration.recipes import RECIPES
 from bert.configuration.sections import Precision
 from bert.execution.cuda_graphs import replay_of
+from bert.execution.stopwatch import DeviceStopwatch, Stopwatch
 from bert.step import TrainingStep
-from bert.timing.stopwatch import DeviceStopwatch, Stopwatch
 from dataloading.batches.loader import Batch, batch_of, shape_bucket_of
 from dataloading.batches.plan import ShapeBucket, choose_shape_buckets, draw_sizes
 from kernels.reference.fp8 import capability_reasons

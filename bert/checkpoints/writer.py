@@ -11,15 +11,13 @@ from dataclasses import replace
 import msgspec
 import torch
 
-from bert.checkpoints.training_state import FILES, Digest, RunState, fixed_settings, reseed, written_in
+from bert.checkpoints.training_state import FILES, Digest, RunState, World, fixed_settings, reseed, written_in
 from bert.checkpoints.weights import Weight, write_safetensors
-from bert.checkpoints.world import World
 from bert.configuration.config import Config
-from bert.parallel.collectives import all_reduce_
-from bert.parallel.mesh import Mesh
+from bert.execution.phases import PhaseTracker
+from bert.parallel.mesh import Mesh, all_reduce_
 from bert.reporting.reporter import Position, Reporter
 from bert.step import TrainingStep
-from bert.timing.phases import PhaseTracker
 from console.files import atomic_path, sync, write_atomically
 from dataloading.dataset.folder import Dataset
 

@@ -7,7 +7,7 @@ from bert.configuration.config import Config, flattened
 from bert.configuration.config_file import option_of
 from bert.configuration.recipes import RECIPES
 from bert.configuration.sections import OptimizerConfig
-from bert.timing.phases import PHASES
+from bert.execution.phases import PHASES
 from console.documents import FileKind
 from console.files import shown
 from console.text import counted

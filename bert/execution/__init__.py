@@ -1,1 +1,1 @@
-"""Execution of a step: preparation of batches, and passes that run operator by operator or as CUDA graphs."""
+"""Execution of a step: CUDA graphs, the phase that a rank is in, and the seconds spent in each phase."""

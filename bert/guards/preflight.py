@@ -17,15 +17,15 @@ from bert.checkpoints.initial_model import check_initial_weights
 from bert.checkpoints.training_state import BYTES_PER_PARAMETER, checkpoint_folders, find
 from bert.configuration.config import Config
 from bert.configuration.run_plan import RunPlan, read_plan
-from bert.execution.batches import plan_of
 from bert.guards.triton import lacks_of_triton
 from bert.log.result_files import choose_files
 from bert.model import parameter_shapes
 from bert.parallel.launch import job, may_start_again, restarts
 from bert.parallel.mesh import Mesh, require_whole_copies
-from bert.reporting.tensorboard import require_installed
+from bert.reporting.reporter import require_tensorboard
 from compliance.log.schedule import EvaluationSchedule, evaluation_interval
 from dataloading.batches.loader_choice import check_loader
+from dataloading.batches.plan import BatchPlan
 from dataloading.dataset.folder import Dataset, open_dataset
 from dataloading.text.tokenization import Vocabulary
 from kernels import choose
@@ -90,6 +90,19 @@ def check_evaluation(config: Config) -> Dataset:
 
 def result_folder(config: Config) -> Path:
     return config.log.results / config.log.system / "bert"
+
+
+def plan_of(config: Config, train: Dataset, data_size: int, seed: int) -> BatchPlan:
+    """Plan each step's samples for ``data_size`` model copies. Raises ``ValueError`` if a copy would get no samples."""
+    training = config.training
+    return BatchPlan(
+        train.lengths,
+        train.masked_counts,
+        global_batch_size=training.global_batch_size,
+        world_size=data_size,
+        gradient_accumulation_steps=training.gradient_accumulation_steps,
+        seed=seed,
+    )
 
 
 def check_shares(config: Config, train: Dataset, data_size: int, uneven: bool = False) -> None:
@@ -175,7 +188,7 @@ def _schedule(config: Config) -> EvaluationSchedule:
 def _check_places(config: Config) -> None:
     _require_room(result_folder(config), _LOGS_BYTES, "log.results")
     if config.log.tensorboard is not None:
-        require_installed()
+        require_tensorboard()
         _require_room(config.log.tensorboard, _LOGS_BYTES, "log.tensorboard")
     parameters = sum(torch.Size(shape).numel() for shape in parameter_shapes(config.model).values())
     if config.save_checkpoint is not None:

@@ -1,19 +1,28 @@
-"""The files that a run writes, and the choice of the run number.
+"""The files that a run writes, the choice of the run number, and the header of the log: the configuration, commit, package
+versions and machine.
 
 By default, a run takes the lowest run number that is free when it creates its log. No file is ever overwritten. If the
 environment variable MLPERF_BERT_CLAIM names a file, the run writes the path of its log to that file, so that the program
 that started the run can find the log.
 """
 
+import importlib.metadata
 import itertools
 import os
+import platform
+import re
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
+import torch
+
+from bert.configuration.config import Config, flattened
 from bert.log.mllog import MLLog
+from bert.parallel.mesh import Mesh
 from console.files import write_atomically
+from console.version import commit
 
 CLAIM = "MLPERF_BERT_CLAIM"
 
@@ -69,3 +78,44 @@ def _free(folder: Path) -> Iterator[ResultFiles]:
     names = {path.name for path in folder.glob("*")}
     numbered = (ResultFiles.numbered(folder, number) for number in itertools.count())
     return (files for files in numbered if names.isdisjoint(path.name for path in files))
+
+
+PACKAGES = ("torch", "numpy", "h5py", "tokenizers", "mlperf-logging", "nvidia-dali-cuda130", "triton")
+
+
+def provenance(config: Config, mesh: Mesh, seed: int) -> dict[str, object]:
+    head: dict[str, object] = {
+        # This note is required for results that MLCommons has not reviewed (docs/compliance.md).
+        "note": "not an MLPerf result: unverified, not reviewed by MLCommons",
+        "recipe": config.recipe,
+        "commit": commit(),
+        "python": platform.python_version(),
+    }
+    head |= {package: _version(package) for package in PACKAGES}
+    head |= {
+        "host": f"{platform.system()} {platform.release()} {platform.machine()}",
+        "cpu": f"{_cpu_model()}, {os.cpu_count()} logical cores",
+        "processes": f"{mesh.world_size} x {torch.get_num_threads()} threads, {mesh}",
+        "accelerator": torch.cuda.get_device_name() if mesh.device.type == "cuda" else "none",
+        "seed": seed,
+    }
+    nccl = [f"{name}={value}" for name, value in sorted(os.environ.items()) if name.startswith("NCCL_")]
+    if nccl and mesh.device.type == "cuda":
+        head["nccl"] = " ".join(nccl)
+    return head | dict(flattened("config", config))
+
+
+def _version(package: str) -> str:
+    try:
+        # Read the package metadata, which avoids importing the package.
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def _cpu_model() -> str:
+    with suppress(OSError):
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
+        if found := re.search(r"^model name\s*:\s*(.*)$", text, re.M):
+            return found[1]
+    return platform.machine()

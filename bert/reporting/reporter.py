@@ -1,18 +1,129 @@
-"""Reporter, which passes a run's records to all sinks: files and displays."""
+"""Reporter, which passes records to all sinks: files, lines of text, and TensorBoard (the setting log.tensorboard)."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
 from types import TracebackType
 
 from bert.configuration.run_plan import RunPlan
-from bert.reporting.displays import StepLines
-from bert.reporting.tensorboard import TensorBoard
-from bert.timing.phases import PHASES
-from compliance.log.records import EndRecord, MetricsWriter, PlanRecord, Record, StepRecord, Straggler, WarningRecord
+from bert.execution.phases import PHASES
+from compliance.convergence.forecast import forecast, time_left
+from compliance.log.records import (
+    EndRecord,
+    EvaluationRecord,
+    Metrics,
+    MetricsWriter,
+    PlanRecord,
+    Record,
+    StepRecord,
+    Straggler,
+    WarningRecord,
+)
+from compliance.log.schedule import EvaluationSchedule
+from console.text import clock_span, visible
+
+
+@dataclass
+class StepLines:
+    """Sink that describes each record in one line and calls every function in ``put`` with the line.
+
+    After ``max_samples`` samples, the run ends even if it has not reached the target. ``resumed_samples`` is the number of
+    samples trained before the run was resumed, which the run's time does not include.
+    """
+
+    put: Sequence[Callable[[str], None]]
+    target: float
+    max_samples: int
+    schedule: EvaluationSchedule
+    resumed_samples: int = 0
+    records: Metrics = field(default_factory=Metrics)
+
+    @property
+    def eta(self) -> str:
+        """Time left until the target is reached: a range if the accuracy is rising, otherwise an upper bound."""
+        steps = self.records.steps
+        # There is no rate before this run has trained any samples.
+        if not steps or steps[-1].samples == self.resumed_samples:
+            return "-"
+        samples = steps[-1].samples
+        rate = (samples - self.resumed_samples) / steps[-1].time_s
+        curve = [(evaluation.samples, evaluation.masked_lm_accuracy) for evaluation in self.records.evaluations]
+        found = forecast(curve, self.target, self.schedule, None)
+        return clock_span(*time_left(found, self.schedule, samples, rate, self.max_samples))
+
+    def write(self, record: Record) -> None:
+        self.records.add(record)  # first, because the time left depends on it
+        text = self._text(record)
+        for put in self.put:
+            put(text)
+
+    def close(self) -> None:
+        """Do nothing, because every line has been written already."""
+
+    def _text(self, record: Record) -> str:
+        if isinstance(record, StepRecord):
+            skipped = f"  WARNING: {record.skipped_steps} skipped, gradients not finite" if record.skipped_steps else ""
+            return (
+                f"step {record.step:>6}  samples {record.samples:>9}  {record.step_ms:7.1f} ms  "
+                f"{record.sequences_per_s:8.1f} seq/s  {record.tokens_per_s:9.0f} tok/s  "
+                f"wait {100 * record.data_wait_ms / record.step_ms:4.1f} %  loss {record.loss:.4f}  "
+                f"lr {record.learning_rate:.2e}  eta {self.eta}{skipped}"
+            )
+        if isinstance(record, EvaluationRecord):
+            return (
+                f"eval {record.step:>6}  samples {record.samples:>9}  accuracy {record.masked_lm_accuracy:.4f} "
+                f"({record.correct}/{record.count})  target {self.target:.4f}  {record.eval_s:.2f} s"
+            )
+        if isinstance(record, WarningRecord):
+            # The text may contain names of hosts and files, which may contain control characters.
+            return f"warning at step {record.step}: {visible(record.text)}"
+        if isinstance(record, PlanRecord):
+            return f"plan: a step took {record.step_ms:.1f} ms, planned {record.planned_step_ms:.1f} ms"
+        return f"end: {record.status} after {record.samples} samples and {record.time_s:.1f} s"
+
+
+_GROUPS = {
+    "loss": ("loss", "masked_lm_loss", "next_sentence_loss"),
+    "optimizer": ("learning_rate", "gradient_norm", "skipped_steps"),
+    "rate": ("sequences_per_s", "tokens_per_s"),
+    "step": ("step_ms", "data_wait_ms", "forward_backward_ms", "reduce_ms", "update_ms"),
+    "evaluation": ("masked_lm_accuracy", "eval_s"),
+}
+"""Fields of the records, grouped by the heading under which TensorBoard shows them."""
+
+
+def require_tensorboard() -> None:
+    if find_spec("tensorboard") is None:
+        raise ValueError(
+            "log.tensorboard is set, but tensorboard is not installed: pip install '.[tensorboard]', or leave the "
+            "setting out"
+        )
+
+
+class TensorBoard:
+    """Sink that writes the numbers of each record as scalars. TensorBoard's steps are numbers of training samples."""
+
+    def __init__(self, folder: Path) -> None:
+        # Import it here, because the package is optional.
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer = SummaryWriter(str(folder), flush_secs=10)
+
+    def write(self, record: Record) -> None:
+        # Other kinds of records have no values to plot over samples.
+        if isinstance(record, StepRecord | EvaluationRecord):
+            for group, names in _GROUPS.items():
+                for name in names:
+                    if hasattr(record, name):
+                        self._writer.add_scalar(f"{group}/{name}", getattr(record, name), record.samples)
+
+    def close(self) -> None:
+        """Write pending records and close the file."""
+        self._writer.close()
 
 
 @dataclass(frozen=True)

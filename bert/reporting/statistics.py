@@ -3,8 +3,7 @@
 import torch
 from torch import Tensor
 
-from bert.parallel.collectives import all_reduce_
-from bert.parallel.mesh import Mesh
+from bert.parallel.mesh import Mesh, all_reduce_
 
 
 class Statistics:

@@ -17,7 +17,7 @@ from bert.configuration.sections import (
 )
 from bert.model import parameter_shapes
 from bert.optimizer import padded
-from bert.parallel.pipeline.division import stages_of
+from bert.parallel.pipeline.stages import stages_of
 from bert.parallel.reduction.gradients import bucket_slices
 from bert.parallel.tensor.shards import split_of
 

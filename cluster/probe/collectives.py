@@ -14,8 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from bert.parallel.collectives import barrier
-from bert.parallel.mesh import Mesh
+from bert.parallel.mesh import Mesh, barrier
 from bert.parallel.reduction.gradients import Communicators
 from bert.parallel.single import all_gather_single, reduce_scatter_single
 from cluster.probe.computing import gather_numbers

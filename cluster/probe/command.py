@@ -12,9 +12,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from bert.parallel.collectives import agreed_integer
 from bert.parallel.launch import Launch
-from bert.parallel.mesh import Mesh, join_mesh, leave_mesh
+from bert.parallel.mesh import Mesh, agreed_integer, join_mesh, leave_mesh
 from cluster.probe.collectives import measure_collectives
 from cluster.probe.computations import measure_computations, measure_contention
 from cluster.probe.computing import busy_machines, cells_of, gather_numbers, measure_rates, processor_seconds

@@ -15,8 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bert.parallel.collectives import agreed_integer, barrier
-from bert.parallel.mesh import Mesh
+from bert.parallel.mesh import Mesh, agreed_integer, barrier
 from cluster.model.work import linear
 from cluster.probe.computing import gather_numbers, time_in_window
 from cluster.view import ComputationTime, Contention

@@ -16,8 +16,7 @@ import psutil
 import torch
 from numpy.typing import NDArray
 
-from bert.parallel.collectives import all_reduce_, barrier
-from bert.parallel.mesh import Mesh
+from bert.parallel.mesh import Mesh, all_reduce_, barrier
 from bert.parallel.single import all_gather_single
 from cluster.probe.machine import Facts
 from cluster.view import Quantity

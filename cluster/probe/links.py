@@ -25,8 +25,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
-from bert.parallel.collectives import all_reduce_
-from bert.parallel.mesh import Mesh
+from bert.parallel.mesh import Mesh, all_reduce_
 from cluster.probe.computing import gather_numbers
 
 Pairs = list[tuple[int, int]]

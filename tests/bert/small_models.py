@@ -12,12 +12,12 @@ from bert.configuration.config import Config
 from bert.configuration.recipes import tiny_cpu
 from bert.configuration.sections import ModelConfig, OptimizerConfig
 from bert.execution.cuda_graphs import CudaCapturer
+from bert.execution.stopwatch import Stopwatch
 from bert.layers import EncoderLayer, Placement
 from bert.model import BertForPreTraining, initialize_
 from bert.parallel.mesh import Mesh
 from bert.products.fp8 import Fp8Layer, Fp8State
 from bert.step import TrainingStep
-from bert.timing.stopwatch import Stopwatch
 from dataloading.batches.loader import Batch
 from tests.conftest import MAX_SEQ_LENGTH, VOCAB_SIZE
 

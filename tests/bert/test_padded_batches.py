@@ -12,8 +12,8 @@ from torch import Tensor
 
 from bert.configuration.recipes import RECIPES
 from bert.configuration.sections import Precision
-from bert.execution.batches import captures, choose_shapes, synthetic_batches
 from bert.parallel.mesh import Mesh
+from bert.setup import captures, choose_shapes, synthetic_batches
 from dataloading.batches.loader import Batch, batch_of, inert_batch
 from dataloading.batches.plan import ShapeBucket
 from dataloading.shards.samples import synthetic_samples

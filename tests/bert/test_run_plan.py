@@ -8,9 +8,8 @@ import pytest
 
 from bert.configuration.recipes import RECIPES
 from bert.configuration.run_plan import PLANNED, RunPlan, read_plan, settings_of, write_plan
-from bert.reporting.displays import StepLines
-from bert.reporting.reporter import Reporter
-from bert.timing.phases import PHASES
+from bert.execution.phases import PHASES
+from bert.reporting.reporter import Reporter, StepLines
 from bert.train import main, parse
 from compliance.log.records import EndRecord, MetricsWriter, RunRecord, StepRecord
 from compliance.log.schedule import EvaluationSchedule

@@ -17,10 +17,10 @@ import bert.build
 from bert.checkpoints.initial_model import draw_model
 from bert.configuration.config import Config
 from bert.configuration.sections import ModelConfig, OptimizerConfig, ParallelConfig
+from bert.execution.stopwatch import Stopwatch
 from bert.optimizer import Lamb
 from bert.parallel.mesh import Mesh
 from bert.step import TrainingStep
-from bert.timing.stopwatch import Stopwatch
 from dataloading.batches.loader import Batch, batch_of
 from dataloading.batches.plan import BatchPlan, MicroBatch, ShapeBucket
 from dataloading.shards.samples import synthetic_samples

@@ -16,10 +16,10 @@ import torch.distributed as dist
 from benchmarks.hosts import bridged_hosts, why_not
 from bert.checkpoints.initial_model import draw_model
 from bert.configuration.sections import ModelConfig, ParallelConfig
+from bert.execution.stopwatch import Stopwatch
 from bert.parallel.mesh import Mesh
 from bert.parallel.reduction.sharded_lamb import ShardedLamb
 from bert.step import TrainingStep
-from bert.timing.stopwatch import Stopwatch
 from dataloading.batches.loader import batch_of
 from dataloading.batches.plan import MicroBatch, ShapeBucket
 from dataloading.shards.samples import synthetic_samples

@@ -20,7 +20,7 @@ import torch.distributed as dist
 import bert.build
 from bert.configuration.config import Config
 from bert.configuration.sections import ModelConfig, Recompute, ReductionStrategy
-from bert.execution.passes import Passes
+from bert.execution.cuda_graphs import Passes
 from bert.parallel.mesh import Mesh
 from bert.step import TrainingStep
 from dataloading.batches.loader import Batch, batch_of

@@ -15,9 +15,8 @@ from bert.configuration.recipes import tiny_cpu
 from bert.configuration.sections import ReduceDtype, ReductionStrategy
 from bert.optimizer import ALIGNMENT, FlatParameters
 from bert.parallel.mesh import Mesh
-from bert.parallel.reduction import choice
-from bert.parallel.reduction.choice import choose
-from bert.parallel.reduction.gradients import CommunicationStream, Communicators, Reduction, bucket_slices
+from bert.parallel.reduction import gradients
+from bert.parallel.reduction.gradients import CommunicationStream, Communicators, Reduction, bucket_slices, choose
 from bert.parallel.reduction.sharded_lamb import segment_spans
 from tests.distributed.ranks import run_on_ranks
 from tests.distributed.worker import end_groups, fresh_model, regrouped
@@ -81,7 +80,7 @@ def check_choices(joined: Mesh) -> None:
         all_reduce(tensor, *arguments, **keywords)
 
     dist.all_reduce = delayed
-    choice.time = SimpleNamespace(perf_counter=lambda: clock[0])  # type: ignore[assignment]
+    gradients.time = SimpleNamespace(perf_counter=lambda: clock[0])  # type: ignore[assignment]
     flat = FlatParameters.of(fresh_model(), communicators.world_size)
     for name, fastest in (("world", "hierarchical"), ("rail", "flat")):
         slow[0] = getattr(communicators, name)

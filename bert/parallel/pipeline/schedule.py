@@ -9,11 +9,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
 
+from bert.execution.stopwatch import Stopwatch
 from bert.layers import DropoutSites
 from bert.model import PretrainingOutput
-from bert.parallel.pipeline.division import Stage
-from bert.parallel.pipeline.stages import PipelineModel
-from bert.timing.stopwatch import Stopwatch
+from bert.parallel.pipeline.stages import PipelineModel, Stage
 from dataloading.batches.loader import Batch
 from dataloading.batches.plan import TOKENS_MULTIPLE
 

@@ -14,8 +14,7 @@ from torch import Tensor
 
 from bert.configuration.sections import ReduceDtype, ReductionStrategy, TrainingConfig
 from bert.optimizer import FlatParameters
-from bert.parallel.reduction.gradients import Communicators, Reduction
-from bert.parallel.reduction.sums import shard_of
+from bert.parallel.reduction.gradients import Communicators, Reduction, shard_of
 
 BUFFERS = 2
 """One buffer is sent while the next one is filled. Messages are sent one at a time, so a third buffer would only wait."""

@@ -1,8 +1,8 @@
 """Tensor parallelism: the ranks of a tensor group share one copy of the model and compute each micro-batch together.
 
     shards.py       how each parameter is divided
-    placement.py    hidden states divided by rows: the gathers and sums that ``bert.layers.Placement`` omits on one rank
-    vocabulary.py   the masked-LM loss of logits that are divided among ranks
+    placement.py    hidden states divided by rows: the gathers and sums that ``bert.layers.Placement`` omits on one rank,
+                    and the masked-LM loss of logits that are divided among ranks
 
 Following Megatron-LM (Shoeybi et al., arXiv 1909.08053), every rank has some heads, some columns of fc1 with the matching
 rows of fc2, and some words. Between products it has some rows of the token stream, and computes norms, dropout and

@@ -1,22 +1,66 @@
-"""Hidden states in a tensor group: all rows as the input of products, and a rank's own rows between products.
+"""Hidden states in a tensor group: all rows as the input of products, and a rank's own rows between products. The loss of
+logits whose columns are divided among the ranks, and the collectives for both.
 
 Rows are divided evenly. Padding rows at the end are zeros, which belong to no sequence and which no loss reads.
 
 Shape legend in ``bert/model.py``. In addition, R is the number of ranks in the group, and W = N / R, rounded up, is the
-number of rows of N on each rank.
+number of rows of N on each rank. In the loss, V is the number of words in this rank's shard.
 """
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
 from bert.layers import Placement
-from bert.parallel.tensor.exchange import Exchange
-from bert.parallel.tensor.vocabulary import shard_loss
+from bert.parallel.single import all_gather_single, reduce_scatter_single
 from kernels import masked_lm_logits
+
+Waiting = Callable[[], AbstractContextManager[object]]
+"""Function that returns a context manager for a collective. The time in it includes the wait for the last rank."""
+
+
+class Exchange:
+    """Collectives of a tensor group. They run in the context that ``waiting`` returns.
+
+    Shape legend: R ranks of the group, W rows of each.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, waiting: Waiting = nullcontext) -> None:
+        self.rank, self.size = group.rank(), group.size()
+        self._group, self._waiting = group, waiting
+
+    def gathered(self, own: Tensor) -> Tensor:
+        """Gather all rows [R W, ...] from each rank's rows [W, ...]."""
+        rows = own.new_empty((self.size * len(own), *own.shape[1:]))
+        with self._waiting():
+            # Collectives on one tensor need contiguous memory, and gradients from autograd may not be contiguous.
+            all_gather_single(rows, own.contiguous(), group=self._group)
+        return rows
+
+    def scattered(self, rows: Tensor) -> Tensor:
+        """Sum ``rows`` [R W, ...] over the ranks, and return this rank's rows [W, ...] of the sum: a reduce-scatter."""
+        # ``SharedPlacement`` has already padded the rows to a multiple of the ranks.
+        own = rows.new_empty((len(rows) // self.size, *rows.shape[1:]))
+        with self._waiting():
+            if rows.device.type == "cpu":
+                # Gloo implements a reduce-scatter as an all-reduce, which waits for other ranks several times as often. All
+                # ranks of the group are on one host, so each rank's part can be sent to it directly at no extra cost.
+                received = torch.empty_like(rows, memory_format=torch.contiguous_format)
+                dist.all_to_all_single(received, rows.contiguous(), group=self._group)
+                torch.sum(received.view(self.size, *own.shape), 0, out=own)
+            else:
+                reduce_scatter_single(own, rows.contiguous(), group=self._group)
+        return own
+
+    def all_reduce_(self, values: Tensor, operation: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> None:
+        with self._waiting():
+            dist.all_reduce(values, operation, group=self._group)
+
 
 _Exchanged = Callable[[Tensor], Tensor]
 WORDS_MULTIPLE = 8
@@ -113,3 +157,60 @@ class _Collective(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         return ctx.function(gradient), None, None
+
+
+def shard_loss(
+    logits_MV: Tensor, labels_M: Tensor, start: int, exchange: Exchange, count_correct: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Return the sum of cross-entropies [] and the number of correct predictions [] over all columns, on all ranks.
+
+    This rank's columns are the words from ``start`` on. Rows with the label -1 are ignored. A prediction is correct if the
+    label has the largest logit. Of equal logits, the first one counts as the largest. A row with a NaN is never correct.
+    """
+    loss, label_logits_M = _ShardLoss.apply(logits_MV, labels_M, start, exchange)
+    if not count_correct:
+        return loss, None
+    label_logits_M1, words_V = label_logits_M[:, None], torch.arange(logits_MV.shape[1], device=labels_M.device)
+    level_MV = (logits_MV == label_logits_M1) & (words_V >= (labels_M - start)[:, None])
+    # A NaN compares as false with anything, so negating the comparison makes its row incorrect.
+    beaten_M = (~((logits_MV < label_logits_M1) | level_MV)).any(1).int()
+    exchange.all_reduce_(beaten_M)
+    return loss, ((beaten_M == 0) & (labels_M >= 0)).sum()
+
+
+class _ShardLoss(torch.autograd.Function):
+    """Loss and the label's logit of each row. The logits are kept to compute their gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, logits_MV: Tensor, labels_M: Tensor, start: int, exchange: Exchange) -> tuple[Tensor, Tensor]:
+        wide_MV = logits_MV.to(torch.promote_types(logits_MV.dtype, torch.float32))
+        # Use the maximum over all ranks' columns, so that no exponential overflows and all sums have the same scale.
+        largest_M = wide_MV.amax(1)
+        exchange.all_reduce_(largest_M, dist.ReduceOp.MAX)
+        here_M, columns_M1 = _places(labels_M, start, logits_MV.shape[1])
+        label_logits_M = torch.where(here_M, wide_MV.gather(1, columns_M1).squeeze(1), 0.0)
+        # Both sums share one message. The rank with the label's column adds its logit, and the other ranks add zeros.
+        sums_2M = torch.stack([(wide_MV - largest_M[:, None]).exp().sum(1), label_logits_M])
+        exchange.all_reduce_(sums_2M)
+        total_M, label_logits_M = sums_2M.unbind()
+        log_sum_M = largest_M + total_M.log()
+        ctx.save_for_backward(logits_MV, labels_M, log_sum_M)
+        ctx.start = start
+        ctx.mark_non_differentiable(label_logits_M)
+        return torch.where(labels_M >= 0, log_sum_M - label_logits_M, 0.0).sum(), label_logits_M
+
+    @staticmethod
+    def backward(ctx: Any, loss_gradient: Tensor, _: Tensor) -> tuple[Tensor, None, None, None]:
+        logits_MV, labels_M, log_sum_M = ctx.saved_tensors
+        # The gradient is the softmax, minus one at the label.
+        gradient_MV = (logits_MV - log_sum_M[:, None]).exp_()  # promoted to the wider dtype
+        here_M, columns_M1 = _places(labels_M, ctx.start, logits_MV.shape[1])
+        gradient_MV.scatter_add_(1, columns_M1, -here_M[:, None].to(gradient_MV.dtype))
+        gradient_MV *= (loss_gradient * (labels_M >= 0))[:, None]
+        return gradient_MV.to(logits_MV.dtype), None, None, None
+
+
+def _places(labels_M: Tensor, start: int, words: int) -> tuple[Tensor, Tensor]:
+    """Return whether each label is in this rank's columns, and the label's column [M, 1], clamped to these columns."""
+    columns_M = labels_M - start
+    return (columns_M >= 0) & (columns_M < words), columns_M.clamp(0, words - 1)[:, None]

@@ -14,8 +14,7 @@ from bert.configuration.sections import ModelConfig
 from bert.model import parameter_shapes
 from bert.optimizer import FlatParameters
 from bert.parallel.mesh import Mesh, process_group
-from bert.parallel.tensor.exchange import Exchange, Waiting
-from bert.parallel.tensor.placement import WORDS_MULTIPLE, SharedPlacement
+from bert.parallel.tensor.placement import WORDS_MULTIPLE, Exchange, SharedPlacement, Waiting
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from bert.timing.phases import EXCHANGE, PHASES
+from bert.execution.phases import EXCHANGE, PHASES
 
 FAULT_STATUS = 3
 """Exit status of every rank after a fault."""

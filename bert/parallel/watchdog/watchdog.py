@@ -17,15 +17,12 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 
-from bert.parallel.collectives import agreed_integer, agreed_text
+from bert.execution.phases import PhaseTracker
 from bert.parallel.launch import lost_launcher
-from bert.parallel.mesh import Mesh
+from bert.parallel.mesh import Mesh, agreed_integer, agreed_text
 from bert.parallel.watchdog.hub import Hub, listen
 from bert.parallel.watchdog.judge import FAULT_STATUS, LINE, Ending, encoded, parsed
-from bert.timing.phases import PhaseTracker
 from console.program import complain
-
-__all__ = ["FAULT_STATUS", "Watchdog"]
 
 _GRACE_S = 5.0
 """Seconds for a rank's last work before it ends: closing the log, or waiting for the verdict."""

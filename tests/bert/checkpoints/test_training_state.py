@@ -21,12 +21,11 @@ from bert.checkpoints.initial_model import draw_model
 from bert.checkpoints.training_state import FILES, checkpoint_folders, find, fixed_settings, lock, reseed, restore
 from bert.checkpoints.writer import Checkpoints
 from bert.configuration.config import Config
+from bert.execution.phases import PhaseTracker
+from bert.execution.stopwatch import Stopwatch
 from bert.parallel.mesh import Mesh
-from bert.reporting.displays import StepLines
-from bert.reporting.reporter import Position, Reporter
+from bert.reporting.reporter import Position, Reporter, StepLines
 from bert.step import TrainingStep
-from bert.timing.phases import PhaseTracker
-from bert.timing.stopwatch import Stopwatch
 from bert.train import parse
 from compliance.log.schedule import EvaluationSchedule
 from console import files

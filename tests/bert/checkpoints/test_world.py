@@ -5,7 +5,7 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bert.checkpoints.world import World, changes, rebalance_batch
+from bert.checkpoints.training_state import World, changes, rebalance_batch
 from bert.configuration.config import Config
 from bert.configuration.recipes import RECIPES
 from bert.configuration.sections import ParallelConfig

@@ -11,8 +11,7 @@ from bert.checkpoints.weights import model_metadata, safetensors_header
 from bert.configuration.config import Config
 from bert.configuration.recipes import RECIPES
 from bert.configuration.sections import ModelConfig
-from bert.execution.batches import plan_of
-from bert.guards.preflight import check
+from bert.guards.preflight import check, plan_of
 from bert.model import parameter_shapes
 from bert.train import parse
 from dataloading.shards.samples import synthetic_samples

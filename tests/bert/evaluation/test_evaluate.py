@@ -7,7 +7,7 @@ import pytest
 
 from bert import evaluate
 from bert.checkpoints.weights import save_weights
-from bert.evaluation.evaluator import Evaluator
+from bert.evaluation import Evaluator
 from dataloading.dataset.folder import open_dataset
 from tests.bert.small_models import CPU, OF_SMALL_RUN, PLAIN, drawn_model
 from tests.conftest import SmallRun

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from bert.evaluation.evaluator import Accuracy, Evaluator
+from bert.evaluation import Accuracy, Evaluator
 from bert.execution.cuda_graphs import CudaCapturer
 from bert.model import BertForPreTraining
 from bert.parallel.mesh import Mesh

@@ -7,7 +7,7 @@ import torch
 
 from bert.configuration.sections import ModelConfig
 from bert.model import BertForPreTraining
-from bert.parallel.pipeline.division import divided, layer_costs, stages_of
+from bert.parallel.pipeline.stages import divided, layer_costs, stages_of
 
 
 @pytest.mark.parametrize("count", range(1, 7))

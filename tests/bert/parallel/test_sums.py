@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from bert.parallel.reduction.sums import add_contributions
+from bert.parallel.reduction.gradients import add_contributions
 
 
 @pytest.mark.parametrize("spread", [0.0, 1.0])

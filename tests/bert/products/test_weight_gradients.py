@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 import bert.build
+from bert.build import RECOMPUTED_OPS
 from bert.configuration.sections import Precision, Recompute
 from bert.layers import Dense
 from bert.optimizer import Lamb
-from bert.products.recompute import RECOMPUTED_OPS
 from bert.products.weight_gradients import AccumulatingProducts, WeightGradients, product_weights
 from bert.step import TrainingStep
 from dataloading.batches.loader import Batch, batch_of

@@ -3,7 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
-from bert.reporting.displays import StepLines
+from bert.reporting.reporter import StepLines
 from compliance.log.records import EndRecord, EvaluationRecord, StepRecord
 from compliance.log.schedule import EvaluationSchedule
 

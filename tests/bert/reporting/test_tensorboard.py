@@ -6,7 +6,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from bert.guards.preflight import check
-from bert.reporting import tensorboard
+from bert.reporting import reporter
 from bert.train import parse
 from tests.conftest import SmallRun
 from tests.distributed.ranks import Ranks, records
@@ -43,7 +43,7 @@ def test_without_the_package_the_error_says_what_to_install(
 ) -> None:
     config = parse(small_run.arguments(tmp_path / "r", log__tensorboard=tmp_path / "t"))
     check(config, 1)
-    monkeypatch.setattr(tensorboard, "find_spec", lambda _: None)
+    monkeypatch.setattr(reporter, "find_spec", lambda _: None)
     with pytest.raises(ValueError, match=r"^log.tensorboard is set, .*: pip install '\.\[tensorboard\]', or"):
         check(config, 1)
     assert list(tmp_path.iterdir()) == []

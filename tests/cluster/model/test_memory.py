@@ -15,13 +15,13 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from bert.build import recomputation
 from bert.configuration.sections import ModelConfig, OptimizerConfig, Precision, Recompute
 from bert.layers import EncoderLayer, Placement, Recomputation
 from bert.model import BertForPreTraining, initialize_
 from bert.optimizer import FlatParameters, Lamb
 from bert.parallel.pipeline.stages import PipelineModel
 from bert.parallel.tensor.shards import TensorParallel
-from bert.products.recompute import recomputation
 from cluster.model.memory import held_by_rank, kept_by_forward, memory_of_rank
 from cluster.model.strategy import Strategy, hidden_bytes, model_shares, under_way
 from cluster.model.work import Work

@@ -8,7 +8,6 @@ from contextlib import ExitStack
 from pathlib import Path
 from unittest.mock import patch
 
-import bert.execution.batches
 import bert.run
 import bert.setup
 from bert.train import main
@@ -36,7 +35,7 @@ def captured(mode: str, *arguments: str) -> int:
         stack.enter_context(recordable_attention())
         stack.enter_context(groups_that_wait_for_graphs())
         patches = [
-            patch.object(bert.execution.batches, "captures", lambda *_: True),
+            patch.object(bert.setup, "captures", lambda *_: True),
             patch.object(bert.run, "captures", lambda *_: mode != "eager"),
             patch.object(bert.run, "CudaCapturer", lambda _: Recording()),
         ]

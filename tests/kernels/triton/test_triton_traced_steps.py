@@ -21,13 +21,13 @@ from torch.utils._pytree import tree_leaves
 from bert.configuration.config import Config
 from bert.configuration.sections import ModelConfig, ParallelConfig
 from bert.execution.cuda_graphs import CudaCapturer
+from bert.execution.stopwatch import Stopwatch
 from bert.model import BertForPreTraining
 from bert.parallel.mesh import Mesh
 from bert.parallel.pipeline.stages import PipelineModel
 from bert.parallel.reduction.gradients import CommunicationStream
 from bert.reporting.statistics import Statistics
 from bert.step import TrainingStep
-from bert.timing.stopwatch import Stopwatch
 from dataloading.batches.loader import inert_batch
 from dataloading.batches.plan import ShapeBucket
 from kernels import OPS

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from bert.timing.phases import EXCHANGE, PHASES, PhaseTracker
+from bert.execution.phases import EXCHANGE, PHASES, PhaseTracker
 
 Span = tuple[Any, Any]
 """CUDA events at the beginning and at the end of a phase."""

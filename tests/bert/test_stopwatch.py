@@ -5,7 +5,7 @@ import time
 import pytest
 import torch
 
-from bert.timing.stopwatch import DeviceStopwatch, Stopwatch
+from bert.execution.stopwatch import DeviceStopwatch, Stopwatch
 
 
 def test_an_exchange_is_part_of_its_phase_and_a_nested_phase_is_not() -> None:

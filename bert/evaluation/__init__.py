@@ -1,1 +1,0 @@
-"""Evaluation of the model, during a run or from a checkpoint alone."""
