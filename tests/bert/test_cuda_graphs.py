@@ -30,8 +30,8 @@ def recordable() -> Iterator[None]:
         yield
 
 
-SHAPE_BUCKETS = [ShapeBucket(192, 8, 48, MAX_SEQ_LENGTH), ShapeBucket(320, 8, 64, MAX_SEQ_LENGTH)]
-LARGER = ShapeBucket(448, 8, 80, MAX_SEQ_LENGTH)
+SHAPE_BUCKETS = [ShapeBucket(96, 8, 16, MAX_SEQ_LENGTH), ShapeBucket(128, 8, 32, MAX_SEQ_LENGTH)]
+LARGER = ShapeBucket(160, 8, 48, MAX_SEQ_LENGTH)
 """Shape bucket that is not captured."""
 
 
@@ -130,7 +130,7 @@ def test_captured_graphs_share_buffers_largest_first() -> None:
             assert torch.equal(static[batch.shape_bucket].tensors[name], value), name
     assert seen == [], "replays run no Python"
     assert capturer.replays == [2, 0, 1, 2]
-    other = inert_batch(ShapeBucket(192, 8, 48, MAX_SEQ_LENGTH - 1))
+    other = inert_batch(replace(SHAPE_BUCKETS[0], max_seqlen=MAX_SEQ_LENGTH - 1))
     assert not graphs(other), "another longest sequence is another shape of launches"
     assert seen[-1] is other
     capturer.close()

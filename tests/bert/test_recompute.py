@@ -27,7 +27,7 @@ from tests.kernels.test_registry import attention_call
 pytestmark = pytest.mark.oldest_torch
 
 MODES: tuple[Recompute, ...] = ("selective", "full")
-SHAPE_BUCKETS = [ShapeBucket(size, 2, 16, MAX_SEQ_LENGTH) for size in (64, 96)]
+SHAPE_BUCKETS = [ShapeBucket(size, 2, 16, MAX_SEQ_LENGTH) for size in (16, 32)]
 
 
 def step_of(recompute: Recompute, precision: Precision = "fp32", capturer: Recording | None = None) -> TrainingStep:

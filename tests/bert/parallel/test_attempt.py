@@ -42,7 +42,7 @@ def come(store: HashStore, ranks: list[int], world_size: int, pause: float = 0.0
 def test_each_attempt_has_one_name_of_its_own(order: list[int]) -> None:
     store, names = HashStore(), []
     for _ in range(3):
-        [name] = come(store, order, 3, pause=0.05)
+        [name] = come(store, order, 3, pause=0.02)
         names.append(name)
     assert len(set(names)) == 3
 
@@ -51,7 +51,7 @@ def test_nobody_takes_the_name_before_all_are_there() -> None:
     store = HashStore()
     come(store, [0, 1, 2], 3)
     early = [start(store, 1, 3), start(store, 0, 3)]
-    time.sleep(0.3)
+    time.sleep(0.1)
     assert not any(process.done() for process in early)
     late = start(store, 2, 3)
     assert len({process.result(PATIENCE_S) for process in (*early, late)}) == 1
@@ -91,6 +91,6 @@ def test_rank_0_names_the_missing_ranks_and_the_next_attempt_succeeds(monkeypatc
         broken[0].result(PATIENCE_S)
     with pytest.raises(ValueError, match="not all ranks have come"):
         broken[1].result(PATIENCE_S)
-    assert len(come(store, [2, 1, 0], 3, pause=0.05)) == 1
+    assert len(come(store, [2, 1, 0], 3)) == 1
     assert scontrol_show("hostnames", "--help") == []
     assert host_of(5, Launch(0, 8, 0, 2)) == " on node 2 from 0"
