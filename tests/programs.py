@@ -141,6 +141,11 @@ def wait_for(condition: Callable[[], object], process: Program | subprocess.Pope
         time.sleep(0.02)
 
 
+def wait_for_text(path: Path, text: str, writer: Program | subprocess.Popen[str] | None = None, count: int = 1) -> None:
+    """Wait until a file contains ``text`` ``count`` times. Fails if the process ``writer`` ends first."""
+    wait_for(lambda: path.exists() and path.read_text().count(text) >= count, writer)
+
+
 def python(*arguments: object, **changes: object) -> subprocess.CompletedProcess[str]:
     """Run Python in the repository's root. ``changes`` sets environment variables, or unsets them if None."""
     environment = {name: str(value) for name, value in (os.environ | changes).items() if value is not None}

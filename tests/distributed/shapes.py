@@ -73,11 +73,7 @@ def global_batches(mesh: Mesh, accumulation: int, padded: bool, count: int) -> l
 
 
 def train_all(mesh: Mesh, *shapes: str) -> dict[str, dict[str, Any]]:
-    found = {}
-    for shape in shapes:
-        found[shape] = train(mesh, shape)
-        end_groups()
-    return found
+    return {shape: train(mesh, shape) for shape in shapes}
 
 
 def train(joined: Mesh, shape: str) -> dict[str, Any]:
@@ -124,18 +120,16 @@ def train(joined: Mesh, shape: str) -> dict[str, Any]:
         assert torch.equal(weight.float(), last[f"weight {name}"].float()), name
     assert skips(step, mesh)
     step._reduction.close()
+    end_groups()
     return found
 
 
 def state(step: TrainingStep) -> dict[str, torch.Tensor]:
     step.gather_weights()
-    vectors = {
-        "weight": step.flat.weights_P,
-        **dict(zip(("momentum", "variance"), step.optimizer.moments(), strict=True)),
-    }
+    vectors = (step.flat.weights_P, *step.optimizer.moments())
     return {
         f"{kind} {name}": part.detach().clone()
-        for kind, vector_P in vectors.items()
+        for kind, vector_P in zip(("weight", "momentum", "variance"), vectors, strict=True)
         for name, part in step.whole.parts(step.whole.gather(vector_P))
     }
 

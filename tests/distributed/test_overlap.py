@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 import bert.build
 from bert.configuration.config import Config
-from bert.configuration.sections import ModelConfig, Recompute, ReductionStrategy
+from bert.configuration.sections import Recompute, ReductionStrategy
 from bert.execution.passes import Passes
 from bert.parallel.mesh import Mesh
 from bert.step import TrainingStep
@@ -29,7 +29,7 @@ from dataloading.batches.shape_buckets import ShapeBucket
 from kernels import cast_fp8
 from tests.bert.recording import Recording, recordable_attention
 from tests.bert.small_models import step_config, training_step
-from tests.convergence.golden import predictable_samples
+from tests.convergence.test_golden_losses import MODEL, predictable_samples
 from tests.distributed.ranks import run_on_ranks
 from tests.distributed.worker import end_groups, on_all, regrouped
 
@@ -39,7 +39,7 @@ BUCKET_BYTES = 60_000
 
 
 def config(strategy: ReductionStrategy, accumulation: int, **training: Any) -> Config:
-    model = ModelConfig(2, 64, 4, 128, 128, 64, hidden_dropout=0.1, attention_dropout=0.1)
+    model = replace(MODEL, hidden_dropout=0.1, attention_dropout=0.1)
     training |= {"gradient_accumulation_steps": accumulation, "bucket_bytes": BUCKET_BYTES}
     return step_config(model, reduction=strategy, **training)
 

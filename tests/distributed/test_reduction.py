@@ -19,8 +19,10 @@ from bert.parallel.reduction import choice
 from bert.parallel.reduction.choice import choose
 from bert.parallel.reduction.gradients import CommunicationStream, Communicators, Reduction, bucket_slices
 from bert.parallel.reduction.sharded_lamb import segment_spans
+from tests.bert.small_models import drawn_model
+from tests.convergence.test_golden_losses import MODEL
 from tests.distributed.ranks import run_on_ranks
-from tests.distributed.worker import end_groups, fresh_model, regrouped
+from tests.distributed.worker import end_groups, regrouped
 
 
 def contribution(rank: int, size: int) -> torch.Tensor:
@@ -35,7 +37,7 @@ def check_sums(joined: Mesh) -> None:
     for local_size in (1, 2, 4, 8):
         mesh = regrouped(joined, "cyclic", local_size)
         communicators = Communicators.create(mesh)
-        flat = FlatParameters.of(fresh_model(), mesh.world_size)
+        flat = FlatParameters.of(drawn_model(MODEL, 1), mesh.world_size)
         contributions = [contribution(rank, len(flat.gradients_N)) for rank in range(mesh.world_size)]
         exact = torch.stack(contributions).double().sum(0)
         for strategy, dtype in product(get_args(ReductionStrategy), get_args(ReduceDtype)):
@@ -82,7 +84,7 @@ def check_choices(joined: Mesh) -> None:
 
     dist.all_reduce = delayed
     choice.time = SimpleNamespace(perf_counter=lambda: clock[0])  # type: ignore[assignment]
-    flat = FlatParameters.of(fresh_model(), communicators.world_size)
+    flat = FlatParameters.of(drawn_model(MODEL, 1), communicators.world_size)
     for name, fastest in (("world", "hierarchical"), ("rail", "flat")):
         slow[0] = getattr(communicators, name)
         strategy, reason = choose(tiny_cpu().training, flat, communicators)

@@ -40,9 +40,7 @@ def test_two_runs_at_once_in_one_folder_each_report_their_own(checkout: Path, de
     assert [*temporary.iterdir()] == []
 
 
-def test_a_run_on_gpus_that_are_not_there_is_refused_before_anything_starts(
-    checkout: Path, tmp_path: Path, small_run: SmallRun
-) -> None:
+def test_a_run_on_absent_gpus_is_refused_before_it_starts(checkout: Path, tmp_path: Path, small_run: SmallRun) -> None:
     if torch.cuda.is_available():
         pytest.skip("there are GPUs here")
     recipe, *settings = small_run.arguments(tmp_path / "results", training__device="cuda")

@@ -15,7 +15,7 @@ from benchmarks.hosts import bridged_hosts, why_not
 from bert.parallel.watchdog.watchdog import FAULT_STATUS
 from tests.conftest import SmallRun
 from tests.distributed.on_host import ranks_on_hosts
-from tests.distributed.ranks import last_record, result_of
+from tests.distributed.ranks import ENDLESS, assert_aborted, result_of
 
 SECONDS = 3.0
 """The setting ``training.fault_seconds``."""
@@ -42,12 +42,10 @@ def test_both_ends_of_a_cut_link_end_in_time_and_name_the_other(
 ) -> None:
     """Shut down host 1's interface, or, with ``silent``, leave it up but disconnect it at the switch."""
     names, switch = hosts
-    changes = {"training__max_samples": 10_000_000, "evaluation__interval_samples": 1600, "log__interval_steps": 10}
-    arguments = small_run.arguments(tmp_path, training__fault_seconds=SECONDS, **changes)
+    arguments = small_run.arguments(tmp_path, **ENDLESS, training__fault_seconds=SECONDS, log__interval_steps=10)
     ranks = ranks_on_hosts(names, ["bert.train", *arguments], a_host=2)
-    result = result_of(tmp_path)
     try:
-        ranks.wait_for(lambda: result.exists() and '"eval_stop"' in result.read_text())
+        ranks.wait_for_text(result_of(tmp_path), '"eval_stop"')
         ip("-n", switch, "link", "set", "p1", "nomaster") if silent else ip("-n", names[1], "link", "set", "v0", "down")
         begin = time.monotonic()
         statuses = ranks.ends()
@@ -68,5 +66,4 @@ def test_both_ends_of_a_cut_link_end_in_time_and_name_the_other(
     )
     assert re.fullmatch(r"error: rank 0 on host h0: not heard of for \d+ s: stopped, or cut off", there)
     assert "Traceback" not in "".join(said)
-    assert f"# {here.replace('error: ', 'ended by a fault: ')}\n" in result.read_text()
-    assert '"status": "aborted"' in last_record(result)
+    assert_aborted(tmp_path, here)
