@@ -52,10 +52,8 @@ def config(shape: str) -> Config:
         precision="fp8" if precision == "fp8" else "fp32",
         bucket_bytes=20_000,
     )
-    optimizer = OptimizerConfig(2e-2, 60, num_warmup_steps=5, start_warmup_step=-1)
-    return replace(
-        chosen, optimizer=optimizer, parallel=ParallelConfig(int(tensor), int(pipeline), int(virtual_stages))
-    )
+    lamb = OptimizerConfig(2e-2, 60, num_warmup_steps=5, start_warmup_step=-1)
+    return replace(chosen, optimizer=lamb, parallel=ParallelConfig(int(tensor), int(pipeline), int(virtual_stages)))
 
 
 def global_batches(mesh: Mesh, accumulation: int, padded: bool, count: int) -> list[list[Batch]]:

@@ -128,10 +128,9 @@ def check_logs(results: list[Path]) -> None:
     whole, fewer, again = (result.read_text() for result in results[-3:])
     host = "h0" if os.geteuid() == 0 else socket.gethostname()
     others = HOSTS if os.geteuid() == 0 else 1
-    four, three = f"4 ranks on {counted(others, 'host')}", f"3 ranks on {counted(min(3, others), 'host')}"
-    four, three = (
-        f"{ranks}, a step of each with at most {of} sequences" for ranks, of in ((four, "1 x 4"), (three, "2 x 3"))
-    )
+    step = "a step of each with at most"
+    four = f"4 ranks on {counted(others, 'host')}, {step} 1 x 4 sequences"
+    three = f"3 ranks on {counted(min(3, others), 'host')}, {step} 2 x 3 sequences"
     assert "run_stop" not in whole  # rank 0 was killed
     resumed = re.search(r"# resumed from: .*/step_(\d{8})\n", again)
     assert resumed

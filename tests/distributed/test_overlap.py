@@ -192,9 +192,7 @@ def compare_orders(joined: Mesh, micro_batches: str, *strategies: ReductionStrat
 
 
 def compare_with(whole: dict[str, Any], mesh: Mesh, strategy: ReductionStrategy, accumulation: int) -> None:
-    after, last, captured = (
-        train(mesh, strategy, order, accumulation) for order in ("after", "overlapped", "captured")
-    )
+    after, last, captured = (train(mesh, strategy, each, accumulation) for each in ("after", "overlapped", "captured"))
     require_same(after, last)
     require_same(after, captured)
     # By the end of backward, all buckets have started if reduction overlaps with it, and none otherwise.

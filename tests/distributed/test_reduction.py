@@ -6,6 +6,7 @@ from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, get_args
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -118,16 +119,13 @@ def test_a_stream_keeps_order_and_hands_on_what_went_wrong() -> None:
         assert held.wait(30)
         order.append(1)
 
-    def wrong() -> None:
-        raise RuntimeError("a link is gone")
-
     stream.run(first)
     done = stream.run(lambda: order.append(2))
     assert order == [], "beside what is computed"
     held.set()
     done()
     assert order == [1, 2]
-    failed = stream.run(wrong)
+    failed = stream.run(Mock(side_effect=RuntimeError("a link is gone")))
     with pytest.raises(RuntimeError, match="a link is gone"):
         failed()
     with pytest.raises(RuntimeError, match="a link is gone"):

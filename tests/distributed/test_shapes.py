@@ -129,9 +129,7 @@ def test_a_run_that_shares_copies_is_the_run_of_one_rank(small_run: SmallRun, tm
     assert output.count("data 1 x pipeline 2 x tensor 2, reduction: flat (one rank)") == 1
     one, other = tmp_path / "one", tmp_path / "shared"
     compare_steps(records(one, "step"), records(other, "step"))
-    expected, found = (
-        [(each["correct"], each["count"]) for each in records(folder, "eval")] for folder in (one, other)
-    )
+    expected, found = ([(row["correct"], row["count"]) for row in records(folder, "eval")] for folder in (one, other))
     assert found == expected
     saved = load_file(other / "saved")
     for name, tensor in load_file(one / "saved").items():

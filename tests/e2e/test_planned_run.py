@@ -31,12 +31,10 @@ def test_a_machine_is_probed_and_planned_for_and_a_run_follows_the_plan(checkout
     probed, _ = torchrun(2, ["probe", "--out", str(view), "--seconds", "1"], module="cluster").communicate(PATIENCE_S)
     assert view.exists(), probed
     make_sums_slow(view)
-    planned = start(
-        python, "-m", "cluster", "plan", "tiny_cpu", "--cluster", str(view), "--out", str(plan), cwd=checkout
-    )
-    assert planned.returncode == 0, planned.stdout + planned.stderr
-    assert f"./run_and_time.sh tiny_cpu -- --plan {plan}" in planned.stdout
-    assert "no micro-batch fits" not in planned.stdout, "bf16 is refused for another reason"
+    done = start(python, "-m", "cluster", "plan", "tiny_cpu", "--cluster", str(view), "--out", str(plan), cwd=checkout)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"./run_and_time.sh tiny_cpu -- --plan {plan}" in done.stdout
+    assert "no micro-batch fits" not in done.stdout, "bf16 is refused for another reason"
 
     results = tmp_path / "results"
     settings = ("--", "--plan", str(plan), *SHORT, NEVER_REACHED, "--log.results", str(results))

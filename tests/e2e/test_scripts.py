@@ -301,9 +301,8 @@ def test_stopped_preparation_ends_in_a_line_and_is_made_anew(bare: Path, script:
         process.terminate()
     lines = process.communicate(timeout=PATIENCE_S)[0].splitlines()
     assert process.returncode == status
-    assert [line for line in lines if not line.startswith("==> ")] == [
-        "interrupted: the next start installs the packages anew"
-    ]
+    said = [line for line in lines if not line.startswith("==> ")]
+    assert said == ["interrupted: the next start installs the packages anew"]
     pip = int((bare / "pip").read_text())
     running = lambda: [each.pid for each in psutil.process_iter(["cmdline"]) if each.info["cmdline"]]  # noqa: E731
     wait_for(lambda: pip not in running())

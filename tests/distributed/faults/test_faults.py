@@ -224,8 +224,6 @@ def test_steps_that_are_all_skipped_end_the_run_on_all_ranks(small_run: SmallRun
     assert sum(skipped) - 30 < 10
     optimizer = parse(small_run.arguments(tmp_path)).optimizer
     for record, so_far in zip(steps, itertools.accumulate(skipped), strict=True):
-        last_taken = record["step"] - so_far - 1  # counted from 0
-        assert record["learning_rate"] == pytest.approx(
-            learning_rate(optimizer, torch.tensor(last_taken)).item(), rel=1e-8
-        )
+        taken = record["step"] - so_far - 1  # the last step that was taken, counted from 0
+        assert record["learning_rate"] == pytest.approx(learning_rate(optimizer, torch.tensor(taken)).item(), rel=1e-8)
     assert ranks.errors == []
