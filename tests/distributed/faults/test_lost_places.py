@@ -20,7 +20,7 @@ PLACES = "data 0, pipeline 0, tensor 1", "data 0, pipeline 1, tensor 1"
 
 
 def settings(folder: Path) -> dict[str, object]:
-    length = {"training__max_samples": 16 * LENGTH, "evaluation__interval_samples": 16 * LENGTH}
+    length: dict[str, object] = {"training__max_samples": 16 * LENGTH, "evaluation__interval_samples": 16 * LENGTH}
     checkpoints = {"checkpoint__folder": folder / "checkpoints", "checkpoint__every_steps": EVERY}
     return length | checkpoints | {"training__gradient_accumulation_steps": 2}
 
