@@ -3,7 +3,6 @@
 import re
 from html.parser import HTMLParser
 
-VOID = {"meta"}
 ALLOWED = set(
     re.findall(
         r"\w+",
@@ -30,7 +29,7 @@ class Page(HTMLParser):
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.tags.append((tag, dict(attrs)))
-        if tag not in VOID:
+        if tag != "meta":
             self.stack.append(tag)
 
     def handle_endtag(self, tag: str) -> None:

@@ -35,7 +35,7 @@ PATIENCE_S = 600.0
 
 _SHARED = "MLPERF_BERT_TEST_SERVERS"
 """Environment variable with the id of the process that started pytest's workers, and its servers' folder."""
-_OWN = ("benchmarks", "bert", "cluster", "compliance", "console", "dataloading", "kernels", "tests")
+OWN = ("benchmarks", "bert", "cluster", "compliance", "console", "dataloading", "kernels", "tests")
 _FORKED_PYTHON = """#!{python} -IS
 # Becomes a fork of the server of tests/programs.py where a program is to run, and {python} for anything else.
 import json, os, signal, socket, sys
@@ -141,6 +141,11 @@ def wait_for(condition: Callable[[], object], process: Program | subprocess.Pope
         time.sleep(0.02)
 
 
+def wait_for_text(path: Path, text: str, writer: Program | subprocess.Popen[str] | None = None, count: int = 1) -> None:
+    """Wait until a file contains ``text`` ``count`` times. Fails if the process ``writer`` ends first."""
+    wait_for(lambda: path.exists() and path.read_text().count(text) >= count, writer)
+
+
 def python(*arguments: object, **changes: object) -> subprocess.CompletedProcess[str]:
     """Run Python in the repository's root. ``changes`` sets environment variables, or unsets them if None."""
     environment = {name: str(value) for name, value in (os.environ | changes).items() if value is not None}
@@ -161,7 +166,7 @@ def _forked_python(imported: str) -> str:
     Each pytest worker writes its own, because a file cannot be executed while another process writes to it.
     """
     path = Path(_FOLDER, f"{os.getpid()} python of {imported}")
-    text = _FORKED_PYTHON.format(python=sys.executable, own=_OWN, path=_server(imported), largest=LARGEST_REQUEST)
+    text = _FORKED_PYTHON.format(python=sys.executable, own=OWN, path=_server(imported), largest=LARGEST_REQUEST)
     write_script(path, text)
     return str(path)
 
@@ -208,7 +213,7 @@ def _serve(imported: str, requests: socket.socket, owner: int) -> dict[str, Any]
         _import_own()
     else:
         del sys.path[0]
-        for name in [name for name in sys.modules if name.partition(".")[0] in _OWN]:
+        for name in [name for name in sys.modules if name.partition(".")[0] in OWN]:
             del sys.modules[name]
     gc.freeze()  # otherwise garbage collection in forks would copy all memory
     # With SCHED_BATCH, a woken thread does not preempt the waker, which may hold a lock that gloo's loop needs.

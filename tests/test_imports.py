@@ -20,7 +20,6 @@ ALLOWED = {
 """For each package or subpackage, the packages and subpackages that its modules may import."""
 PROGRAM_OF_KERNELS = "kernels.__main__"
 """Only module of kernels that may import console, for --version and Ctrl-C. Importing ops must not import it."""
-TORCH_ALLOWED_IN_DATALOADING = {f"dataloading.batches.{name}" for name in ("loader", "loader_choice", "dali")}
 
 
 def name_of(path: Path) -> str:
@@ -59,7 +58,7 @@ def test_a_module_imports_only_what_its_package_may(module: str) -> None:
 def test_torch_stays_out_of_data_preparation_and_compliance() -> None:
     outside = [module for module in MODULES if module.startswith(("dataloading", "compliance"))]
     users = {module for module in outside if "torch" in {name.partition(".")[0] for name in imported(module)}}
-    assert users == TORCH_ALLOWED_IN_DATALOADING
+    assert users == {f"dataloading.batches.{name}" for name in ("loader", "loader_choice", "dali")}
 
 
 def test_kernels_import_torch_and_triton_only() -> None:

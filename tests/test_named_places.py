@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-REPOSITORY = Path(__file__).resolve().parents[1]
-PACKAGES = ("benchmarks", "bert", "cluster", "compliance", "console", "dataloading", "kernels", "tests")
+from tests.programs import OWN, REPOSITORY
+
 PATH = re.compile(
-    rf"(?<![\w./<>-])(?:{'|'.join(PACKAGES)}|docs|launch)/(?:[\w./-]*\.(?:csv|json|md|py|sh|sub|toml|txt|yaml)\b|[\w/]*(?=/?`))"
+    rf"(?<![\w./<>-])(?:{'|'.join(OWN)}|docs|launch)/(?:[\w./-]*\.(?:csv|json|md|py|sh|sub|toml|txt|yaml)\b|[\w/]*(?=/?`))"
 )
-MODULE = re.compile(rf"`((?:{'|'.join(PACKAGES)})(?:\.\w+)+)(?:\(\))?`")
+MODULE = re.compile(rf"`((?:{'|'.join(OWN)})(?:\.\w+)+)(?:\(\))?`")
 ELSEWHERE = re.compile(
     r"benchmarks/(bert|a)\b|benchmarks/results/|\w+/__pycache__|bert/(embeddings|encoder|pooler|result_|untracked)"
 )

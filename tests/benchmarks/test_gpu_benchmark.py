@@ -255,9 +255,7 @@ def test_a_wrong_op_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     model = drawn_model(TINY.model, CPU)
     case = next(case for case in cases(model, [20, 11], 7, torch.bfloat16) if case.op == right.__name__)
     assert not ops._error_row("x", case, "pytorch", torch.bfloat16).failed
-    monkeypatch.setattr(
-        kernels.libraries.pytorch, "dropout_add_layer_norm", lambda *arguments: right(*arguments) * 1.02
-    )
+    monkeypatch.setattr(kernels.libraries.pytorch, "dropout_add_layer_norm", lambda *given: right(*given) * 1.02)
     assert ops._error_row("x", case, "pytorch", torch.bfloat16).failed
 
 

@@ -18,7 +18,6 @@ from benchmarks.gpu_parts.report import Figure, NotUsableError, PartReport, page
 from tests.conftest import REPOSITORY
 from tests.programs import PATIENCE_S, write_forked_python
 
-GPU_PY = REPOSITORY / "benchmarks" / "gpu.py"
 no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
 
 
@@ -98,7 +97,7 @@ def test_a_part_is_cut_off_at_its_limit_and_keeps_its_rows(tmp_path: Path) -> No
 
 def test_sigterm_keeps_the_rows_ends_the_part_and_prints_the_page(tmp_path: Path) -> None:
     options = ["--device", "cpu", "--tiny", "--part", "kernels,memory", "--out"]
-    line = [sys.executable, str(GPU_PY), *options, str(tmp_path)]
+    line = [sys.executable, str(REPOSITORY / "benchmarks/gpu.py"), *options, str(tmp_path)]
     process = subprocess.Popen(line, env=os.environ | {"OMP_NUM_THREADS": "1"}, stdout=subprocess.PIPE, text=True)
     try:
         assert process.stdout is not None

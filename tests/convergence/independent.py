@@ -8,7 +8,7 @@ variables are processed one by one and excluded by name. Norms are computed in f
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
@@ -20,8 +20,6 @@ from benchmarks.training.hugging_face import model_with_weights_of, padded
 from bert.configuration.sections import OptimizerConfig
 from bert.model import BertForPreTraining
 from dataloading.shards.samples import Samples
-
-NOT_ADAPTED = ("LayerNorm", "layer_norm", "bias")
 
 
 @dataclass(frozen=True)
@@ -39,12 +37,10 @@ class Side:
 
 @dataclass
 class Trained:
-    """Results of a run: one number per step, and the final weights in float64 under Hugging Face's names."""
+    """Results of a run: each step's losses and gradient norm, and the final weights in float64 by Hugging Face's names."""
 
-    masked_lm_loss: list[float] = field(default_factory=list)
-    next_sentence_loss: list[float] = field(default_factory=list)
-    gradient_norm: list[float] = field(default_factory=list)
-    weights: dict[str, Tensor] = field(default_factory=dict)
+    steps: list[dict[str, float]]
+    weights: dict[str, Tensor]
 
 
 def train(side: Side, initial: BertForPreTraining, batches: Iterable[Samples], optimizer: OptimizerConfig) -> Trained:
@@ -53,20 +49,15 @@ def train(side: Side, initial: BertForPreTraining, batches: Iterable[Samples], o
     model.set_attn_implementation(side.attention)
     # Train the embedding of [PAD], as the reference does: masking may replace a token by [PAD], drawn at random.
     model.bert.embeddings.word_embeddings.padding_idx = None
-    lamb, trained = ReferenceLamb(model, optimizer), Trained()
-    for batch in batches:
-        masked_lm_loss, next_sentence_loss = _backward(side, model, batch)
-        trained.masked_lm_loss.append(masked_lm_loss)
-        trained.next_sentence_loss.append(next_sentence_loss)
-        trained.gradient_norm.append(lamb.step())
-    trained.weights = {name: weight.detach().double() for name, weight in model.named_parameters()}
-    return trained
+    lamb = ReferenceLamb(model, optimizer)
+    steps = [_backward(side, model, batch) | {"gradient_norm": lamb.step()} for batch in batches]
+    return Trained(steps, {name: weight.detach().double() for name, weight in model.named_parameters()})
 
 
-def _backward(side: Side, model: Any, batch: Samples) -> tuple[float, float]:
+def _backward(side: Side, model: Any, batch: Samples) -> dict[str, float]:
     """Compute the gradients of both mean losses of a global batch. Returns the losses."""
     order = np.arange(len(batch))[:: -1 if side.reverse else 1]
-    masked_lm_loss = next_sentence_loss = 0.0
+    losses = {"masked_lm_loss": 0.0, "next_sentence_loss": 0.0}
     for rows in np.array_split(order, side.micro_batches):
         samples = batch.take(rows)
         inputs = padded(samples, int(samples.lengths.max()))
@@ -81,9 +72,9 @@ def _backward(side: Side, model: Any, batch: Samples) -> tuple[float, float]:
         logits = model.cls.seq_relationship(encoded.pooler_output)
         next_sentence = F.cross_entropy(logits, inputs["next_sentence_label"], reduction="sum") / len(batch)
         (masked_lm + next_sentence).backward()
-        masked_lm_loss += masked_lm.item()
-        next_sentence_loss += next_sentence.item()
-    return masked_lm_loss, next_sentence_loss
+        losses["masked_lm_loss"] += masked_lm.item()
+        losses["next_sentence_loss"] += next_sentence.item()
+    return losses
 
 
 class ReferenceLamb:
@@ -109,7 +100,7 @@ class ReferenceLamb:
         for name, weight in self._parameters.items():
             update = self._direction(name, _gradient(weight) * scale)
             # The reference excludes parameters by name.
-            if not any(part in name for part in NOT_ADAPTED):
+            if not any(part in name for part in ("LayerNorm", "layer_norm", "bias")):
                 # Add the decay now, because it is part of the update whose norm is taken.
                 update += self._config.weight_decay_rate * weight
                 weight_norm, update_norm = _norm(weight), _norm(update)

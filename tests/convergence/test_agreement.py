@@ -25,22 +25,20 @@ from bert.checkpoints.hugging_face import to_hugging_face
 from bert.checkpoints.weights import save_weights
 from bert.configuration.recipes import ARTIFACTS
 from bert.configuration.sections import ModelConfig, OptimizerConfig
-from bert.model import BertForPreTraining, initialize_
-from compliance.log.records import read_metrics
 from dataloading.batches.plan import BatchPlan
 from dataloading.dataset.folder import Dataset, write_dataset
 from dataloading.options import PretrainingOptions
 from dataloading.preparation.prepare import Job, prepare
 from dataloading.shards.samples import Samples
+from tests.bert.small_models import drawn_model
 from tests.conftest import REPOSITORY
 from tests.convergence.independent import Side, Trained, train
-from tests.distributed.ranks import torchrun
+from tests.distributed.ranks import records, torchrun
 from tests.programs import PATIENCE_S
 
 # Two ranks, so that the comparison covers the reduction and the distribution of batches.
 RANKS, BATCH, LENGTH, SEED = 2, 16, 128, 7
 STEPS, LAYERS = int(os.environ.get("AGREEMENT_STEPS", "3")), int(os.environ.get("AGREEMENT_LAYERS", "1"))
-VOCABULARY = 30522
 OPTIMIZER = OptimizerConfig(1e-3, learning_rate_training_steps=400, num_warmup_steps=30, start_warmup_step=-1)
 GOALS = {"loss": 1e-6, "weight matrix": 5e-7, "bias or norm": 3e-5, "gradient norm": 1e-6}
 """Largest relative difference from float64, by kind of number. If the fp32 runs differ more, that counts."""
@@ -58,8 +56,7 @@ def test_the_program_trains_as_an_independent_implementation_does(tmp_path: Path
     data = prepare(Job((REPOSITORY / "README.md",), vocab, options), tmp_path / "train")
     write_dataset(tmp_path / "evaluation", data.take(np.arange(BATCH)), shards=1, info=data.info)
     config = ModelConfig(LAYERS, 128, 2, 512, data.info.vocab_size, LENGTH, hidden_dropout=0, attention_dropout=0)
-    model = BertForPreTraining(config)
-    initialize_(model, torch.Generator().manual_seed(SEED))
+    model = drawn_model(config, SEED)
     save_weights(model, tmp_path / "initial.safetensors")
     program = train_by_the_program(config, vocab, tmp_path)
     independent = [train(side, model, global_batches(data), OPTIMIZER) for side in sides]
@@ -77,18 +74,21 @@ def differences(one: Trained, other: Trained) -> dict[str, dict[str, float]]:
         if not name.endswith("key.bias"):
             distance = torch.linalg.vector_norm(one.weights[name] - weight) / torch.linalg.vector_norm(weight)
             weights[weight.ndim > 1][name] = distance.item()
-    losses = by_step("masked-LM", one.masked_lm_loss, other.masked_lm_loss)
+
+    def by_step(*names: str) -> dict[str, float]:
+        steps = enumerate(zip(one.steps, other.steps, strict=True), 1)
+        return {
+            f"{name}, step {step}": abs(found[name] - expected[name]) / abs(expected[name])
+            for step, (found, expected) in steps
+            for name in names
+        }
+
     return {
-        "loss": losses | by_step("next-sentence", one.next_sentence_loss, other.next_sentence_loss),
+        "loss": by_step("masked_lm_loss", "next_sentence_loss"),
         "weight matrix": weights[True],
         "bias or norm": weights[False],
-        "gradient norm": by_step("gradient", one.gradient_norm, other.gradient_norm),
+        "gradient norm": by_step("gradient_norm"),
     }
-
-
-def by_step(name: str, one: list[float], other: list[float]) -> dict[str, float]:
-    steps = enumerate(zip(one, other, strict=True), 1)
-    return {f"{name}, step {step}": abs(found - expected) / abs(expected) for step, (found, expected) in steps}
 
 
 def train_by_the_program(model: ModelConfig, vocab: Path, folder: Path) -> Trained:
@@ -111,13 +111,8 @@ def train_by_the_program(model: ModelConfig, vocab: Path, folder: Path) -> Train
     }
     program = torchrun(RANKS, ["tiny_cpu", *flags(settings)])
     assert program.wait(PATIENCE_S) == 0, program.output
-    records = read_metrics(folder / "tiny_cpu" / "bert" / "metrics_0.jsonl").steps
-    return Trained(
-        masked_lm_loss=[record.masked_lm_loss for record in records],
-        next_sentence_loss=[record.next_sentence_loss for record in records],
-        gradient_norm=[record.gradient_norm for record in records],
-        weights={name: weight.double() for name, weight in to_hugging_face(load_file(saved)).items()},
-    )
+    weights = {name: weight.double() for name, weight in to_hugging_face(load_file(saved)).items()}
+    return Trained(records(folder, "step"), weights)
 
 
 def global_batches(data: Dataset) -> Iterator[Samples]:
@@ -129,6 +124,6 @@ def global_batches(data: Dataset) -> Iterator[Samples]:
 def full_size_vocabulary(path: Path) -> Path:
     """Write the shipped vocabulary, with unused tokens added to reach BERT's size, which affects the norms."""
     tokens = (ARTIFACTS / "tiny_cpu" / "vocab.txt").read_text(encoding="utf-8").splitlines()
-    tokens += [f"[unused{number}]" for number in range(VOCABULARY - len(tokens))]
+    tokens += [f"[unused{number}]" for number in range(30522 - len(tokens))]
     path.write_text("".join(f"{token}\n" for token in tokens), encoding="utf-8")
     return path

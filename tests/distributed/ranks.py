@@ -5,21 +5,22 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from bert.parallel.master_port import free_port
 from tests.conftest import REPOSITORY, SmallRun
-from tests.programs import PATIENCE_S, Program, wait_for
+from tests.programs import PATIENCE_S, Program, wait_for, wait_for_text
 
+Module = str | Callable[..., object]
 WORKER = "tests.distributed.worker"
+ENDLESS: dict[str, object] = {"training__max_samples": 10_000_000, "evaluation__interval_samples": 320}
 
 
 class Ranks:
     """Processes of one run, which are killed at the end of the block. No launcher ends a rank when another fails."""
 
-    def __init__(
-        self, arguments: Sequence[object], count: int, module: str | Callable[..., object] = "bert.train"
-    ) -> None:
+    def __init__(self, arguments: Sequence[object], count: int, module: Module = "bert.train") -> None:
         """Start ``count`` ranks of a module, or of ``worker.py`` with the name of a function that it calls."""
         module, arguments = program(module, arguments)
         self.master_port = free_port()
@@ -62,6 +63,10 @@ class Ranks:
         """Wait until ``condition()`` holds. Fails if rank 0 ends first."""
         wait_for(condition, self.processes[0])
 
+    def wait_for_text(self, path: Path, text: str, count: int = 1) -> None:
+        """Wait until a file contains ``text`` ``count`` times. Fails if rank 0 ends first."""
+        wait_for_text(path, text, self.processes[0], count)
+
 
 def train(run: SmallRun, results: Path, count: int, **changes: object) -> list[dict[str, Any]]:
     """Train until the end, missing the target (exit status 1), and return the step records."""
@@ -80,16 +85,28 @@ def result_of(results: Path) -> Path:
     return results / "tiny_cpu" / "bert" / "result_0.txt"
 
 
-def last_record(result: Path) -> str:
-    return [line for line in result.read_text().splitlines() if line.startswith(":::MLLOG")][-1]
-
-
 def records(results: Path, event: str) -> list[dict[str, Any]]:
     lines = result_of(results).with_name("metrics_0.jsonl").read_text().splitlines()
     return [record for line in lines if (record := json.loads(line))["event"] == event]
 
 
-def program(module: str | Callable[..., object], arguments: Sequence[object]) -> tuple[str, list[str]]:
+def assert_aborted(results: Path, message: str = "") -> None:
+    """Check that a log ends with the status aborted and says that the fault of an error message ended the run."""
+    lines = result_of(results).read_text().splitlines()
+    assert '"status": "aborted"' in [line for line in lines if line.startswith(":::MLLOG")][-1]
+    assert not message or f"# ended by a fault: {message.removeprefix('error: ')}" in lines
+
+
+def compare_steps(
+    expected: Sequence[dict[str, Any]], found: Sequence[dict[str, Any]], rel: float = 2e-5, abs: float = 2e-6
+) -> None:
+    """Check that the records of the same steps agree, by default up to rounding."""
+    for one, other in zip(expected, found, strict=True):
+        for name in ("step", "masked_lm_loss", "next_sentence_loss", "gradient_norm", "learning_rate"):
+            assert other[name] == pytest.approx(one[name], rel=rel, abs=abs), (one["step"], name)
+
+
+def program(module: Module, arguments: Sequence[object]) -> tuple[str, list[str]]:
     """Return the module to run and its arguments. ``worker.py`` runs a function, whose name is its first argument."""
     texts = [str(each) for each in arguments]
     return (module, texts) if isinstance(module, str) else (WORKER, [name_of(module), *texts])
@@ -109,9 +126,7 @@ def run_on_ranks(folder: Path, count: int, function: Callable[..., object], *arg
     return torch.load(out)
 
 
-def torchrun(
-    ranks: int, arguments: Sequence[object], *options: str, module: str | Callable[..., object] = "bert.train"
-) -> Program:
+def torchrun(ranks: int, arguments: Sequence[object], *options: str, module: Module = "bert.train") -> Program:
     module, arguments = program(module, arguments)
     place = (f"--nproc-per-node={ranks}", "--master-addr=127.0.0.1", f"--master-port={free_port()}")
     return Program("torch.distributed.run", [*place, *options, "-m", module, *arguments], OMP_NUM_THREADS=1)

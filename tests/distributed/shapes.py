@@ -51,10 +51,8 @@ def config(shape: str) -> Config:
         precision="fp8" if precision == "fp8" else "fp32",
         bucket_bytes=20_000,
     )
-    optimizer = OptimizerConfig(2e-2, 60, num_warmup_steps=5, start_warmup_step=-1)
-    return replace(
-        chosen, optimizer=optimizer, parallel=ParallelConfig(int(tensor), int(pipeline), int(virtual_stages))
-    )
+    lamb = OptimizerConfig(2e-2, 60, num_warmup_steps=5, start_warmup_step=-1)
+    return replace(chosen, optimizer=lamb, parallel=ParallelConfig(int(tensor), int(pipeline), int(virtual_stages)))
 
 
 def global_batches(mesh: Mesh, accumulation: int, padded: bool, count: int) -> list[list[Batch]]:
@@ -72,11 +70,7 @@ def global_batches(mesh: Mesh, accumulation: int, padded: bool, count: int) -> l
 
 
 def train_all(mesh: Mesh, *shapes: str) -> dict[str, dict[str, Any]]:
-    found = {}
-    for shape in shapes:
-        found[shape] = train(mesh, shape)
-        end_groups()
-    return found
+    return {shape: train(mesh, shape) for shape in shapes}
 
 
 def train(joined: Mesh, shape: str) -> dict[str, Any]:
@@ -123,18 +117,16 @@ def train(joined: Mesh, shape: str) -> dict[str, Any]:
         assert torch.equal(weight.float(), last[f"weight {name}"].float()), name
     assert skips(step, mesh)
     step._reduction.close()
+    end_groups()
     return found
 
 
 def state(step: TrainingStep) -> dict[str, torch.Tensor]:
     step.gather_weights()
-    vectors = {
-        "weight": step.flat.weights_P,
-        **dict(zip(("momentum", "variance"), step.optimizer.moments(), strict=True)),
-    }
+    vectors = (step.flat.weights_P, *step.optimizer.moments())
     return {
         f"{kind} {name}": part.detach().clone()
-        for kind, vector_P in vectors.items()
+        for kind, vector_P in zip(("weight", "momentum", "variance"), vectors, strict=True)
         for name, part in step.whole.parts(step.whole.gather(vector_P))
     }
 

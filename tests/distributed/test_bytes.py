@@ -14,16 +14,13 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.hosts import bridged_hosts, why_not
-from bert.checkpoints.initial_model import draw_model
 from bert.configuration.sections import ModelConfig, ParallelConfig
-from bert.execution.stopwatch import Stopwatch
 from bert.parallel.mesh import Mesh
 from bert.parallel.reduction.sharded_lamb import ShardedLamb
-from bert.step import TrainingStep
 from dataloading.batches.loader import batch_of
 from dataloading.batches.plan import MicroBatch, ShapeBucket
 from dataloading.shards.samples import synthetic_samples
-from tests.bert.small_models import CPU, step_config
+from tests.bert.small_models import step_config, training_step
 from tests.distributed.on_host import ranks_on_hosts
 from tests.distributed.ranks import WORKER, name_of
 from tests.distributed.worker import end_groups, regrouped
@@ -51,9 +48,9 @@ def sent_bytes() -> int:
     return int(line.partition(":")[2].split()[8])
 
 
-def measured(joined: Mesh, *shapes: str) -> dict[str, list[Any]]:
+def measured(joined: Mesh) -> dict[str, list[Any]]:
     """Return for each shape and rank the bytes sent in a step, and the sizes that the formulas need."""
-    return {shape: in_shape(joined, shape) for shape in shapes}
+    return {shape: in_shape(joined, shape) for shape in SHAPES}
 
 
 def in_shape(joined: Mesh, shape: str) -> list[Any]:
@@ -63,7 +60,7 @@ def in_shape(joined: Mesh, shape: str) -> list[Any]:
     chosen = step_config(MODEL, gradient_accumulation_steps=int(accumulation), **training)
     chosen = replace(chosen, parallel=parallel)
     mesh = replace(regrouped(joined, "block", int(local_size)), tensor=parallel.tensor, pipeline=parallel.pipeline)
-    step = TrainingStep(draw_model(chosen, CPU, seed=3), chosen, mesh, Stopwatch())
+    step = training_step(chosen, mesh)
     samples = synthetic_samples(np.full(49, 32), MODEL.vocab_size)
     batch = batch_of(samples, MicroBatch(np.arange(49), 49, len(samples.masked_lm_ids)), BUCKET)
     sent = []
@@ -87,7 +84,7 @@ def in_shape(joined: Mesh, shape: str) -> list[Any]:
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
     out = tmp_path_factory.mktemp("bytes") / "out.pt"
     with bridged_hosts(RANKS) as hosts:
-        command = [WORKER, "tests.distributed.worker:joined", out, name_of(measured), *SHAPES]
+        command = [WORKER, "tests.distributed.worker:joined", out, name_of(measured)]
         with ranks_on_hosts(hosts, command, one_host=True) as ranks:
             assert ranks.ends() == [0] * RANKS, ranks.output
     return torch.load(out)

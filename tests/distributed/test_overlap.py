@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 import bert.build
 from bert.configuration.config import Config
-from bert.configuration.sections import ModelConfig, Recompute, ReductionStrategy
+from bert.configuration.sections import Recompute, ReductionStrategy
 from bert.execution.cuda_graphs import Passes
 from bert.parallel.mesh import Mesh
 from bert.step import TrainingStep
@@ -28,7 +28,7 @@ from dataloading.batches.plan import BatchPlan, MicroBatch, ShapeBucket
 from kernels import cast_fp8
 from tests.bert.recording import Recording, recordable_attention
 from tests.bert.small_models import step_config, training_step
-from tests.convergence.golden import predictable_samples
+from tests.convergence.test_golden_losses import MODEL, predictable_samples
 from tests.distributed.ranks import run_on_ranks
 from tests.distributed.worker import end_groups, on_all, regrouped
 
@@ -38,7 +38,7 @@ BUCKET_BYTES = 60_000
 
 
 def config(strategy: ReductionStrategy, accumulation: int, **training: Any) -> Config:
-    model = ModelConfig(2, 64, 4, 128, 128, 64, hidden_dropout=0.1, attention_dropout=0.1)
+    model = replace(MODEL, hidden_dropout=0.1, attention_dropout=0.1)
     training |= {"gradient_accumulation_steps": accumulation, "bucket_bytes": BUCKET_BYTES}
     return step_config(model, reduction=strategy, **training)
 
@@ -191,9 +191,7 @@ def compare_orders(joined: Mesh, micro_batches: str, *strategies: ReductionStrat
 
 
 def compare_with(whole: dict[str, Any], mesh: Mesh, strategy: ReductionStrategy, accumulation: int) -> None:
-    after, last, captured = (
-        train(mesh, strategy, order, accumulation) for order in ("after", "overlapped", "captured")
-    )
+    after, last, captured = (train(mesh, strategy, each, accumulation) for each in ("after", "overlapped", "captured"))
     require_same(after, last)
     require_same(after, captured)
     # By the end of backward, all buckets have started if reduction overlaps with it, and none otherwise.

@@ -6,6 +6,7 @@ from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, get_args
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -18,8 +19,10 @@ from bert.parallel.mesh import Mesh
 from bert.parallel.reduction import gradients
 from bert.parallel.reduction.gradients import CommunicationStream, Communicators, Reduction, bucket_slices, choose
 from bert.parallel.reduction.sharded_lamb import segment_spans
+from tests.bert.small_models import drawn_model
+from tests.convergence.test_golden_losses import MODEL
 from tests.distributed.ranks import run_on_ranks
-from tests.distributed.worker import end_groups, fresh_model, regrouped
+from tests.distributed.worker import end_groups, regrouped
 
 
 def contribution(rank: int, size: int) -> torch.Tensor:
@@ -34,7 +37,7 @@ def check_sums(joined: Mesh) -> None:
     for local_size in (1, 2, 4, 8):
         mesh = regrouped(joined, "cyclic", local_size)
         communicators = Communicators.create(mesh)
-        flat = FlatParameters.of(fresh_model(), mesh.world_size)
+        flat = FlatParameters.of(drawn_model(MODEL, 1), mesh.world_size)
         contributions = [contribution(rank, len(flat.gradients_N)) for rank in range(mesh.world_size)]
         exact = torch.stack(contributions).double().sum(0)
         for strategy, dtype in product(get_args(ReductionStrategy), get_args(ReduceDtype)):
@@ -81,7 +84,7 @@ def check_choices(joined: Mesh) -> None:
 
     dist.all_reduce = delayed
     gradients.time = SimpleNamespace(perf_counter=lambda: clock[0])  # type: ignore[assignment]
-    flat = FlatParameters.of(fresh_model(), communicators.world_size)
+    flat = FlatParameters.of(drawn_model(MODEL, 1), communicators.world_size)
     for name, fastest in (("world", "hierarchical"), ("rail", "flat")):
         slow[0] = getattr(communicators, name)
         strategy, reason = choose(tiny_cpu().training, flat, communicators)
@@ -115,16 +118,13 @@ def test_a_stream_keeps_order_and_hands_on_what_went_wrong() -> None:
         assert held.wait(30)
         order.append(1)
 
-    def wrong() -> None:
-        raise RuntimeError("a link is gone")
-
     stream.run(first)
     done = stream.run(lambda: order.append(2))
     assert order == [], "beside what is computed"
     held.set()
     done()
     assert order == [1, 2]
-    failed = stream.run(wrong)
+    failed = stream.run(Mock(side_effect=RuntimeError("a link is gone")))
     with pytest.raises(RuntimeError, match="a link is gone"):
         failed()
     with pytest.raises(RuntimeError, match="a link is gone"):

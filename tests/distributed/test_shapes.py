@@ -1,6 +1,5 @@
 """Ranks that divide the model and sum gradients in various ways, over gloo, compared with one rank."""
 
-import re
 from pathlib import Path
 from typing import Any
 
@@ -8,10 +7,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from bert.parallel.watchdog.watchdog import FAULT_STATUS
 from tests.conftest import SmallRun
-from tests.distributed.faulty import faulty
-from tests.distributed.ranks import Ranks, records, result_of, run_on_ranks
+from tests.distributed.ranks import Ranks, compare_steps, records, run_on_ranks, train, trained
 from tests.distributed.shapes import ALONE, DROPPING, MODEL, train_all
 
 FP8 = ["4,1,1,flat,block,4,1,1,fp8", "2,1,1,sharded,block,4,1,1,fp8"]
@@ -122,66 +119,28 @@ def test_fp8_has_the_scales_of_whole_tensors(found: dict[str, dict[str, Any]], s
 
 def test_a_run_that_shares_copies_is_the_run_of_one_rank(small_run: SmallRun, tmp_path: Path) -> None:
     """Compare steps, evaluations and saved weights, and resume each run from the other run's checkpoint."""
-    common = without_dropout() | {"model__num_hidden_layers": 4}
+    common = {"model__num_hidden_layers": 4, "checkpoint__keep": 9}
     shape = {"parallel__tensor": 2, "parallel__pipeline": 2, "training__gradient_accumulation_steps": 2}
     for name, ranks, changes in (("one", 1, {}), ("shared", 4, shape)):
         folder = tmp_path / name
-        settings = common | changes | checkpoints(folder) | {"save_checkpoint": folder / "saved"}
-        with Ranks(small_run.arguments(folder, **settings), ranks) as started:
-            assert started.ends() == [1] * ranks, started.output
-    assert started.output.count("data 1 x pipeline 2 x tensor 2, reduction: flat (one rank)") == 1
-    correct, count = same_results(tmp_path / "one", tmp_path / "shared")
-    evaluated = common | shape | {"data__initial_checkpoint": tmp_path / "shared" / "saved"}
-    with Ranks(small_run.arguments(tmp_path, **evaluated), 4, "bert.evaluate") as started:
-        assert started.ends() == [0] * 4, started.output
-    assert f"{correct:,} of {count:,} masked tokens" in started.output
-    for source, ranks, changes in (("one", 4, shape), ("shared", 1, {})):
-        folder = tmp_path / f"from {source}"
-        settings = common | changes | checkpoints(folder) | {"checkpoint__every_steps": 1, "training__max_steps": 5}
-        settings |= {"training__seed": None, "resume": tmp_path / source / "checkpoints" / "step_00000004"}
-        with Ranks(small_run.arguments(folder, **settings), ranks) as started:
-            assert started.ends() == [1] * ranks, started.output
-        same_steps(tmp_path / source, folder, since=5)
-
-
-def checkpoints(folder: Path) -> dict[str, object]:
-    return {"checkpoint__folder": folder / "checkpoints", "checkpoint__every_steps": 4, "checkpoint__keep": 9}
-
-
-def without_dropout() -> dict[str, object]:
-    return {"model__hidden_dropout": 0.0, "model__attention_dropout": 0.0}
-
-
-def same_results(one: Path, other: Path) -> tuple[int, int]:
-    """Compare steps, evaluations and saved weights of two runs. Returns the last evaluation's counts, correct and all."""
-    same_steps(one, other)
-    expected, found = (
-        [(each["correct"], each["count"]) for each in records(folder, "eval")] for folder in (one, other)
-    )
+        settings = {"checkpoint__folder": folder / "checkpoints", "checkpoint__every_steps": 4}
+        settings |= common | changes | {"save_checkpoint": folder / "saved"}
+        output = trained(small_run, folder, ranks, **settings)
+    assert output.count("data 1 x pipeline 2 x tensor 2, reduction: flat (one rank)") == 1
+    one, other = tmp_path / "one", tmp_path / "shared"
+    compare_steps(records(one, "step"), records(other, "step"))
+    expected, found = ([(row["correct"], row["count"]) for row in records(folder, "eval")] for folder in (one, other))
     assert found == expected
     saved = load_file(other / "saved")
     for name, tensor in load_file(one / "saved").items():
         torch.testing.assert_close(saved[name], tensor, rtol=2e-5, atol=1e-5)
-    return expected[-1]
-
-
-def same_steps(one: Path, other: Path, since: int = 1) -> None:
-    expected = {record["step"]: record for record in records(one, "step")}
-    found = records(other, "step")
-    assert found[0]["step"] == since
-    for record in found:
-        for name in ("masked_lm_loss", "next_sentence_loss", "gradient_norm", "learning_rate"):
-            assert record[name] == pytest.approx(expected[record["step"]][name], rel=2e-5, abs=2e-6), record["step"]
-
-
-@pytest.mark.measured
-def test_a_stage_that_stands_still_is_named_and_not_those_that_wait(small_run: SmallRun, tmp_path: Path) -> None:
-    endless = {"training__max_samples": 10_000_000, "evaluation__interval_samples": 320}
-    endless |= {"training__gradient_accumulation_steps": 2, "parallel__pipeline": 2, "training__fault_seconds": 4.0}
-    with Ranks(["compute:1", *small_run.arguments(tmp_path, **endless)], 4, faulty) as started:
-        assert started.ends() == [FAULT_STATUS] * 4
-        [message] = started.errors
-    place = r"error: rank 1 on host \S+ \(data 0, pipeline 1, tensor 0\)"
-    waiting = r"standing still for \d+ s in forward_backward of step \d+, and the others wait for it in reduce of"
-    assert re.match(rf"{place}: {waiting}", message), message
-    assert '"status": "aborted"' in result_of(tmp_path).read_text()
+    evaluated = common | shape | {"data__initial_checkpoint": other / "saved"}
+    with Ranks(small_run.arguments(tmp_path, **evaluated), 4, "bert.evaluate") as started:
+        assert started.ends() == [0] * 4, started.output
+    assert "{:,} of {:,} masked tokens".format(*expected[-1]) in started.output
+    for source, ranks, changes in (("one", 4, shape), ("shared", 1, {})):
+        folder = tmp_path / f"from {source}"
+        settings = {"checkpoint__folder": folder / "checkpoints", "training__max_steps": 5, "training__seed": None}
+        settings |= {"checkpoint__every_steps": 1, "resume": tmp_path / source / "checkpoints" / "step_00000004"}
+        resumed = train(small_run, folder, ranks, **common | changes | settings)
+        compare_steps(records(tmp_path / source, "step")[4:5], resumed)

@@ -14,8 +14,6 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 
-from bert.configuration.sections import ModelConfig
-from bert.model import BertForPreTraining, initialize_
 from bert.parallel.mesh import Mesh, join_mesh, leave_mesh
 
 
@@ -36,12 +34,9 @@ def joined(out: str, name: str, *arguments: str) -> None:
 
 def regrouped(mesh: Mesh, order: str, local_size: int) -> Mesh:
     """Return a mesh in which ``local_size`` ranks share a node, numbered in block or cyclic order."""
-    count = mesh.world_size // local_size
-    if order == "block":
-        nodes = tuple(tuple(range(node * local_size, (node + 1) * local_size)) for node in range(count))
-    else:
-        nodes = tuple(tuple(range(node, mesh.world_size, count)) for node in range(count))
-    return replace(mesh, nodes=nodes)
+    ranks = torch.arange(mesh.world_size)
+    nodes = ranks.view(-1, local_size) if order == "block" else ranks.view(local_size, -1).T
+    return replace(mesh, nodes=tuple(map(tuple, nodes.tolist())))
 
 
 def end_groups() -> None:
@@ -65,12 +60,6 @@ def on_all(condition: bool) -> bool:
     if dist.is_initialized():
         dist.all_reduce(agreed, dist.ReduceOp.MIN)
     return bool(agreed)
-
-
-def fresh_model() -> BertForPreTraining:
-    model = BertForPreTraining(ModelConfig(2, 64, 4, 128, 128, 64, hidden_dropout=0.0, attention_dropout=0.0))
-    initialize_(model, torch.Generator().manual_seed(1))
-    return model
 
 
 def before_each(owner: type, name: str, act: Callable[[int, Any], object]) -> None:

@@ -16,8 +16,6 @@ from tests.conftest import REPOSITORY
 from tests.programs import write_forked_python, write_script
 
 COMMITTED_RESULTS = "cpu_2cores"
-FEW = {"train": 2048, "evaluation": 128}
-"""Number of samples of each demo data set that short runs use."""
 
 
 def left_behind(folder: str, names: list[str]) -> set[str]:
@@ -41,7 +39,7 @@ def demo_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not made.exists():
             write_demo(made / "tiny_cpu", REPOSITORY / "bert/artifacts/tiny_cpu/vocab.txt")
-            for name, count in FEW.items():
+            for name, count in (("train", 2048), ("evaluation", 128)):
                 whole = open_dataset(made / "tiny_cpu" / name)
                 chosen = np.linspace(0, len(whole) - 1, count).astype(np.int64)
                 write_dataset(made / "few" / name, whole.take(chosen), shards=SHARDS, info=whole.info)

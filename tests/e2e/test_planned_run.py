@@ -1,6 +1,5 @@
 """Probe this machine, make a plan for it, and train by the plan, comparing planned and measured step times."""
 
-import json
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -8,7 +7,7 @@ from pathlib import Path
 from bert.configuration.run_plan import read_plan
 from cluster.view import read_view, write_view
 from compliance.report.page import write_report
-from tests.distributed.ranks import torchrun
+from tests.distributed.ranks import records, torchrun
 from tests.e2e.test_scripts import NEVER_REACHED, SHORT, one_error, start
 from tests.programs import PATIENCE_S
 
@@ -32,12 +31,10 @@ def test_a_machine_is_probed_and_planned_for_and_a_run_follows_the_plan(checkout
     probed, _ = torchrun(2, ["probe", "--out", str(view), "--seconds", "1"], module="cluster").communicate(PATIENCE_S)
     assert view.exists(), probed
     make_sums_slow(view)
-    planned = start(
-        python, "-m", "cluster", "plan", "tiny_cpu", "--cluster", str(view), "--out", str(plan), cwd=checkout
-    )
-    assert planned.returncode == 0, planned.stdout + planned.stderr
-    assert f"./run_and_time.sh tiny_cpu -- --plan {plan}" in planned.stdout
-    assert "no micro-batch fits" not in planned.stdout, "bf16 is refused for another reason"
+    done = start(python, "-m", "cluster", "plan", "tiny_cpu", "--cluster", str(view), "--out", str(plan), cwd=checkout)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"./run_and_time.sh tiny_cpu -- --plan {plan}" in done.stdout
+    assert "no micro-batch fits" not in done.stdout, "bf16 is refused for another reason"
 
     results = tmp_path / "results"
     settings = ("--", "--plan", str(plan), *SHORT, NEVER_REACHED, "--log.results", str(results))
@@ -48,12 +45,11 @@ def test_a_machine_is_probed_and_planned_for_and_a_run_follows_the_plan(checkout
     log = (results / "tiny_cpu/bert/result_0.txt").read_text()
     for name, value in read_plan(plan).settings.items():
         assert f"# config.{name}: {value}\n" in log
-    metrics = (results / "tiny_cpu/bert/metrics_0.jsonl").read_text().splitlines()
-    [compared] = [event for event in map(json.loads, metrics) if event["event"] == "plan"]
+    [compared] = records(results, "plan")
     planned_ms = 1000 * sum(read_plan(plan).step_seconds.values())
     assert abs(compared["planned_step_ms"] - planned_ms) < 1e-3 * planned_ms
     assert compared["step_ms"] > compared["forward_backward_ms"] > 0
-    said = [event["text"] for event in map(json.loads, metrics) if event["event"] == "warning"]
+    said = [warning["text"] for warning in records(results, "warning")]
     is_far = abs(compared["step_ms"] / planned_ms - 1) > 0.2
     assert any(re.search(r"of .*plan\.json: mostly in \w+", text) for text in said) == is_far
     report = write_report(results / "tiny_cpu/bert").read_text()

@@ -7,8 +7,8 @@ import base64
 import json
 import os
 import pickle
-import threading
 from contextlib import suppress
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 
@@ -16,16 +16,16 @@ import psutil
 from torch._C._distributed_c10d import TCPStore
 
 from tests.e2e.test_scripts import begin
-from tests.programs import PATIENCE_S, wait_for
+from tests.programs import PATIENCE_S, wait_for_text
 
 SETTINGS = ("--evaluation.interval-samples", "320", "--evaluation.target", "0.02", "--log.interval-steps", "1")
 
 
+@dataclass
 class Opens:
     """Object whose pickle creates a symbolic link at ``path`` when it is loaded."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    path: Path
 
     def __reduce__(self) -> tuple[object, tuple[str, str]]:
         return os.symlink, ("opened", str(self.path))
@@ -50,17 +50,11 @@ def stores(process: psutil.Process) -> list[TCPStore]:
     return [TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=PATIENCE_S)) for port in ports]
 
 
-def test_a_run_ends_with_verdict_and_report_and_opens_no_pickle_in_its_store(
-    real_checkout: Path, tmp_path: Path
-) -> None:
-    options_of_torchrun = {"PET_STANDALONE": "1", "PET_RDZV_BACKEND": "c10d"}
-    changes = {"NPROC": "2", "CLEAR_CACHES": "1", **options_of_torchrun}
+def test_a_run_ends_with_verdict_and_report_and_opens_no_pickle_in_stores(real_checkout: Path, tmp_path: Path) -> None:
+    changes = {"NPROC": "2", "CLEAR_CACHES": "1", "PET_STANDALONE": "1", "PET_RDZV_BACKEND": "c10d"}
     process = begin(real_checkout / "run_and_time.sh", "--", *SETTINGS, cwd=tmp_path, **changes)
-    shown: list[str] = []
-    assert process.stdout
-    reader = threading.Thread(target=lambda: shown.extend(process.stdout or ()))
-    reader.start()
-    wait_for(lambda: any(line.startswith("step ") for line in shown) or process.poll() is not None)
+    results = real_checkout / "results/tiny_cpu/bert"
+    wait_for_text(results / "metrics_0.jsonl", '"event": "step"', process)
     values: dict[str, bytes] = {}
     hostile = base64.b64encode(pickle.dumps(Opens(tmp_path / "was opened"))).decode()
     agent = launcher(real_checkout)
@@ -76,16 +70,15 @@ def test_a_run_ends_with_verdict_and_report_and_opens_no_pickle_in_its_store(
         store.set("torch.rendezvous.none", hostile)  # key of an elastic agent without a run id
     for rank in ranks:
         rank.resume()
-    process.wait(timeout=PATIENCE_S)
-    reader.join()
-    assert process.returncode == 0, "".join(shown)
-    assert "installing" not in "".join(shown)
-    assert "PASS results/tiny_cpu/bert/result_0.txt" in "".join(shown)
-    assert "1 of 1 runs valid" in "".join(shown)
-    log = (real_checkout / "results/tiny_cpu/bert/result_0.txt").read_text()
+    shown, _ = process.communicate(timeout=PATIENCE_S)
+    assert process.returncode == 0, shown
+    assert "installing" not in shown
+    assert "PASS results/tiny_cpu/bert/result_0.txt" in shown
+    assert "1 of 1 runs valid" in shown
+    log = (results / "result_0.txt").read_text()
     assert "# processes: 2 x " in log
     assert f"# config.log.cache_cleared: {os.access('/proc/sys/vm/drop_caches', os.W_OK)}" in log
-    assert "</html>" in (real_checkout / "results/tiny_cpu/bert/report.html").read_text()
+    assert "</html>" in (results / "report.html").read_text()
     assert json.loads((real_checkout / "results/systems/tiny_cpu.json").read_text())["division"] == "open"
     assert not (tmp_path / "was opened").is_symlink()
     assert values

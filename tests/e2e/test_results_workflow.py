@@ -16,8 +16,6 @@ from tests.programs import git, write_script
 
 WORKFLOW = yaml.safe_load((REPOSITORY / ".github/workflows/results.yml").read_text())
 (STEP,) = (step for step in WORKFLOW["jobs"]["check"]["steps"] if "mlperf-bert-compliance" in step.get("run", ""))
-SHELL = ("bash", "--noprofile", "--norc", "-eo", "pipefail", "-c")
-"""Command with which GitHub's runner runs a step that has ``shell: bash``."""
 
 
 class PullRequest:
@@ -47,10 +45,11 @@ class PullRequest:
     def check(self, base: str = "") -> subprocess.CompletedProcess[str]:
         """Commit all changes, and run the workflow's step on the changes since ``base``."""
         self.commit()
-        assert STEP["shell"] == "bash"
+        assert STEP["shell"] == "bash"  # GitHub's runner then runs this command
+        command = ["bash", "--noprofile", "--norc", "-eo", "pipefail", "-c", STEP["run"]]
         environment = os.environ | {"BASE": base or self.base, "RUNNER_TEMP": str(self.tools)}
         environment["PATH"] = f"{self.tools}:{os.environ['PATH']}"
-        return subprocess.run([*SHELL, STEP["run"]], cwd=self.root, env=environment, capture_output=True, text=True)
+        return subprocess.run(command, cwd=self.root, env=environment, capture_output=True, text=True)
 
     @property
     def checked(self) -> list[str]:

@@ -27,6 +27,7 @@ def bare(tmp_path: Path) -> Path:
     shutil.copytree(REPOSITORY / "launch", tmp_path / "launch")
     for name in ("constraints.txt", "pyproject.toml", "run_and_time.sh", "run_tests.sh"):
         shutil.copy(REPOSITORY / name, tmp_path)
+    (tmp_path / "calls").touch()
     write_script(
         tmp_path / "python",
         f"""#!/bin/bash
@@ -77,8 +78,7 @@ def prepare(bare: Path, *extras: str, **env: str) -> subprocess.CompletedProcess
 
 
 def calls(bare: Path) -> list[str]:
-    log = bare / "calls"
-    return [line.split()[0] for line in log.read_text().splitlines()] if log.exists() else []
+    return [line.split()[0] for line in (bare / "calls").read_text().splitlines()]
 
 
 def one_error(done: subprocess.CompletedProcess[str]) -> str:
@@ -182,9 +182,7 @@ def test_a_master_port_that_is_taken_is_one_line_on_the_node_that_would_listen(c
         ("launch/data.sub", "  sbatch --array=1-16 --cpus-per-task=32 --mem-per-cpu=1G launch/data.sub FOLDER..."),
     ],
 )
-def test_help_is_the_head_of_the_script_and_neither_it_nor_the_version_needs_packages(
-    bare: Path, script: str, says: str
-) -> None:
+def test_help_is_the_scripts_head_and_help_and_version_need_no_packages(bare: Path, script: str, says: str) -> None:
     done = start("bash", script, "--help", cwd=bare)
     assert (done.returncode, done.stderr) == (0, "")
     assert any(line.startswith(says) for line in done.stdout.splitlines())
@@ -201,9 +199,7 @@ def test_what_a_setting_needs_is_installed_with_it(bare: Path, setting: tuple[st
     assert ("tensorboard" in (bare / "calls").read_text().split()) == bool(setting)
 
 
-def test_unknown_recipe_is_one_line_and_a_process_of_another_launcher_starts_none(
-    checkout: Path, tmp_path: Path
-) -> None:
+def test_unknown_recipe_is_one_line_and_a_rank_of_another_launcher_starts_none(checkout: Path, tmp_path: Path) -> None:
     assert "unknown recipe 'tiny_gpu'" in one_error(start(checkout / "run_and_time.sh", "tiny_gpu", cwd=tmp_path))
     done = start(checkout / "run_and_time.sh", "--", "--data.train", "nowhere", cwd=tmp_path, RANK="0", WORLD_SIZE="2")
     assert "nowhere" in one_error(done)
@@ -292,9 +288,7 @@ def test_failed_installation_is_tried_again(bare: Path) -> None:
 @pytest.mark.parametrize(
     ("script", "number", "status"), [("run_and_time.sh", signal.SIGTERM, 143), ("run_tests.sh", signal.SIGINT, 130)]
 )
-def test_preparation_that_is_stopped_ends_at_once_in_a_line_and_is_made_anew(
-    bare: Path, script: str, number: signal.Signals, status: int
-) -> None:
+def test_stopped_preparation_ends_in_a_line_and_is_made_anew(bare: Path, script: str, number: int, status: int) -> None:
     """During pip's installation, the script gets SIGTERM as from ``docker stop``, or all processes get Ctrl-C."""
     working = (bare / "python").read_text()
     half = "mkdir -p .venv/half && echo $$ >pip; trap 'echo Operation cancelled' INT; while true; do sleep 0.1; done"
@@ -307,9 +301,8 @@ def test_preparation_that_is_stopped_ends_at_once_in_a_line_and_is_made_anew(
         process.terminate()
     lines = process.communicate(timeout=PATIENCE_S)[0].splitlines()
     assert process.returncode == status
-    assert [line for line in lines if not line.startswith("==> ")] == [
-        "interrupted: the next start installs the packages anew"
-    ]
+    said = [line for line in lines if not line.startswith("==> ")]
+    assert said == ["interrupted: the next start installs the packages anew"]
     pip = int((bare / "pip").read_text())
     running = lambda: [each.pid for each in psutil.process_iter(["cmdline"]) if each.info["cmdline"]]  # noqa: E731
     wait_for(lambda: pip not in running())

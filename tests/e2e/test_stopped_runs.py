@@ -15,7 +15,7 @@ import pytest
 
 from tests.e2e.test_nodes import two_nodes
 from tests.e2e.test_scripts import NEVER_REACHED, REACHED_AT_ONCE, SHORT, begin, status_of
-from tests.programs import PATIENCE_S, wait_for
+from tests.programs import PATIENCE_S, wait_for, wait_for_text
 
 
 @pytest.fixture
@@ -39,9 +39,7 @@ def training(
 @pytest.mark.parametrize(
     ("training", "number", "status"), [(2, signal.SIGTERM, 143), (1, signal.SIGINT, 130)], indirect=["training"]
 )
-def test_signal_ends_run_as_aborted(
-    training: subprocess.Popen[str], number: signal.Signals, status: int, tmp_path: Path
-) -> None:
+def test_signal_ends_run_as_aborted(training: subprocess.Popen[str], number: int, status: int, tmp_path: Path) -> None:
     training.send_signal(number)
     output, _ = training.communicate(timeout=PATIENCE_S)
     assert training.returncode == status, output
@@ -115,8 +113,7 @@ def test_ctrl_c_before_there_is_a_log_is_one_line(launching_checkout: Path, tmp_
 
 def test_a_signal_to_another_node_ends_the_run_in_order(launching_checkout: Path, tmp_path: Path) -> None:
     nodes = two_nodes(launching_checkout, NEVER_REACHED, "--log.results", str(tmp_path))
-    metrics = tmp_path / "tiny_cpu/bert/metrics_0.jsonl"
-    wait_for(lambda: metrics.exists() and '"event": "step"' in metrics.read_text())
+    wait_for_text(tmp_path / "tiny_cpu/bert/metrics_0.jsonl", '"event": "step"')
     nodes[1].terminate()
     outputs = [node.communicate(timeout=PATIENCE_S)[0] for node in nodes]
     assert [node.returncode for node in nodes] == [1, 143], outputs

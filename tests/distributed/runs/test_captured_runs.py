@@ -34,18 +34,14 @@ def captured(mode: str, *arguments: str) -> int:
     with ExitStack() as stack:
         stack.enter_context(recordable_attention())
         stack.enter_context(groups_that_wait_for_graphs())
-        patches = [
-            patch.object(bert.setup, "captures", lambda *_: True),
-            patch.object(bert.run, "captures", lambda *_: mode != "eager"),
-            patch.object(bert.run, "CudaCapturer", lambda _: Recording()),
-        ]
+        stack.enter_context(patch.object(bert.setup, "captures", lambda *_: True))
+        stack.enter_context(patch.object(bert.run, "captures", lambda *_: mode != "eager"))
+        stack.enter_context(patch.object(bert.run, "CudaCapturer", lambda _: Recording()))
         if mode == "few":
             choose = bert.setup.choose_shapes
-            patches.append(patch.object(bert.setup, "choose_shapes", lambda *given: choose(*given)[:1]))
+            stack.enter_context(patch.object(bert.setup, "choose_shapes", lambda *given: choose(*given)[:1]))
         if mode == "refused":
-            patches.append(patch.object(bert.setup, "build_loader", side_effect=ValueError("no loader")))
-        for each in patches:
-            stack.enter_context(each)
+            stack.enter_context(patch.object(bert.setup, "build_loader", side_effect=ValueError("no loader")))
         return main(arguments)
 
 

@@ -26,9 +26,7 @@ def test_the_commands_that_are_shortened_are_documented_ones() -> None:
     assert [pattern for pattern in SHORTENED if not any(re.search(pattern, line) for line in commands())] == []
 
 
-@pytest.mark.parametrize(
-    "log", sorted(REPOSITORY.glob("results/cpu_2cores/bert/result_*.txt")), ids=lambda log: log.name
-)
+@pytest.mark.parametrize("log", sorted(REPOSITORY.glob("results/cpu_2cores/bert/result_*")), ids=lambda log: log.name)
 def test_a_committed_result_is_valid(log: Path) -> None:
     verdict = check_file(log)
     assert verdict.passed, verdict.findings

@@ -22,7 +22,6 @@ from bert.parallel.master_port import free_port
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 
-PROGRAMS = ("slurmctld", "slurmd", "sbatch", "srun", "munged")
 SLURM_CONF = """\
 ClusterName=loopback
 SlurmctldHost={host}(127.0.0.1)
@@ -60,7 +59,7 @@ def missing() -> str | None:
     """Return the reason why no cluster can start here, or None."""
     if os.geteuid() != 0:
         return "Slurm's daemons need root"
-    absent = [program for program in PROGRAMS if not shutil.which(program)]
+    absent = [program for program in ("slurmctld", "slurmd", "sbatch", "srun", "munged") if not shutil.which(program)]
     return f"no {', '.join(absent)} here: apt-get install slurm-wlm munge" if absent else None
 
 

@@ -16,16 +16,11 @@ from tests.cluster.test_view import made_up
 from tests.conftest import SmallRun
 from tests.dataloading.preparation.stand_in import write_stand_in
 from tests.e2e.slurm.slurm_cluster import Cluster, missing, running_cluster
-from tests.e2e.test_scripts import status_of
+from tests.e2e.test_scripts import REACHED_AT_ONCE, SHORT, status_of
 
 RESULTS = Path("results/tiny_cpu/bert")
-SHORT = ("--", "--evaluation.interval-samples", "160", "--log.interval-steps", "5", "--evaluation.target", "0.02")
-"""Settings with which tiny_cpu reaches its target at the first evaluation."""
 
-pytestmark = [
-    pytest.mark.skipif(missing() is not None, reason=str(missing())),
-    pytest.mark.usefixtures("no_results"),
-]
+pytestmark = pytest.mark.skipif(missing() is not None, reason=str(missing()))
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +29,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         yield cluster
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def no_results(checkout: Path) -> None:
     shutil.rmtree(checkout / "results", ignore_errors=True)
     (checkout / "results").mkdir()
@@ -64,7 +59,7 @@ def training(cluster: Cluster, checkout: Path, number: int, folder: Path = RESUL
 
 
 def test_two_tasks_train_and_the_job_reports(cluster: Cluster, checkout: Path) -> None:
-    job = submit(cluster, checkout, "tiny_cpu", "2", *SHORT, CLEAR_CACHES="1")
+    job = submit(cluster, checkout, "tiny_cpu", "2", "--", *SHORT, REACHED_AT_ONCE, CLEAR_CACHES="1")
     ended = cluster.finish(job)
     assert ended["ExitCode"] == "0:0", output(checkout, job)
     shown = output(checkout, job)
@@ -79,9 +74,7 @@ def test_two_tasks_train_and_the_job_reports(cluster: Cluster, checkout: Path) -
     assert (checkout / RESULTS / "report.html").exists()
 
 
-def test_tasks_come_in_the_order_of_place(
-    cluster: Cluster, checkout: Path, small_run: SmallRun, tmp_path: Path
-) -> None:
+def test_tasks_come_in_order_of_place(cluster: Cluster, checkout: Path, small_run: SmallRun, tmp_path: Path) -> None:
     """``cluster place`` writes nodes in the reverse of Slurm's order, and tasks start in that order."""
     view, hosts = made_up(hosts=2, ranks=1), tmp_path / "hosts.txt"
     named = tuple(replace(host, name=name) for host, name in zip(view.hosts, ("n2", "n1"), strict=True))
@@ -122,19 +115,14 @@ def test_requeued_job_repeats_what_was_cut_off(cluster: Cluster, checkout: Path,
     assert (checkout / folder / "result_0.txt").read_bytes() == first
     assert "train_samples" in (checkout / folder / "result_1.txt").read_text()
     assert (checkout / folder / "result_2.txt").read_text() == "of somebody else\n"
-    names = sorted(path.name for path in (checkout / folder).glob("*_[0-9]*"))
-    assert names == [
-        *("metrics_0.jsonl", "metrics_1.jsonl", "metrics_1.jsonl.cut-off-1"),
-        *("result_0.txt", "result_1.txt", "result_1.txt.cut-off-1", "result_2.txt"),
-    ]
+    names = "metrics_0.jsonl metrics_1.jsonl metrics_1.jsonl.cut-off-1 result_0.txt result_1.txt result_1.txt.cut-off-1"
+    assert {path.name for path in (checkout / folder).glob("*_[0-9]*")} == {*names.split(), "result_2.txt"}
     notes = (checkout / f"results/slurm-{job}.runs").read_text().splitlines()
     assert notes == [f"{folder}/result_0.txt", f"{folder}/result_1.txt"]
     assert not list((checkout / "results").glob(f"slurm-{job}.claim*"))
 
 
-def test_requeued_job_goes_on_with_the_nodes_that_are_left(
-    cluster: Cluster, checkout: Path, small_run: SmallRun
-) -> None:
+def test_requeued_job_goes_on_with_nodes_that_are_left(cluster: Cluster, checkout: Path, small_run: SmallRun) -> None:
     """One node goes down while the requeued job waits. The job resumes on the other node with the same global batch."""
     checkpoints = {"log__division": "open", "checkpoint__folder": "results/checkpoints", "checkpoint__every_steps": 5}
     job = submit(cluster, checkout, "tiny_cpu", "1", *small(small_run, **checkpoints), options=("-N1-2",))
@@ -169,9 +157,7 @@ def test_an_unknown_recipe_is_one_line_and_trains_nothing(cluster: Cluster, chec
     assert not list(checkout.glob("results/*/bert/result_*"))
 
 
-def test_an_array_of_tasks_makes_the_data_and_one_of_them_ends_with_everything(
-    cluster: Cluster, checkout: Path, tmp_path: Path
-) -> None:
+def test_tasks_of_an_array_make_the_data_and_one_finishes_it(cluster: Cluster, checkout: Path, tmp_path: Path) -> None:
     given, out = write_stand_in(tmp_path), tmp_path / "wikipedia"
     made = (str(given.files), str(given.text), "--checksums", str(given.checksums), "--shards", "2", "--out", str(out))
     command = ("sbatch", "--parsable", "--array=0-2", "launch/data.sub", *made)
