@@ -42,8 +42,8 @@ def annotation(level: str, message: object, properties: Mapping[str, object]) ->
     """Return the command that lets GitHub's runner show `message` beside a line. No text can add another command.
 
     `level` is error, warning or notice, and `properties` may have file, line and title. Specification: GitHub Docs,
-    "Workflow commands for GitHub Actions", and the runner's ActionCommand, which undoes only these escapes. `visible`
-    also escapes control characters.
+    "Workflow commands for GitHub Actions", and the runner's ActionCommand, which undoes only the escapes made here. The
+    function `visible` also escapes control characters.
     """
     given = ",".join(f"{name}={visible(str(value).translate(_IN_PROPERTY))}" for name, value in properties.items())
     return f"::{level}{' ' if given else ''}{given}::{visible(str(message).translate(_IN_MESSAGE))}"

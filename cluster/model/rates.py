@@ -191,9 +191,9 @@ class Rates:
         return max(now, sum(ordered) / many * self.last)
 
 
-def _shorter_ring(members: int, of: int) -> float:
-    """Return the bytes that a rank sends in a ring of ``members`` ranks, relative to a ring of ``of`` ranks."""
-    return ring_share(members) / ring_share(of) if of > 1 else 0.0
+def _shorter_ring(members: int, measured: int) -> float:
+    """Return the bytes that a rank sends in a ring of ``members`` ranks, divided by those in the ring that was measured."""
+    return ring_share(members) / ring_share(measured) if measured > 1 else 0.0
 
 
 def rates_of_view(view: View) -> Rates:

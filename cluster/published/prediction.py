@@ -51,7 +51,7 @@ def predict(run: TimedRun) -> Prediction:
 
 
 def usual_run(machine: Machine, round: str | None = None) -> TimedRun:
-    """Return a run on the machine with the fastest batch size among those published at the nearest scales."""
+    """Return the fastest run on the machine, whose batch size is one of those published at the nearest scales."""
     runs = [TimedRun(machine, batch, round) for batch in usual_batches(machine.accelerators)]
     return min(runs, key=lambda run: run_time(calibration().parameters, run).total)
 

@@ -19,7 +19,8 @@ EVENT_TYPES = ("POINT_IN_TIME", "INTERVAL_START", "INTERVAL_END")
 MAX_RECORD_BYTES = 16 * 2**10
 """Maximum length of a record. The official parser takes 0.1 s for this length, and quadratic time for longer records."""
 
-MAX_SHOWN = 60  # characters of a wrong field in a message
+MAX_SHOWN = 60
+"""Maximum number of characters that a message shows of a wrong field."""
 
 
 class Record(NamedTuple):

@@ -67,10 +67,10 @@ def _limit(limits, place: tl.constexpr):
 
 @triton.jit
 def _majority(reached, word, limit):
-    """Compare one more bit of each column's number with the threshold, from low to high bits.
+    """Continue the comparison of each column's number with the threshold, which goes from the lowest bit to the highest.
 
-    ``limit`` is the inverted bit of the threshold. A bit that differs from the threshold's bit decides the comparison.
-    If both bits are equal, ``reached``, the result for the lower bits, remains.
+    ``word`` has the numbers' next bits, and ``limit`` the threshold's next bit, inverted. If the two bits differ, they
+    decide. If they are equal, ``reached`` stays, the result of the lower bits.
     """
     return (reached & word) | (reached & limit) | (word & limit)
 

@@ -9,8 +9,7 @@ leaves the L2 cache first.
 import triton
 import triton.language as tl
 
-# Pointers of varying alignment, for which Triton must not compile a kernel again. By default, it does so if a pointer
-# is aligned to 16 bytes.
+# Pointers whose alignment varies. By default, Triton would compile a second kernel for pointers aligned to 16 bytes.
 _TABLES = ["table", "traits", "spans", "squares"]
 
 

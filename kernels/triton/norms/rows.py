@@ -31,7 +31,7 @@ VARYING = ["tokens", "threshold", "stream"]
 
 @triton.jit
 def columns_of(BLOCK: tl.constexpr):
-    """Return the numbers of a tile's columns, [1, BLOCK / 8, 8]."""
+    """Return the indices of a tile's columns, [1, BLOCK / 8, 8]."""
     columns = tl.arange(0, BLOCK // PLACES)[:, None] * PLACES + tl.arange(0, PLACES)[None, :]
     return columns[None, :, :]
 

@@ -40,7 +40,7 @@ def test_each_epoch_holds_every_sample_exactly_once(made: BatchPlan) -> None:
 @settings(max_examples=50)
 @given(plans(), st.integers(0, 20))
 def test_ranks_share_what_one_alone_trains_on_in_numbers_as_equal_as_may_be(made: BatchPlan, step: int) -> None:
-    """``replace`` makes a plan without cached batches. It must give the same batches as the other plan."""
+    """``replace`` copies the plan without its cached batches. The copy must give the same batches as the original."""
     batch = replace(made).global_batch(step)
     shares = [made.rank_batches(step, rank) for rank in range(made.world_size)]
     assert {len(share) for share in shares} == {made.gradient_accumulation_steps}
