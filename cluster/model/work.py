@@ -86,7 +86,7 @@ class Work:
         return self.interval_samples or evaluation_interval(global_batch_size)
 
     def typical(self, sequences: float, lengths: float = 1.0) -> MicroBatches:
-        """Return a single micro-batch [1, 1]: ``sequences`` sequences, each of mean cost, and ``lengths`` distinct lengths."""
+        """Return a micro-batch [1, 1] of ``sequences`` sequences, all of mean cost, with ``lengths`` distinct lengths."""
         tokens, masked, pairs, last_pairs = (np.full((1, 1), sequences * each) for each in self._means)
         return MicroBatches(sequences, tokens, masked, pairs, last_pairs, np.full((1, 1), lengths), np.zeros((1, 1)))
 
