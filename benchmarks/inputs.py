@@ -18,7 +18,6 @@ def flags(settings: Mapping[str, object]) -> list[str]:
 
 
 def synthetic_vocabulary(path: Path, size: int) -> Vocabulary:
-    """Write a synthetic vocabulary, and return it."""
     # BERT needs the special tokens.
     words = [*SPECIAL_TOKENS, *(f"word{number}" for number in range(len(SPECIAL_TOKENS), size))]
     path.write_text("".join(f"{word}\n" for word in words), encoding="utf-8")
@@ -28,7 +27,6 @@ def synthetic_vocabulary(path: Path, size: int) -> Vocabulary:
 def write_synthetic_set(
     folder: Path, lengths_N: NDArray[np.integer], longest: int, vocabulary: Vocabulary, shards: int, seed: int
 ) -> None:
-    """Write a data set of random tokens with the given lengths."""
     samples = synthetic_samples(lengths_N, vocabulary.size, seed)
     info = DatasetInfo.of(vocabulary, longest, int(samples.masked_counts.max()))
     write_dataset(folder, samples, shards=shards, info=info)

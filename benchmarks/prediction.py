@@ -174,7 +174,6 @@ def compare_steps(cases: Iterable[int], seconds: float, out: Path | None) -> Non
 
 
 def _run(case: Case, folder: Path, seconds: float) -> list[dict[str, Any]]:
-    """Probe the case's hosts, and train on them with each of its reductions."""
     folder.mkdir()
     common = _settings(case, folder)
     arguments = {each: [*common, "--training.reduction", each, "--log.system", each] for each in case.reductions}

@@ -58,8 +58,6 @@ class Figure:
 
 @dataclass
 class PartReport:
-    """The rows of a part and how it ended."""
-
     path: Path
     about: Mapping[str, object]
     """The conditions of the figures: part, device, commit, versions."""

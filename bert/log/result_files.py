@@ -28,8 +28,6 @@ CLAIM = "MLPERF_BERT_CLAIM"
 
 
 class ResultFiles(NamedTuple):
-    """Paths of a run's log and of its metrics."""
-
     result: Path
     metrics: Path
 

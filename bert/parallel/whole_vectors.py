@@ -49,7 +49,6 @@ class WholeVectors:
 
     @property
     def parameters(self) -> int:
-        """Number of parameters of the whole model."""
         return sum(map(math.prod, self._shapes.values()))
 
     def parts(self, whole: Tensor) -> Iterator[tuple[str, Tensor]]:

@@ -58,7 +58,6 @@ class Strategy:
 
     @property
     def copy_ranks(self) -> int:
-        """Number of ranks that share a copy of the model."""
         return self.tensor * self.pipeline
 
     def shards(self, node_copies: int, copies: int) -> int:

@@ -46,8 +46,6 @@ Count = Annotated[int, msgspec.Meta(ge=1, le=4096)]
 
 
 class TunedRun(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Number of processes, and number of threads of each process."""
-
     processes: Count
     threads: Count
 

@@ -81,7 +81,6 @@ class Verdict:
 
     @property
     def summary(self) -> str:
-        """Summary in one line, without the path."""
         errors, warnings = len(self.errors), len(self.findings) - len(self.errors)
         counts = ((errors, "error"), (warnings, "warning"))
         said = ", ".join(counted(number, noun) for number, noun in counts if number)

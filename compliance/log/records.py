@@ -67,8 +67,6 @@ class StepRecord:
 
 @dataclass(frozen=True)
 class EvaluationRecord:
-    """Result of an evaluation of the whole evaluation set."""
-
     step: Count
     samples: Count
     time_s: Time = 0.0
@@ -92,8 +90,6 @@ class Straggler:
 
 @dataclass(frozen=True)
 class WarningRecord:
-    """Warning that a person should read during the run."""
-
     step: Count
     time_s: Time = 0.0
     text: str = ""

@@ -147,7 +147,6 @@ class LoggedRun:
 
     @property
     def train_samples(self) -> int | None:
-        """Total number of sequences trained, as logged."""
         samples = self.value("train_samples")
         return samples if rules.COUNT.accepts(samples) else None
 

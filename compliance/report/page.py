@@ -31,8 +31,6 @@ MAX_BARS = 12
 
 
 class Figure(NamedTuple):
-    """A chart with a title above and a note below."""
-
     title: str
     chart: "Markup"
     note: str = ""
@@ -46,13 +44,11 @@ def write_report(folder: Path, ruleset: str = NEWEST_RULESET, format: Format = "
 
 
 def render_as(results: Results, format: Format) -> str:
-    """Render the report in any of its formats."""
     renderers = {"html": render, "markdown": as_markdown, "json": as_json, "csv": as_csv}
     return renderers[format](results)
 
 
 def render(results: Results) -> str:
-    """Render the report as HTML."""
     header = results.shown.log.header
     return render_page(
         TEMPLATE,

@@ -49,12 +49,10 @@ class ReportedRun:
 
     @property
     def logged(self) -> LoggedRun:
-        """State of the run according to its log."""
         return self.log.run
 
     @property
     def outcome(self) -> Outcome:
-        """Our verdict in one word."""
         if self.verdict.passed:
             return "valid"
         return "aborted" if self.verdict.status == "aborted" else "invalid"

@@ -27,7 +27,6 @@ class Statement(NamedTuple):
 
 
 def statements(results: Results) -> list[Statement]:
-    """Return statements on the verdicts, the score and the convergence."""
     number = len(results.runs)
     official = sum(run.verdict.official == "pass" for run in results.runs)
     passed = sum(run.verdict.passed for run in results.runs)
@@ -97,7 +96,6 @@ def cells(run: ReportedRun) -> tuple[str, ...]:
 
 
 def print_summary(results: Results) -> None:
-    """Print the table of all runs, and the score."""
     rows = [COLUMNS, *(cells(run) for run in results.runs)]
     widths = [max(len(row[column]) for row in rows) for column in range(len(COLUMNS))]
     say(heading(results))
@@ -111,7 +109,6 @@ def print_summary(results: Results) -> None:
 
 
 def heading(results: Results) -> str:
-    """Return the heading of the folder."""
     return f"BERT on {visible(results.system, MAX_TEXT)}"
 
 
@@ -134,7 +131,6 @@ def _markdown(text: object) -> str:
 
 
 def as_json(results: Results) -> str:
-    """Return `as_dict` as text."""
     return json_document(as_dict(results)) + "\n"
 
 
@@ -198,15 +194,12 @@ def as_csv(results: Results) -> str:
 
 
 def fraction(value: float | None) -> str:
-    """Format an accuracy with four places."""
     return "-" if value is None else f"{value:.4f}"
 
 
 def count(value: float | None) -> str:
-    """Format an integer with thousands separated."""
     return "-" if value is None else f"{value:,.0f}"
 
 
 def rate(value: float | None) -> str:
-    """Format a rate with about four digits."""
     return "-" if value is None else f"{value:,.0f}" if value >= 1000 else f"{value:.1f}"

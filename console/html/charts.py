@@ -170,5 +170,4 @@ def short_count(value: float, digits: int = 3) -> str:
 
 
 def level(value: float) -> str:
-    """Format a number of the y axis with at most six significant digits."""
     return f"{value:,.6g}"

@@ -85,7 +85,6 @@ def multiset_digest(blocks: Iterable[Samples]) -> int:
 
 
 def _stored_bytes(source: Dataset) -> int:
-    """Return the size of all samples in flat arrays, in bytes."""
     tokens = sum(record.tokens for record in source.shards)
     masked = sum(record.masked_tokens for record in source.shards)
     # An id or position has 2 bytes and a segment id 1. Each sample has two offsets of 8 bytes and a label of 1 byte.

@@ -63,8 +63,6 @@ _SOURCES = {
 
 @dataclass(frozen=True)
 class Request:
-    """Arguments of the command ``wikipedia``."""
-
     folders: tuple[Path, ...]
     out: Path
     extraction: ExtractionOptions
@@ -75,7 +73,6 @@ class Request:
 
     @property
     def work(self) -> Path:
-        """Folder of intermediate files."""
         return self.out / "preparation"
 
 

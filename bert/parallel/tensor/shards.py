@@ -35,7 +35,6 @@ class Split:
 
     @property
     def length(self) -> int:
-        """Length of a shard of one block."""
         whole = self.shape[self.dimension] // self.blocks
         return -(-whole // (self.ranks * self.multiple)) * self.multiple
 
