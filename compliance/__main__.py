@@ -55,34 +55,26 @@ def check(
     # Annotations would break the JSON document.
     if format == "github" and json:
         raise ValueError("--format github and --json: choose one of them")
-    from compliance.check.output import read_known, without_known
+    from compliance.check import output
     from compliance.submission.check import accepted, check_paths
 
-    known = read_known(ignore) if ignore else frozenset()
+    known = output.read_known(ignore) if ignore else frozenset()
     # Check everything first, so that a path that cannot be checked ends the command before any output.
-    verdicts, ignored = without_known(check_paths(paths, ruleset), known)
+    verdicts, ignored = output.without_known(check_paths(paths, ruleset), known)
     # Write files first, so that a file that cannot be written ends the command before any output.
     if sarif:
-        from compliance.check.review import write_sarif
-
-        write_sarif(sarif, verdicts)
+        output.write_sarif(sarif, verdicts)
     if junit:
-        from compliance.check.review import write_junit
-
-        write_junit(junit, verdicts)
+        output.write_junit(junit, verdicts)
     # A folder of ten logs may pass even if one log fails.
     is_accepted = accepted(verdicts)
     if json:
         say_json([verdict.as_dict() for verdict in verdicts])
         return 0 if is_accepted else 1
-    from compliance.check.output import say_verdicts, total
-
-    say_verdicts(verdicts, quiet=quiet)
+    output.say_verdicts(verdicts, quiet=quiet)
     if format == "github":
-        from compliance.check.review import say_annotations
-
-        say_annotations(verdicts)
-    say(total(verdicts, is_accepted=is_accepted, ignored=ignored))
+        output.say_annotations(verdicts)
+    say(output.total(verdicts, is_accepted=is_accepted, ignored=ignored))
     return 0 if is_accepted else 1
 
 

@@ -30,8 +30,7 @@ from bert.configuration.config import Config, flattened
 from bert.parallel.launch import job
 from bert.parallel.mesh import Mesh, agreed_text, broadcast_
 from bert.step import TrainingStep
-from console.files import is_temporary, read_bounded, sha256_of, shown
-from console.locks import BusyError, lock_file
+from console.files import BusyError, is_temporary, lock_file, read_bounded, sha256_of, shown
 from console.program import say
 from console.text import counted
 from dataloading.dataset.folder import Dataset

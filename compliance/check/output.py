@@ -1,18 +1,35 @@
-"""Print each verdict on a line with its findings below, and a total at the end. Known findings can be left out."""
+"""Output of verdicts: lines with a total, SARIF 2.1.0 and GitHub's workflow annotations, and JUnit XML.
 
+Specification: OASIS, Static Analysis Results Interchange Format 2.1.0. A SARIF rule stands for a section of the benchmark's
+rules or for a rule file, and a SARIF result for one finding. Paths are relative to the current folder, as code scanning
+expects. Code review shows only files, so a finding about a folder is attached to the first log in it.
+"""
+
+import hashlib
+import os
+import re
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+from xml.etree.ElementTree import Element, SubElement, tostring
 
-from compliance.artefact import MAX_FILE_BYTES
-from compliance.log.findings import Verdict
+from compliance.artefact import MAX_FILE_BYTES, write_whole
+from compliance.folders import absolute
+from compliance.log.findings import Finding, Verdict
 from compliance.log.rules import NEWEST_RULESET
 from console.files import read_json
-from console.program import say
-from console.text import counted, visible
+from console.program import say, say_annotation
+from console.text import counted, json_document, visible
 
 MAX_NAMED = 5  # failures that the total names
+
+SCHEMA = "https://docs.oasis-open.org/sarif/sarif/v2.1.0/errata01/os/schemas/sarif-schema-2.1.0.json"
+TOOL = "compliance"
+# GitHub code scanning's name for the root of the checked-out source.
+ROOT = "%SRCROOT%"
 
 Known = frozenset[tuple[str, str, str, str]]
 """(file, key, rule, found) of each known finding. The line number is left out, because lines may move."""
@@ -86,3 +103,105 @@ def _share(counted_noun: str, verdicts: Sequence[Verdict]) -> str:
         verb = "fails" if len(failed) == 1 else "fail"
         said.append(f"{len(failed)} {verb}: {', '.join(failed[:MAX_NAMED])}{more}")
     return f"{counted_noun}: {', '.join(said)}"
+
+
+def sarif(verdicts: Sequence[Verdict], root: Path) -> dict[str, Any]:
+    """Build a SARIF log with one run. Paths are relative to `root`, except for files outside of `root`."""
+    pairs = [(verdict, finding) for verdict in verdicts for finding in verdict.findings]
+    # List each rule once. Results refer to a rule by its index in this list.
+    texts = {_rule_id(finding): finding.rule or "log format" for _, finding in pairs}
+    places = {name: index for index, name in enumerate(texts)}
+    run = {
+        "tool": {"driver": {"name": TOOL, "rules": [_rule(name, text) for name, text in texts.items()]}},
+        # Without the trailing slash, resolving a path against this URI would drop the last folder (RFC 3986).
+        "originalUriBaseIds": {ROOT: {"uri": absolute(root).as_uri() + "/"}},
+        "results": [_result(verdict, finding, places, root) for verdict, finding in pairs],
+    }
+    return {"$schema": SCHEMA, "version": "2.1.0", "runs": [run]}
+
+
+def write_sarif(path: Path, verdicts: Sequence[Verdict]) -> None:
+    """Write the findings to a file, with paths relative to the current folder. Raises as `write_whole` does."""
+    write_whole(path, json_document(sarif(verdicts, Path.cwd())) + "\n")
+
+
+def write_junit(path: Path, verdicts: Sequence[Verdict]) -> None:
+    """Write a JUnit test case for each verdict. Errors become the failure, and warnings the output."""
+    failures = sum(not verdict.passed for verdict in verdicts)
+    suite = Element("testsuite", name=TOOL, tests=str(len(verdicts)), failures=str(failures), errors="0")
+    for verdict in verdicts:
+        # `visible` escapes control characters, which XML cannot contain.
+        name = visible(verdict.path)
+        case = SubElement(suite, "testcase", classname="compliance.check", name=name, file=name)
+        if verdict.errors:
+            failure = SubElement(case, "failure", message=visible(verdict.summary))
+            failure.text = "\n".join(visible(finding) for finding in verdict.errors)
+        if warnings := [finding for finding in verdict.findings if finding.severity == "warning"]:
+            SubElement(case, "system-out").text = "\n".join(visible(finding) for finding in warnings)
+    write_whole(path, f'<?xml version="1.0" encoding="utf-8"?>\n{tostring(suite, encoding="unicode")}\n')
+
+
+def say_annotations(verdicts: Sequence[Verdict]) -> None:
+    """Print a workflow annotation for each finding, with paths relative to the current folder."""
+    for verdict in verdicts:
+        # Path.relative_to() would refuse a log outside of the current folder.
+        file = os.path.relpath(absolute(_shown_file(verdict.path)))
+        for finding in verdict.findings:
+            properties: dict[str, object] = {"file": file, "line": finding.line or 1}
+            if finding.rule:
+                properties["title"] = finding.rule
+            say_annotation(finding.severity, _describe(verdict, finding), properties)
+
+
+def _rule_id(finding: Finding) -> str:
+    """Turn "TR 24.4" into "TR-24.4". The identifier is stable because it does not depend on the message."""
+    return re.sub(r"[^\w.]+", "-", finding.rule, flags=re.ASCII).strip("-") or "log-format"
+
+
+def _rule(name: str, text: str) -> dict[str, Any]:
+    return {
+        "id": name,
+        "shortDescription": {"text": text},
+        "help": {"text": f"{text}. TR: training_rules.adoc, SR: submission_rules.adoc, *.yaml: the official checker."},
+        "properties": {"tags": ["compliance"]},
+    }
+
+
+def _result(verdict: Verdict, finding: Finding, places: dict[str, int], root: Path) -> dict[str, Any]:
+    name = _rule_id(finding)
+    artifact = _location(_shown_file(verdict.path), root)
+    # Paths and values may contain characters that UTF-8 cannot encode, so escape them.
+    identity = "\n".join((artifact["uri"], name, finding.key, finding.found)).encode("utf-8", "backslashreplace")
+    return {
+        "ruleId": name,
+        "ruleIndex": places[name],
+        "level": finding.severity,
+        "message": {"text": visible(_describe(verdict, finding))},
+        # SARIF counts lines from 1.
+        "locations": [{"physicalLocation": {"artifactLocation": artifact, "region": {"startLine": finding.line or 1}}}],
+        # The fingerprint identifies a finding by its content, because lines move when a log is rewritten. It has the form
+        # that code scanning uses: 16 hex digits, a colon and a number.
+        "partialFingerprints": {"primaryLocationLineHash": hashlib.sha256(identity).hexdigest()[:16] + ":1"},
+    }
+
+
+def _describe(verdict: Verdict, finding: Finding) -> str:
+    folder = "" if _shown_file(verdict.path) == verdict.path else "In this folder: "
+    key = f"{finding.key}: " if finding.key else ""
+    logged_at = f" Logged at {finding.source}." if finding.source else ""
+    return f"{folder}{key}{finding.sentence}. Remedy: {finding.remedy}.{logged_at}"
+
+
+def _shown_file(path: Path) -> Path:
+    # Code review shows only files. Include misnamed logs, because a finding may be about one of them.
+    logs = sorted(path.glob("result*")) if path.is_dir() else []
+    return next((log for log in logs if log.is_file()), path)
+
+
+def _location(path: Path, root: Path) -> dict[str, str]:
+    """Return the SARIF location of a file, relative to `root` if the file is in it."""
+    whole, base = absolute(path), absolute(root)
+    if not whole.is_relative_to(base):
+        return {"uri": whole.as_uri()}
+    # Quote the bytes, because a name may not be UTF-8.
+    return {"uri": quote(os.fsencode(whole.relative_to(base).as_posix())) or ".", "uriBaseId": ROOT}

@@ -17,7 +17,7 @@ from compliance.log import rules
 from compliance.log.schedule import EvaluationSchedule
 
 if TYPE_CHECKING:
-    from compliance.convergence.reference_points import Reference
+    from compliance.convergence.outlook import Reference
 
 WINDOW = 4
 """Number of evaluations from which the slope is computed."""

@@ -154,9 +154,6 @@ def _ways(nvml: Any, handles: Sequence[Any]) -> Iterator[str]:
             yield ACROSS_NODES if level >= nvml.NVML_TOPOLOGY_SYSTEM else PCIE
 
 
-# Checks
-
-
 IDLE_MEMORY_BYTES = 2**30
 """Maximum memory in use on an idle GPU. The driver alone uses some hundred MiB."""
 

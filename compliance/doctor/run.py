@@ -140,9 +140,6 @@ def _count(host: ExaminedHost, variable: str) -> int | None:
     return int(text) if text.isdecimal() and int(text) > 0 else None
 
 
-# Checks
-
-
 DRY_RUN_TIMEOUT_S = 300.0
 VERIFY_TIMEOUT_S = 3600.0
 

@@ -21,7 +21,6 @@ TEMPLATE = Path(__file__).with_name("report.html")
 
 PART_CLASSES = dict(zip(STEP_PARTS, ("compute", "reduce", "update", "data-wait"), strict=True))
 PART_CLASSES |= {"evaluation": "evaluation", "other": "other"}
-"""CSS classes for the parts of a run."""
 
 # Larger values come from a diverged run or a wrong file, and would flatten all other curves.
 MAX_LOSS = 1e6
@@ -186,9 +185,6 @@ def _convergence(results: Results) -> Figure | None:
 def _in_score(results: Results, run: ReportedRun) -> str:
     dropped = results.dropped.get(run.number)
     return f"no, {dropped}" if dropped else "yes" if run in results.valid and results.dropped else "-"
-
-
-# Where the time went
 
 
 def _time_section(results: Results) -> dict[str, Any]:

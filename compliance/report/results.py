@@ -32,7 +32,6 @@ STEP_PARTS = {
     "update": "update_ms",
     "waiting for data": "data_wait_ms",
 }
-"""Parts of a step and their keys in the metrics."""
 
 Outcome = Literal["valid", "aborted", "invalid"]
 Value = TypeVar("Value")

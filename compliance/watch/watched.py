@@ -10,8 +10,7 @@ from pathlib import Path
 
 from compliance.artefact import open_regular
 from compliance.convergence.forecast import Forecast, forecast, time_left
-from compliance.convergence.outlook import outlook
-from compliance.convergence.reference_points import reference
+from compliance.convergence.outlook import outlook, reference
 from compliance.log import rules
 from compliance.log.rules import SUBMISSION_RUNS
 from compliance.watch.running import RunningLog

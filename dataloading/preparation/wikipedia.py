@@ -20,8 +20,7 @@ from pathlib import Path
 
 from rich.filesize import decimal
 
-from console.files import is_temporary, read_bounded, read_json, sha256_of, sync, write_atomically
-from console.locks import BusyError, lock_file
+from console.files import BusyError, is_temporary, lock_file, read_bounded, read_json, sha256_of, sync, write_atomically
 from console.processes import run
 from console.program import say
 from console.text import clock

@@ -10,7 +10,7 @@ from cluster.devices import Device, Machine, describe_machine, device_named, dev
 from cluster.published.calibration import calibration
 from cluster.published.cost_model import REFERENCE_POINTS, SEQUENCE_FLOPS, TimedRun, run_time, step_parts
 from cluster.published.parameters import BATCH_KNOTS
-from compliance.convergence.reference_points import reference
+from compliance.convergence.outlook import reference
 
 P = calibration().parameters
 FAST = "8x ConnectX-7 IB NDR 400Gb/s"

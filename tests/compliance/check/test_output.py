@@ -8,8 +8,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from compliance.check.output import say_verdicts, total
-from compliance.check.review import write_junit
+from compliance.check.output import say_verdicts, total, write_junit
 from compliance.log.findings import Finding, Verdict
 from tests.compliance.command import run
 from tests.compliance.log_edits import value

@@ -10,7 +10,7 @@ from urllib.parse import unquote
 
 import pytest
 
-from compliance.check.review import sarif, write_sarif
+from compliance.check.output import sarif, write_sarif
 from compliance.log.findings import Finding, Verdict
 from console.text import annotation
 from tests.compliance.command import run

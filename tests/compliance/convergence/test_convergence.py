@@ -11,8 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from mlperf_logging.rcp_checker import rcp_checker
 
-from compliance.convergence.outlook import outlook
-from compliance.convergence.reference_points import reference
+from compliance.convergence.outlook import outlook, reference
 from compliance.convergence.selection import FAILED, olympic_mean, select
 from compliance.log.reader import read_log
 from compliance.log.rules import RULESETS

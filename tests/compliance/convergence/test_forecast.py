@@ -3,7 +3,7 @@ from typing import Any
 import pytest
 
 from compliance.convergence.forecast import MAX_SAMPLES, Forecast, forecast, reach, time_left
-from compliance.convergence.reference_points import reference
+from compliance.convergence.outlook import reference
 from compliance.log.schedule import EvaluationSchedule, evaluation_interval
 
 # Batch size, and accuracies of published closed logs up to the first evaluation that reached the target.

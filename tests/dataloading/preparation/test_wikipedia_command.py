@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from bert.configuration.recipes import RECIPES
-from console.locks import lock_file
+from console.files import lock_file
 from dataloading.__main__ import main
 from dataloading.dataset.folder import open_dataset
 from dataloading.dataset.rewrite import shuffle
