@@ -31,7 +31,7 @@ _MOST_ROWS = 24
 """Maximum number of kernels that get a row of their own."""
 _FITS, _DOES_NOT_FIT = "fits", "does not fit"
 _SHAPE_BUCKETS = 4
-"""Number of shape buckets. Training uses 16. Fewer need the same memory, that of the largest bucket, and save time."""
+"""Number of shape buckets. Training uses 16. Fewer save time, and the largest one alone determines the memory."""
 
 
 def step(context: Context) -> None:

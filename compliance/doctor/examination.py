@@ -29,7 +29,7 @@ def examine(
     machine: Machine | None = None,
     mounts: Sequence[Mount] | None = None,
 ) -> Iterator[Diagnosis]:
-    """Run all checks, the quick ones first. The machine defaults to the one that this program runs on.
+    """Run all checks, the quick ones first, by default on the machine that this program runs on.
 
     Raises ``ValueError`` as `compliance.doctor.run.lay_out` does.
     """

@@ -70,7 +70,7 @@ def test_every_batch_has_hyperparameters_that_reached_the_target() -> None:
 
 
 def test_the_best_is_the_fastest_of_all_ways_to_run_its_batch(found: Found, target: Target, work: Work) -> None:
-    """Predict all ways to run the best plan's batch, also those that the search skips. None may be faster."""
+    """Predict all ways to run the best plan's batch, even ways that the search skips. No way may be faster than the plan."""
     best = found.best[0]
     assert [each.seconds for each in found.best] == sorted(each.seconds for each in found.best)
     work = replace(work, samples=best.run.samples)

@@ -256,7 +256,7 @@ def test_nothing_passes_that_the_official_checker_fails(
 
 
 OF_2_1 = delete("opt_lamb_epsilon")
-"""Edit that makes a log like those of round 2.1, which later versions of its rule file reject."""
+"""Edit that makes a log like the logs of round 2.1. Later versions of that round's rule file reject such a log."""
 LATE = in_turn(OF_2_1, value("eval_accuracy", 0.7, -1))
 
 

@@ -54,7 +54,7 @@ def package(folder: Path, **changes: Any) -> tuple[int, str, dict[str, str]]:
 
 @pytest.fixture(scope="module")
 def scaled(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """Package twelve runs, of which the command chooses ten with a scaled score. Return the folder and the output."""
+    """Package twelve runs. The command chooses ten, and scales their score. Return the folder and the output."""
     folder = tmp_path_factory.mktemp("scaled")
     header = {"recipe": "tiny_cpu", "commit": "0123 \x1b[2J", "config.training.precision": "bf16"}
     write_series(folder / "runs", [*SCALED, 20, 21], header=header)
