@@ -84,22 +84,15 @@ class Dropout:
 def philox(seed: Tensor, counter: list[Tensor]) -> list[Tensor]:
     """Return four 32-bit random words for each counter of four words. ``seed`` is int64 []; the counter's words broadcast.
 
-    All words are stored as int64, because PyTorch lacks unsigned 32-bit arithmetic on some devices.
+    All words are stored as int64, because PyTorch lacks unsigned 32-bit arithmetic on some devices. The product of two
+    words may overflow int64; its 64 bits are correct all the same, but a shift then extends the wrong sign, so higher bits
+    are masked.
     """
     c0, c1, c2, c3 = torch.broadcast_tensors(*(word & _WORD for word in counter))
-    k0, k1 = seed & _WORD, (seed >> 32) & _WORD
+    k0, k1 = seed, seed >> 32
     for _ in range(ROUNDS):
-        (high_0, low_0), (high_1, low_1) = (
-            _product(multiplier, word) for multiplier, word in zip(MULTIPLIERS, (c0, c2), strict=True)
-        )
-        c0, c1, c2, c3 = high_1 ^ c1 ^ k0, low_1, high_0 ^ c3 ^ k1, low_0
-        k0, k1 = ((key + step) & _WORD for key, step in zip((k0, k1), KEY_STEPS, strict=True))
+        product_0, product_1 = (c * multiplier for c, multiplier in zip((c0, c2), MULTIPLIERS, strict=True))
+        c0, c2 = ((product_1 >> 32) ^ c1 ^ k0) & _WORD, ((product_0 >> 32) ^ c3 ^ k1) & _WORD
+        c1, c3 = product_1 & _WORD, product_0 & _WORD
+        k0, k1 = (key + step for key, step in zip((k0, k1), KEY_STEPS, strict=True))
     return [c0, c1, c2, c3]
-
-
-def _product(multiplier: int, word: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the high and the low 32 bits of the product of two 32-bit words."""
-    low = (word & 0xFFFF) * multiplier
-    high = (word >> 16) * multiplier
-    total = high + (low >> 16)
-    return (total >> 16) & _WORD, ((total & 0xFFFF) << 16) | (low & 0xFFFF)
