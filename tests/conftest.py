@@ -31,6 +31,12 @@ settings.register_profile("patient", patient)
 settings.register_profile("quick", patient, max_examples=20)
 settings.load_profile("patient")
 
+
+def at_most(examples: int) -> settings:
+    """Return settings for a property whose examples are slow. The profile ``quick`` has even fewer."""
+    return settings(max_examples=min(examples, settings.default.max_examples))
+
+
 # Tests send these signals to programs, which would inherit that a background job or nohup ignores them.
 for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
     if signal.getsignal(number) is signal.SIG_IGN:

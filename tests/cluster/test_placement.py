@@ -6,18 +6,19 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from cluster.placement import cost, place
 from cluster.view import Host, write_view
 from tests.cluster.conftest import Command
 from tests.cluster.test_view import made_up
+from tests.conftest import at_most
 
 PATHS = st.builds(lambda pod, leaf: (f"pod {pod}", f"leaf {pod}.{leaf}"), st.integers(0, 1), st.integers(0, 2))
 
 
-@settings(max_examples=40)
+@at_most(40)
 @given(st.lists(PATHS, min_size=3, max_size=6))
 def test_no_order_of_all_hosts_makes_a_cheaper_ring(paths: list[tuple[str, str]]) -> None:
     order = place(paths, len(paths))

@@ -7,12 +7,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from bert.log.mllog import MLLog, RuleViolation
 from compliance.log.reader import read_log
 from tests.compliance.run_logs import CLOSED, OPEN, counting_clock, initialise, train, write_run
+from tests.conftest import at_most
 
 
 @pytest.fixture
@@ -170,7 +171,7 @@ def test_full_disk_is_reported_as_such(tmp_path: Path) -> None:
     assert [record.key for record in read_log(path).records] == ["cache_clear"]
 
 
-@settings(max_examples=30)
+@at_most(30)
 @given(
     interval=st.integers(1, 5000),
     batch=st.integers(1, 3000),

@@ -4,11 +4,12 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from cluster.outliers import judge, leaves_of, take_apart
 from cluster.probe.links import rounds_of_pairs
+from tests.conftest import at_most
 
 Noise = Callable[[np.random.Generator, tuple[int, int]], np.ndarray]
 NOISES: dict[str, Noise] = {
@@ -43,7 +44,7 @@ def test_a_part_at_half_speed_is_named_and_no_other(noise: Noise, parts: int, le
 
 
 @given(st.integers(0, 2**32 - 1), st.integers(6, 40), st.floats(0.0001, 0.03))
-@settings(max_examples=40)
+@at_most(40)
 def test_what_is_named_depends_on_how_well_parts_agree(seed: int, parts: int, noise: float) -> None:
     rng = np.random.default_rng(seed)
     even = rng.normal(0, noise, (TURNS, parts))

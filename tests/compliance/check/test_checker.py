@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from bert.log.mllog import MLLog
@@ -24,6 +24,7 @@ from tests.compliance.command import run
 from tests.compliance.log_edits import Edit, delete, in_turn, later, lines_of, metadata, original_verdict, value
 from tests.compliance.result_folders import SYSTEM, benchmark_folder, write_log, write_series, write_submission
 from tests.compliance.run_logs import initialise, without_chain
+from tests.conftest import at_most
 
 
 @pytest.mark.parametrize("ruleset", rules.RULESETS)
@@ -222,7 +223,7 @@ def mangled(data: st.DataObject, text: str) -> str:
     return "\n".join(lines)
 
 
-@settings(max_examples=60)
+@at_most(60)
 @given(data=st.data())
 def test_no_log_however_bad_makes_the_checker_or_the_report_fail(
     tmp_path_factory: pytest.TempPathFactory, open_log: str, data: st.DataObject
@@ -237,7 +238,7 @@ def test_no_log_however_bad_makes_the_checker_or_the_report_fail(
         assert "\x1b" not in "".join(map(str, results.runs[0].verdict.findings))
 
 
-@settings(max_examples=40)
+@at_most(40)
 @given(data=st.data())
 def test_nothing_passes_that_the_official_checker_fails(
     tmp_path_factory: pytest.TempPathFactory, open_log: str, closed_log: str, data: st.DataObject

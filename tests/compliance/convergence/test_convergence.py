@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from mlperf_logging.rcp_checker import rcp_checker
 
@@ -19,6 +19,7 @@ from compliance.log.schedule import EvaluationSchedule, evaluation_interval
 from tests.compliance.command import run
 from tests.compliance.result_folders import write_series
 from tests.compliance.run_logs import write_run
+from tests.conftest import at_most
 
 
 def test_without_a_reference_point_there_is_no_verdict() -> None:
@@ -55,7 +56,7 @@ def write_minimal(path: Path, batch: int, samples: int | None) -> None:
 BATCHES = st.one_of(st.sampled_from([256, 448, 768, 4608, 6144, 12288, 16384, 20000]), st.integers(1, 17_000))
 
 
-@settings(max_examples=60)
+@at_most(60)
 @given(
     data=st.data(),
     ruleset=st.sampled_from(RULESETS),
@@ -92,7 +93,7 @@ def test_the_verdict_is_the_official_one(tmp_path_factory, data, ruleset: str, b
 # Incomplete sets of runs
 
 
-@settings(max_examples=10)
+@at_most(10)
 @given(data=st.data(), batch=st.sampled_from([448, 768, 4096, 16384]), done=st.integers(0, 9), failed=st.booleans())
 def test_the_evaluations_that_the_missing_runs_need_are_those_that_brute_force_finds(
     data: st.DataObject, batch: int, done: int, failed: bool

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from bert.log.mllog import MLLog
@@ -13,6 +13,7 @@ from compliance.check.checker import check_file, check_log
 from compliance.log import digest
 from compliance.log.reader import read_log
 from tests.compliance.run_logs import initialise, write_run
+from tests.conftest import at_most
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +48,7 @@ def test_intact_log_passes_and_its_chain_is_no_header(tmp_path: Path, lines: lis
     assert check_log(log).findings == ()
 
 
-@settings(max_examples=30)
+@at_most(30)
 @given(data=st.data())
 def test_any_edit_is_found_and_the_stretch_holds_it(
     tmp_path_factory: pytest.TempPathFactory, lines: list[str], data: st.DataObject

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 from mlperf_logging.compliance_checker.mlp_parser import ruleset_500
 
@@ -162,7 +162,6 @@ FRAGMENTS = st.sampled_from(
 )
 
 
-@settings(max_examples=150)
 @given(st.lists(FRAGMENTS | st.text(max_size=3), max_size=12), st.sampled_from(["utf-8", "latin-1", "utf-16"]))
 @example([record(), "\xa0"], "latin-1")
 @example([record(), "\xa0"], "utf-8")
@@ -191,7 +190,6 @@ PIECES = st.sampled_from(
 )
 
 
-@settings(max_examples=200)
 @given(st.lists(PIECES, max_size=40), st.integers(10, 50))
 @example([b"LOG ", TOKEN.encode(), b"\r", b"\r\n"], 14)
 @example([b"y" * 7, TOKEN.encode(), b"x\n"], 12)

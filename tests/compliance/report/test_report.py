@@ -15,6 +15,7 @@ from compliance.log.records import Metrics, RunRecord, WarningRecord, read_metri
 from compliance.report import page as report
 from compliance.report.results import Results, load_results
 from tests.compliance.run_logs import write_metrics
+from tests.conftest import at_most
 from tests.html_page import Page
 
 CLOSED_WORDS = """closed division, 8 x NVIDIA H100 80GB HBM3, global batch size 768
@@ -183,7 +184,7 @@ VALUES = KINDS | st.floats() | st.integers() | st.text(max_size=5) | st.none() |
 
 
 @given(st.lists(st.dictionaries(st.sampled_from(NAMES), VALUES, max_size=8), max_size=12))
-@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(at_most(25), suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_any_metrics_give_a_page(one: Path, entries: list[dict[str, Any]]) -> None:
     (one / "metrics_0.jsonl").write_text("".join(json.dumps(entry) + "\n" for entry in entries))
     page = Page(report.render(replace(load_results(one), ruleset="5.0.0")))

@@ -10,12 +10,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from dataloading.dataset.folder import Dataset, new_folder, open_dataset, write_dataset
 from dataloading.shards.samples import Samples
 from dataloading.text.tokenization import Vocabulary
+from tests.conftest import at_most
 from tests.dataloading.made_up import INFO, TOKENS, make_samples
 from tests.programs import PATIENCE_S
 
@@ -36,7 +37,7 @@ def folder(tmp_path: Path, samples: Samples) -> Path:
     return tmp_path / "data"
 
 
-@settings(max_examples=15)
+@at_most(15)
 @given(st.integers(1, 6), st.lists(st.integers(0, COUNT - 1), max_size=40))
 def test_take_gives_the_samples_in_the_order_asked(
     tmp_path_factory: pytest.TempPathFactory, shards: int, indices: list[int]

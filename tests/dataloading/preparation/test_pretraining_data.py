@@ -72,7 +72,7 @@ some_options = st.builds(
 )
 
 
-@settings(max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(texts, min_size=1, max_size=3), some_options, st.booleans())
 @example([["w1 w2 w3"]], PretrainingOptions(dupe_factor=1), False)  # random next sentences come from it too
 def test_equals_the_definition(

@@ -119,7 +119,7 @@ GREEDY: dict[str, Make] = {
     "chunks never written": never_written(80_000, chunks=True),
     "references never written": never_written(1_500_000, ragged=True),
     "one object for all rows": one_object_for_all_rows,
-    "a chunk that inflates to more": chunk_of(500 << 20),
+    "a chunk that inflates to more": chunk_of(200 << 20),
     "a chunk that inflates to less": chunk_of(100),
     "chunks that share bytes": chunks_that_share_bytes,
     "more elements than a number holds": more_elements_than_a_number_holds,

@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from bert.configuration.recipes import RECIPES
@@ -17,6 +17,7 @@ from bert.model import BertForPreTraining, initialize_
 from bert.optimizer import FlatParameters, Lamb, learning_rate
 from bert.parallel.reduction.gradients import bucket_slices
 from kernels import LambHyperparameters, LambSegments, LambState, lamb_step, sum_of_squares
+from tests.conftest import at_most
 from tests.kernels.lamb_oracle import HYPERPARAMETERS, NumpyLamb, at
 
 NO_TRITON = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
@@ -24,7 +25,7 @@ EITHER = pytest.mark.parametrize("implementation", ["reference", pytest.param("t
 
 
 @pytest.mark.oldest_torch
-@settings(max_examples=25)
+@at_most(25)
 @given(
     parts=st.lists(st.tuples(st.integers(1, 40), st.booleans()), min_size=1, max_size=8),
     zero_weights=st.integers(0, 7),
