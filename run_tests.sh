@@ -7,7 +7,7 @@ cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")"
 source launch/venv.sh
 usage run_tests.sh "$@"
 selection=()
-[[ ${1-} != --quick ]] || { selection=(-m "not slow" --hypothesis-profile quick) && shift; }
+[[ ${1-} != --quick ]] || { selection=(-m "not slow" --hypothesis-profile quick --loadscope-reorder) && shift; }
 
 prepare_venv test dali
 if [[ ${TORCH:-} ]]; then

@@ -98,7 +98,10 @@ def parse(arguments: Sequence[str], module: str = "bert.train") -> Config:
         recipe, settings = plan.recipe, [*plan.arguments(), *settings]
     if recipe is None:
         raise ValueError(f"no recipe given: expected one of {known}, or --config FILE")
-    read = partial(tyro.cli, Config, prog=f"python -m {module} {recipe}", args=settings, description=_SETTINGS)
+    # Help comes from docstrings. Searching the source for comments would take a third of the parser's time.
+    no_comments = (tyro.conf.HelptextFromCommentsOff,)
+    program = f"python -m {module} {recipe}"
+    read = partial(tyro.cli, Config, prog=program, args=settings, description=_SETTINGS, config=no_comments)
     try:
         config = parsed(partial(read, default=RECIPES[recipe]()))
         for follow in FOLLOWING.get(recipe, ()):

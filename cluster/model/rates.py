@@ -11,7 +11,6 @@ from dataclasses import dataclass, field, replace
 from typing import get_args
 
 import numpy as np
-from scipy.optimize import nnls
 
 from bert.configuration.sections import ParallelConfig
 from bert.parallel.mesh import require_whole_copies
@@ -218,6 +217,8 @@ def rates_of_view(view: View) -> Rates:
 
 def _fitted_costs(view: View) -> Costs:
     """Fit the costs of all terms by non-negative least squares of the relative errors."""
+    from scipy.optimize import nnls  # slow to import, and rates from data sheets do not need it
+
     costs = {}
     for kind in dict.fromkeys(each.kind for each in view.computations):
         timed = [each for each in view.computations if each.kind == kind]

@@ -37,7 +37,8 @@ def write_log(
         seed=1000 + 17 * number,
         status="aborted" if failed else "success",
         header=tuple((header or {}).items()),
-        submission=tuple(submission.items()),
+        # Ruleset 5.0.0 requires no record of each tensor, and 24 layers would have 398.
+        submission=(*submission.items(), ("layers", 1)),
         step_ms=step_ms,
         start_ms=START_MS + number * 10_800_000,
     )
