@@ -70,7 +70,9 @@ def results(out: Path) -> dict[str, object]:
 
 FRESH = multiprocessing.get_context("forkserver")
 """Fork server: its children inherit neither this process's objects nor locks that its threads hold."""
-FRESH.set_forkserver_preload(["dataloading.preparation.wikipedia", "numba.np.arraymath", "tests.conftest"])
+FRESH.set_forkserver_preload(
+    ["dataloading.preparation.wikipedia", "tests.dataloading.preparation.compiled", "tests.conftest"]
+)
 
 
 def child(*words: object, prepare_child: Callable[[], object] = dict) -> int:
