@@ -131,7 +131,9 @@ def attention_cases() -> Iterator[Case]:
         ([70, 3], [2, 1], DROPOUT),
         ([3, 3, 1, 2], [9, 9, 9, 4], None),
     ):
-        yield Case("varlen_attention", Size((240,), hidden=64, heads=2), FP32, dropout, lengths_of(lengths_q, lengths_k))
+        yield Case(
+            "varlen_attention", Size((240,), hidden=64, heads=2), FP32, dropout, lengths_of(lengths_q, lengths_k)
+        )
 
 
 def norm_cases() -> Iterator[Case]:

@@ -2,7 +2,6 @@
 
 import socket
 import struct
-import threading
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
@@ -13,7 +12,6 @@ from torch._C._distributed_c10d import HashStore, TCPStore
 from bert.parallel import rendezvous as attempt
 from bert.parallel.launch import Launch, host_of, scontrol_show
 from bert.parallel.rendezvous import agree_on_attempt, explained_store_errors
-from tests.distributed.ranks import free_port
 from tests.programs import PATIENCE_S
 
 PROCESSES = ThreadPoolExecutor(4)
@@ -58,29 +56,15 @@ def test_nobody_takes_the_name_before_all_are_there() -> None:
 
 
 def test_a_store_that_a_stranger_has_spoilt_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
-    port = free_port()
+    store = TCPStore("127.0.0.1", 0, 2, is_master=True, wait_for_workers=False)
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    monkeypatch.setenv("MASTER_PORT", str(port))
-    over = threading.Event()
-
-    def spoil() -> None:
-        """Overwrite the store's count of processes."""
-        while not over.is_set():
-            try:
-                with socket.create_connection(("127.0.0.1", port), timeout=1) as connection:
-                    text = [struct.pack("<Q", len(part)) + part for part in (b"init/", b"none")]
-                    connection.sendall(b"\x00" + struct.pack("<I", 0x3C85F7CE) + b"\x01" + b"".join(text))
-            except OSError:
-                time.sleep(0.01)
-
-    stranger = threading.Thread(target=spoil)
-    stranger.start()
-    try:
-        with pytest.raises(ValueError, match=f"127.0.0.1:{port}.*MASTER_PORT"), explained_store_errors():
-            TCPStore("127.0.0.1", port, 2, is_master=True, timeout=timedelta(seconds=PATIENCE_S))
-    finally:
-        over.set()
-        stranger.join()
+    monkeypatch.setenv("MASTER_PORT", str(store.port))
+    with socket.create_connection(("127.0.0.1", store.port)) as stranger:
+        # Overwrite the store's count of processes.
+        text = [struct.pack("<Q", len(part)) + part for part in (b"init/", b"none")]
+        stranger.sendall(b"\x00" + struct.pack("<I", 0x3C85F7CE) + b"\x01" + b"".join(text))
+        with pytest.raises(ValueError, match=f"127.0.0.1:{store.port}.*MASTER_PORT"), explained_store_errors():
+            TCPStore("127.0.0.1", store.port, 2, timeout=timedelta(seconds=PATIENCE_S))
 
 
 def test_rank_0_names_the_missing_ranks_and_the_next_attempt_succeeds(monkeypatch: pytest.MonkeyPatch) -> None:
