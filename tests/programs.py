@@ -146,6 +146,14 @@ def wait_for_text(path: Path, text: str, writer: Program | subprocess.Popen[str]
     wait_for(lambda: path.exists() and path.read_text().count(text) >= count, writer)
 
 
+def is_alive(process: int) -> bool:
+    """Return whether a process runs. One that has ended may remain as a zombie until its parent asks for its status."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
 def python(*arguments: object, **changes: object) -> subprocess.CompletedProcess[str]:
     """Run Python in the repository's root. ``changes`` sets environment variables, or unsets them if None."""
     environment = {name: str(value) for name, value in (os.environ | changes).items() if value is not None}

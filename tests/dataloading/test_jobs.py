@@ -10,7 +10,7 @@ import pytest
 
 from dataloading.jobs import begun, run_tasks
 from tests.conftest import REPOSITORY
-from tests.programs import wait_for
+from tests.programs import is_alive, wait_for
 
 
 def die(number: int) -> int:
@@ -62,7 +62,7 @@ def test_work_that_is_told_to_end_leaves_no_files_and_killed_work_no_processes(
     process.send_signal(number)
     if number == signal.SIGKILL:
         process.wait()
-        wait_for(lambda: not any(Path(f"/proc/{worker}/cmdline").exists() for worker in workers))
+        wait_for(lambda: not any(map(is_alive, workers)))
         return
     process.communicate()
     if number != signal.SIGINT:
