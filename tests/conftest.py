@@ -25,6 +25,9 @@ from tests.programs import REPOSITORY
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 
+# Collect garbage less often. Each full collection walks over all modules for a quarter of a second.
+gc.set_threshold(10_000, 10, 100)
+
 # Set no deadline, because an example's duration depends more on other processes than on the code.
 patient = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("patient", patient)

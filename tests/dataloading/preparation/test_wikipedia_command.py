@@ -20,6 +20,7 @@ from dataloading.__main__ import main
 from dataloading.dataset.folder import open_dataset
 from dataloading.dataset.rewrite import shuffle
 from dataloading.options import PretrainingOptions
+from dataloading.preparation import wikipedia
 from dataloading.preparation.mlcommons import KNOWN, Checksums
 from dataloading.preparation.prepare import Job, prepare
 from tests.conftest import REPOSITORY
@@ -86,6 +87,7 @@ def child(*words: object, prepare_child: Callable[[], object] = dict) -> int:
 
 def run_command(prepare_child: Callable[[], object], words: list[str]) -> None:
     prepare_child()
+    wikipedia.EVALUATION_SAMPLES = 300  # another test makes all 10,000, which take most of the command's time here
     sys.argv = ["dataloading", *words]
     sys.exit(main())
 
