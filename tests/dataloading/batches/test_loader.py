@@ -20,7 +20,10 @@ CPU = torch.device("cpu")
 
 def assert_same(one: Batch, other: Batch) -> None:
     assert one.shape_bucket == other.shape_bucket
-    torch.testing.assert_close(one.tensors, other.tensors, rtol=0, atol=0)
+    assert one.tensors.keys() == other.tensors.keys()
+    for name, tensor in one.tensors.items():
+        assert tensor.dtype == other.tensors[name].dtype
+        assert torch.equal(tensor, other.tensors[name]), name
 
 
 def test_a_batch_holds_each_sample_at_its_place() -> None:
@@ -86,7 +89,7 @@ def test_loaders_pad_to_the_smallest_shape_bucket_that_holds_the_batch_of_every_
         for rank in (0, 1)
         for some in ([], given)
     ]
-    for _ in range(40):
+    for _ in range(20):
         for batches in zip(*map(next, loaders), strict=True):
             plain, padded = batches[::2], batches[1::2]
             tokens, masked = (
