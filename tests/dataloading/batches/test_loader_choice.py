@@ -91,10 +91,10 @@ def test_a_dali_that_cannot_start_ends_the_run_only_if_it_was_set(
 def test_each_loader_counts_with_its_best_turn() -> None:
     class Slow(Dali):
         def __next__(self) -> list[Batch]:
-            time.sleep(0.02)
+            time.sleep(0.005)
             return super().__next__()
 
     arguments: tuple[Any, ...] = (None, lambda _: [], CPU, 1, ())
     fast, slow = fastest_turns([NumpyLoader(*arguments), Slow(*arguments)], CPU, 1)
     assert 0 < fast < slow
-    assert slow >= 0.02
+    assert slow >= 0.005
