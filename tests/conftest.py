@@ -29,7 +29,7 @@ sys.dont_write_bytecode = False
 gc.set_threshold(10_000, 10, 100)
 
 # Set no deadline, because an example's duration depends more on other processes than on the code.
-patient = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+patient = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
 settings.register_profile("patient", patient)
 settings.register_profile("quick", patient, max_examples=20)
 settings.load_profile("patient")
@@ -37,7 +37,7 @@ settings.load_profile("patient")
 
 def at_most(examples: int) -> settings:
     """Return settings for a property whose examples are slow. The profile ``quick`` has even fewer."""
-    return settings(max_examples=min(examples, settings.default.max_examples))
+    return settings(max_examples=min(examples, settings().max_examples))
 
 
 # Tests send these signals to programs, which would inherit that a background job or nohup ignores them.

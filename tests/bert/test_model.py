@@ -31,9 +31,6 @@ def samples() -> Samples:
     return replace(block, input_ids=np.maximum(block.input_ids, 1))
 
 
-# --- Hugging Face ---------------------------------------------------------------------------------------------------
-
-
 def hugging_face_model(dtype: torch.dtype) -> Any:
     pytest.importorskip("transformers", reason="transformers, the independent model, is not installed")
     theirs = new_model(SMALL, "eager").to(dtype)
@@ -73,9 +70,6 @@ def test_agrees_with_hugging_face(dtype: torch.dtype):
     loss.backward()
     expected.loss.backward()
     assert_near(gradients(ours), renamed(gradients(theirs)), tolerance)
-
-
-# --- itself ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("layers", [1, 3])

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from compliance.log.rules import SYSTEM_FIELDS
+from tests.compliance import run_logs
 from tests.compliance.run_logs import CLOSED, OPEN, START_MS, log_of, write_metrics
 
 SYSTEM = "node_8x"
@@ -83,10 +84,8 @@ def write_description(root: Path, system: str = SYSTEM, **changes: Any) -> Path:
 
 
 def without_chain(path: Path) -> Path:
-    """Remove digests, so that edits break none, and records that ruleset 5.0.0 does not require, for faster checks."""
-    lines = path.read_text().splitlines(keepends=True)
-    kept = [line for line in lines if line.startswith(":::MLLOG") and "weights_initialization" not in line]
-    path.write_text("".join(kept))
+    """Remove the digests from a log, so that edits break none."""
+    path.write_text(run_logs.without_chain(path.read_text()))
     return path
 
 

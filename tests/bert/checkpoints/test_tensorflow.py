@@ -33,9 +33,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-# --- real checkpoints -----------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("name", WHOLE)
 def test_every_weight_of_a_checkpoint_of_tensorflows(folder: Path, name: str):
     found = open_source(folder / name, num_attention_heads=2)
@@ -60,9 +57,6 @@ def test_what_is_not_supported_is_refused_by_name(folder: Path, tmp_path: Path):
     graph = (b"_CHECKPOINTABLE_OBJECT_GRAPH", entry(dtype=7))
     with pytest.raises(ValueError, match="is a TF2 checkpoint"):
         TensorBundle(written(tmp_path, table(block(HEADER, graph))))
-
-
-# --- damage ---------------------------------------------------------------------------------------------------------
 
 
 def copied(folder: Path, name: str, target: Path, suffix: str, content: bytes) -> Path:
@@ -120,9 +114,6 @@ def test_truncated_data(folder: Path, tmp_path: Path, kept: int):
     content = (folder / "tf1.data-00000-of-00001").read_bytes()[:kept]
     with pytest.raises(ValueError, match=rf"tf1\.data-00000-of-00001: {kept:,} bytes, but "):
         TensorBundle(copied(folder, "tf1", tmp_path / "cut", ".data-00000-of-00001", content))
-
-
-# --- hostile indices with right checksums ---------------------------------------------------------------------------
 
 
 def number(value: int) -> bytes:
@@ -232,9 +223,6 @@ def test_a_tensor_too_large_for_a_bert_is_not_read(tmp_path: Path):
         file.truncate(4 * rows)
     with pytest.raises(ValueError, match="at most 1,073,741,824"):
         TensorBundle(prefix).array("w")
-
-
-# --- into the model -------------------------------------------------------------------------------------------------
 
 
 def test_a_damaged_checkpoint_leaves_nothing_behind(folder: Path, tmp_path: Path):

@@ -55,9 +55,6 @@ def test_round_trip(tmp_path: Path):
     assert torch.equal(flat.weights_P, FlatParameters.of(drawn_model(CONFIG, 0)).weights_P)
 
 
-# --- other formats --------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def theirs(saved: Path, tmp_path: Path) -> Path:
     """Return a Hugging Face folder with the weights of ``saved``."""

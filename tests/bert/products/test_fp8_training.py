@@ -59,9 +59,6 @@ def calibrated() -> tuple[BertForPreTraining, Fp8State, Batch]:
     return model, state, batch
 
 
-# --- one dense layer, one feed-forward half ------------------------------------------------------------------------
-
-
 def made(*denses: Dense) -> tuple[Fp8State, Fp8Products]:
     generator = torch.Generator().manual_seed(2)
     with torch.no_grad():
@@ -182,9 +179,6 @@ def test_only_sums_over_a_layers_width_are_left_to_the_tensor_cores(monkeypatch:
     assert asked[3:] == [(64, True), (160, True), (tokens, False), (64, True), (tokens, False), (160, True)]
 
 
-# --- the scales ----------------------------------------------------------------------------------------------------
-
-
 def test_calibration_finds_the_scales() -> None:
     """Each scale follows from the largest magnitude of its own tensor. More calibration changes almost nothing."""
     model, state, batch = calibrated()
@@ -245,8 +239,6 @@ def test_under_autocast_products_are_bf16_and_gradients_of_parameters_fp32() -> 
         assert distance(found, expected[name]) < 0.15, name
 
 
-# --- training ------------------------------------------------------------------------------------------------------
-
 STEPS = 80
 OPTIMIZER = OptimizerConfig(base_learning_rate=1e-2, learning_rate_training_steps=200, num_warmup_steps=10)
 NEAR = 0.01
@@ -292,9 +284,6 @@ def reference() -> Tensor:
 def test_trains_as_fp32_does_and_a_mistake_would_show(reference: Tensor, mistake: str) -> None:
     found = apart(loss_curve(True, mistake), reference)
     assert found > 4 * NEAR if mistake else found < NEAR
-
-
-# --- devices and settings ------------------------------------------------------------------------------------------
 
 
 def test_a_gpu_without_fp8_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

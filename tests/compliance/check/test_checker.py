@@ -223,7 +223,6 @@ def mangled(data: st.DataObject, text: str) -> str:
     return "\n".join(lines)
 
 
-@at_most(60)
 @given(data=st.data())
 def test_no_log_however_bad_makes_the_checker_or_the_report_fail(
     tmp_path_factory: pytest.TempPathFactory, open_log: str, data: st.DataObject

@@ -56,7 +56,6 @@ def write_minimal(path: Path, batch: int, samples: int | None) -> None:
 BATCHES = st.one_of(st.sampled_from([256, 448, 768, 4608, 6144, 12288, 16384, 20000]), st.integers(1, 17_000))
 
 
-@at_most(60)
 @given(
     data=st.data(),
     ruleset=st.sampled_from(RULESETS),

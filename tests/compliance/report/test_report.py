@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from compliance.log.findings import Finding
@@ -184,7 +184,7 @@ VALUES = KINDS | st.floats() | st.integers() | st.text(max_size=5) | st.none() |
 
 
 @given(st.lists(st.dictionaries(st.sampled_from(NAMES), VALUES, max_size=8), max_size=12))
-@settings(at_most(25), suppress_health_check=[HealthCheck.function_scoped_fixture])
+@at_most(25)
 def test_any_metrics_give_a_page(one: Path, entries: list[dict[str, Any]]) -> None:
     (one / "metrics_0.jsonl").write_text("".join(json.dumps(entry) + "\n" for entry in entries))
     page = Page(report.render(replace(load_results(one), ruleset="5.0.0")))

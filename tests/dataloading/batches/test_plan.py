@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from cluster.model.histogram import drawn_lengths
 from dataloading.batches.permutation import shuffled
 from dataloading.batches.plan import BatchPlan, cost, deal
-from tests.conftest import at_most
 
 pytestmark = pytest.mark.slow
 
@@ -38,7 +37,6 @@ def test_each_epoch_holds_every_sample_exactly_once(made: BatchPlan) -> None:
         assert sorted(stream[epoch * samples : (epoch + 1) * samples]) == list(range(samples))
 
 
-@at_most(50)
 @given(plans(), st.integers(0, 20))
 def test_ranks_share_what_one_alone_trains_on_in_numbers_as_equal_as_may_be(made: BatchPlan, step: int) -> None:
     """``replace`` copies the plan without its cached batches. The copy must give the same batches as the original."""

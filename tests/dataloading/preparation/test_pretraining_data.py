@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from benchmarks.data_stages import reference_prepare
@@ -72,7 +72,6 @@ some_options = st.builds(
 )
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(texts, min_size=1, max_size=3), some_options, st.booleans())
 @example([["w1 w2 w3"]], PretrainingOptions(dupe_factor=1), False)  # random next sentences come from it too
 def test_equals_the_definition(
