@@ -5,11 +5,10 @@ import json
 import re
 import sys
 import tomllib
-from importlib.metadata import packages_distributions
+from importlib.metadata import distribution
 
 import pytest
 import yaml
-from packaging.utils import canonicalize_name
 
 from compliance.__main__ import main
 from tests.programs import REPOSITORY, python
@@ -30,9 +29,9 @@ def test_checking_needs_no_more_than_an_installation_without_extras() -> None:
             elif isinstance(node, ast.ImportFrom):
                 imported.add((node.module or "").partition(".")[0])
     others = imported - sys.stdlib_module_names - {"compliance", "console"}
-    needed = {canonicalize_name(packages_distributions()[name][0]) for name in others}
-    assert needed
-    assert needed <= {canonicalize_name(name) for name in PROJECT["project"]["dependencies"]}
+    files = [file for name in PROJECT["project"]["dependencies"] for file in distribution(name).files or ()]
+    assert others
+    assert others <= {file.parts[0].removesuffix(".py") for file in files}
 
 
 def test_the_installed_command_is_that_of_the_hooks_and_the_workflow() -> None:

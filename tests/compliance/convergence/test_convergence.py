@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from mlperf_logging.rcp_checker import rcp_checker
 
 from compliance.convergence.outlook import outlook, reference
 from compliance.convergence.selection import FAILED, olympic_mean, select
@@ -63,6 +62,9 @@ BATCHES = st.one_of(st.sampled_from([256, 448, 768, 4608, 6144, 12288, 16384, 20
     failed=st.sampled_from([0, 0, 0, 1, 1, 2, 3]),
 )
 def test_the_verdict_is_the_official_one(tmp_path_factory, data, ruleset: str, batch: int, failed: int) -> None:
+    # Imported here, because it imports SciPy's statistics for half a second.
+    from mlperf_logging.rcp_checker import rcp_checker
+
     found = reference(ruleset, batch)
     centre = round(found.minimum if found and data.draw(st.booleans()) else found.mean if found else 3e6)
     near = st.integers(-3, 3).map(lambda off: centre + off)
@@ -140,6 +142,8 @@ def test_the_standing_of_a_set(runs: list[int | None], verdict: str, mean: float
 
 
 def test_samples_are_read_as_the_official_reader_does(tmp_path: Path) -> None:
+    from mlperf_logging.rcp_checker import rcp_checker
+
     path = write_run(tmp_path / "result_0.txt")
     text = path.read_text()
 
