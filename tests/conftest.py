@@ -31,7 +31,7 @@ gc.set_threshold(10_000, 10, 100)
 # Set no deadline, because an example's duration depends more on other processes than on the code.
 patient = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
 settings.register_profile("patient", patient)
-settings.register_profile("quick", patient, max_examples=20)
+settings.register_profile("quick", patient, max_examples=10)
 settings.load_profile("patient")
 
 

@@ -292,7 +292,7 @@ FUSED = [
     case
     for case in CASES
     if case.op in ("dropout_add_layer_norm", "varlen_self_attention")
-    if case.size.hidden % 16 == 0 and case.size.hidden <= 1024
+    if case.size.hidden % 16 == 0 and case.size.hidden <= 1024 and max(case.size.lengths) < 70
 ]
 
 

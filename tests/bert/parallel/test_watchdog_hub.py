@@ -122,17 +122,17 @@ def test_a_hub_without_descriptors_keeps_its_ranks_and_lets_others_in_later(play
         assert hub.hub.verdict is None
 
 
-def test_a_hub_of_2048_ranks(play: Any) -> None:
-    count = 2048
+def test_a_hub_of_1200_ranks(play: Any) -> None:
+    count = 1200
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard < 2 * count + 1000:
         pytest.skip(f"the hard limit of open files is {hard}")
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     try:
         hub = play(count)
-        hub.ranks[2000].socket.close()
-        for rank in hub.ranks[:2000]:
-            assert rank.hear("verdict")["rank"] == 2000
+        hub.ranks[1100].socket.close()
+        for rank in hub.ranks[:1100]:
+            assert rank.hear("verdict")["rank"] == 1100
     finally:
         for rank in hub.ranks:
             rank.socket.close()
