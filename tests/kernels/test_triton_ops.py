@@ -216,7 +216,7 @@ def test_every_implementation_has_a_case() -> None:
 
 @pytest.mark.parametrize("op", IN_TRITON)
 def test_strided_inputs(op: str) -> None:
-    """Results for non-contiguous tensors are equal bit for bit, except those of PyTorch's products on some processors."""
+    """Results for non-contiguous tensors are equal bit for bit, except products that PyTorch makes with several threads."""
     args, kwargs = example_inputs(op, CPU, FP32, Size((9, 4), 9, 5, 64, 2, 64, 40))
     function = OPS[op].implementations["triton"].function(op)
     # Other ops write their inputs or need tensors from a forward pass.
