@@ -150,7 +150,7 @@ def convergence(folder: Folder, ruleset: Ruleset = NEWEST_RULESET) -> int:
         raise ValueError(f"{folder}: the logs do not share one submission_division and one global_batch_size")
     print_summary(results)
     say(outlook.sentence if outlook else "No reference convergence point applies in the open division.")
-    return 1 if outlook and outlook.verdict in ("fail", "no reference") else 0
+    return 1 if outlook and outlook.verdict in ("fail", "no reference", "unknown") else 0
 
 
 @app.command
@@ -187,7 +187,6 @@ def package(
     system: Path,
     runs: Path,
     out: Path,
-    ruleset: Ruleset = NEWEST_RULESET,
 ) -> int:
     """Make a submission tree OUT/ORG and run the official tools on it. Exit status 0 if all pass, otherwise 1.
 
@@ -200,7 +199,7 @@ def package(
     from compliance.package.command import run
     from compliance.package.tree import PackageRequest
 
-    return run(PackageRequest(org, system, runs, out, ruleset))
+    return run(PackageRequest(org, system, runs, out))
 
 
 @app.command

@@ -12,15 +12,16 @@ folders are followed in bare results but not in a submission.
 import fnmatch
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from shlex import quote
 
-from compliance.artefact import MAX_FILE_BYTES
+from compliance.artefact import MAX_FILE_BYTES, open_regular
 from compliance.log import rules
 from compliance.log.findings import Finding, Severity
+from compliance.log.record import TOKEN_BYTES
 from console.text import counted, visible
 
 BENCHMARK = "bert"
@@ -40,6 +41,7 @@ LIKE_A_LOG = re.compile(r"results?[-_. ]*\d*(\.(txt|log|out))?(\.(gz|xz|zst|zip|
 """Pattern of names of files that were probably meant as logs."""
 
 MAX_ENTRIES = 10_000  # in one folder
+SEARCHED_BYTES = 2**20  # of a file of another name, for records
 MAX_DEPTH = 64  # of nested folders
 MAX_NAME = 200  # characters of a name in a message
 
@@ -53,7 +55,8 @@ class BenchmarkFolder:
 
     Attributes:
         logs: files that the official package checker counts as logs, in the order of their numbers.
-        misnamed: files that were probably meant as logs, and entries with a log's name that are not files.
+        misnamed: files that were probably meant as logs, entries with a log's name that are not files, and, if logs are
+            missing, files that hold records of a run.
         description: expected path of the system description.
         submission: the folder that holds systems/ and results/; None for a bare results folder.
     """
@@ -96,12 +99,10 @@ def find_all(path: Path) -> list[Tree]:
     """
     # Do not follow links, which may lead out of the round or back into it.
     submissions = [folder for folder in _folders(path, path) if _is_submission(folder)]
-    if not submissions or (path / "results").is_dir() or any(map(_is_counted, _entries(path))):
+    if not submissions or (path / "results").is_dir() or _has_logs(path):
         return [find(path)]
-    trees = []
-    for submission in submissions:
-        with suppress(ValueError):  # the submission has results of other benchmarks only
-            trees.append(find(submission))
+    # A submission may have results of other benchmarks only.
+    trees = [find(submission) for submission in submissions if _of_results(submission / "results", submission)]
     if not trees:
         raise ValueError(f"{path}: no logs of {BENCHMARK} in the {counted(len(submissions), 'submission')} below it")
     return trees
@@ -117,7 +118,8 @@ def find(path: Path) -> Tree:
     if (path / "results").is_dir():  # a submission, or bare results
         submission = path if _is_submission(path) else None
         found = _of_results(path / "results", submission)
-    elif any(map(_is_benchmark, _folders(path, None))):  # results/<system>
+    # A folder with logs may contain other folders of logs, such as earlier runs.
+    elif not _has_logs(path) and any(map(_is_benchmark, _folders(path, None))):  # results/<system>
         submission = _submission_above(path, 2)
         found = _of_system(path, submission)
     elif _is_benchmark(path):  # results/<system>/bert
@@ -146,7 +148,10 @@ def numbered_logs(folder: Path) -> list[tuple[int, Path]]:
         raise ValueError(f"{folder}: no such folder, expected results/<system>/bert")
     named = [(match, path) for path in folder.iterdir() if (match := rules.RESULT_FILE.fullmatch(path.name))]
     if not named:
-        raise ValueError(f"{folder}: no result_<n>.txt in it, expected results/<system>/bert after a run")
+        others = ", ".join(_name(path) for path in _other_logs(_entries(folder))[:3])
+        named_so = f"{others} hold a run's records; name the logs result_<n>.txt"
+        why = named_so if others else "expected results/<system>/bert after a run"
+        raise ValueError(f"{folder}: no result_<n>.txt in it, {why}")
     return sorted((int(match[1]), path) for match, path in named)
 
 
@@ -162,12 +167,17 @@ def layout_findings(folder: BenchmarkFolder, runs: int | None) -> Iterator[Findi
         found = f"the folder is named {_name(folder.path)}: the official package checker skips it and reports success"
         found += f", expected {BENCHMARK}"
         yield Finding(None, "", LAYOUT, found, f"rename it to {BENCHMARK}", severity=folder.severity)
+    count = len(folder.logs)
     if folder.misnamed:
         names = ", ".join(map(_name, folder.misnamed[:3]))
         found = f"{names} {'is' if len(folder.misnamed) == 1 else 'are'} not counted as a log, expected result_<n>.txt"
         more = max(0, len(folder.misnamed) - 3)
-        yield Finding(None, "", LAYOUT, found, "rename the file, or put the log itself in its place", more=more)
-    count = len(folder.logs)
+        remedy = f"rename the logs to result_{count}.txt and so on, remove copies, and put files in the place of links"
+        yield Finding(None, "", LAYOUT, found, remedy, more=more)
+    elif not count:
+        yield Finding(
+            None, "", LAYOUT, "no log in the folder, expected result_<n>.txt", "put the logs of the runs there"
+        )
     # Do not report the number of logs if it becomes right when the misnamed logs are renamed.
     if runs is not None and count != runs and count + len(folder.misnamed) != runs:
         remedy = "add the missing runs" if count < runs else "choose the runs to submit: `python -m compliance package`"
@@ -180,7 +190,8 @@ def layout_findings(folder: BenchmarkFolder, runs: int | None) -> Iterator[Findi
         remedy = "put the file itself in its place"
         yield Finding(None, "", LAYOUT, found, remedy, severity="warning", more=len(links) - 1)
     # The official tools crash without a description.
-    if not folder.description.is_file() and (folder.submission or folder.description.parent.is_dir()):
+    is_due = folder.submission or runs is not None or folder.description.parent.is_dir()
+    if not folder.description.is_file() and is_due:
         name = f"systems/{folder.system}.json"
         remedy = f"write it: `python -m compliance system --out {quote(name)}`; named like the results folder"
         found = f"there is no {name}, expected the system description: the official package checker crashes without it"
@@ -228,28 +239,44 @@ def _of_system(system: Path, submission: Path | None) -> list[BenchmarkFolder]:
 
 def _is_benchmark(folder: Path) -> bool:
     """Tell whether a folder is for BERT logs: it contains a log, or "bert" is in its name and in no subfolder's name."""
-    if folder.name in OTHER_BENCHMARKS:
+    if absolute(folder).name in OTHER_BENCHMARKS:
         return False
-    entries = _entries(folder)
-    if any(_is_counted(entry) and entry.is_file() for entry in entries):
+    if _has_logs(folder):
         return True
-    below = any(BENCHMARK in entry.name.lower() and entry.is_dir() for entry in entries)
+    below = any(BENCHMARK in entry.name.lower() and entry.is_dir() for entry in _entries(folder))
     return not below and BENCHMARK in absolute(folder).name.lower()
 
 
 def _benchmark_folder(path: Path, submission: Path | None) -> BenchmarkFolder:
-    logs, misnamed = [], []
-    for entry in _entries(path):
+    logs, misnamed, entries = [], [], _entries(path)
+    for entry in entries:
         if _is_counted(entry):
             (logs if entry.is_file() else misnamed).append(entry)
         elif LIKE_A_LOG.fullmatch(entry.name) and entry.is_file():
             misnamed.append(entry)
+    if len(logs) < rules.SUBMISSION_RUNS:
+        misnamed += [entry for entry in _other_logs(entries) if entry not in misnamed]
     results = absolute(path).parent.parent
     description = (submission or results) / "systems" / f"{absolute(path).parent.name}.json"
     if not submission and description.is_relative_to(Path.cwd()):
         description = description.relative_to(Path.cwd())
     in_order = tuple(sorted(logs, key=_number))
     return BenchmarkFolder(path, in_order, tuple(misnamed), description, submission)
+
+
+def _other_logs(entries: Sequence[Path]) -> list[Path]:
+    """Return the files that hold records of a run under a name that does not count."""
+    found = []
+    for entry in entries:
+        if not _is_counted(entry) and entry.is_file():
+            with suppress(OSError, ValueError), open_regular(entry) as file:
+                if TOKEN_BYTES in file.read(SEARCHED_BYTES):
+                    found.append(entry)
+    return found
+
+
+def _has_logs(folder: Path) -> bool:
+    return any(_is_counted(entry) and entry.is_file() for entry in _entries(folder))
 
 
 def _is_counted(path: Path) -> bool:
@@ -272,13 +299,19 @@ def _folders(path: Path, submission: Path | None) -> list[Path]:
 
 
 def _entries(path: Path) -> list[Path]:
-    """Return the entries of a folder sorted by name, at most `MAX_ENTRIES`; empty if the folder does not exist."""
+    """Return the entries of a folder sorted by name; empty if the folder does not exist.
+
+    Raises ``ValueError`` if there are more than `MAX_ENTRIES`.
+    """
     try:
         with os.scandir(path) as entries:
             # Bound the listing itself, because a folder may have millions of entries.
-            return sorted(path / entry.name for entry, _ in zip(entries, range(MAX_ENTRIES), strict=False))
+            found = [path / entry.name for entry, _ in zip(entries, range(MAX_ENTRIES + 1), strict=False)]
     except OSError:
         return []
+    if len(found) > MAX_ENTRIES:
+        raise ValueError(f"{path}: more than {MAX_ENTRIES:,} entries, expected the results of one organisation")
+    return sorted(found)
 
 
 def _number(path: Path) -> tuple[int, str]:

@@ -35,6 +35,9 @@ class Commands:
         """
         given = sys.argv[1:] if arguments is None else arguments
         answer_version(given)
+        # As a path, an empty argument would be the current folder.
+        if "" in given:
+            raise ValueError(f"{given[0]}: an empty argument: is a variable of the script unset?")
         # tyro calls a function while it parses. A bound function only stores its arguments, so that the command runs later,
         # and its own errors are not reported as errors in the options.
         commands = {name: bound(function) for name, function in self._functions.items()}

@@ -3,7 +3,7 @@
 A fault that only the official checker reports becomes a finding too, so that no log passes only this check.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,6 +13,7 @@ from compliance.log import rules
 from compliance.log.findings import Finding, Verdict
 from compliance.log.reader import MAX_LINE_BYTES, Log, read_log
 from compliance.official import checker as official
+from console.text import counted
 
 
 def check_file(path: Path, ruleset: str = rules.NEWEST_RULESET) -> Verdict:
@@ -25,37 +26,62 @@ def check_file(path: Path, ruleset: str = rules.NEWEST_RULESET) -> Verdict:
 
 def check_log(log: Log, ruleset: str = rules.NEWEST_RULESET) -> Verdict:
     """Check a log under a ruleset; `rules.AUTO` takes the newest ruleset that accepts it. Raises as `check_file` does."""
-    if ruleset == rules.AUTO:
-        return _newest_acceptance(log)
-    rules.check_ruleset(ruleset)
-    return _verdict(log, ruleset, _official_opinion(log, ruleset))
+    if ruleset != rules.AUTO:
+        rules.check_ruleset(ruleset)
+        return _verdict(log, ruleset)
+    candidates = candidate_rulesets([log])
+    verdicts = (_verdict(log, candidate, is_chosen=True) for candidate, _ in candidates)
+    # The official checker is asked once, unless it rejects what our checks accept.
+    first = next(verdicts)
+    return first if first.passed else next((verdict for verdict in verdicts if verdict.passed), first)
 
 
-def _newest_acceptance(log: Log) -> Verdict:
-    """Return the verdict of the newest ruleset that accepts the log, else of the ruleset with the fewest official errors."""
-    opinion = _official_opinion(log, rules.NEWEST_RULESET)
-    best = _verdict(log, rules.NEWEST_RULESET, opinion)
+def candidate_rulesets(logs: Sequence[Log]) -> list[tuple[str, int]]:
+    """Return the rulesets under which logs may be judged together, the best first, and how many logs pass our checks.
+
+    The best ruleset is the newest under which most logs pass our own checks. The official checker is not asked. If all
+    logs fail under all rulesets, the ruleset with the fewest errors is the only candidate.
+    """
+    newest_first = rules.RULESETS[::-1]
     # Logs of this repository open a digest chain. They are written for all rulesets, so older rulesets cannot help.
-    if best.passed or log.chain.opened or not opinion.judged:
-        return best
-    fewest = opinion.errors
-    for older in reversed(rules.RULESETS[:-1]):
-        opinion = _official_opinion(log, older)
-        if opinion.outcome == "fail" and (opinion.errors >= fewest or not opinion.judged):
-            continue
-        verdict = _verdict(log, older, opinion)
-        if verdict.passed:
-            return verdict
-        if opinion.errors < fewest:
-            best, fewest = verdict, opinion.errors
-    return best
+    if any(log.chain.opened for log in logs):
+        return [(rules.NEWEST_RULESET, 0)]
+    passing: dict[str, int] = {}
+    for ruleset in newest_first:
+        passing[ruleset] = sum(_may_pass(log, ruleset) for log in logs)
+        if passing[ruleset] == len(logs):
+            break
+    # sorted() is stable, so that the newest of equal rulesets comes first.
+    accepting = sorted(((ruleset, number) for ruleset, number in passing.items() if number), key=lambda each: -each[1])
+    errors = {ruleset: sum(len(_own_errors(log, ruleset)) for log in logs) for ruleset in newest_first if not accepting}
+    return accepting or [(min(errors, key=lambda ruleset: errors[ruleset]), 0)]
 
 
-def _verdict(log: Log, ruleset: str, opinion: official.Opinion) -> Verdict:
-    context = CheckedLog(log, ruleset)
-    own = [finding for check in checks_of(context) for finding in check(context)]
+def _may_pass(log: Log, ruleset: str) -> bool:
+    # Looking for required records alone is ten times faster, and decides for most rulesets.
+    is_complete = all(ruleset in rules.KEYS[key].advised for key in log.missing(ruleset))
+    return is_complete and not _own_errors(log, ruleset)
+
+
+def objections(log: Log) -> list[Finding]:
+    """Return the errors that our own checks find in a log under the newest ruleset."""
+    return _own_errors(log, rules.NEWEST_RULESET)
+
+
+def _own_errors(log: Log, ruleset: str) -> list[Finding]:
+    return [finding for finding in _own_findings(CheckedLog(log, ruleset)) if finding.severity == "error"]
+
+
+def _own_findings(context: CheckedLog) -> list[Finding]:
+    return [finding for check in checks_of(context) for finding in check(context)]
+
+
+def _verdict(log: Log, ruleset: str, *, is_chosen: bool = False) -> Verdict:
+    context, opinion = CheckedLog(log, ruleset), _official_opinion(log, ruleset)
+    own = _own_findings(context)
     # If the file is not the log of one complete run, this defect causes the official checker's complaints.
     findings = own if context.defect else [*own, *_unexplained(context, own, opinion)]
+    is_old = is_chosen and ruleset != rules.NEWEST_RULESET
     return Verdict(
         path=log.path,
         ruleset=ruleset,
@@ -64,7 +90,18 @@ def _verdict(log: Log, ruleset: str, opinion: official.Opinion) -> Verdict:
         # Report the division as logged, without the default of `LoggedRun.division`.
         division=str(named.value) if (named := context.run.first.get("submission_division")) else None,
         status=None if context.run.status is None else str(context.run.status),
+        missed=missed_text(objections(log)) if is_old else "",
+        is_one_run=context.defect not in ("joined", "ranks"),
     )
+
+
+def missed_text(errors: Sequence[Finding]) -> str:
+    """Say what the newest ruleset would object to, for a verdict under an older ruleset."""
+    if not errors:
+        return f"the official checker rejects it under {rules.NEWEST_RULESET}"
+    keys = dict.fromkeys(f"{finding.key}: {finding.found}" if finding.key else finding.found for finding in errors)
+    first, more = next(iter(keys)), len(keys) - 1
+    return f"{rules.NEWEST_RULESET} would fail it: {first}" + (f" and {counted(more, 'other error')}" if more else "")
 
 
 def _official_opinion(log: Log, ruleset: str) -> official.Opinion:

@@ -6,9 +6,10 @@ schedule. A finding is an error if it makes the log an invalid result, and a war
 
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 from compliance.artefact import MAX_FILE_BYTES
-from compliance.check.grades import TIMELINE, CheckedLog, at, check_records, counts_no_sequences, epoch_nums, finding_of
+from compliance.check.grades import TIMELINE, CheckedLog, at, check_records, finding_of
 from compliance.log import rules
 from compliance.log.findings import Finding, Severity, shown
 from compliance.log.order import KEEP_THE_CLOCK, own_settings, unearned_success
@@ -32,21 +33,28 @@ def check_lines(context: CheckedLog) -> Iterator[Finding]:
         yield Finding(None, "", "SR Submission form", found, remedy)
         return
     if not context.log.token_lines:
-        found = "no MLLOG record in the file; expected the log of a run"
-        yield Finding(None, "", "log format", found, "check the file that the run logged to")
+        found, remedy = context.log.hint or ("", "check the file that the run logged to")
+        found = f"no MLLOG record in the file{found and f': {found}'}; expected the log of a run"
+        yield Finding(None, "", "log format", found, remedy)
     if context.log.size > MAX_FILE_BYTES:
         found = f"a file of {context.log.size / 2**20:.1f} MiB; expected at most {MAX_FILE_BYTES >> 20} MiB"
         yield Finding(None, "", "SR Submission form", found, "keep telemetry and other programs' output in other files")
 
 
 def _check_defect(context: CheckedLog) -> Iterator[Finding]:
-    run, records = context.run, context.log.records
+    records = context.log.records
     match context.defect:
         case "joined":
-            start = run.first["run_start"].line
-            second = next(record.line for record in context.log.all("init_start") if record.line > start)
-            found = f"two logs in one file: a run starts on line {start}, and another initialises on line {second}"
-            yield Finding(None, "run_start", "log format", f"{found}; expected the log of one run", "split the file")
+            assert context.second_start
+            line = context.second_start.line
+            found = f"two attempts in one file: the second begins on line {line}; expected the log of one run"
+            yield Finding(line, "", "log format", found, "log every attempt to a file of its own")
+        case "ranks":
+            found = (
+                f"{context.writers} processes have logged the whole run, each with a run_start; expected one of them"
+            )
+            remedy = "log from one process: a second run_start changes the measured time"
+            yield Finding(context.log.all("run_start")[1].line, "", "log format; TR 11", found, remedy)
         case "cut off":
             found = f"no record: the log ends on line {records[-1].line}; expected the log of a whole run"
             remedy = "wait for the run_stop, or copy the whole log again; a killed run is not a result"
@@ -88,33 +96,33 @@ def _check_whole_run(context: CheckedLog) -> Iterator[Finding]:
 
 
 def _check_presence(context: CheckedLog) -> Iterator[Finding]:
-    if not context.log.token_lines:
-        return
-    # Unreadable records are already reported, so they count as present.
-    present = {*context.log.by_key}.union(*(problem.keys for problem in context.log.problems))
-    for rule in rules.KEYS.values():
-        if rule.key in present or (context.aborted and rule.key not in TIMELINE):
+    for key in context.log.missing(context.ruleset):
+        rule = rules.KEYS[key]
+        if context.aborted and key not in TIMELINE:
             continue
-        name, _, end = rule.key.partition("_")
-        if name == "eval" and end in ("start", "stop"):
-            # The rule files accept blocks in place of evaluations, but a log that has only epochs needs evaluation records.
-            due = not {f"block_{end}", f"eval_{end}"} & present and f"epoch_{end}" in present
-        else:
-            due = rule.required_in(context.ruleset, context.run.division)
-            due = due and rule.key.replace("block", "epoch") not in present  # epochs are an alternative to blocks
-        if due:
-            times = "one record" if rule.once else "at least one record"
-            remedy = f"log {rule.key} {' or '.join(rules.PHASE_NAMES[phase] for phase in rule.phases)}"
-            severity: Severity = "error"
-            # TR 5.1 requires the seed since round 4.1.
-            if rule.key == "seed" and rules.RULESETS.index(context.ruleset) < rules.RULESETS.index("4.1.0"):
-                severity = "warning"
-            found = f"no record; expected {times}"
-            yield Finding(None, rule.key, rule.source, found, remedy, severity=severity)
+        found = f"no record; expected {'one record' if rule.once else 'at least one record'}"
+        remedy = f"log {key} {' or '.join(rules.PHASE_NAMES[phase] for phase in rule.phases)}"
+        severity: Severity = "warning" if context.ruleset in rule.advised else "error"
+        yield Finding(None, key, rule.source, found, remedy, severity=severity)
+
+
+def _check_division(context: CheckedLog) -> Iterator[Finding]:
+    # Since 2.0.0, the rule files look up the limit of the initialisation by the division.
+    first = context.run.first
+    division, stop = first.get("submission_division"), first.get("init_stop")
+    if division and stop and division.line > stop.line and context.ruleset not in rules.ONE_INIT_LIMIT:
+        found = f"logged before submission_division on line {division.line}, which sets the limit of the initialisation"
+        yield at(stop, found, "submission_division before it", "log submission_division during initialisation")
 
 
 def _check_time(context: CheckedLog) -> Iterator[Finding]:
     """Check that times never decrease. Before run_start, several processes log, so only phase starts must be in order."""
+    if context.undated:
+        record, more = context.undated[0], len(context.undated) - 1
+        found, expected = f"time_ms {record.time_ms}{_time_unit(record.time_ms)}", "milliseconds since 1970"
+        remedy = "log with the logger of mlperf-logging, while the run goes on"
+        yield replace(at(record, found, expected, remedy, "log format; TR 11"), more=more)
+    undated = {record.line for record in context.undated}
     start = context.run.first.get("run_start")
     run_line = start.line if start else sys.maxsize
     offline = _is_evaluated_offline(context)
@@ -122,7 +130,7 @@ def _check_time(context: CheckedLog) -> Iterator[Finding]:
     phase: Record | None = None  # the latest record that begins a phase
     for record in context.log.records:
         # Every process may log these keys, with its own clock.
-        if record.key in rules.PER_RANK:
+        if record.key in rules.PER_RANK or record.line in undated:
             continue
         if latest and record.time_ms < latest.time_ms:
             back = latest.time_ms - record.time_ms
@@ -140,6 +148,14 @@ def _check_time(context: CheckedLog) -> Iterator[Finding]:
             latest = record
         if record.key in TIMELINE:
             phase = record
+
+
+def _time_unit(time_ms: int) -> str:
+    """Return the probable unit of a time that is not in milliseconds since 1970, in words."""
+    for unit, size in (("seconds", 1_000), ("microseconds", 1e-3), ("nanoseconds", 1e-6)):
+        if rules.FIRST_MS <= time_ms * size < rules.LAST_MS:
+            return f" counts {unit}"
+    return ": no time" if time_ms <= 0 else ""
 
 
 _OFFLINE = ("eval_start", "eval_accuracy", "eval_stop", "train_samples", "eval_samples", "run_stop")
@@ -166,12 +182,40 @@ def _check_fixed_settings(context: CheckedLog) -> Iterator[Finding]:
     if run.division != "closed" or context.aborted:
         return
     for violation in own_settings(run):
-        yield finding_of(run.first[violation.key], violation)
+        record = run.first[violation.key]
+        padded = violation.key == "eval_samples" and rules.EVAL_SAMPLES < record.value < 2 * rules.EVAL_SAMPLES
+        if padded:
+            remedy = "make sure that padding is not counted, and each of the 10,000 sequences once in every evaluation"
+            violation = violation._replace(remedy=remedy)
+        yield finding_of(record, violation, "warning" if padded else "error")
     cleared = context.log.all("cache_clear")
     # Every process may log cache_clear. It is enough if one process dropped the caches.
     if cleared and all(record.value is False for record in cleared):
         remedy = "drop the caches before each run (needs root), and log what was done"
         yield at(cleared[0], f"value {shown(cleared[0].value)}: caches kept", "caches dropped before the run", remedy)
+
+
+def _check_plausibility(context: CheckedLog) -> Iterator[Finding]:
+    """Check the numbers of a closed run that are of the right type for numbers that no run can have."""
+    run = context.run
+    if run.division != "closed" or context.aborted:
+        return
+    for key, (low, high) in rules.PLAUSIBLE.items():
+        for record in context.log.all(key):
+            if rules.is_number(record.value) and record.value > 0 and not low <= record.value <= high:
+                found, expected = f"value {shown(record.value)}", f"{low:g} to {high:g}, as in any run of BERT-Large"
+                # A fraction above 1 is an error already.
+                if key != "eval_accuracy" or rules.FRACTION.accepts(record.value):
+                    yield at(record, found, expected, "check the number and its unit", severity="warning")
+    accumulated, batch = run.count_of("gradient_accumulation_steps"), run.global_batch_size
+    if accumulated and batch and accumulated > batch:
+        found, expected = f"value {accumulated}", f"at most the global_batch_size {batch}"
+        yield at(run.first["gradient_accumulation_steps"], found, expected, "log the micro-batches of a step")
+    stop, rate = run.last.get("run_stop"), run.sequences_per_s
+    if stop and not context.undated and (run.seconds == 0 or (rate and rate > rules.MAX_RATE)):
+        found = f"{run.trained or 0} sequences in {run.seconds:g} s"
+        expected = f"at most {rules.MAX_RATE:,.0f} a second: published systems stay below a tenth of this"
+        yield at(stop, found, expected, "check the unit of time_ms, and that run_start and run_stop are of one run")
 
 
 def _check_result(context: CheckedLog) -> Iterator[Finding]:
@@ -184,27 +228,39 @@ def _check_result(context: CheckedLog) -> Iterator[Finding]:
     # If the last accuracy is not a fraction, another finding reports it.
     if not run.accuracies or not rules.FRACTION.accepts(run.accuracies[-1].value):
         return
-    trained, samples, batch = run.first.get("train_samples"), epoch_nums(run), run.global_batch_size
+    trained, samples, batch = run.first.get("train_samples"), run.epoch_nums, run.global_batch_size
     is_counted = trained and samples and rules.is_number(trained.value)
     for violation in unearned_success(run, run.value("train_samples")):
         if violation.key == "eval_accuracy":
             yield finding_of(run.accuracies[-1], violation)
         # Placeholders in epoch_num cannot be compared with train_samples.
-        elif trained and is_counted and trained.value >= (batch or 0) and not counts_no_sequences(samples, batch):
+        elif trained and is_counted and trained.value >= (batch or 0) and not run.other_unit:
             # Other software logs the planned number of samples or the size of the data set as train_samples.
             yield finding_of(trained, violation, "error" if trained.value < samples[-1] else "warning")
     if trained and is_counted and trained.value < (batch or 0):
         remedy = "log the samples at convergence"
         yield at(trained, f"value {shown(trained.value)}", f"at least one batch of {batch}", remedy, "TR 24.6")
+    reached, last = run.reached, run.accuracies[-1]
+    # If the last accuracy is below the target, this is an error already.
+    if reached is not None and run.went_on and last.value >= rules.QUALITY_TARGET:
+        found = f"evaluation {reached + 1} reached the target, and the run went on to evaluation {len(run.accuracies)}"
+        remedy = "stop at the first evaluation that reaches the target: the RCP checker judges the last one"
+        yield at(run.accuracies[reached], found, "run_stop after it", remedy, "TR 11; RCP checker", "warning")
 
 
 def checks_of(context: CheckedLog) -> tuple[Callable[[CheckedLog], Iterator[Finding]], ...]:
     # The other checks would complain about records that were not read or that belong to another run.
     if context.log.given_up:
         return (check_lines,)
-    if context.defect in ("joined", "headless"):
+    # Without any readable record, a complaint about each missing one would only repeat why.
+    if not context.log.records:
+        return (check_lines, _check_chain)
+    if context.defect in ("joined", "ranks", "headless"):
         return (_check_defect, check_lines)
-    of_records = (check_lines, _check_chain, _check_whole_run, check_records, _check_time, _check_fixed_settings)
+    of_records = (
+        *(check_lines, _check_chain, _check_whole_run, check_records),
+        *(_check_division, _check_time, _check_fixed_settings, _check_plausibility),
+    )
     if context.defect:
         return (_check_defect, *of_records)
     return (*of_records, _check_presence, _check_result)

@@ -6,7 +6,7 @@ not reported.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import combinations
 from typing import Literal
@@ -17,12 +17,13 @@ from compliance.log.order import Violation, left_open, violations
 from compliance.log.reader import Log
 from compliance.log.record import Record
 from compliance.log.run import LoggedRun
-from console.text import counted
 
 TIMELINE = tuple(rules.NEXT_PHASE)
 """Records that divide a log into phases, in their order."""
 
-Defect = Literal["joined", "cut off", "headless"]
+_SETTINGS = {key for key, rule in rules.KEYS.items() if rule.phases == ("init",) and rule.once and rule.value}
+
+Defect = Literal["joined", "ranks", "cut off", "headless"]
 
 
 @dataclass
@@ -56,12 +57,10 @@ class CheckedLog:
         run, log = self.run, self.log
         if not run.first or log.given_up:
             return None
-        start = run.first.get("run_start")
-        if start:
-            later = {key: record.line for key, record in run.last.items() if record.line > start.line}
-            # Every process may log init_start, but a later init_start with new settings belongs to another run.
-            if "init_start" in later and {"submission_benchmark", "init_stop"} & later.keys():
-                return "joined"
+        if self.writers > 1:
+            return "ranks"
+        if self.second_start:
+            return "joined"
         if not {"run_stop"} & {*run.first, *self.lost_keys}:
             return "cut off"
         if not {"init_start", "submission_benchmark", "run_start"} & {*run.first, *self.lost_keys}:
@@ -69,9 +68,63 @@ class CheckedLog:
         return None
 
     @cached_property
+    def writers(self) -> int:
+        """Number of processes that wrote the whole run side by side, each with its own start and stop."""
+        first, starts = self.run.first, self.log.all("run_start")
+        if len(starts) < 2 or "run_stop" not in first or starts[1].line > first["run_stop"].line:
+            return 1
+        return min(len(self.log.all(key)) for key in ("submission_benchmark", *TIMELINE))
+
+    @cached_property
+    def second_start(self) -> Record | None:
+        """The record with which a second attempt begins, as after a restart under the same number; None for one attempt."""
+        limit_ms = 60_000 * rules.init_limit_minutes(self.ruleset, self.run.division)
+        begin: Record | None = None  # the first record of a group of cache_clear and init_start
+        previous: Record | None = None
+        for record in self.log.records:
+            if record.key not in rules.PER_RANK:
+                begin = None if record.key in rules.KEYS else begin
+                continue
+            begin = begin or record
+            # A process that starts when the others should have finished initialising belongs to another attempt.
+            if previous and record.time_ms - previous.time_ms >= limit_ms and self._is_before_settings(record):
+                return record
+            previous = record
+            if record.key == "init_start" and self._is_restart(record):
+                return begin
+        return None
+
+    def _is_before_settings(self, record: Record) -> bool:
+        return all(self.run.first[key].line > record.line for key in _SETTINGS if key in self.run.first)
+
+    def _is_restart(self, start: Record) -> bool:
+        """Tell whether an init_start begins the log anew. Other processes of the run may log it late too."""
+        first, last = self.run.first, self.run.last
+        before = {key for key, record in first.items() if record.line < start.line and rules.KEYS[key].once}
+        again = {key for key in before if last[key].line > start.line}
+        if "run_stop" in before:
+            return True
+        if "init_stop" in before:
+            return bool(again)
+        # A second attempt logs all settings again. If all processes log them, then each logs init_stop too.
+        before &= _SETTINGS
+        ends = max(1, len(self.log.all("init_stop")))
+        if not before or before - again or min(len(self.log.all(key)) for key in before) <= ends:
+            return False
+        # A launcher and the program may each log submission_*, and every process its seed.
+        own = [key for key in before if not key.startswith("submission_")]
+        opened = first["init_start"].line
+        return len(own) > 1 or any(opened < each.line < start.line for each in self.log.all("cache_clear"))
+
+    @cached_property
     def lost_keys(self) -> frozenset[str]:
         """Keys of unreadable records, as far as the keys can be recognised."""
         return frozenset().union(*(problem.keys for problem in self.log.problems if problem.severity == "error"))
+
+    @cached_property
+    def undated(self) -> list[Record]:
+        """Records whose time is not in milliseconds since 1970."""
+        return [record for record in self.log.records if not rules.FIRST_MS <= record.time_ms < rules.LAST_MS]
 
     @cached_property
     def disorder(self) -> tuple[Record, str] | None:
@@ -109,13 +162,15 @@ def check_records(context: CheckedLog) -> Iterator[Finding]:
     # For a log that was cut off, another finding covers the open intervals.
     for violation in left_open(context.run) if context.run.is_ended else ():
         record = context.run.open[violation.key]
-        if severity := _grade(context, record, violation):
+        if record.line < context.run.last["run_stop"].line and (severity := _grade(context, record, violation)):
             yield finding_of(record, violation, severity)
+    yield from _check_extension(context)
     yield from _check_evaluations(context)
 
 
 def _grade(context: CheckedLog, record: Record, violation: Violation) -> Severity | None:
     rule = rules.KEYS[record.key]
+    decides: Severity = "error" if rule.decides_in(context.ruleset, context.run.division) else "warning"
     match violation.kind:
         case "type":
             # The official parser ignores event_type. An invalid event_type, which `parse_line` reports, is empty here.
@@ -130,11 +185,13 @@ def _grade(context: CheckedLog, record: Record, violation: Violation) -> Severit
             # A second run_start or run_stop changes the score, but the official checker only warns of it.
             return "error" if rule.key in ("run_start", "run_stop") or (needed and not same) else "warning"
         case "value":
-            return _grade_of_value(record)
+            return "warning" if decides == "warning" else _grade_of_value(record)
         case "pair":
             return _grade_of_pair(context, record.key)
-        case "metadata" | "init time":
-            return "error"
+        case "metadata":
+            return decides
+        case "init time":
+            return None if context.undated else "error"
         # "span" and "evaluation" bind only our writer. `_check_evaluations` grades "schedule" and "count".
         case _:
             return None
@@ -150,8 +207,10 @@ def _grade_of_place(context: CheckedLog, record: Record) -> Severity | None:
         return None
     if rule.phases == ("run",) and not {"run_start", "run_stop"} <= run.first.keys():
         return None
-    is_late = record.key in ("block_stop", "epoch_stop") and record.line > run.first["run_stop"].line
-    return "warning" if is_late or record.key == "cache_clear" else "error"
+    if record.key == "cache_clear":
+        return "warning"
+    # `_check_extension` warns of all records after run_stop together.
+    return None if rule.phases == ("run",) and record.line > run.first["run_stop"].line else "error"
 
 
 def _grade_of_value(record: Record) -> Severity:
@@ -180,56 +239,74 @@ def _grade_of_pair(context: CheckedLog, key: str) -> Severity | None:
 # Evaluations
 
 
+def _check_extension(context: CheckedLog) -> Iterator[Finding]:
+    """Warn of training after run_stop, with which short runs are extended for the power meter."""
+    stop = context.run.first.get("run_stop")
+    timed = [each for each in context.log.records if each.key in rules.KEYS and rules.KEYS[each.key].phases == ("run",)]
+    later = [record for record in timed if stop and record.line > stop.line and record.key != "run_stop"]
+    if later:
+        found, expected = "logged after run_stop", "no training after it, except for a power measurement"
+        remedy = "make sure that the run had reached its target at run_stop: what follows does not count"
+        first = at(later[0], found, expected, remedy, "power_measurement.adoc; TR 11", "warning")
+        yield replace(first, more=len(later) - 1)
+
+
 def _check_evaluations(context: CheckedLog) -> Iterator[Finding]:
     """Check evaluations against the schedule. If epoch_num does not count sequences, only warn about that."""
-    run, schedule, batch = context.run, context.run.schedule, context.run.global_batch_size
-    samples = epoch_nums(run)
-    is_complete = len(samples) == len(context.log.all("eval_accuracy")) and "eval_accuracy" not in context.lost_keys
-    if not samples or not is_complete:
-        return  # other findings report these
-    if counts_no_sequences(samples, batch):
-        found = f"epoch_num {samples[0]}" + (f" to {samples[-1]}" if samples[-1] != samples[0] else "")
-        found += f" at {counted(len(samples), 'evaluation')}"
-        trained = run.count_of("train_samples")
-        if trained and schedule and (due := round(trained / schedule.interval)) != len(samples):
-            found += f", and train_samples {trained} would be after evaluation {due}"
+    run, schedule = context.run, context.run.schedule
+    evaluations = context.log.all("eval_accuracy")
+    # Other findings report accuracies that are lost, incomplete, or too early.
+    if not run.epoch_nums or "eval_accuracy" in context.lost_keys or evaluations[0] is not run.accuracies[0]:
+        return
+    off_schedule = [*_off_schedule(context)] if not run.other_unit else []
+    yield from off_schedule
+    if run.doubt and not any(finding.severity == "error" for finding in off_schedule):
+        found, trained = run.doubt, run.train_samples
+        if trained and schedule and run.trained is None:
+            found += f", and train_samples {trained} would be after evaluation {round(trained / schedule.interval)}"
         remedy = "log the true count; the RCP checker reads it, unless it is told to take train_samples"
         yield at(run.accuracies[0], found, "the sequences trained so far", remedy, "TR 24.6", "warning")
-        return
-    # The schedule does not include an evaluation of the untrained model.
-    is_regular = _is_regular(samples[1:] if samples[0] == 0 else samples, run)
-    for record, violation in context.broken:
-        if record.key == "eval_accuracy" and violation.kind in ("schedule", "count"):
-            lenient = violation.kind == "schedule" and is_regular
-            yield finding_of(record, violation, "warning" if lenient else "error")
 
 
-def epoch_nums(run: LoggedRun) -> list[int]:
-    """Return epoch_num of every evaluation; empty if any evaluation lacks it."""
-    counts = [record.metadata.get("epoch_num") for record in run.accuracies]
-    samples = [count for count in counts if rules.is_integer(count)]
-    return samples if len(samples) == len(counts) else []
+def _off_schedule(context: CheckedLog) -> Iterator[Finding]:
+    run = context.run
+    broken = [(record, each) for record, each in context.broken if record.key == "eval_accuracy"]
+    uncounted = [(record, violation) for record, violation in broken if violation.kind == "count"]
+    off_schedule = [(record, violation) for record, violation in broken if violation.kind == "schedule"]
+    irregular = _irregular_evaluation(run) if off_schedule else None
+    for record, violation in uncounted:
+        yield finding_of(record, violation)
+    if irregular is not None and not uncounted:
+        index, step, usual = irregular
+        record = run.accuracies[index]
+        violation = next((violation for each, violation in off_schedule if each is record), off_schedule[0][1])
+        found = f"evaluation at {run.epoch_nums[index]} samples, {step} after the last"
+        found += "" if usual is None else f" instead of about {usual}"
+        yield replace(finding_of(record, violation._replace(found=found)), more=len(off_schedule) - 1)
+    elif not uncounted:
+        for record, violation in off_schedule:
+            yield finding_of(record, violation, "warning")
 
 
-def counts_no_sequences(samples: list[int], batch: int | None) -> bool:
-    """Tell whether epoch_num holds placeholders, or counts evaluations or epochs instead of sequences."""
-    if max(samples) < (batch or 1):
-        return True
-    constant, counted = [samples[0]] * len(samples), list(range(samples[0], samples[0] + len(samples)))
-    return len(samples) > 1 and samples in (constant, counted)
+def _irregular_evaluation(run: LoggedRun) -> tuple[int, int, int | None] | None:
+    """Return the first evaluation that is not at a regular interval near the interval of the rules; None if all are.
 
-
-def _is_regular(samples: list[int], run: LoggedRun) -> bool:
-    """Tell whether the evaluations follow a regular interval near the interval of the rules.
-
+    The result is its index, its distance from the previous evaluation, and the usual distance, if it is near the rules'.
     Accepted submissions count a partial last batch, round the interval differently, or use the interval of a
-    neighbouring batch size. Each interval may therefore differ from the median interval by 3 % or a batch, and the
-    median interval from the rules' interval by 25,000 samples plus a batch.
+    neighbouring batch size. Packed batches hold more or fewer sequences than their nominal size. Each of the two counts
+    of a distance may therefore be a batch off, and the usual distance 25,000 samples plus a batch.
     """
-    if not samples or run.schedule is None:
-        return False
-    interval, batch = run.schedule.interval, run.schedule.global_batch_size
-    steps = sorted(after - before for before, after in zip([0, *samples], samples, strict=False))
-    median = steps[len(steps) // 2]
-    slack = max(batch, 0.03 * interval)
-    return steps[-1] - median <= slack and median - steps[0] <= slack and abs(median - interval) <= 25_000 + batch
+    schedule, samples = run.schedule, run.epoch_nums
+    if schedule is None:
+        return None
+    interval, batch = schedule.interval, schedule.global_batch_size
+    # The schedule does not include an evaluation of the untrained model.
+    skipped = int(samples[0] == 0)
+    steps = [after - before for before, after in zip([0, *samples[skipped:]], samples[skipped:], strict=False)]
+    usual = sorted(steps)[len(steps) // 2] if steps else interval
+    is_near = abs(usual - interval) <= 25_000 + batch
+    slack = max(2 * batch, round(0.03 * interval))
+    for index, step in enumerate(steps):
+        if abs(step - (usual if is_near else interval)) > slack:
+            return index + skipped, step, usual if is_near and usual != interval else None
+    return None

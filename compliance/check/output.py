@@ -80,8 +80,8 @@ def _say_verdict(verdict: Verdict) -> None:
 
 def total(verdicts: Sequence[Verdict], *, is_accepted: bool, ignored: int = 0) -> str:
     """Return one line that counts the passing and failing logs, folders and descriptions, and names failures."""
-    others = [verdict for verdict in verdicts if verdict.path.suffix == ".json" or verdict.path.is_dir()]
-    logs = [verdict for verdict in verdicts if verdict not in others]
+    others = [verdict for verdict in verdicts if verdict.part != "log"]
+    logs = [verdict for verdict in verdicts if verdict.part == "log"]
     parts = [_share(counted(len(logs), "log"), logs)] if logs or not others else []
     if others:
         noun = "folder or description" if len(others) == 1 else "folders and descriptions"

@@ -9,19 +9,21 @@ and the limit of the t-test.
 import statistics
 from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, Literal
 
 from compliance.convergence.selection import FAILED, olympic_mean
 from compliance.log import rules
+from compliance.log.findings import shown
 from compliance.log.rules import SUBMISSION_RUNS
+from compliance.log.run import LoggedRun
 from compliance.log.schedule import EvaluationSchedule, evaluation_interval
 from compliance.official import process
 from console.text import counted
 
 Origin = Literal["exact", "interpolated", "smallest"]
-Outcome = Literal["pass", "scaled", "fail", "no reference", "unfinished"]
+Outcome = Literal["pass", "scaled", "fail", "no reference", "unfinished", "unknown"]
 
 MAX_EVALUATIONS = 2**20
 TIMEOUT_S = 120
@@ -105,9 +107,11 @@ class Outlook:
         mean: mean samples to the target. From three runs on, the fastest and the slowest run are excluded. None before
             the first run has converged, and after two runs did not converge.
         verdict: "fail" as soon as two runs did not converge or the missing runs can no longer help, otherwise
-            "unfinished" while runs are missing.
+            "unfinished" while runs are missing; "unknown" if a log has no count of sequences that can be trusted.
         scaling: factor of the score, if `mean` were final.
         sentence: the comparison in words.
+        note: how the sequences were counted, if not by epoch_num of the last evaluation as the RCP checker does; else "".
+        by_train_samples: whether the RCP checker has to be told to read train_samples.
     """
 
     reference: Reference | None
@@ -115,6 +119,45 @@ class Outlook:
     verdict: Outcome
     scaling: float
     sentence: str
+    note: str = ""
+    by_train_samples: bool = False
+
+
+def outlook_of(
+    runs: Sequence[LoggedRun],
+    global_batch_size: int,
+    ruleset: str,
+    division: rules.Division = "closed",
+    *,
+    failed: int = 0,
+) -> Outlook:
+    """Compare logged runs and a number of `failed` runs as `outlook` does.
+
+    Runs in progress do not count, because they may still converge.
+
+    epoch_num counts the sequences, and train_samples if epoch_num does not. A count that its log contradicts is not used.
+    """
+    ended = [run for run in runs if run.is_ended]
+    samples = [*(run.converged_samples() for run in ended), *[None] * failed]
+    found = outlook(samples, global_batch_size, ruleset, division)
+    if unknown := [run for run in ended if run.is_unknown]:
+        run = unknown[0]
+        why = f"{run.doubt or 'no evaluation'}; train_samples {shown(run.value('train_samples'))}"
+        which = f"{counted(len(unknown), 'log')} of {len(ended)}"
+        sentence = f"convergence cannot be judged: {which} without a count of sequences that can be trusted ({why})."
+        return replace(found, mean=None, verdict="unknown", scaling=1.0, sentence=sentence)
+    notes = []
+    if doubted := [run for run in ended if run.doubt and run.converged_samples()]:
+        notes.append(
+            f"train_samples counts the sequences of {counted(len(doubted), 'log')}, because of {doubted[0].doubt}"
+        )
+    if late := [run for run in ended if run.went_on]:
+        reached, last = late[0].reached or 0, len(late[0].accuracies)
+        at = f"such as at evaluation {reached + 1} of {last}"
+        notes.append(f"the first evaluation at the target counts in {counted(len(late), 'log')} that went on, {at}")
+    note = "; ".join(notes)
+    sentence = f"{found.sentence.removesuffix('.')}; {note}." if note else found.sentence
+    return replace(found, sentence=sentence, note=note, by_train_samples=bool(doubted))
 
 
 def outlook(

@@ -8,6 +8,7 @@ from console.text import counted
 
 Severity = Literal["error", "warning"]
 Outcome = Literal["pass", "fail"]
+Part = Literal["log", "folder", "description", "submission"]
 
 
 @dataclass(frozen=True)
@@ -58,6 +59,9 @@ class Verdict:
         official: verdict of the official checker under the same ruleset. Its warnings do not count as errors.
         division: division as logged; None if not logged.
         status: status of run_stop; None if not logged.
+        missed: what the newest ruleset would object to, if an older one was chosen because it accepts more; else "".
+        part: what was checked.
+        is_one_run: False for a log that holds several attempts, or the records of several processes.
     """
 
     path: Path
@@ -66,6 +70,9 @@ class Verdict:
     findings: tuple[Finding, ...]
     division: str | None
     status: str | None
+    missed: str = ""
+    part: Part = "log"
+    is_one_run: bool = True
 
     @property
     def errors(self) -> tuple[Finding, ...]:
@@ -84,16 +91,18 @@ class Verdict:
         errors, warnings = len(self.errors), len(self.findings) - len(self.errors)
         counts = ((errors, "error"), (warnings, "warning"))
         said = ", ".join(counted(number, noun) for number, noun in counts if number)
+        ruleset = f"ruleset {self.ruleset}" + (f" ({self.missed})" if self.missed else "")
         if self.passed:
             valid = f"valid {self.division} log" if self.division else "no errors"
-            return f"{valid}, ruleset {self.ruleset}" + (f", {said}" if said else "")
+            return f"{valid}, {ruleset}" + (f", {said}" if said else "")
         aborted = "not a valid result (aborted), " if self.status == "aborted" else ""
-        return f"{aborted}{said}, ruleset {self.ruleset}"
+        return f"{aborted}{said}, {ruleset}"
 
     def as_dict(self) -> dict[str, Any]:
         return {
             "file": str(self.path),
             "ruleset": self.ruleset,
+            "missed": self.missed,
             "official": self.official,
             "ours": self.ours,
             "findings": [finding.as_dict() for finding in self.findings],

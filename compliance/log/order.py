@@ -91,8 +91,10 @@ def _repeated(first: Record, record: Record, rule: rules.KeyRule) -> Violation:
 def _misstated(rule: rules.KeyRule, record: Record, ruleset: str | None) -> Iterator[Violation]:
     key, metadata = rule.key, record.metadata
     if rule.value is not None and not rule.value.accepts(record.value):
-        remedy = "correct the value that is logged"
-        yield Violation("value", key, f"value {shown(record.value)}", rule.value.wording, remedy, rule.source)
+        value, wording, remedy = record.value, rule.value.wording, "correct the value that is logged"
+        if isinstance(value, list) and len(value) == 1 and rule.value.accepts(value[0]):
+            wording, remedy = f"{wording}, not a list of one", f"log {shown(value[0])} itself"
+        yield Violation("value", key, f"value {shown(value)}", wording, remedy, rule.source)
     # A missing field is None here, which no rule accepts.
     wrong = [(name, wanted) for name, wanted in rule.metadata if not wanted.accepts(metadata.get(name))]
     # Some rulesets accept one other field with a count in place of all required fields.
@@ -205,7 +207,7 @@ def own_settings(run: LoggedRun) -> Iterator[Violation]:
         "eval_interval_samples": evaluation_interval(batch) if batch else None,
         "eval_samples": rules.EVAL_SAMPLES,
     } | rules.FIXED_SETTINGS
-    remedy = "keep to the benchmark's setting, or set the division to open"
+    remedy = "keep to the benchmark's setting"
     for key, expected in fixed.items():
         value = run.value(key)
         # Another check reports a missing setting.

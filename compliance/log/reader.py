@@ -7,6 +7,7 @@ long line takes at most `MAX_LINE_BYTES`, and all records take a multiple of `MA
 
 import io
 import os
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -28,6 +29,11 @@ MAX_LINE_BYTES = 2**20
 MAX_RECORD_LINES_BYTES = MAX_FILE_BYTES
 """Maximum total bytes of record lines. A larger log does not fit into a submission, and parsing multiplies its size."""
 
+HEAD_BYTES = 64 * 2**10
+"""Number of bytes from which a file without records is recognised."""
+
+_OTHER_MARKER = re.compile(r":::ML\w{1,20}[-.\w]{0,20}")
+
 MAX_HEADER_LINES = 2_000
 MAX_HEADER_BYTES = 2**14
 """Maximum length of a plain line that is parsed as a header line."""
@@ -47,6 +53,7 @@ class Log:
             key is in its rule files.
         overlong: whether a line with the token was longer than `MAX_LINE_BYTES`.
         given_up: why the log was not read to its end; "" if it was read completely.
+        hint: what a file without records probably is, and what to do; None if unknown.
     """
 
     path: Path
@@ -59,6 +66,7 @@ class Log:
     overlong: bool = False
     chain: ChainCheck = field(default_factory=ChainCheck)
     given_up: str = ""
+    hint: tuple[str, str] | None = None
 
     @cached_property
     def by_key(self) -> dict[str, list[Record]]:
@@ -70,6 +78,20 @@ class Log:
     def all(self, key: str) -> list[Record]:
         """Return the records of `key` in file order."""
         return self.by_key.get(key, [])
+
+    def missing(self, ruleset: str) -> list[str]:
+        """Return the keys without a record that a ruleset requires."""
+        # Unreadable records are reported as such, so they count as present.
+        present = {*self.by_key}.union(*(problem.keys for problem in self.problems))
+        return [key for key, rule in rules.KEYS.items() if key not in present and self._is_due(rule, ruleset, present)]
+
+    def _is_due(self, rule: rules.KeyRule, ruleset: str, present: set[str]) -> bool:
+        name, _, end = rule.key.partition("_")
+        if name == "eval" and end in ("start", "stop"):
+            # The rule files accept blocks in place of evaluations, but a log that has only epochs needs evaluation records.
+            return not {f"block_{end}", f"eval_{end}"} & present and f"epoch_{end}" in present
+        # Epochs are an alternative to blocks.
+        return rule.required_in(ruleset, self.run.division) and rule.key.replace("block", "epoch") not in present
 
     @cached_property
     def run(self) -> LoggedRun:
@@ -88,7 +110,10 @@ def read_log(path: Path) -> Log:
                 limit = f"expected at most {MAX_LOG_BYTES >> 20} MiB to be read at all"
                 log.given_up = f"a file of {log.size / 2**20:,.1f} MiB; {limit}"
             else:
+                head = file.read(HEAD_BYTES)
+                file.seek(0)
                 _read_lines(log, file)
+                log.hint = log.hint or _recognise(head)
     except OSError as error:
         raise ValueError(f"{path}: cannot be read: {error.strerror}") from error
     if not log.token_lines:
@@ -111,6 +136,9 @@ def _read_lines(log: Log, file: IO[bytes]) -> None:
             continue
         if TOKEN not in line:
             take_header(content, log.header)
+            if log.hint is None and (marker := _OTHER_MARKER.search(line)):
+                found = f"line {number} has the marker {marker[0]}, which the official parser does not read"
+                log.hint = found, f"log with mlperf-logging, whose marker is {TOKEN.strip()} with a space after it"
             continue
         record_bytes += len(line)
         if record_bytes > MAX_RECORD_LINES_BYTES:
@@ -143,6 +171,36 @@ def _lines(file: IO[bytes]) -> Iterator[str | None]:
             has_token = has_token or TOKEN in piece[-len(TOKEN) :] + following
             piece = following
         yield None if has_token else ""
+
+
+_COMPRESSED = {
+    b"\x1f\x8b": "gzip",
+    b"BZh": "bzip2",
+    b"\xfd7zXZ\x00": "xz",
+    b"\x28\xb5\x2f\xfd": "zstd",
+    b"PK\x03\x04": "zip",
+}
+
+
+def _recognise(head: bytes) -> tuple[str, str] | None:
+    """Return what a file without records probably is, from its first bytes, and what to do; None if unknown."""
+    if not head.strip():
+        return "it is empty", "wait for the run, or copy the log again"
+    for magic, name in _COMPRESSED.items():
+        if head.startswith(magic):
+            return f"it is compressed by {name}", "unpack it"
+    # Every second byte of English text in UTF-16 is zero.
+    if head.startswith((b"\xff\xfe", b"\xfe\xff")) or head.count(0) > len(head) // 3:
+        return "it is text in UTF-16, as PowerShell writes it", "convert it to UTF-8: `iconv -f UTF-16 -t UTF-8`"
+    if head.lstrip(b"\xef\xbb\xbf \r\n\t").startswith(b"{"):
+        if re.search(rb'"(submitter|system_name)"\s*:', head):
+            remedy = (
+                "check the folder above results/ and systems/: a description is checked with the logs of its system"
+            )
+            return "it is a system description", remedy
+        if b'"event":' in head:
+            return "it is a metrics file of a run", "check the result_<n>.txt beside it"
+    return None
 
 
 def take_header(line: bytes, header: dict[str, str]) -> None:

@@ -147,7 +147,7 @@ def _decode(text: str) -> dict[str, Any]:
     # Integers of thousands of digits raise ValueError, and deep nesting raises RecursionError.
     except (ValueError, RecursionError) as error:
         reason = error.msg if isinstance(error, json.JSONDecodeError) else str(error).partition(":")[0]
-        raise _RecordError(f"broken JSON after {TOKEN.strip()} ({reason})", "one JSON object") from error
+        raise _RecordError(*_foreign_record(text.lstrip()) or _broken(reason)) from error
     if end != len(text):
         rest = shown(text[end:].strip(), MAX_SHOWN)
         raise _RecordError(f"text after the record: {rest}", "nothing after the object")
@@ -156,6 +156,23 @@ def _decode(text: str) -> dict[str, Any]:
     return fields
 
 
+def _broken(reason: str) -> tuple[str, str]:
+    return f"broken JSON after {TOKEN.strip()} ({reason})", "one JSON object"
+
+
+def _foreign_record(text: str) -> tuple[str, str] | None:
+    """Return what is found and expected if a record was written as something other than JSON."""
+    if text.startswith('{\\"'):
+        return "a record inside a JSON string", "the line as the run printed it: container logs need `jq -r .log`"
+    if text.startswith("{'"):
+        return "a Python dictionary", "JSON: write records with json.dumps or the logger of mlperf-logging"
+    return None
+
+
+# JSON, a Python dictionary, or JSON inside a JSON string.
+_KEY = re.compile(rb"""\\?["']key\\?["']: ?\\?["']([A-Za-z0-9_]{1,80})\\?["']""")
+
+
 def _keys_in(line: bytes) -> frozenset[str]:
     # Find keys for the message about an unparsable line. The names and the searched length are bounded.
-    return frozenset(key.decode() for key in re.findall(rb'"key": ?"([A-Za-z0-9_]{1,80})"', line[:MAX_RECORD_BYTES]))
+    return frozenset(key.decode() for key in _KEY.findall(line[:MAX_RECORD_BYTES]))

@@ -48,6 +48,27 @@ EVAL_SAMPLES = 10_000
 INIT_LIMIT_MINUTES: dict[Division, int] = {"closed": 30, "open": 240}
 """Exclusive limit of the untimed initialisation since ruleset 2.0.0 (TR 11). Before 2.0.0, both limits were 30."""
 
+MAX_TRAINED = 100_000_000
+"""More sequences than any closed run needs: the largest reference point needs 5.5 million. The data set has 156 million."""
+
+FIRST_MS, LAST_MS = 1_514_764_800_000, 4_102_444_800_000
+"""Range of time_ms: from 2018, when the benchmark was founded, to the end of this century."""
+
+PLAUSIBLE: dict[str, tuple[float, float]] = {
+    "opt_base_learning_rate": (1e-6, 0.1),
+    "opt_epsilon": (1e-20, 0.01),
+    "opt_lamb_epsilon": (1e-20, 0.01),
+    "opt_lamb_weight_decay_rate": (1e-6, 1),
+    "opt_learning_rate_training_steps": (10, 1e7),
+    "eval_accuracy": (0, 0.8),
+}
+"""Range of the numbers that a closed run can have, unless they are 0. Published runs stay well within it."""
+
+MAX_RATE = 1e7
+"""Maximum sequences per second of a run: more than ten times the published maximum of all rounds."""
+MAX_ACCELERATOR_RATE = 1e4
+"""Maximum sequences per second of one accelerator: more than five times the published maximum."""
+
 FIXED_SETTINGS: dict[str, int | float] = {
     "opt_gradient_clip_norm": 1.0,
     "opt_lamb_learning_rate_decay_poly_power": 1.0,
@@ -105,7 +126,11 @@ def _number(wording: str, accepts: Callable[[int | float], bool]) -> ValueRule:
     return ValueRule(wording, lambda value: is_number(value) and accepts(value))
 
 
-INTEGER = ValueRule("an integer", is_integer)
+# Random generators give seeds of 64 unsigned bits (/dev/urandom), and NumPy's give 128.
+SEED = ValueRule(
+    "an integer of at most 128 bits",
+    lambda value: isinstance(value, int) and not isinstance(value, bool) and value.bit_length() <= 128,
+)
 COUNT = ValueRule("an integer >= 0", lambda value: is_integer(value) and value >= 0)
 POSITIVE_INTEGER = ValueRule("an integer > 0", lambda value: is_integer(value) and value > 0)
 # Published logs write step counts as 1024.0.
@@ -129,7 +154,11 @@ def _until(ruleset: str) -> frozenset[str]:
 
 def init_limit_minutes(ruleset: str, division: Division) -> int:
     """Return the exclusive limit of the untimed initialisation in minutes."""
-    return INIT_LIMIT_MINUTES["closed" if ruleset in _until("1.1.0") else division]
+    return INIT_LIMIT_MINUTES["closed" if ruleset in ONE_INIT_LIMIT else division]
+
+
+ONE_INIT_LIMIT = _until("1.1.0")
+"""Rulesets in which both divisions have the limit of the closed division."""
 
 
 @dataclass(frozen=True)
@@ -142,6 +171,7 @@ class KeyRule:
         value: rule for the value; None if the value has no meaning.
         metadata: required metadata fields, each with its rule.
         closed, open: rulesets in which a log of that division must contain the key.
+        advised: rulesets in which a log should contain the key, but need not.
         written: whether this repository's writer requires the key in every log, before the clock starts.
         source: document that states the rule.
     """
@@ -155,10 +185,16 @@ class KeyRule:
     metadata: tuple[tuple[str, ValueRule], ...] = ()
     closed: frozenset[str] = ALL
     open: frozenset[str] = ALL
+    advised: frozenset[str] = NONE
     written: bool = True
 
     def required_in(self, ruleset: str, division: Division) -> bool:
         return ruleset in (self.closed if division == "closed" else self.open)
+
+    def decides_in(self, ruleset: str, division: Division) -> bool:
+        """Tell whether breaking the rule fails a log. A key that only other rulesets require does not decide."""
+        required = self.closed if division == "closed" else self.open
+        return not required or ruleset in required
 
 
 def _setting(
@@ -168,10 +204,13 @@ def _setting(
     *,
     closed: frozenset[str] = ALL,
     open: frozenset[str] = NONE,
+    advised: frozenset[str] = NONE,
     written: bool = True,
 ) -> KeyRule:
     """Return the rule for a setting, which is logged once during initialisation and by default required in closed logs."""
-    return KeyRule(key, "POINT_IN_TIME", ("init",), source, value=value, closed=closed, open=open, written=written)
+    return KeyRule(
+        key, "POINT_IN_TIME", ("init",), source, value=value, closed=closed, open=open, advised=advised, written=written
+    )
 
 
 def _optional(key: str, value: ValueRule) -> KeyRule:
@@ -201,7 +240,8 @@ _RULES = (
     _setting("submission_org", TEXT, "common.yaml up to 4.1.0", closed=_until("4.1.0"), open=_until("4.1.0")),
     _setting("submission_platform", TEXT, "common.yaml up to 4.1.0", closed=_until("4.1.0"), open=_until("4.1.0")),
     _setting("submission_status", _STATUS, "common.yaml up to 4.0.0", closed=_until("4.0.0"), open=_until("4.0.0")),
-    _setting("seed", INTEGER, "seed checker of the package checker; TR 5.1"),
+    # TR 5.1 requires the seed since round 4.1.
+    _setting("seed", SEED, "seed checker of the package checker; TR 5.1", advised=_until("4.0.0")),
     _setting("global_batch_size", POSITIVE_INTEGER),
     _setting("gradient_accumulation_steps", POSITIVE_INTEGER, "closed_common.yaml"),
     _setting("opt_base_learning_rate", POSITIVE),
@@ -314,8 +354,12 @@ SYSTEM_FIELDS = (
 )  # fmt: skip
 """Fields that the system description checker requires."""
 
-SYSTEM_INTEGERS = ("number_of_nodes", "host_processors_per_node", "accelerators_per_node")
-"""Fields whose numeric strings the result summarizer converts to integers."""
+SYSTEM_INTEGERS = {
+    "number_of_nodes": (1, 100_000),
+    "host_processors_per_node": (1, 64),
+    "accelerators_per_node": (0, 1024),
+}
+"""Fields whose numeric strings the result summarizer converts to integers, with the range that a system can have."""
 
 # Stricter than the package checker's pattern result_*.txt, which accepts any text as the number.
 RESULT_FILE = re.compile(r"result_(\d+)\.txt")

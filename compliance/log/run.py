@@ -5,11 +5,13 @@ The writer, the check, the watch and the reports all feed the records of a run t
 """
 
 from collections.abc import Mapping
+from statistics import median
 from typing import Any
 
 from compliance.log import rules
 from compliance.log.record import Record
 from compliance.log.schedule import EvaluationSchedule, evaluation_interval
+from console.text import counted
 
 OPENED_BY = {closing: opening for opening, closing in rules.INTERVALS.items()}
 """Opening record of each interval, by its closing record."""
@@ -46,7 +48,7 @@ class LoggedRun:
         self.start_ms: int | None = None
         self.last_ms = 0
         self.init_start_ms: int | None = None
-        self._at_end: Record | None = None  # the last eval_accuracy record before the run ended
+        self._block_samples = 0  # samples_count of the last block_stop of the timed run
 
     def add(self, record: Record) -> None:
         key, time_ms = record.key, record.time_ms
@@ -67,12 +69,11 @@ class LoggedRun:
         if key == "init_start":
             # The official checker also takes the earliest time.
             self.init_start_ms = time_ms if self.init_start_ms is None else min(self.init_start_ms, time_ms)
-        elif key == "run_stop":
-            # The RCP checker reads the last accuracy above run_stop.
-            self._at_end = self.last.get("eval_accuracy")
         elif self.phase == "run":
             self.counted_samples = max(self.counted_samples, samples_of(record.metadata) or 0)
-            if key == "eval_start":
+            if key == "block_stop" and rules.is_integer(samples := record.metadata.get("samples_count")):
+                self._block_samples = samples
+            elif key == "eval_start":
                 self.is_evaluated = False
             elif key == "eval_accuracy":
                 self.is_evaluated = True
@@ -112,7 +113,7 @@ class LoggedRun:
     @property
     def seed(self) -> int | None:
         seed = self.value("seed")
-        return seed if rules.is_integer(seed) else None
+        return seed if rules.SEED.accepts(seed) else None
 
     @property
     def schedule(self) -> EvaluationSchedule | None:
@@ -148,7 +149,7 @@ class LoggedRun:
     @property
     def train_samples(self) -> int | None:
         samples = self.value("train_samples")
-        return samples if rules.COUNT.accepts(samples) else None
+        return int(samples) if rules.STEPS.accepts(samples) else None
 
     @property
     def is_ended(self) -> bool:
@@ -179,19 +180,102 @@ class LoggedRun:
     @property
     def sequences_per_s(self) -> float | None:
         """Sequences trained per second of the time to train, which includes evaluations."""
-        return self.train_samples / self.seconds if self.train_samples and self.seconds else None
+        return self.trained / self.seconds if self.trained and self.seconds else None
+
+    # The sequences that the run needed to reach its target. The RCP checker reads epoch_num of the last eval_accuracy
+    # (TR 24.6), or train_samples if it is told to.
+
+    @property
+    def epoch_nums(self) -> list[int]:
+        """epoch_num of every evaluation; empty if any evaluation lacks it."""
+        counts = [record.metadata.get("epoch_num") for record in self.accuracies]
+        samples = [round(count) for count in counts if rules.is_number(count)]
+        return samples if len(samples) == len(counts) else []
+
+    @property
+    def other_unit(self) -> str:
+        """What epoch_num of the evaluations counts instead of sequences, in words; "" if it may count sequences."""
+        samples, schedule = self.epoch_nums, self.schedule
+        if not samples:
+            return ""
+        found = f"epoch_num {samples[0]}" + (f" to {samples[-1]}" if samples[-1] != samples[0] else "")
+        found += f" at {counted(len(samples), 'evaluation')}"
+        in_turn = list(range(samples[0], samples[0] + len(samples)))
+        is_placeholder = len(samples) > 1 and samples in ([samples[0]] * len(samples), in_turn)
+        if is_placeholder or max(samples) < (self.global_batch_size or 1):
+            return found
+        if self.division == "closed" and samples[-1] > rules.MAX_TRAINED:
+            return f"{found}, the size of a data set"
+        if schedule is None:
+            return ""
+        step = median(after - before for before, after in zip([0, *samples], samples, strict=False))
+        length = rules.FIXED_SETTINGS["max_sequence_length"]
+        for unit, size in (("optimizer steps", 1 / schedule.global_batch_size), ("tokens", length)):
+            if abs(step - size * schedule.interval) <= 0.2 * size * schedule.interval:
+                return f"{found}, which counts {unit}"
+        return ""
+
+    @property
+    def doubt(self) -> str:
+        """Why epoch_num of the evaluations cannot be the sequences trained so far; "" if it can."""
+        if self.other_unit or not self.accuracies:
+            return self.other_unit
+        samples, schedule, blocks = self.epoch_nums, self.schedule, self._block_samples
+        if not samples:
+            return "an evaluation has no epoch_num"
+        # Evaluations after training may end before the last block.
+        if schedule and blocks and samples[-1] > blocks + schedule.interval + schedule.global_batch_size:
+            return f"epoch_num {samples[-1]} at the last evaluation, and samples_count {blocks} at the last block_stop"
+        return ""
+
+    @property
+    def trained(self) -> int | None:
+        """Sequences trained in the run: train_samples if it agrees with the evaluations; None if no count can be trusted."""
+        logged, schedule, doubt = self.train_samples, self.schedule, self.doubt
+        if schedule is None:
+            return logged
+        if doubt or not self.accuracies:
+            # Some round the interval to another batch, or use the interval of a neighbouring batch size.
+            due = self.number_of_evaluations * schedule.interval
+            low, high = due - max(schedule.interval, due // 5), due + max(schedule.interval, due // 10)
+        else:
+            low = self.epoch_nums[-1]
+            high = low + schedule.interval
+        if logged is not None and low <= logged <= high:
+            return logged
+        return self.epoch_nums[-1] if self.accuracies and not doubt else None
+
+    @property
+    def reached(self) -> int | None:
+        """Index of the first evaluation that reached the target, from 0; None if there is none or no target is logged."""
+        target = self.target
+        values = [record.value if rules.FRACTION.accepts(record.value) else 0.0 for record in self.accuracies]
+        return next((index for index, value in enumerate(values) if target and value >= target), None)
+
+    @property
+    def went_on(self) -> bool:
+        """Tell whether a successful closed run went on after an evaluation that reached the target."""
+        is_success = self.division == "closed" and self.status == "success"
+        return is_success and self.reached is not None and self.reached < len(self.accuracies) - 1
 
     def converged_samples(self) -> int | None:
-        """Return the sequences to the target as the RCP checker reads them: `epoch_num` of the last eval_accuracy (TR 24.6).
+        """Return the sequences to the target: epoch_num of the first evaluation that reached it, else `trained`.
 
-        The result is None if the run did not end with status success, or did not log the number.
+        The result is None if the run did not end with status success, or if no count can be trusted.
         """
-        if self.status != "success" or self._at_end is None:
+        if self.status != "success" or not self.accuracies:
             return None
-        count = self._at_end.metadata.get("epoch_num")
-        # Accept a float, as the RCP checker does.
-        samples = round(count) if rules.is_number(count) else 0
-        return samples if samples > 0 and rules.is_integer(samples) else None
+        last = len(self.accuracies) - 1
+        first = last if self.reached is None else self.reached
+        if not self.doubt:
+            return self.epoch_nums[first] or None
+        # train_samples counts to the end of the run, so it does not tell when a run that went on reached its target.
+        return (self.trained or None) if first == last else None
+
+    @property
+    def is_unknown(self) -> bool:
+        """Tell whether the run claims success, but logs no count of sequences to the target that can be trusted."""
+        return self.status == "success" and self.converged_samples() is None
 
 
 def samples_of(metadata: Mapping[str, object]) -> int | None:
@@ -202,5 +286,7 @@ def samples_of(metadata: Mapping[str, object]) -> int | None:
 
 def _seconds(start_ms: int | None, stop: Record | None) -> float | None:
     if start_ms is None or stop is None or stop.time_ms < start_ms:  # the clock was set back
+        return None
+    if not rules.FIRST_MS <= start_ms <= stop.time_ms < rules.LAST_MS:  # the times have another unit
         return None
     return (stop.time_ms - start_ms) / 1000

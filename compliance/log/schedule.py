@@ -39,10 +39,8 @@ class EvaluationSchedule:
         """Tell whether the `index`-th evaluation (from 1) may be at `samples` if the previous one was at `previous`.
 
         The rule "rounded up to a whole batch" has two readings, and both are accepted. Rounding each multiple of the
-        interval gives errors below one batch. Rounding the interval itself gives errors that add up. The slack of up to
-        two small batches is for packed runs and partial last batches, which count real sequences against a nominal
-        batch size.
+        interval gives errors below one batch. Rounding the interval itself gives errors that add up. Packed runs count
+        real sequences against a nominal batch size, so that each of two counts may be a batch off.
         """
         batch = self.global_batch_size
-        slack = max(batch, min(2 * batch, self.interval // 100))
-        return abs(samples - index * self.interval) < batch or abs(samples - previous - self.interval) < slack
+        return abs(samples - index * self.interval) < batch or abs(samples - previous - self.interval) < 2 * batch

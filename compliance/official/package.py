@@ -33,7 +33,7 @@ class Answer:
 
 
 def ask(part: str, path: Path, ruleset: str) -> Answer:
-    """Ask the tool for `part`: "system" (a description), "package" (benchmark folders) or "repository" (a submission).
+    """Ask the tool for `part`, a key of `process.NAMES`: a description, benchmark folders or a submission.
 
     Raises ``ValueError`` if mlperf-logging is not installed.
     """
@@ -43,12 +43,17 @@ def ask(part: str, path: Path, ruleset: str) -> Answer:
     return Answer("pass" if answer["passed"] else "fail", visible(answer["message"], MAX_TEXT_CHARACTERS))
 
 
-def ask_about_folder(folder: BenchmarkFolder, description: Mapping[str, Any], ruleset: str) -> Answer:
-    """Have the package checker check one benchmark folder and its description's fields. Raises as `ask` does."""
+def ask_about_folder(
+    folder: BenchmarkFolder, description: Mapping[str, Any], ruleset: str, by_train_samples: bool = False
+) -> Answer:
+    """Have the package checker check one benchmark folder and its description's fields. Raises as `ask` does.
+
+    `by_train_samples` stands for its option --rcp-bert-train-samples.
+    """
     # Use a copy, because the package checker writes files into the results folder.
     with tempfile.TemporaryDirectory(prefix="compliance-") as copy:
         _link(folder, description, Path(copy))
-        return ask("package", Path(copy), ruleset)
+        return ask("package by train_samples" if by_train_samples else "package", Path(copy), ruleset)
 
 
 def _link(folder: BenchmarkFolder, description: Mapping[str, Any], copy: Path) -> None:

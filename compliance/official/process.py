@@ -21,6 +21,7 @@ from typing import Any
 NAMES = {
     "log": "compliance checker",
     "package": "package checker",
+    "package by train_samples": "package checker",
     "system": "system description checker",
     "repository": "repository checker",
     "reference": "RCP checker",

@@ -16,7 +16,7 @@ import math
 import re
 import sys
 from collections.abc import Callable, Iterable
-from functools import cache
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any, TextIO
 
 import yaml
@@ -101,12 +101,12 @@ def _shorten(text: str) -> str:
 # Parts of a submission. Functions import the tools' modules when called, because SciPy and pandas take a second.
 
 
-def _package(path: str, ruleset: str) -> bool:
+def _package(path: str, ruleset: str, by_train_samples: bool = False) -> bool:
     from mlperf_logging.package_checker import package_checker
 
     mlp_compliance.enqueued_configs.clear()
     return package_checker.check_training_result_files(
-        path, "training", ruleset, quiet=False, werror=False, rcp_bypass=False, rcp_bert_train_samples=False,
+        path, "training", ruleset, quiet=False, werror=False, rcp_bypass=False, rcp_bert_train_samples=by_train_samples,
         seed_checker_bypass=False,
     )  # fmt: skip
 
@@ -187,7 +187,12 @@ def score(path: str, ruleset: str) -> dict[str, Any]:
 
 _DETAILS = ("rcp_scaling_factor", "samples_to_converge")
 
-PARTS: dict[str, Callable[[str, str], bool]] = {"package": _package, "system": _system, "repository": _repository}
+PARTS: dict[str, Callable[[str, str], bool]] = {
+    "package": _package,
+    "package by train_samples": partial(_package, by_train_samples=True),
+    "system": _system,
+    "repository": _repository,
+}
 QUESTIONS: dict[str, Callable[[Any, str], dict[str, Any]]] = {"log": judge_log, "reference": reference, "score": score}
 
 

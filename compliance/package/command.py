@@ -12,9 +12,10 @@ from typing import Any
 
 from compliance.artefact import MAX_FILE_BYTES
 from compliance.check.checker import check_log
-from compliance.convergence.outlook import outlook
+from compliance.convergence.outlook import outlook_of
 from compliance.convergence.selection import FAILED, Selection, select
 from compliance.folders import BENCHMARK, absolute, numbered_logs
+from compliance.log import rules
 from compliance.log.findings import Finding
 from compliance.log.reader import Log, read_log
 from compliance.log.rules import NOT_A_RESULT, SUBMISSION_RUNS
@@ -42,18 +43,19 @@ def run(request: PackageRequest) -> int:
     """
     package = make_package(request)
     # Check the written tree, with its copied and renamed files, because a reviewer gets this tree.
-    verdicts = check_paths([request.tree], request.ruleset)
-    tools = {request.tree: "repository checker", package.results: "package checker"}
-    rows = [(tools[each.path], each.official == "pass") for each in verdicts if each.path in tools]
-    rows += [
-        ("system description checker", each.official == "pass") for each in verdicts if each.path.suffix == ".json"
-    ]
-    score = process.ask("score", absolute(request.tree), request.ruleset, TIMEOUT_S)
+    verdicts = check_paths([request.tree], rules.NEWEST_RULESET)
+    tools = {
+        "submission": "repository checker",
+        "description": "system description checker",
+        "folder": "package checker",
+    }
+    rows = [(tools[each.part], each.official == "pass") for each in verdicts if each.part in tools]
+    score = process.ask("score", absolute(request.tree), rules.NEWEST_RULESET, TIMEOUT_S)
     differences, is_valid = [*_differences(package, score)], accepted(verdicts)
     rows += [("result summarizer", score.get("minutes") is not None), ("check of this repository", is_valid)]
     rows += [("score, scaling, samples equal", not differences)]
 
-    say(f"{request.tree}: {request.system.stem}, {package.division} division, ruleset {request.ruleset}")
+    say(f"{request.tree}: {request.system.stem}, {package.division} division, ruleset {rules.NEWEST_RULESET}")
     say(f"score {package.minutes:.4f} minutes. {package.choice}")
     say(package.outlook.sentence)
     say()
@@ -88,14 +90,16 @@ def make_package(request: PackageRequest) -> Package:
             f"{request.runs} holds the runs of {folder.parent.name!r}, but --system {request.system} describes {system!r}. "
             f"Give --system .../{folder.parent.name}.json, or rename one of the two if they are the same system"
         )
-    logs = [log for _, path in numbered_logs(request.runs) if (log := read_log(path)).run.is_ended]
+    every = [read_log(path) for _, path in numbered_logs(request.runs)]
+    logs = [log for log in every if log.run.is_ended]
     fields = _description(request.system)
     chosen, selection = _choose(logs, request)
     first = next(run.log.run for run in chosen if run.minutes < FAILED)
-    samples = [run.log.run.converged_samples() for run in chosen]
-    ahead = outlook(samples, first.global_batch_size or 0, request.ruleset, division=first.division)
+    valid = [run.log.run for run in chosen if run.minutes < FAILED]
+    failed = len(chosen) - len(valid)
+    ahead = outlook_of(valid, first.global_batch_size or 0, rules.NEWEST_RULESET, first.division, failed=failed)
     source = tracked_source()
-    findings = tuple(_source_findings(logs, source))
+    findings = (*_unended(every), *_source_findings(logs, source))
     package = Package(request, first.division, chosen, selection, ahead, findings)
     write_tree(package, fields, source)
     return package
@@ -116,7 +120,7 @@ def _choose(logs: list[Log], request: PackageRequest) -> tuple[tuple[SubmittedRu
     if len(logs) < SUBMISSION_RUNS:
         remedy = f"`python -m compliance convergence {quote(str(request.runs))}` says what the missing runs must do"
         raise ValueError(f"{request.runs}: {len(logs)} complete logs, expected {SUBMISSION_RUNS} (TR 12): {remedy}")
-    verdicts = [check_log(log, request.ruleset) for log in logs]
+    verdicts = [check_log(log, rules.NEWEST_RULESET) for log in logs]
     # A log that fails a check counts as a failed run, even if its status is success.
     seconds = [log.run.seconds if verdict.passed else None for log, verdict in zip(logs, verdicts, strict=True)]
     times = [FAILED if each is None else each / 60 for each in seconds]
@@ -132,6 +136,13 @@ def _choose(logs: list[Log], request: PackageRequest) -> tuple[tuple[SubmittedRu
     # Renumber the runs from 0 in the order of their start.
     chosen = enumerate(selection.chosen)
     return tuple(SubmittedRun(f"result_{number}.txt", logs[run], times[run]) for number, run in chosen), selection
+
+
+def _unended(logs: list[Log]) -> Iterator[Finding]:
+    if left_out := [log.path.name for log in logs if not log.run.is_ended]:
+        found = f"{visible(left_out[0])} has no run_stop and is left out, expected every run that was started"
+        remedy = "a run that was killed counts as failed: log its run_stop with status aborted (TR 12.1)"
+        yield Finding(None, "run_stop", "TR 12.1", found, remedy, severity="warning", more=len(left_out) - 1)
 
 
 def _source_findings(logs: list[Log], source: SourceTree) -> Iterator[Finding]:

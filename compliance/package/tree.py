@@ -47,10 +47,8 @@ class PackageRequest:
     system: Path
     runs: Path
     out: Path
-    ruleset: str = rules.NEWEST_RULESET
 
     def __post_init__(self) -> None:
-        rules.check_ruleset(self.ruleset)
         for option, name in (("org", self.org), ("system", self.system.stem)):
             if not NAME.fullmatch(name):
                 raise ValueError(

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Literal, TypeVar
 
 from compliance.check.checker import check_log
-from compliance.convergence.outlook import Outlook, outlook
+from compliance.convergence.outlook import Outlook, outlook_of
 from compliance.convergence.selection import FAILED, olympic_mean, select
 from compliance.folders import find, numbered_logs
 from compliance.log import rules
@@ -21,6 +21,7 @@ from compliance.log.records import Metrics, read_metrics
 from compliance.log.rules import SUBMISSION_RUNS
 from compliance.log.run import LoggedRun
 from compliance.submission.check import check_paths, is_for_submission
+from compliance.submission.derived import metrics_fault
 from compliance.submission.description import count_accelerators, read_description
 
 MIN_RUNS_FOR_SCORE = 3
@@ -149,9 +150,7 @@ class Results:
         batch = self.global_batch_size
         if self.division != "closed" or not batch:
             return None
-        # A run in progress may still converge.
-        ended = [run.logged for run in self.submitted if run.logged.is_ended]
-        return outlook([run.converged_samples() for run in ended], batch, self.ruleset)
+        return outlook_of([run.logged for run in self.submitted], batch, self.ruleset)
 
     @cached_property
     def findings(self) -> list[tuple[str, Finding]]:
@@ -196,7 +195,9 @@ def load_results(folder: Path, ruleset: str = rules.NEWEST_RULESET) -> Results:
         log = read_log(path)
         # Check the log here if the folder's check did not include it.
         verdict = verdicts.pop(path, None) or check_log(log, ruleset)
-        runs.append(ReportedRun(number, log, verdict, read_metrics(folder / f"metrics_{number}.jsonl")))
+        metrics = read_metrics(folder / f"metrics_{number}.jsonl")
+        # The check warns of metrics of another run. Its times must not be shown as this run's.
+        runs.append(ReportedRun(number, log, verdict, Metrics() if metrics_fault(metrics, log.run) else metrics))
     place = find(folder).benchmarks[0]
     fields = read_description(place.description).fields if place.description.is_file() else {}
     description = {str(name): str(value) for name, value in fields.items()}

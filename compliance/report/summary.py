@@ -15,7 +15,7 @@ COLUMNS = ("run", "official", "ours", "time to train", "accuracy", "target", "se
 
 Kind = Literal["good", "warn", "bad", "plain"]
 
-_KINDS: dict[str, Kind] = {"pass": "good", "scaled": "warn", "fail": "bad"}
+_KINDS: dict[str, Kind] = {"pass": "good", "scaled": "warn", "fail": "bad", "unknown": "bad"}
 
 
 class Statement(NamedTuple):
@@ -90,7 +90,7 @@ def cells(run: ReportedRun) -> tuple[str, ...]:
         duration(run.logged.seconds),
         fraction(run.logged.accuracy),
         fraction(run.logged.target),
-        count(run.logged.train_samples),
+        count(run.logged.trained),
         rate(run.logged.sequences_per_s),
     )
 
@@ -175,7 +175,7 @@ def _figures(run: ReportedRun, dropped: str | None) -> dict[str, Any]:
         "init_seconds": run.logged.init_seconds,
         "accuracy": run.logged.accuracy,
         "target": run.logged.target,
-        "samples": run.logged.train_samples,
+        "samples": run.logged.trained,
         "converged_samples": run.logged.converged_samples(),
         "sequences_per_s": run.logged.sequences_per_s,
         "global_batch_size": run.logged.global_batch_size,

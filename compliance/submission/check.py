@@ -13,18 +13,20 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from compliance.check.checker import check_file, check_log
-from compliance.convergence.outlook import outlook
-from compliance.folders import BenchmarkFolder, Tree, find_all, layout_findings, repository_findings
+from compliance.check.checker import candidate_rulesets, check_file, check_log, missed_text, objections
+from compliance.convergence.outlook import Outlook, outlook_of
+from compliance.convergence.selection import FAILED, select
+from compliance.folders import BenchmarkFolder, Tree, absolute, find_all, layout_findings, repository_findings
 from compliance.log import rules
-from compliance.log.findings import Finding, Severity, Verdict, shown
-from compliance.log.reader import read_log
+from compliance.log.findings import Finding, Part, Severity, Verdict, shown
+from compliance.log.reader import Log, read_log
 from compliance.log.record import Record
 from compliance.log.rules import SUBMISSION_RUNS
 from compliance.log.run import LoggedRun
 from compliance.official.package import Answer, ask, ask_about_folder
+from compliance.submission.derived import metrics_findings, package_findings, report_findings, scaling_findings
 from compliance.submission.description import against_logs, description_findings, read_description
-from console.text import visible
+from console.text import counted, visible
 
 HYPERPARAMETERS = tuple(
     key
@@ -96,13 +98,18 @@ def check_paths(paths: Iterable[Path], ruleset: str = rules.NEWEST_RULESET) -> l
             verdicts += (verdict for tree in find_all(path) for verdict in _check_tree(tree, ruleset))
         else:
             verdicts.append(check_file(path, ruleset))
+    if not any(verdict.part == "log" for verdict in verdicts):
+        empty = next((verdict for verdict in verdicts if verdict.part == "folder"), None)
+        why = f"{empty.path}: {empty.errors[0].sentence}; {empty.errors[0].remedy}" if empty else "no path given"
+        raise ValueError(f"no log was read: {why}")
     return verdicts
 
 
 def accepted(verdicts: Sequence[Verdict]) -> bool:
     """Tell whether all verdicts pass, except for logs whose folder passes without them."""
-    folders = {verdict.path for verdict in verdicts}
-    return all(verdict.passed or verdict.path.parent in folders for verdict in verdicts)
+    folders = {absolute(verdict.path) for verdict in verdicts if verdict.part == "folder"}
+    excused = [each.part == "log" and absolute(each.path).parent in folders for each in verdicts]
+    return bool(verdicts) and all(each.passed or may_fail for each, may_fail in zip(verdicts, excused, strict=True))
 
 
 def is_for_submission(run: LoggedRun) -> bool:
@@ -112,12 +119,20 @@ def is_for_submission(run: LoggedRun) -> bool:
 
 
 def _check_tree(tree: Tree, ruleset: str) -> list[Verdict]:
-    checked = [(folder, *_read_runs(folder, ruleset)) for folder in tree.benchmarks]
+    logs = [[_read(path) for path in folder.logs] for folder in tree.benchmarks]
+    # One submission is of one round. Bare results may be of several rounds.
+    if tree.submission:
+        flat, chosen = _check_logs([log for of_folder in logs for log in of_folder], ruleset)
+        runs = iter(flat)
+        checked = [(folder, [next(runs) for _ in folder.logs], chosen) for folder in tree.benchmarks]
+    else:
+        checked = [(folder, *_check_logs(each, ruleset)) for folder, each in zip(tree.benchmarks, logs, strict=True)]
     newest = max((chosen for *_, chosen in checked), key=rules.RULESETS.index)
+    is_auto = ruleset == rules.AUTO
     verdicts = []
     if tree.submission == tree.path:
         answer = ask("repository", tree.path, newest)
-        verdicts.append(_verdict(tree.path, newest, answer, [*repository_findings(tree)]))
+        verdicts.append(_verdict(tree.path, "submission", newest, answer, [*repository_findings(tree)]))
     for path in tree.descriptions:
         of_description = [(runs, chosen) for folder, runs, chosen in checked if folder.description == path]
         chosen = of_description[-1][1] if of_description else newest
@@ -125,13 +140,28 @@ def _check_tree(tree: Tree, ruleset: str) -> list[Verdict]:
         findings = [*description_findings(description, chosen)]
         if of_description and not description.fault:
             findings += against_logs(description, [run.logged for runs, _ in of_description for run in runs])
-        verdicts.append(_verdict(path, chosen, ask("system", path, chosen), findings))
+        errors = [each for each in description_findings(description, rules.NEWEST_RULESET) if each.severity == "error"]
+        missed = missed_text(errors) if is_auto and chosen != rules.NEWEST_RULESET and errors else ""
+        verdicts.append(_verdict(path, "description", chosen, ask("system", path, chosen), findings, missed))
+    owners: dict[bytes, BenchmarkFolder] = {}
     for folder, runs, chosen in checked:
-        verdicts += _check_folder(folder, runs, chosen)
+        verdicts += _check_folder(tree, folder, runs, chosen, _shared(folder, runs, owners))
     return verdicts
 
 
-def _verdict(path: Path, ruleset: str, answer: Answer, findings: list[Finding]) -> Verdict:
+def _shared(folder: BenchmarkFolder, runs: Sequence[FolderRun], owners: dict[bytes, BenchmarkFolder]) -> list[Finding]:
+    """Return a warning if logs of the folder are also in another system's folder. Add the folder's logs to `owners`."""
+    others = [owners[run.digest] for run in runs if run.digest in owners]
+    owners |= {run.digest: folder for run in runs if run.digest}
+    if not others:
+        return []
+    found = f"{counted(len(others), 'log')} also in {visible(others[0].path)}, expected every system's own runs"
+    return [Finding(None, "", "TR 12", found, "submit the runs of each system", severity="warning")]
+
+
+def _verdict(
+    path: Path, part: Part, ruleset: str, answer: Answer, findings: list[Finding], missed: str = ""
+) -> Verdict:
     """Return a verdict. If the official tool rejects the part, at least one finding is an error.
 
     If `findings` contains no error, the message of the tool is added to it as an error.
@@ -139,59 +169,97 @@ def _verdict(path: Path, ruleset: str, answer: Answer, findings: list[Finding]) 
     if answer.outcome == "fail" and not any(finding.severity == "error" for finding in findings):
         found = f"the official tool does not accept it, expected no objection: {answer.message}"
         findings.append(Finding(None, "", f"mlperf-logging, ruleset {ruleset}", found, "see its message"))
-    return Verdict(path, ruleset, answer.outcome, tuple(findings), None, None)
+    return Verdict(path, ruleset, answer.outcome, tuple(findings), None, None, missed, part)
 
 
-def _read_runs(folder: BenchmarkFolder, ruleset: str) -> tuple[list[FolderRun], str]:
-    """Read and check the logs of a folder. Return the runs and their common ruleset."""
-    runs = [_read_run(log, ruleset) for log in folder.logs]
-    if ruleset != rules.AUTO:
-        return runs, ruleset
-    # Each log was checked under the newest ruleset that accepts it. Take the oldest of these rulesets for all logs.
-    accepting = [run.verdict.ruleset for run in runs if run.verdict.passed]
-    if accepting:
-        common = min(accepting, key=rules.RULESETS.index)
-    else:
-        usual = Counter(run.verdict.ruleset for run in runs if run.verdict.ruleset != rules.AUTO).most_common(1)
-        common = usual[0][0] if usual else rules.NEWEST_RULESET
-    return [run if run.verdict.ruleset == common else _read_run(run.verdict.path, common) for run in runs], common
-
-
-def _read_run(path: Path, ruleset: str) -> FolderRun:
+def _read(path: Path) -> Log | Verdict:
+    """Read a log, or return the verdict on an unreadable one, which must not stop the comparison of the other logs."""
     try:
-        log = read_log(path)
+        return read_log(path)
     except ValueError as error:
         found = str(error).removeprefix(f"{path}: ")
         finding = Finding(None, "", "log format", found, "put the log itself in its place")
-        # An unreadable log must not stop the comparison of the other logs.
-        return FolderRun(Verdict(path, ruleset, "fail", (finding,), None, None), LoggedRun())
+        return Verdict(path, rules.AUTO, "fail", (finding,), None, None)
+
+
+def _check_logs(logs: Sequence[Log | Verdict], ruleset: str) -> tuple[list[FolderRun], str]:
+    """Check logs that are judged under one ruleset. Return the runs and this ruleset."""
+    readable = [log for log in logs if isinstance(log, Log)]
+    candidates = [(ruleset, 0)] if ruleset != rules.AUTO else candidate_rulesets(readable)
+    tried: list[tuple[int, list[FolderRun], str]] = []
+    for candidate, expected in candidates:
+        # The official checker is asked once, unless it rejects what our checks accept.
+        if tried and max(passing for passing, *_ in tried) >= expected:
+            break
+        runs = [_run_of(log, candidate, is_auto=ruleset == rules.AUTO) for log in logs]
+        tried.append((sum(run.verdict.passed for run in runs), runs, candidate))
+    _, runs, chosen = max(tried, key=lambda each: each[0])
+    return runs, chosen
+
+
+def _run_of(log: Log | Verdict, ruleset: str, *, is_auto: bool) -> FolderRun:
+    if isinstance(log, Verdict):
+        return FolderRun(replace(log, ruleset=ruleset), LoggedRun())
+    verdict = check_log(log, ruleset)
+    if is_auto and ruleset != rules.NEWEST_RULESET:
+        verdict = replace(verdict, missed=missed_text(objections(log)))
+    # The records of two runs in one file say nothing about either of them.
+    if not verdict.is_one_run:
+        return FolderRun(verdict, LoggedRun())
     # Digest only the records, so that a copy of a log with other comments is recognised.
     digest = hashlib.sha256(b"\n".join(line for _, line in log.evidence)).digest() if log.evidence else b""
-    return FolderRun(check_log(log, ruleset), log.run, tuple(log.all("seed")), digest)
+    return FolderRun(verdict, log.run, tuple(log.all("seed")), digest)
 
 
-def _check_folder(folder: BenchmarkFolder, runs: list[FolderRun], ruleset: str) -> list[Verdict]:
+def _check_folder(
+    tree: Tree, folder: BenchmarkFolder, runs: list[FolderRun], ruleset: str, findings: list[Finding]
+) -> list[Verdict]:
     # Use the division that most logs name, or else closed, which is stricter.
     named = Counter(run.verdict.division for run in runs).most_common(1)
     division: rules.Division = "open" if named and str(named[0][0]).lower() == "open" else "closed"
-    if folder.submission:
-        # The package checker crashes without a division. The description itself is checked separately.
-        fields = {"division": division} | read_description(folder.description).fields
-        answer = ask_about_folder(folder, fields, ruleset)
-    else:
-        # The package checker rejects incomplete folders, but bare results may be incomplete. One log of ten may fail.
-        failed = sum(run.verdict.official == "fail" for run in runs)
-        answer = Answer("pass" if failed <= (len(runs) >= SUBMISSION_RUNS) else "fail")
     originals = _without_copies(runs)
     _compare_settings(originals, division)
     _compare_seeds(originals, division, folder.severity)
-    is_meant = folder.submission or any(is_for_submission(run.logged) for run in runs)
-    findings = [*layout_findings(folder, SUBMISSION_RUNS if is_meant else None)]
+    for run in runs:
+        run.findings.extend(metrics_findings(run.verdict.path, run.logged))
+    is_meant = folder.submission or not runs or any(is_for_submission(run.logged) for run in runs)
+    findings += layout_findings(folder, SUBMISSION_RUNS if is_meant else None)
+    prospect = _convergence(runs, ruleset) if division == "closed" else None
+    answer = _official_answer(
+        folder, runs, division, ruleset, by_train_samples=bool(prospect and prospect.by_train_samples)
+    )
     if any(not run.complete_verdict.passed for run in runs):
         findings.append(_failed_runs(runs, answer))
-    elif division == "closed" and len(runs) == SUBMISSION_RUNS:
-        findings += _convergence(runs, folder.severity, ruleset)
-    return [_verdict(folder.path, ruleset, answer, findings), *(run.complete_verdict for run in runs)]
+    if prospect:
+        findings += _convergence_findings(prospect, folder.severity)
+    findings += _derived_findings(tree, folder, runs, prospect)
+    missed = [run.verdict.missed for run in runs if run.verdict.missed]
+    verdict = _verdict(folder.path, "folder", ruleset, answer, findings, missed[0] if missed else "")
+    return [verdict, *(run.complete_verdict for run in runs)]
+
+
+def _official_answer(
+    folder: BenchmarkFolder, runs: Sequence[FolderRun], division: str, ruleset: str, *, by_train_samples: bool
+) -> Answer:
+    if folder.submission:
+        # The package checker crashes without a division. The description itself is checked separately.
+        fields = {"division": division} | read_description(folder.description).fields
+        return ask_about_folder(folder, fields, ruleset, by_train_samples)
+    # The package checker rejects incomplete folders, but bare results may be incomplete. One log of ten may fail.
+    failed = sum(run.verdict.official == "fail" for run in runs)
+    return Answer("pass" if runs and failed <= (len(runs) >= SUBMISSION_RUNS) else "fail")
+
+
+def _derived_findings(
+    tree: Tree, folder: BenchmarkFolder, runs: Sequence[FolderRun], prospect: Outlook | None
+) -> Iterator[Finding]:
+    logged = {run.verdict.path: run.logged for run in runs}
+    passed = [run.logged for run in runs if run.complete_verdict.passed]
+    yield from scaling_findings(folder, prospect, passed, len(runs) - len(passed))
+    numbers = {path: rules.RESULT_FILE.fullmatch(path.name) for path in logged}
+    yield from report_findings(folder, {int(match[1]): logged[path] for path, match in numbers.items() if match})
+    seconds = [run.logged.seconds if run.complete_verdict.passed else None for run in runs]
+    yield from package_findings(tree, folder.system, [*logged.values()], seconds, prospect)
 
 
 def _without_copies(runs: Sequence[FolderRun]) -> list[FolderRun]:
@@ -311,13 +379,38 @@ def _failed_runs(runs: Sequence[FolderRun], answer: Answer) -> Finding:
     return Finding(None, "", "TR 12", found, remedy)
 
 
-def _convergence(runs: Sequence[FolderRun], submission: Severity, ruleset: str) -> Iterator[Finding]:
-    # All logs have passed, so all have the same batch size.
-    batch = runs[0].logged.first["global_batch_size"].value
-    prospect = outlook([run.logged.converged_samples() for run in runs], batch, ruleset)
-    remedy = "check data, loss and evaluation against the reference: faster convergence than its runs needs a reason"
-    if prospect.verdict == "fail":
-        yield Finding(None, "eval_accuracy", "TR 13; RCP checker", prospect.sentence, remedy)
+def _convergence(runs: Sequence[FolderRun], ruleset: str) -> Outlook | None:
+    """Compare closed runs with the reference; None if they are no set, or nothing can be compared.
+
+    One run of the set may fail. It counts as not converged, as the slowest.
+    """
+    if len(runs) > SUBMISSION_RUNS:
+        times = [run.logged.seconds if run.complete_verdict.passed else None for run in runs]
+        chosen = select([run.logged.start_ms or 0 for run in runs], [time or FAILED for time in times]).chosen
+        runs = [runs[index] for index in chosen]
+    passed = [run for run in runs if run.complete_verdict.passed]
+    batches, failed = {run.logged.global_batch_size for run in passed}, len(runs) - len(passed)
+    if len(batches) != 1 or None in batches or failed > 1:
+        return None
+    return outlook_of([run.logged for run in passed], passed[0].logged.global_batch_size or 0, ruleset, failed=failed)
+
+
+def _convergence_findings(prospect: Outlook, submission: Severity) -> Iterator[Finding]:
+    rule = "TR 13; RCP checker"
+    if prospect.verdict in ("fail", "unknown"):
+        remedy = (
+            "check data, loss and evaluation against the reference: faster convergence than its runs needs a reason"
+        )
+        if prospect.verdict == "unknown":
+            remedy = (
+                "log the sequences trained so far as epoch_num of every evaluation, and at the end as train_samples"
+            )
+        yield Finding(None, "eval_accuracy", rule, prospect.sentence, remedy)
     elif prospect.verdict == "no reference":
         remedy = "submit reference runs at this batch size, or choose a smaller one"
-        yield Finding(None, "global_batch_size", "TR 13; RCP checker", prospect.sentence, remedy, severity=submission)
+        yield Finding(None, "global_batch_size", rule, prospect.sentence, remedy, severity=submission)
+    elif prospect.note:
+        remedy = "log the true epoch_num, and stop at the target"
+        if prospect.by_train_samples:
+            remedy += "; until then, the package checker needs --rcp-bert-train-samples"
+        yield Finding(None, "eval_accuracy", rule, prospect.note, remedy, severity="warning")

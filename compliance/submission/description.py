@@ -111,6 +111,12 @@ def description_findings(description: Description, ruleset: str) -> Iterator[Fin
         elif name in rules.SYSTEM_INTEGERS and not isinstance(value, str):
             found = f"value {shown(value)} is a number, expected text, as in all other fields"
             yield at(name, found, in_quotes, severity="warning")
+        elif name in rules.SYSTEM_INTEGERS:
+            low, high = rules.SYSTEM_INTEGERS[name]
+            # Limit the length before converting to an integer, because the text is untrusted.
+            if len(value.strip()) > 9 or not low <= int(value) <= high:
+                found = f"value {shown(value)}, expected {low} to {high:,}: no system is described otherwise"
+                yield at(name, found, "describe the system that ran")
     division, status = fields.get("division"), fields.get("status")
     if "division" in fields and division not in rules.DIVISIONS:
         found = f"value {shown(division)}, expected closed or open in lower case: in any other spelling the package "
@@ -141,6 +147,7 @@ def against_logs(description: Description, runs: Sequence[LoggedRun]) -> Iterato
         found = f"value {shown(described)}, expected what the logs say, {key} {shown(said)}"
         remedy = f"correct {name}, or the setting that is logged as {key}"
         yield Finding(description.lines.get(name), name, rule, found, remedy, severity=severity)
+    yield from _implausible_rate(description, runs)
     # The headers of this repository's logs name hardware and software.
     head = {key: _usual([run.header.get(key) for run in runs]) or "" for key in _HEADS}
     # Each rank has its own accelerator. On CPUs the number of ranks says nothing about the hardware.
@@ -159,6 +166,17 @@ def against_logs(description: Description, runs: Sequence[LoggedRun]) -> Iterato
             remedy = f"`python -m compliance system --out FILE --set {name}=...`, or take the logs of this system"
             severity = "error" if name in ESSENTIAL else "warning"
             yield Finding(description.lines.get(name), name, AGREEMENT, found, remedy, severity=severity)
+
+
+def _implausible_rate(description: Description, runs: Sequence[LoggedRun]) -> Iterator[Finding]:
+    """Yield a finding if the described accelerators cannot have trained as fast as the logs say."""
+    count, rates = count_accelerators(description.fields), [run.sequences_per_s or 0.0 for run in runs]
+    if count and rates and (rate := max(rates) / count) > rules.MAX_ACCELERATOR_RATE:
+        found = f"{count} accelerators with {rate:,.0f} sequences a second each by the logs, expected at most "
+        found += f"{rules.MAX_ACCELERATOR_RATE:,.0f}: published ones stay below a fifth of this"
+        remedy = "describe the system that ran, and check train_samples and the times in the logs"
+        name = "accelerators_per_node"
+        yield Finding(description.lines.get(name), name, AGREEMENT, found, remedy)
 
 
 def count_accelerators(fields: Mapping[str, Any]) -> int | None:

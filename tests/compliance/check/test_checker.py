@@ -166,13 +166,13 @@ def test_command_line(tmp_path: Path, closed_log: str) -> None:
     status, said = run("check", bad, "--json", "--ruleset", "3.0.0")
     (entry,) = json.loads(said)
     (finding,) = entry.pop("findings")
-    assert entry == {"file": str(bad), "ruleset": "3.0.0", "official": "pass", "ours": "fail"}
+    assert entry == {"file": str(bad), "ruleset": "3.0.0", "missed": "", "official": "pass", "ours": "fail"}
     assert finding.pop("source").startswith("tests/compliance/run_logs.py:")
     assert finding == {
         "line": 8,
         "key": "seed",
         "rule": "seed checker of the package checker; TR 5.1",
-        "found": "value null; expected an integer",
+        "found": "value null; expected an integer of at most 128 bits",
         "remedy": "correct the value that is logged",
         "severity": "error",
     }

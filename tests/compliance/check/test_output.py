@@ -3,6 +3,7 @@
 import io
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -34,7 +35,7 @@ def logs(tmp_path: Path, closed_log: str) -> list[Path]:
 
 def test_the_total_names_what_fails() -> None:
     logs = [verdict("a/result_0.txt"), *(verdict(f"b/result_{number}.txt", ERROR) for number in range(7))]
-    text = total([*logs, verdict("a.json", ERROR)], is_accepted=False, ignored=2)
+    text = total([*logs, replace(verdict("a.json", ERROR), part="description")], is_accepted=False, ignored=2)
     assert "8 logs: 1 passes, 7 fail: b/result_0.txt" in text
     assert "and 2 more" in text
     assert "1 folder or description: 1 fails: a.json" in text

@@ -70,7 +70,8 @@ def test_scheduled_evaluations_are_on_schedule(index: int, interval: int, batch:
         (150_000, 768, 17, 2_549_468, 2_400_100, True),  # with packing, the log counts unpacked sequences
         (150_000, 768, 15, 2_251_500, 2_100_325, True),  # up to two partial batches are allowed
         (150_000, 768, 15, 2_251_900, 2_100_325, False),
-        (325_000, 16_384, 5, 1_645_000, 1_300_000, False),  # but not if batches are large
+        (325_000, 16_384, 5, 1_645_000, 1_300_000, True),  # each of two counts of packed batches may be a batch off
+        (325_000, 16_384, 5, 1_660_000, 1_300_000, False),
         (150_000, 1536, 2, 350_000, 175_000, False),
         (150_000, 448, 2, 450_000, 150_000, False),
     ],
