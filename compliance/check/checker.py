@@ -53,8 +53,15 @@ def candidate_rulesets(logs: Sequence[Log]) -> list[tuple[str, int]]:
             break
     # sorted() is stable, so that the newest of equal rulesets comes first.
     accepting = sorted(((ruleset, number) for ruleset, number in passing.items() if number), key=lambda each: -each[1])
-    errors = {ruleset: sum(len(_own_errors(log, ruleset)) for log in logs) for ruleset in newest_first if not accepting}
-    return accepting or [(min(errors, key=lambda ruleset: errors[ruleset]), 0)]
+    if accepting:
+        return accepting
+
+    def faults(ruleset: str) -> tuple[int, int]:
+        # Among rulesets with equally many errors, take the one whose required records the logs have.
+        errors = sum(len(_own_errors(log, ruleset)) for log in logs)
+        return errors, sum(len(log.missing(ruleset)) for log in logs)
+
+    return [(min(newest_first, key=faults), 0)]
 
 
 def _may_pass(log: Log, ruleset: str) -> bool:
@@ -126,7 +133,9 @@ def _unexplained(context: CheckedLog, own: list[Finding], opinion: official.Opin
         if complaint.severity == "error" and fails:
             # These complaints are consequences of faults already found: a message without a key, "the run has not
             # started" after records out of order, or records that an aborted run did not reach.
-            if not complaint.keys or (complaint.about_state and errors & {*TIMELINE, "submission_division"}):
+            if not complaint.keys or (
+                complaint.about_state and (context.undated or errors & {*TIMELINE, "submission_division"})
+            ):
                 continue
             if complaint.absent and context.aborted:
                 continue

@@ -205,8 +205,10 @@ def _check_plausibility(context: CheckedLog) -> Iterator[Finding]:
             if rules.is_number(record.value) and record.value > 0 and not low <= record.value <= high:
                 found, expected = f"value {shown(record.value)}", f"{low:g} to {high:g}, as in any run of BERT-Large"
                 # A fraction above 1 is an error already.
-                if key != "eval_accuracy" or rules.FRACTION.accepts(record.value):
-                    yield at(record, found, expected, "check the number and its unit", severity="warning")
+                is_result = key == "eval_accuracy"
+                if not is_result or rules.FRACTION.accepts(record.value):
+                    severity: Severity = "error" if is_result else "warning"
+                    yield at(record, found, expected, "check the number and its unit", severity=severity)
     accumulated, batch = run.count_of("gradient_accumulation_steps"), run.global_batch_size
     if accumulated and batch and accumulated > batch:
         found, expected = f"value {accumulated}", f"at most the global_batch_size {batch}"

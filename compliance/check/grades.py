@@ -8,7 +8,7 @@ not reported.
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import combinations
+from itertools import combinations, zip_longest
 from typing import Literal
 
 from compliance.log import rules
@@ -20,6 +20,9 @@ from compliance.log.run import LoggedRun
 
 TIMELINE = tuple(rules.NEXT_PHASE)
 """Records that divide a log into phases, in their order."""
+
+LONGEST_START_MS = 600_000
+"""Longest time in which all processes of a run begin to initialise."""
 
 _SETTINGS = {key for key, rule in rules.KEYS.items() if rule.phases == ("init",) and rule.once and rule.value}
 
@@ -78,34 +81,37 @@ class CheckedLog:
     @cached_property
     def second_start(self) -> Record | None:
         """The record with which a second attempt begins, as after a restart under the same number; None for one attempt."""
-        limit_ms = 60_000 * rules.init_limit_minutes(self.ruleset, self.run.division)
         begin: Record | None = None  # the first record of a group of cache_clear and init_start
         previous: Record | None = None
-        for record in self.log.records:
+        for record, following in zip_longest(self.log.records, self.log.records[1:]):
             if record.key not in rules.PER_RANK:
                 begin = None if record.key in rules.KEYS else begin
                 continue
             begin = begin or record
-            # A process that starts when the others should have finished initialising belongs to another attempt.
-            if previous and record.time_ms - previous.time_ms >= limit_ms and self._is_before_settings(record):
+            is_late = previous and self._is_late(record, previous)
+            # If the next record is earlier, the clock of this process was wrong.
+            if is_late and (following is None or following.time_ms >= record.time_ms):
                 return record
             previous = record
             if record.key == "init_start" and self._is_restart(record):
                 return begin
         return None
 
-    def _is_before_settings(self, record: Record) -> bool:
-        return all(self.run.first[key].line > record.line for key in _SETTINGS if key in self.run.first)
+    def _is_late(self, record: Record, previous: Record) -> bool:
+        """Tell whether a cache_clear or init_start is too late for the attempt of the previous one, before any setting."""
+        limit_ms = LONGEST_START_MS * (1 if previous.key == "init_start" else 3)
+        begins = all(self.run.first[key].line > record.line for key in _SETTINGS if key in self.run.first)
+        return begins and not self.undated and record.time_ms - previous.time_ms >= limit_ms
 
     def _is_restart(self, start: Record) -> bool:
         """Tell whether an init_start begins the log anew. Other processes of the run may log it late too."""
         first, last = self.run.first, self.run.last
-        before = {key for key, record in first.items() if record.line < start.line and rules.KEYS[key].once}
+        before = {key for key in (*_SETTINGS, *TIMELINE) if key in first and first[key].line < start.line}
         again = {key for key in before if last[key].line > start.line}
         if "run_stop" in before:
             return True
         if "init_stop" in before:
-            return bool(again)
+            return bool(again - {"init_start"})
         # A second attempt logs all settings again. If all processes log them, then each logs init_stop too.
         before &= _SETTINGS
         ends = max(1, len(self.log.all("init_stop")))

@@ -204,8 +204,6 @@ class LoggedRun:
         is_placeholder = len(samples) > 1 and samples in ([samples[0]] * len(samples), in_turn)
         if is_placeholder or max(samples) < (self.global_batch_size or 1):
             return found
-        if self.division == "closed" and samples[-1] > rules.MAX_TRAINED:
-            return f"{found}, the size of a data set"
         if schedule is None:
             return ""
         step = median(after - before for before, after in zip([0, *samples], samples, strict=False))
@@ -213,7 +211,8 @@ class LoggedRun:
         for unit, size in (("optimizer steps", 1 / schedule.global_batch_size), ("tokens", length)):
             if abs(step - size * schedule.interval) <= 0.2 * size * schedule.interval:
                 return f"{found}, which counts {unit}"
-        return ""
+        is_data_set = self.division == "closed" and samples[-1] > rules.MAX_TRAINED
+        return f"{found}, the size of a data set" if is_data_set else ""
 
     @property
     def doubt(self) -> str:
