@@ -119,14 +119,13 @@ def is_for_submission(run: LoggedRun) -> bool:
 
 
 def _check_tree(tree: Tree, ruleset: str) -> list[Verdict]:
-    logs = [[_read(path) for path in folder.logs] for folder in tree.benchmarks]
     # One submission is of one round. Bare results may be of several rounds.
     if tree.submission:
-        flat, chosen = _check_logs([log for of_folder in logs for log in of_folder], ruleset)
-        runs = iter(flat)
+        all_runs, chosen = _check_logs([path for folder in tree.benchmarks for path in folder.logs], ruleset)
+        runs = iter(all_runs)
         checked = [(folder, [next(runs) for _ in folder.logs], chosen) for folder in tree.benchmarks]
     else:
-        checked = [(folder, *_check_logs(each, ruleset)) for folder, each in zip(tree.benchmarks, logs, strict=True)]
+        checked = [(folder, *_check_logs(folder.logs, ruleset)) for folder in tree.benchmarks]
     newest = max((chosen for *_, chosen in checked), key=rules.RULESETS.index)
     is_auto = ruleset == rules.AUTO
     verdicts = []
@@ -182,8 +181,9 @@ def _read(path: Path) -> Log | Verdict:
         return Verdict(path, rules.AUTO, "fail", (finding,), None, None)
 
 
-def _check_logs(logs: Sequence[Log | Verdict], ruleset: str) -> tuple[list[FolderRun], str]:
-    """Check logs that are judged under one ruleset. Return the runs and this ruleset."""
+def _check_logs(paths: Sequence[Path], ruleset: str) -> tuple[list[FolderRun], str]:
+    """Read and check logs that are judged under one ruleset. Return the runs and this ruleset."""
+    logs = [_read(path) for path in paths]
     readable = [log for log in logs if isinstance(log, Log)]
     candidates = [(ruleset, 0)] if ruleset != rules.AUTO else candidate_rulesets(readable)
     tried: list[tuple[int, list[FolderRun], str]] = []
