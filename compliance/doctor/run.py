@@ -1,13 +1,12 @@
 """The run to check, with the nodes and ranks that the launchers would choose, and checks of its input and output files."""
 
-import json
 import os
 import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 from compliance.doctor.diagnosis import Diagnosis, fail, fail_or_warn, ok, warn
 from compliance.doctor.host import ExaminedHost, run_root
@@ -16,14 +15,6 @@ from compliance.log.rules import SUBMISSION_RUNS
 from console.processes import Output
 
 RECIPE_TIMEOUT_S = 60.0
-
-_ASK_RECIPE = """
-import json, sys
-from dataclasses import asdict
-from bert.configuration.recipes import RECIPES
-name = sys.argv[1]
-print(json.dumps(asdict(RECIPES[name]()) if name in RECIPES else sorted(RECIPES), default=str))
-"""
 
 
 @dataclass(frozen=True)
@@ -40,19 +31,15 @@ class IntendedRun:
 
 @dataclass(frozen=True)
 class ExaminedRun:
-    """A requested run: the settings of its recipe by section, and `ranks` ranks on each of `nodes` nodes.
+    """A requested run: the settings of its recipe as text, and `ranks` ranks on each of `nodes` nodes.
 
     Without a recipe there are no settings, and only the machine is checked.
     """
 
     intended: IntendedRun
-    settings: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    settings: Mapping[str, str] = field(default_factory=dict)
     nodes: int = 1
     ranks: int = 1
-
-    def setting(self, section: str, name: str) -> Any:
-        """Return a setting of the recipe; None without a recipe."""
-        return self.settings.get(section, {}).get(name)
 
     @property
     def recipe(self) -> str:
@@ -61,11 +48,11 @@ class ExaminedRun:
 
     @property
     def on_gpus(self) -> bool:
-        return self.setting("training", "device") == "cuda"
+        return self.settings.get("training.device") == "cuda"
 
     @property
     def is_closed(self) -> bool:
-        return self.setting("log", "division") == "closed"
+        return self.settings.get("log.division") == "closed"
 
     @property
     def world_size(self) -> int:
@@ -75,7 +62,7 @@ class ExaminedRun:
         """Return the folder of the training or evaluation set; None if it is unknown."""
         given = self.intended.data
         if given is None:
-            return self._named("data", name)
+            return self._named(f"data.{name}")
         inside = given / name
         # A folder that does not contain train and evaluation is itself a data set.
         return inside if inside.exists() or self.recipe else given if name == "train" else None
@@ -83,11 +70,11 @@ class ExaminedRun:
     @property
     def results(self) -> Path | None:
         """The run's results/ folder; None if neither the user nor a recipe names one."""
-        return self.intended.results or self._named("log", "results")
+        return self.intended.results or self._named("log.results")
 
-    def _named(self, section: str, name: str) -> Path | None:
+    def _named(self, setting: str) -> Path | None:
         """Return a path setting as a path from the current folder. The recipe states it relative to `run_root`."""
-        named = self.setting(section, name)
+        named = self.settings.get(setting)
         return Path(os.path.relpath(run_root() / named)) if named else None
 
 
@@ -115,24 +102,20 @@ def lay_out(intended: IntendedRun, host: ExaminedHost, gpus_here: int) -> Examin
     if not intended.recipe:
         return ExaminedRun(intended, {}, nodes, max(1, gpus_here))
     settings = _ask_recipe(intended.recipe, host)
-    on_gpus = settings["training"]["device"] == "cuda"
+    on_gpus = settings["training.device"] == "cuda"
     # Count processes as `launch/processes.sh` does.
     on_cpu = 2 if intended.recipe == "tiny_cpu" and len(os.sched_getaffinity(0)) > 1 else 1
     per_node = shape[1] if shape else gpus_here if on_gpus else on_cpu
     return ExaminedRun(intended, settings, nodes, max(1, _count(host, "NPROC") or per_node))
 
 
-def _ask_recipe(recipe: str, host: ExaminedHost) -> dict[str, Mapping[str, Any]]:
-    # Use a separate process, because modules of this package must not import bert, which imports PyTorch.
-    output = host.python("-c", _ASK_RECIPE, recipe, timeout_s=RECIPE_TIMEOUT_S)
-    try:
-        config = json.loads(output.answer)
-    except ValueError:
-        remedy = "install the packages again: rm -r .venv, and run run_and_time.sh"
-        raise ValueError(f"the recipes cannot be read: {output.complaint[:200]}; {remedy}") from None
-    if not isinstance(config, dict):
-        raise ValueError(f"unknown recipe {recipe!r}: expected one of {', '.join(map(str, config))}")
-    return {name: part for name, part in config.items() if isinstance(part, dict)}
+def _ask_recipe(recipe: str, host: ExaminedHost) -> dict[str, str]:
+    # Use a separate process, because modules of this package must not import bert.
+    output = host.python("-m", "bert.train", recipe, "--print-config", timeout_s=RECIPE_TIMEOUT_S)
+    settings = dict(re.findall(r"^# config\.(\S+): (.*)$", output.answer, re.MULTILINE))
+    if not settings:
+        raise ValueError(f"--recipe {recipe}: {output.complaint[:400]}")
+    return settings
 
 
 def _count(host: ExaminedHost, variable: str) -> int | None:
@@ -177,7 +160,7 @@ def check_recipe(run: ExaminedRun) -> Diagnosis:
     """Report the ranks of the run. The dry run checks that they can share the batch evenly."""
     if not run.recipe:
         return ok("recipe", "none given: only the machine is examined (--recipe NAME examines a run)")
-    batch = run.setting("training", "global_batch_size")
+    batch = run.settings["training.global_batch_size"]
     return ok("recipe", f"{run.recipe}: a batch of {batch} over {run.nodes} node(s) x {run.ranks} rank(s)")
 
 
@@ -229,7 +212,7 @@ def _results(run: ExaminedRun, mounts: Sequence[Mount]) -> Iterator[Diagnosis]:
     if results is None:
         return
     mount = mount_of(results, mounts)
-    folder = results / str(run.setting("log", "system") or "") / "bert"
+    folder = results / run.settings.get("log.system", "") / "bert"
     there = sum(bool(rules.RESULT_FILE.fullmatch(path.name)) for path in folder.glob("*"))
     found = f"{results}, on {mount}: {there} log(s) of this system already"
     if mount.kind in IN_MEMORY:

@@ -13,9 +13,9 @@ from compliance.doctor.run import ExaminedRun, IntendedRun
 from compliance.doctor.system import complete, measure
 from console.processes import Output
 
-NODE = ExaminedRun(IntendedRun("h100_1x8"), {"training": {"device": "cuda"}, "log": {"division": "closed"}}, 1, 8)
+NODE = ExaminedRun(IntendedRun("h100_1x8"), {"training.device": "cuda", "log.division": "closed"}, 1, 8)
 NODES = replace(NODE, nodes=2)
-CPU = ExaminedRun(IntendedRun("tiny_cpu"), {"training": {"device": "cpu"}, "log": {"division": "open"}}, 1, 2)
+CPU = ExaminedRun(IntendedRun("tiny_cpu"), {"training.device": "cpu", "log.division": "open"}, 1, 2)
 
 GPU = Gpu(
     0,

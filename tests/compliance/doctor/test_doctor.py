@@ -17,13 +17,15 @@ from console.processes import Output
 from tests.compliance import command
 from tests.compliance.doctor.fake_host import BARE, MACHINE, FakeHost, expect, fake_host
 
-CONFIG: dict[str, Any] = {
-    "recipe": "h100_1x8",
-    "data": {"train": "data/w/train", "evaluation": "data/w/evaluation", "initial_checkpoint": "data/w/p.safetensors"},
-    "training": {"device": "cuda", "global_batch_size": 768, "gradient_accumulation_steps": 1},
-    "log": {"division": "closed", "results": "results", "system": "h100_1x8", "run": None},
-}
-RECIPES = "bert.configuration.recipes"
+CONFIG = """# config.data.train: data/w/train
+# config.data.evaluation: data/w/evaluation
+# config.training.global_batch_size: 768
+# config.training.device: cuda
+# config.log.system: h100_1x8
+# config.log.results: results
+# config.log.division: closed
+"""
+RECIPES = "--print-config"
 """Part of the command that reads a recipe."""
 READY = "h100_1x8: ready, results would go to results/h100_1x8/bert/result_0.txt\n"
 DISK, MEMORY = [Mount("/", "ext4"), Mount("/dev/shm", "tmpfs")], [Mount("/", "tmpfs")]
@@ -33,7 +35,7 @@ Answers = dict[str, str | Output]
 
 
 def recipe(division: str = "closed") -> str:
-    return json.dumps(CONFIG | {"log": CONFIG["log"] | {"division": division}})
+    return CONFIG.replace("closed", division)
 
 
 def host(root: Path, answers: Answers | None = None) -> FakeHost:
@@ -94,11 +96,12 @@ def test_nodes_and_ranks(
 
 def test_the_recipes_of_this_repository_can_be_asked_for(tmp_path: Path) -> None:
     plan = lay_out(IntendedRun("dgxa100_8x8"), ExaminedHost(), 0)
-    assert (plan.setting("training", "global_batch_size"), plan.setting("log", "division")) == (3072, "closed")
+    settings = [plan.settings[name] for name in ("training.global_batch_size", "log.division")]
+    assert settings == ["3072", "closed"]
     cpus = len(os.sched_getaffinity(0))
     assert lay_out(IntendedRun("tiny_cpu"), ExaminedHost(environment={}), 0).ranks == min(2, cpus)
     for intended, words in (
-        (IntendedRun("nope"), r"'nope': expected one of bert_3_9b_8x8, dgxa100_128x8, .*tiny_cpu"),
+        (IntendedRun("nope"), r"--recipe nope: unknown recipe 'nope': expected one of tiny_cpu, .*dgxa100_128x8"),
         (IntendedRun(nodes=0), "--nodes is 0"),
         (IntendedRun(data=Path("/is/not/there")), "/is/not/there"),
         (IntendedRun(checkpoint=Path(__file__)), "--recipe"),
