@@ -30,7 +30,7 @@ class Machine:
     Attributes:
         cores: number of cores that this process may use, given its affinity and the container's limit.
         free_bytes: memory that programs can still allocate, within the container's limit.
-        shared_bytes: free space of /dev/shm; None if it does not exist.
+        shared_bytes: free space of /dev/shm; 0 if it does not exist.
         lockable_bytes: memory that a process may lock; None if unlimited.
         load: load average of the last minute.
     """
@@ -41,7 +41,7 @@ class Machine:
     frequency_mhz: float
     memory_bytes: int
     free_bytes: int
-    shared_bytes: int | None
+    shared_bytes: int
     lockable_bytes: int | None
     load: float
     governors: frozenset[str] = frozenset()
@@ -62,9 +62,9 @@ def read_machine(host: ExaminedHost) -> Machine:
     allowed = len(os.sched_getaffinity(0))
     locked = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     try:
-        shared: int | None = psutil.disk_usage(str(host.path("/dev/shm"))).free
+        shared = psutil.disk_usage(str(host.path("/dev/shm"))).free
     except OSError:
-        shared = None
+        shared = 0
     try:
         address = socket.gethostbyname(socket.gethostname())
     except OSError:
@@ -121,9 +121,7 @@ def _memory(machine: Machine, run: ExaminedRun) -> Iterator[Diagnosis]:
         yield ok("memory", f"{machine.free_bytes / GIB:.0f} GiB free")
     # NCCL and PyTorch need shared memory.
     shared, needed = machine.shared_bytes, run.ranks * GIB // 8
-    if shared is None:
-        yield fail_or_warn("shared memory", run.ranks > 1, "no /dev/shm", "docker run --ipc=host")
-    elif shared < needed and run.world_size > 1:
+    if shared < needed and run.world_size > 1:
         found = f"{shared / 2**20:.0f} MiB free in /dev/shm, {run.ranks} ranks need {needed / 2**20:.0f} MiB"
         yield fail_or_warn("shared memory", run.on_gpus, found, "docker run --ipc=host or --shm-size=8g")
     else:

@@ -2,7 +2,6 @@
 
 import os
 import re
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -257,14 +256,12 @@ def _data(run: ExaminedRun, host: ExaminedHost) -> Iterator[Diagnosis]:
         if run.intended.quick:
             yield warn("data", f"{folder} was not read", "omit --quick once, before the first run")
         else:
-            begin = time.monotonic()
             arguments = ("-m", "dataloading", "verify", str(folder.absolute()))
             output = host.python(*arguments, timeout_s=VERIFY_TIMEOUT_S)
-            remedy = "copy it again, or make it again (docs/data.md)"
-            yield _last_line("data", output, remedy, f"; read in {time.monotonic() - begin:.0f} s")
+            yield _last_line("data", output, "copy it again, or make it again (docs/data.md)")
 
 
-def _last_line(subject: str, output: Output, remedy: str, note: str = "") -> Diagnosis:
+def _last_line(subject: str, output: Output, remedy: str) -> Diagnosis:
     if output.trouble:
         return fail(subject, output.complaint[:400], remedy)
-    return ok(subject, output.text.strip().splitlines()[-1][:400] + note)
+    return ok(subject, output.text.strip().splitlines()[-1][:400])

@@ -24,7 +24,7 @@ ONE_DOWN = (*PORTS[:3], replace(PORTS[3], state="INIT"), *PORTS[4:])
         (NODE, {"shared_bytes": 1023 << 20}, "fail shared memory: 1023 MiB free in /dev/shm"),
         (NODE, {"shared_bytes": 1024 << 20}, ""),
         (CPU, {"shared_bytes": 64 << 20}, "warn shared memory: 2 ranks need 256 MiB"),
-        (NODE, {"shared_bytes": None}, "fail shared memory: no /dev/shm"),
+        (NODE, {"shared_bytes": 0}, "fail shared memory: 0 MiB free in /dev/shm"),
         (NODE, {"cores": 16}, "warn cores: 16 for 8 rank(s)"),
         (NODE, {"cores": 4}, "fail cores: 4 for 8 rank(s)"),
         (CPU, {"cores": 2}, ""),
@@ -62,7 +62,7 @@ def test_the_facts_of_this_machine_within_a_containers_limits(tmp_path: Path) ->
     machine = read_machine(fake_host(tmp_path, files))
     assert (machine.free_bytes, machine.cores) == (1 << 20, 0.5)
     assert machine.ports == (AdapterPort("mlx5_0 port 1", "ACTIVE", "200 Gb/sec (4X HDR)", "Ethernet"),)
-    assert (machine.governors, machine.shared_bytes, machine.has_rdma_devices) == ({"powersave"}, None, False)
+    assert (machine.governors, machine.shared_bytes, machine.has_rdma_devices) == ({"powersave"}, 0, False)
     free = {"/sys/fs/cgroup/memory.max": "max", "/sys/fs/cgroup/cpu.max": "max 100000", "/dev/shm/x": ""}
     machine = read_machine(fake_host(tmp_path, free))
     total = re.search(r"MemTotal: +(\d+) kB", Path("/proc/meminfo").read_text())
