@@ -9,7 +9,6 @@ import os
 import platform
 import re
 import shutil
-import socket
 from collections import Counter
 from collections.abc import Mapping
 from contextlib import suppress
@@ -54,21 +53,17 @@ def renew(path: Path, given: Mapping[str, str], *, measure_again: bool = False) 
     description or cannot be written, a field or value is unknown, or there is nothing to change.
     """
     before = _read(path)
-    if before and not measure_again:
-        if not given:
-            ways = "--set KEY=VALUE changes its fields, --measure measures this machine again"
-            raise ValueError(f"{path} exists: {ways}")
+    if not before or measure_again:
+        host = ExaminedHost()
+        named = {"system_name": before.get("system_name") or path.stem}
+        fields = complete(measure(host, read_machine(host)), given, before | named)
+    elif given:
         _check_values(given)
-        write(path, before | dict(given))
-        return
-    host = ExaminedHost()
-    measured = {name: value for name, value in measure(host, read_machine(host)).items() if value}
-    # Drop the fields measured now, because the file's values may be outdated. Convert numbers to text.
-    kept = {
-        name: str(value) for name, value in before.items() if name in SYSTEM_FIELDS and name not in measured and value
-    }
-    fields = complete(measured, {"system_name": path.stem} | kept | dict(given))
-    write(path, fields | {name: value for name, value in before.items() if name not in fields})
+        fields = before | dict(given)
+    else:
+        ways = "--set KEY=VALUE changes its fields, --measure measures this machine again"
+        raise ValueError(f"{path} exists: {ways}")
+    write_whole(path, json.dumps(fields, indent=2, ensure_ascii=False) + "\n")
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -84,11 +79,6 @@ def _read(path: Path) -> dict[str, Any]:
     return description.fields
 
 
-def write(path: Path, fields: Mapping[str, Any]) -> None:
-    """Write a description as JSON atomically. Raises ``ValueError`` if the file cannot be written."""
-    write_whole(path, json.dumps(dict(fields), indent=2, ensure_ascii=False) + "\n")
-
-
 def measure(host: ExaminedHost, machine: Machine) -> dict[str, str]:
     """Return the description's fields as measured on this machine. Fields that cannot be measured are empty."""
     fields = _processors(host, machine) | _accelerators(machine.gpus)
@@ -99,16 +89,20 @@ def measure(host: ExaminedHost, machine: Machine) -> dict[str, str]:
     return fields | _software(ask_pytorch(host) if machine.gpus.gpus else {}, machine.gpus.driver, host)
 
 
-def complete(measured: Mapping[str, str], given: Mapping[str, str]) -> dict[str, str]:
-    """Return all `SYSTEM_FIELDS` in order: the given value, or else the measured value, the usual value, or "".
+def complete(measured: Mapping[str, str], given: Mapping[str, str], before: Mapping[str, Any]) -> dict[str, Any]:
+    """Return all `SYSTEM_FIELDS` in order: the given value, or else the measured value, the value before, or "".
 
-    Raises ``ValueError`` if a division, field or status is unknown, or if a count is not a number.
+    Other fields of the description before follow. Raises ``ValueError`` if a division, field or status is unknown, or if a
+    count is not a number.
     """
-    fields = dict.fromkeys(SYSTEM_FIELDS, "")
-    fields |= {"division": "open", "status": SYSTEM_STATUSES["research"]}
-    fields |= {"system_name": socket.gethostname(), "number_of_nodes": "1"}
-    fields |= {**measured, **given}
-    _check_values(fields)
+    fields: dict[str, Any] = dict.fromkeys(SYSTEM_FIELDS, "")
+    fields |= {"division": "open", "status": SYSTEM_STATUSES["research"], "number_of_nodes": "1"}
+    # Convert numbers to text, and keep a usual value where the file has none.
+    fields |= {
+        name: str(value) if name in fields else value for name, value in before.items() if value or name not in fields
+    }
+    fields |= {name: value for name, value in measured.items() if value} | dict(given)
+    _check_values({name: fields[name] for name in SYSTEM_FIELDS} | dict(given))
     return fields
 
 

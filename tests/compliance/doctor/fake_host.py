@@ -96,7 +96,7 @@ def describe(
     division: str, given: Mapping[str, str] | None = None, host: ExaminedHost | None = None, machine: Machine = BARE
 ) -> dict[str, str]:
     """Return the system description of a machine."""
-    return complete(measure(host or ExaminedHost(), machine), {"division": division, **(given or {})})
+    return complete(measure(host or ExaminedHost(), machine), {"division": division, **(given or {})}, {})
 
 
 def expect(found: Iterable[Diagnosis], *expected: str, about: str = "") -> None:

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from compliance.doctor.system import write
 from compliance.log.rules import SYSTEM_FIELDS
 from compliance.official.package import Answer, ask
 from console.processes import Output
@@ -75,7 +74,7 @@ def test_what_was_given_stays_and_what_is_measured_is_renewed(tmp_path: Path) ->
     assert int(measured["host_processor_vcpu_count"]) > 0
     assert measured["host_memory_capacity"].endswith(" GiB")
     old = GIVEN | {"division": "closed", "system_name": "node one", "host_memory_capacity": "7 GiB", "rack": "B4"}
-    write(path, measured | old)
+    path.write_text(json.dumps(measured | old))
     assert system(path, "--measure") == (0, f"{path}\n")
     renewed = written(path)
     kept = {name: value for name, value in old.items() if name != "host_memory_capacity"}
