@@ -1,6 +1,5 @@
 """A log being followed, with its metrics and the other runs of its folder, and a forecast of its result."""
 
-import os
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -19,7 +18,6 @@ from console.text import clock_span
 CHUNK_BYTES = 2**20
 MAX_LINE_BYTES = 64 * 2**10
 """Maximum length of a line. Longer lines are skipped."""
-TAIL_BYTES = 64 * 2**10
 MAX_LOGS = 100
 """Maximum number of logs of a folder that are read. The newest logs are chosen."""
 
@@ -175,16 +173,6 @@ def choose(path: Path) -> Path | None:
         return None
     for folder in (path, path / "bert"):
         # Never choose a finished log: the watch may be started before the run that it is for.
-        if running := [log for log in results_in(folder) if not _is_finished(log)]:
+        if running := [log for log, written in results_in(folder).items() if not _read_log(log, written).is_ended]:
             return running[-1]
     return None
-
-
-def _is_finished(path: Path) -> bool:
-    try:
-        with open_regular(path) as file:
-            # run_stop is near the end of a log.
-            file.seek(max(0, os.fstat(file.fileno()).st_size - TAIL_BYTES))
-            return b'"run_stop"' in file.read(TAIL_BYTES)
-    except (OSError, ValueError):
-        return False
