@@ -1,7 +1,6 @@
 """State of a run in progress according to its log and metrics: its progress, and the rules that it breaks."""
 
 import re
-from dataclasses import dataclass
 
 from compliance.log import rules
 from compliance.log.order import Violation, own_settings, violations
@@ -22,32 +21,19 @@ MAX_COMPLAINT = 300
 """Maximum number of characters of a complaint that quotes the log."""
 
 
-@dataclass(frozen=True)
-class LoggedEvaluation:
-    """An evaluation: samples trained, accuracy, and the time when its result was logged."""
-
-    samples: int
-    accuracy: float
-    time_ms: int
-
-
 class RunningLog(LoggedRun):
     """Progress of a run and the complaints about it. The lines come from the log, or from program output that contains it.
 
     Attributes:
-        evaluations: evaluations with an accuracy. If the log does not state the samples, they come from the schedule.
         step_samples, step_rate: samples trained and sequences per second according to the latest line of metrics.
-        evaluating_at: samples at which an evaluation is in progress.
         complaints: broken rules and the run's own warnings, without repetition, in order of detection.
     """
 
     def __init__(self) -> None:
         self._head: dict[str, str] = {}
         super().__init__(self._head)
-        self.evaluations: list[LoggedEvaluation] = []
         self.step_samples = 0
         self.step_rate: float | None = None
-        self.evaluating_at: int | None = None
         self.complaints: dict[str, None] = {}
         self._line = 0
         self._said: set[str] = set()
@@ -77,7 +63,15 @@ class RunningLog(LoggedRun):
     @property
     def samples(self) -> int:
         """Samples trained according to the latest line of log or metrics."""
-        return max(self.step_samples, self.counted_samples, *(each.samples for each in self.evaluations[-1:]))
+        return max(self.step_samples, self.counted_samples)
+
+    @property
+    def _marks(self) -> list[tuple[int, int]]:
+        """(samples trained, time in milliseconds) of the last four evaluations, or of run_start and the first one."""
+        counted = [(samples_of(record.metadata), record.time_ms) for record in self.accuracies[-4:]]
+        found = [(samples, time_ms) for samples, time_ms in counted if samples is not None]
+        start = [(0, self.run_start_ms)] if self.run_start_ms is not None and len(found) < 2 else []
+        return [*start, *found]
 
     @property
     def rate(self) -> float | None:
@@ -87,11 +81,8 @@ class RunningLog(LoggedRun):
         steps.
         """
         # Use recent evaluations, because the rate of the whole run would hide that the run became slower.
-        recent = self.evaluations[-4:]
-        if len(recent) >= 2 and recent[-1].time_ms > recent[0].time_ms:
-            return 1000 * (recent[-1].samples - recent[0].samples) / (recent[-1].time_ms - recent[0].time_ms)
-        if recent and self.run_start_ms is not None and recent[0].time_ms > self.run_start_ms:
-            return 1000 * recent[0].samples / (recent[0].time_ms - self.run_start_ms)
+        if (marks := self._marks) and marks[-1][1] > marks[0][1]:
+            return 1000 * (marks[-1][0] - marks[0][0]) / (marks[-1][1] - marks[0][1])
         return self.step_rate
 
     def check_initialisation(self, now_ms: float) -> None:
@@ -106,10 +97,10 @@ class RunningLog(LoggedRun):
 
     def trained(self, now_ms: float) -> int | None:
         """Estimate the samples trained until now from the last evaluation and the rate; None if either is unknown."""
-        if self.run_start_ms is None or not self.rate:
+        if not self._marks or not self.rate:
             return None
-        last = self.evaluations[-1] if self.evaluations else LoggedEvaluation(0, 0.0, self.run_start_ms)
-        return round(last.samples + self.rate * max(0.0, now_ms - last.time_ms) / 1000)
+        samples, time_ms = self._marks[-1]
+        return round(samples + self.rate * max(0.0, now_ms - time_ms) / 1000)
 
     def complain(self, text: str, about: str = "") -> None:
         """Add a complaint once. `about` identifies it if the text contains changing numbers."""
@@ -142,10 +133,6 @@ class RunningLog(LoggedRun):
             self._check_settings()
         # As in the check of a log, it is enough if one process cleared its caches.
         self._cleared |= key == "cache_clear" and record.value is not False
-        if key == "eval_start":
-            self.evaluating_at = samples_of(record.metadata)
-        elif key == "eval_accuracy":
-            self._take_accuracy(record)
         self.add(record)
 
     def _check_settings(self) -> None:
@@ -159,17 +146,6 @@ class RunningLog(LoggedRun):
             self.complain("no seed is logged; the package checker asks for one (TR 5.1)")
         for violation in own_settings(self):
             self.complain(violation.sentence)
-
-    def _take_accuracy(self, record: Record) -> None:
-        self.evaluating_at = None
-        if not rules.FRACTION.accepts(record.value):
-            return
-        schedule, samples = self.schedule, samples_of(record.metadata)
-        before = self.evaluations[-1].samples if self.evaluations else 0
-        # Small numbers count epochs or evaluations and not sequences.
-        if schedule and (samples is None or samples <= max(before, schedule.interval // 100)):
-            samples = schedule.samples(self.number_of_evaluations + 1)
-        self.evaluations.append(LoggedEvaluation(samples or before, float(record.value), record.time_ms))
 
 
 def _is_fatal(violation: Violation) -> bool:

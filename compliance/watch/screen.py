@@ -18,6 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from compliance.log import rules
+from compliance.log.run import samples_of
 from compliance.watch.running import RunningLog
 from compliance.watch.watched import Watch, choose
 from console.text import clock, visible
@@ -72,8 +73,8 @@ def _follow(watched: Watch, stale_s: float, console: Console) -> int:
             now_ms = time.time() * 1000  # wall-clock time, as in the log
             run.check_initialisation(now_ms)
             # Read the other logs only when this run has something new to compare.
-            if (run.phase, len(run.evaluations)) != known:
-                known = (run.phase, len(run.evaluations))
+            if (run.phase, len(run.curve)) != known:
+                known = (run.phase, len(run.curve))
                 watched.read_siblings()
             if live:
                 live.update(view(watched, now_ms), refresh=True)
@@ -105,16 +106,16 @@ class EvaluationLines:
         if run.phase != self._phase and run.phase in ("init", "run"):
             _put(self._console, f"{watched.path}: {_phase_words(run, now_ms)}")
         self._phase = run.phase
-        for number, evaluation in islice(enumerate(run.evaluations, 1), self._evaluations, None):
-            words = f"evaluation {number}: accuracy {evaluation.accuracy:.4f} {_of_target(run)}"
-            words += f" at {evaluation.samples:,} samples"
-            if number == len(run.evaluations) and run.phase != "done":
+        evaluations = len(run.curve)
+        for number, (samples, accuracy) in islice(enumerate(run.curve, 1), self._evaluations, None):
+            words = f"evaluation {number}: accuracy {accuracy:.4f} {_of_target(run)} at {samples:,} samples"
+            if number == evaluations and run.phase != "done":
                 words += (f", {run.rate:,.1f} sequences/s" if run.rate else "") + f", {watched.forecast_words(now_ms)}"
             _put(self._console, words)
-        if len(run.evaluations) > self._evaluations or run.phase == "done":
+        if evaluations > self._evaluations or run.phase == "done":
             for line in watched.outlooks():
                 _put(self._console, f"outlook: {line}")
-        self._evaluations = len(run.evaluations)
+        self._evaluations = evaluations
         for text in islice(run.complaints, self._complaints, None):
             _put(self._console, f"warning: {text.removeprefix('warning ')}")
         self._complaints = len(run.complaints)
@@ -129,11 +130,11 @@ def view(watched: Watch, now_ms: float) -> Panel:
     table.add_column(style="bold", no_wrap=True)
     table.add_column()
     table.add_row("phase", _styled(_phase_words(run, now_ms)))
-    if run.evaluations:
-        accuracies, last = [evaluation.accuracy for evaluation in run.evaluations], run.evaluations[-1]
-        words = f"{last.accuracy:.4f} {_of_target(run)} at {last.samples:,} samples, evaluation {len(accuracies)}"
+    if curve := run.curve:
+        samples, accuracy = curve[-1]
+        words = f"{accuracy:.4f} {_of_target(run)} at {samples:,} samples, evaluation {len(curve)}"
         table.add_row("accuracy", _styled(words))
-        table.add_row("", _styled(_sparkline(accuracies), "cyan"))
+        table.add_row("", _styled(_sparkline([accuracy for _, accuracy in curve]), "cyan"))
     if run.phase == "run":
         table.add_row("samples", _styled(_samples_words(watched, now_ms)))
         if run.rate:
@@ -172,7 +173,9 @@ def _phase_words(run: RunningLog, now_ms: float) -> str:
         limit = rules.INIT_LIMIT_MINUTES[run.division]
         return f"initialising, {clock((now_ms - run.init_start_ms) / 1000)} of {limit}:00 at most"
     if run.phase == "run" and run.run_start_ms is not None:
-        doing = f"evaluating at {run.evaluating_at:,} samples" if run.evaluating_at is not None else "training"
+        start = run.open.get("eval_start")
+        samples = samples_of(start.metadata) if start and not run.is_evaluated else None
+        doing = f"evaluating at {samples:,} samples" if samples is not None else "training"
         return f"{doing}, {clock((now_ms - run.run_start_ms) / 1000)} since run_start"
     return {"before": "not begun", "ready": "initialised", "done": "ended"}.get(run.phase, run.phase)
 
@@ -181,7 +184,7 @@ def _samples_words(watched: Watch, now_ms: float) -> str:
     run, schedule, trained = watched.run, watched.run.schedule, watched.run.trained(now_ms)
     if schedule is None:
         return f"{run.samples:,}"
-    index = len(run.evaluations) + 1
+    index = len(run.curve) + 1
     due = schedule.samples(index)
     left = f" in {clock((due - trained) / run.rate)}" if trained is not None and run.rate and due > trained else ""
     return f"{run.samples:,}, evaluation {index} at {due:,}{left}"

@@ -93,14 +93,13 @@ class Watch:
         run, schedule = self.run, self.run.schedule
         if run.target is None or schedule is None or run.phase == "done" or self.has_reached:
             return None
-        points = [(evaluation.samples, evaluation.accuracy) for evaluation in run.evaluations]
         found = reference(self.ruleset, schedule.global_batch_size) if run.division == "closed" else None
-        return forecast(points, run.target, schedule, found)
+        return forecast(run.curve, run.target, schedule, found)
 
     @property
     def has_reached(self) -> bool:
-        target, evaluations = self.run.target, self.run.evaluations
-        return target is not None and bool(evaluations) and evaluations[-1].accuracy >= target
+        target, accuracy = self.run.target, self.run.accuracy
+        return target is not None and accuracy is not None and accuracy >= target
 
     def forecast_words(self, now_ms: float) -> str:
         run, schedule, found = self.run, self.run.schedule, self.forecast
@@ -131,8 +130,8 @@ class Watch:
             return
         ends: list[tuple[str, int | None]] = []
         if run.phase == "done" or self.has_reached:
-            converged = run.status != "aborted" and run.evaluations
-            ends = [("with this run", run.evaluations[-1].samples if converged else None)]
+            converged = run.status != "aborted" and run.curve
+            ends = [("with this run", run.curve[-1][0] if converged else None)]
         elif (found := self.forecast) and found.earliest is not None:
             # Remove the duplicate if both ends are the same evaluation.
             indices = dict.fromkeys(index for index in (found.earliest, found.latest) if index is not None)
