@@ -7,17 +7,15 @@ skipped, such as the truncated last line of a killed run.
 
 import json
 import math
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated
 
 import msgspec
 
-from console.files import open_regular
+from compliance.log.follower import Follower
 
 MAX_BYTES = 512 * 2**20
-MAX_LINE_BYTES = 64 * 2**10
 NAN = math.nan
 """Placeholder for a number that is not finite. JSON stores it as null."""
 
@@ -208,22 +206,7 @@ def parse_record(line: bytes) -> RunRecord | Record | None:
 def read_metrics(path: Path) -> Metrics:
     """Read a metrics file. The result has no records if the file is missing or cannot be read."""
     metrics = Metrics()
-    for line in _lines(path):
+    for line in Follower(path, MAX_BYTES).lines():
         if (record := parse_record(line)) is not None:
             metrics.add(record)
     return metrics
-
-
-def _lines(path: Path) -> Iterator[bytes]:
-    try:
-        with open_regular(path) as file:
-            left, within = MAX_BYTES, False
-            # Limit the length, because a file without line ends is a single line.
-            while left > 0 and (line := file.readline(MAX_LINE_BYTES)):
-                left -= len(line)
-                # An overlong line is read in pieces. Skip all of its pieces.
-                whole, within = not within, not line.endswith(b"\n")
-                if whole and (not within or len(line) < MAX_LINE_BYTES):
-                    yield line
-    except OSError:
-        return

@@ -11,45 +11,13 @@ from compliance.artefact import open_regular
 from compliance.convergence.forecast import Forecast, forecast, time_left
 from compliance.convergence.outlook import outlook, reference
 from compliance.log import rules
+from compliance.log.follower import Follower
 from compliance.log.rules import SUBMISSION_RUNS
 from compliance.watch.running import RunningLog
 from console.text import clock_span
 
-CHUNK_BYTES = 2**20
-MAX_LINE_BYTES = 64 * 2**10
-"""Maximum length of a line. Longer lines are skipped."""
 MAX_LOGS = 100
 """Maximum number of logs of a folder that are read. The newest logs are chosen."""
-
-
-class Follower:
-    """Reader of the lines added to a file since the last call. The file need not exist yet."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self._bytes_read = 0
-        self._partial = b""
-        self._is_overlong = False
-
-    def lines(self) -> Iterator[bytes]:
-        """Yield the new complete lines, without line ends. An unreadable file has no new lines."""
-        # ValueError: the file is missing, or not a regular file.
-        with suppress(OSError, ValueError), open_regular(self.path) as file:
-            file.seek(self._bytes_read)
-            while chunk := file.read(CHUNK_BYTES):
-                self._bytes_read += len(chunk)
-                yield from self._split(chunk)
-
-    def _split(self, chunk: bytes) -> Iterator[bytes]:
-        *whole, rest = chunk.split(b"\n")
-        for line in whole:
-            if not self._is_overlong and len(self._partial) + len(line) <= MAX_LINE_BYTES:
-                yield (self._partial + line).rstrip(b"\r")
-            self._partial, self._is_overlong = b"", False
-        self._partial += rest
-        if self._is_overlong or len(self._partial) > MAX_LINE_BYTES:
-            # Also skip the rest of the overlong line.
-            self._partial, self._is_overlong = b"", True
 
 
 @dataclass

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from compliance.log import records
+from compliance.log.follower import MAX_LINE_BYTES
 from compliance.log.records import (
     EndRecord,
     EvaluationRecord,
@@ -53,7 +54,7 @@ def test_lines_that_hold_no_record_are_skipped(tmp_path: Path) -> None:
     path.write_bytes(
         b'\xff\n[1]\n{"event": "other"}\n{"event": []}\n'
         + good
-        + b"x" * records.MAX_LINE_BYTES + good  # the end of an overlong line is no record
+        + b"x" * MAX_LINE_BYTES + good  # the end of an overlong line is no record
         + b'{"event": "end", "status": "' + b"x" * 200_000 + b'"}'
         + b"\n" + b"[" * 60_000 + b"\n" + good + b'{"event": "step", "lo'
     )  # fmt: skip

@@ -17,11 +17,12 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from compliance.convergence.outlook import outlook
+from compliance.log.follower import CHUNK_BYTES, Follower
 from compliance.log.schedule import EvaluationSchedule
 from compliance.watch import screen as watching
 from compliance.watch import watched as following
 from compliance.watch.screen import watch
-from compliance.watch.watched import Follower, Watch, choose
+from compliance.watch.watched import Watch, choose
 from tests.compliance import run_logs
 from tests.compliance.watch.test_running import line
 from tests.conftest import REPOSITORY
@@ -286,7 +287,7 @@ def test_what_a_log_says_does_not_steer_the_terminal(tmp_path: Path) -> None:
 
 def test_an_overlong_line_is_left_out_and_takes_no_memory(tmp_path: Path) -> None:
     path = tmp_path / "log"
-    path.write_bytes(b"one\n" + b"x" * (5 * following.CHUNK_BYTES) + b"\ntwo\n" + b"y" * (2 * following.CHUNK_BYTES))
+    path.write_bytes(b"one\n" + b"x" * (5 * CHUNK_BYTES) + b"\ntwo\n" + b"y" * (2 * CHUNK_BYTES))
     follower = Follower(path)
     assert list(follower.lines()) == [b"one", b"two"]
     with path.open("ab") as writer:
