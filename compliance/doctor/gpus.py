@@ -10,7 +10,6 @@ from typing import Any
 
 from compliance.doctor.diagnosis import Diagnosis, fail, fail_or_warn, ok, warn
 from compliance.doctor.run import ExaminedRun, shape_in_name
-from compliance.log.accelerator import family
 
 _THROTTLED = {
     0x08: "hardware slowdown",
@@ -191,9 +190,10 @@ def _number_and_kind(run: ExaminedRun, found: Gpus) -> Iterator[Diagnosis]:
         yield ok("GPUs", f"{named}, driver {found.driver}")
     # Only a recipe name with a shape, such as dgxa100_8x8, names a machine.
     intended = re.search(r"[abhv]\d{3}", run.recipe)
-    if shape_in_name(run.recipe) and intended and intended[0].upper() not in {family(name) for name in kinds}:
+    model = intended[0].upper() if intended and shape_in_name(run.recipe) else ""
+    if model and not re.search(rf"\b{model}", named):
         remedy = "look for a recipe of this GPU; memory and speed decide the batch of a rank"
-        yield warn("GPU kind", f"{run.recipe} was made for {intended[0].upper()}, found {named}", remedy)
+        yield warn("GPU kind", f"{run.recipe} was made for {model}, found {named}", remedy)
 
 
 def _health(gpu: Gpu, run: ExaminedRun) -> Iterator[Diagnosis]:
