@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from compliance.artefact import write_whole
 from compliance.log.records import RunRecord
@@ -14,24 +14,20 @@ from console.html.charts import Axes, Bar, Guide, Line, level, line_chart, run_c
 from console.html.page import render_page
 from console.text import counted, duration
 
-if TYPE_CHECKING:
-    from markupsafe import Markup
-
 TEMPLATE = Path(__file__).with_name("report.html")
 
 PART_CLASSES = dict(zip(STEP_PARTS, ("compute", "reduce", "update", "data-wait"), strict=True))
 PART_CLASSES |= {"evaluation": "evaluation", "other": "other"}
 
 # Larger values come from a diverged run or a wrong file, and would flatten all other curves.
-MAX_LOSS = 1e6
-MAX_RATE = 1e12
+MAX_VALUE = 1e8
 
 MAX_BARS = 12
 
 
 class Figure(NamedTuple):
     title: str
-    chart: "Markup"
+    chart: str
     note: str = ""
 
 
@@ -189,17 +185,17 @@ def _in_score(results: Results, run: ReportedRun) -> str:
 
 def _time_section(results: Results) -> dict[str, Any]:
     """Return the curves, the bars with their legend, and the planned step. All are empty if no run has step records."""
-    rates = _curve(results.runs, "Sequences per second", "sequences_per_s", MAX_RATE)
-    losses = _curve(results.runs, "Training loss", "loss", MAX_LOSS)
+    rates = _curve(results.runs, "Sequences per second", "sequences_per_s")
+    losses = _curve(results.runs, "Training loss", "loss")
     bars, key = _parts(results.runs)
     curves = [curve for curve in (rates, losses) if curve]
     return {"curves": curves, "bars": bars, "key": key, "planned": _against_plan(results.shown)}
 
 
-def _curve(runs: Iterable[ReportedRun], title: str, key: str, bound: float) -> Figure | None:
+def _curve(runs: Iterable[ReportedRun], title: str, key: str) -> Figure | None:
     lines = []
     for run in runs:
-        points = [(step.samples, value) for step in run.metrics.steps if abs(value := getattr(step, key)) < bound]
+        points = [(step.samples, value) for step in run.metrics.steps if abs(value := getattr(step, key)) < MAX_VALUE]
         if points:
             lines.append(Line(f"run {run.number}, {run.outcome}", points, run.outcome))
     if not lines:
