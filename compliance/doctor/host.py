@@ -14,7 +14,6 @@ from console.processes import Output
 from console.version import REPOSITORY
 
 COMMAND_TIMEOUT_S = 20.0
-MAX_CHARACTERS = 2**20
 
 
 def run_root() -> Path:
@@ -36,17 +35,13 @@ class ExaminedHost:
     def read(self, name: str) -> str:
         """Return a small file's text without surrounding white space; "" if it cannot be read."""
         try:
-            with self.path(name).open(encoding="utf-8", errors="replace") as file:
-                return file.read(MAX_CHARACTERS).strip()
+            return self.path(name).read_text(encoding="utf-8", errors="replace").strip()
         except (OSError, ValueError):
             return ""
 
     def names(self, folder: str) -> list[str]:
-        """Return the sorted names in a folder; empty if it cannot be read."""
-        try:
-            return sorted(entry.name for entry in self.path(folder).iterdir())
-        except OSError:
-            return []
+        """Return the sorted names in a folder; empty if it does not exist."""
+        return sorted(entry.name for entry in self.path(folder).glob("*"))
 
     def run(
         self, *command: str, timeout_s: float = COMMAND_TIMEOUT_S, environment: Mapping[str, str] | None = None
