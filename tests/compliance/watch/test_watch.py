@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from compliance.convergence.outlook import outlook
-from compliance.log.follower import CHUNK_BYTES, Follower
+from compliance.log.follower import MAX_LINE_BYTES, Follower
 from compliance.log.schedule import EvaluationSchedule
 from compliance.watch import screen as watching
 from compliance.watch import watched as following
@@ -287,7 +287,7 @@ def test_what_a_log_says_does_not_steer_the_terminal(tmp_path: Path) -> None:
 
 def test_an_overlong_line_is_left_out_and_takes_no_memory(tmp_path: Path) -> None:
     path = tmp_path / "log"
-    path.write_bytes(b"one\n" + b"x" * (5 * CHUNK_BYTES) + b"\ntwo\n" + b"y" * (2 * CHUNK_BYTES))
+    path.write_bytes(b"one\n" + b"x" * (80 * MAX_LINE_BYTES) + b"\ntwo\n" + b"y" * (32 * MAX_LINE_BYTES))
     follower = Follower(path)
     assert list(follower.lines()) == [b"one", b"two"]
     with path.open("ab") as writer:
