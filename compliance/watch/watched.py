@@ -140,6 +140,7 @@ def choose(path: Path) -> Path | None:
         return None
     for folder in (path, path / "bert"):
         # Never choose a finished log: the watch may be started before the run that it is for.
-        if running := [log for log, written in results_in(folder).items() if not _read_log(log, written).is_ended]:
-            return running[-1]
+        for log, written in reversed(results_in(folder).items()):
+            if not _read_log(log, written).is_ended:
+                return log
     return None
