@@ -98,13 +98,10 @@ def lay_out(intended: IntendedRun, host: ExaminedHost, gpus_here: int) -> Examin
         raise ValueError(f"--nodes is {intended.nodes}, expected at least 1")
     shape = shape_in_name(intended.recipe)
     nodes = intended.nodes or _count(host, "NNODES") or _count(host, "SLURM_JOB_NUM_NODES") or (shape or (1,))[0]
-    if not intended.recipe:
-        return ExaminedRun(intended, {}, nodes, max(1, gpus_here))
-    settings = _ask_recipe(intended.recipe, host)
-    on_gpus = settings["training.device"] == "cuda"
+    settings = _ask_recipe(intended.recipe, host) if intended.recipe else {}
     # Count processes as `launch/processes.sh` does.
     on_cpu = 2 if intended.recipe == "tiny_cpu" and len(os.sched_getaffinity(0)) > 1 else 1
-    per_node = shape[1] if shape else gpus_here if on_gpus else on_cpu
+    per_node = shape[1] if shape else on_cpu if settings.get("training.device") == "cpu" else gpus_here
     return ExaminedRun(intended, settings, nodes, max(1, _count(host, "NPROC") or per_node))
 
 
