@@ -7,7 +7,7 @@ skipped, such as the truncated last line of a killed run.
 
 import json
 import math
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
 
@@ -23,8 +23,11 @@ Count = Annotated[int, msgspec.Meta(ge=0, le=10**15)]
 Time = Annotated[float, msgspec.Meta(ge=0, le=1e15)]
 
 
-@dataclass(frozen=True)
-class RunRecord:
+class _Event(msgspec.Struct, frozen=True, tag_field="event"):
+    """A line of a metrics file. Its field "event" tells the kind of record."""
+
+
+class RunRecord(_Event, frozen=True, tag="run"):
     """Facts about the run: the first record of a file."""
 
     recipe: str = ""
@@ -37,8 +40,7 @@ class RunRecord:
     started: str = ""
 
 
-@dataclass(frozen=True)
-class StepRecord:
+class StepRecord(_Event, frozen=True, tag="step"):
     """Means over the steps since the last record. Times are in milliseconds, and rates are for all ranks together."""
 
     step: Count
@@ -63,8 +65,7 @@ class StepRecord:
     """Number of steps that were skipped because a gradient was not finite."""
 
 
-@dataclass(frozen=True)
-class EvaluationRecord:
+class EvaluationRecord(_Event, frozen=True, tag="eval"):
     step: Count
     samples: Count
     time_s: Time = 0.0
@@ -86,8 +87,7 @@ class Straggler:
     """Median of `own_ms` over the ranks with the same work."""
 
 
-@dataclass(frozen=True)
-class WarningRecord:
+class WarningRecord(_Event, frozen=True, tag="warning"):
     step: Count
     time_s: Time = 0.0
     text: str = ""
@@ -95,8 +95,7 @@ class WarningRecord:
     """The straggler that the warning is about, if any."""
 
 
-@dataclass(frozen=True)
-class PlanRecord:
+class PlanRecord(_Event, frozen=True, tag="plan"):
     """Median measured time of a step and the time that the plan predicts, by part of the step, in milliseconds."""
 
     step_ms: Time
@@ -114,8 +113,7 @@ class PlanRecord:
     planned_other_ms: Time
 
 
-@dataclass(frozen=True)
-class EndRecord:
+class EndRecord(_Event, frozen=True, tag="end"):
     status: str
     time_s: Time = 0.0
     samples: Count = 0
@@ -123,16 +121,6 @@ class EndRecord:
 
 
 Record = StepRecord | EvaluationRecord | WarningRecord | PlanRecord | EndRecord
-
-_KINDS: dict[str, type[RunRecord | Record]] = {
-    "run": RunRecord,
-    "step": StepRecord,
-    "eval": EvaluationRecord,
-    "warning": WarningRecord,
-    "plan": PlanRecord,
-    "end": EndRecord,
-}
-_EVENTS = {kind: event for event, kind in _KINDS.items()}
 
 
 @dataclass
@@ -176,7 +164,7 @@ class MetricsWriter:
 
     def write(self, record: RunRecord | Record) -> None:
         """Append a record as one line of JSON. A number that is not finite becomes null."""
-        values = {"event": _EVENTS[type(record)], **asdict(record)}
+        values = msgspec.to_builtins(record)
         # JSON has no NaN. Nine digits distinguish every fp32 number from its neighbours.
         line = {
             name: (float(f"{value:.9g}") if math.isfinite(value) else None) if isinstance(value, float) else value
@@ -195,10 +183,9 @@ def parse_record(line: bytes) -> RunRecord | Record | None:
     """Parse one line of a metrics file; return None if it holds no record."""
     try:
         values = msgspec.json.decode(line, type=dict[str, object])
-        kind = _KINDS.get(str(values.get("event")))
         # A field that is null gets its default.
         given = {name: value for name, value in values.items() if value is not None}
-        return None if kind is None else msgspec.convert(given, kind)
+        return msgspec.convert(given, RunRecord | Record)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):  # RecursionError: deeply nested JSON
         return None
 

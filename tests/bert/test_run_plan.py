@@ -4,6 +4,7 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from bert.configuration.recipes import RECIPES
@@ -78,7 +79,7 @@ def test_a_plan_that_holds_a_wrong_value_is_refused_in_one_line(
 
 def interval(step: int, **milliseconds: float) -> StepRecord:
     parts = {f"{part}_ms": milliseconds.get(part, 1000 * STEP[part]) for part in PHASES}
-    return replace(A_STEP, step=step, step_ms=sum(parts.values()) + 1000 * STEP["other"], **parts)
+    return msgspec.structs.replace(A_STEP, step=step, step_ms=sum(parts.values()) + 1000 * STEP["other"], **parts)
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,8 @@
 """The log lines and the remaining time that a run shows."""
 
-from dataclasses import replace
 from typing import Any
+
+from msgspec.structs import replace
 
 from bert.reporting.reporter import StepLines
 from compliance.log.records import EndRecord, EvaluationRecord, StepRecord

@@ -2,10 +2,10 @@
 
 import json
 import math
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from compliance.log import records
 from compliance.log.follower import MAX_LINE_BYTES
