@@ -44,24 +44,18 @@ def watch(path: Path, ruleset: str, timeout_s: float, stale_s: float, console: C
     # Do not wrap lines if the output is piped.
     console = console or Console(highlight=False, soft_wrap=not sys.stdout.isatty())
     try:
-        chosen = _wait_for(path, timeout_s, console)
+        deadline, chosen = time.monotonic() + timeout_s, choose(path)
+        if chosen is None:
+            _put(console, f"waiting for a running log at {path}")
+        while chosen is None and time.monotonic() < deadline:
+            time.sleep(min(POLL_S, timeout_s))
+            chosen = choose(path)
         if chosen is None:
             _put(console, f"nothing to watch: no running log at {path} after {timeout_s:g} s")
             return 1
         return _follow(Watch(chosen, ruleset), stale_s, console)
     except KeyboardInterrupt:
         return 130
-
-
-def _wait_for(path: Path, timeout_s: float, console: Console) -> Path | None:
-    deadline = time.monotonic() + timeout_s
-    chosen = choose(path)
-    if chosen is None:
-        _put(console, f"waiting for a running log at {path}")
-    while chosen is None and time.monotonic() < deadline:
-        time.sleep(min(POLL_S, max(0.0, deadline - time.monotonic())))
-        chosen = choose(path)
-    return chosen
 
 
 def _follow(watched: Watch, stale_s: float, console: Console) -> int:
