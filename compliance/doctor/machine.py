@@ -94,11 +94,10 @@ def _ports(host: ExaminedHost) -> list[AdapterPort]:
     ports, folder = [], "/sys/class/infiniband"
     for adapter in host.names(folder):
         for number in host.names(f"{folder}/{adapter}/ports"):
-            told = {
-                name: host.read(f"{folder}/{adapter}/ports/{number}/{name}") for name in ("state", "rate", "link_layer")
-            }
-            state = told["state"].partition(":")[2].strip() or "unknown"  # "4: ACTIVE" in /sys
-            ports.append(AdapterPort(f"{adapter} port {number}", state, told["rate"], told["link_layer"]))
+            place = f"{folder}/{adapter}/ports/{number}"
+            state = host.read(f"{place}/state").partition(":")[2].strip() or "unknown"  # "4: ACTIVE" in /sys
+            rate, link_layer = host.read(f"{place}/rate"), host.read(f"{place}/link_layer")
+            ports.append(AdapterPort(f"{adapter} port {number}", state, rate, link_layer))
     return ports
 
 
