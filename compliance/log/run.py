@@ -133,13 +133,22 @@ class LoggedRun:
         return len(self.accuracies) - untrained
 
     @property
-    def curve(self) -> list[tuple[int, float]]:
-        """(sequences trained, masked-LM accuracy) of each evaluation with a valid count and fraction."""
+    def counted_accuracies(self) -> list[tuple[int, Record]]:
+        """(sequences trained, record) of each evaluation with a valid count and fraction.
+
+        The schedule's counts take the place of counts of anything but sequences.
+        """
+        schedule = self.schedule if self.other_unit else None
         return [
-            (record.metadata["epoch_num"], record.value)
-            for record in self.accuracies
+            (schedule.samples(index) if schedule else record.metadata["epoch_num"], record)
+            for index, record in enumerate(self.accuracies, start=1)
             if rules.COUNT.accepts(record.metadata.get("epoch_num")) and rules.FRACTION.accepts(record.value)
         ]
+
+    @property
+    def curve(self) -> list[tuple[int, float]]:
+        """(sequences trained, masked-LM accuracy) of each evaluation in `counted_accuracies`."""
+        return [(samples, record.value) for samples, record in self.counted_accuracies]
 
     @property
     def accuracy(self) -> float | None:

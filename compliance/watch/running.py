@@ -7,7 +7,7 @@ from compliance.log.order import Violation, own_settings, violations
 from compliance.log.reader import take_header
 from compliance.log.record import TOKEN_BYTES, Record, parse_line
 from compliance.log.records import StepRecord, WarningRecord, parse_record
-from compliance.log.run import LoggedRun, samples_of
+from compliance.log.run import LoggedRun
 
 INIT_WARNING_FRACTION = 25 / 30
 """Share of the initialisation limit after which to warn, so that some minutes are left to act."""
@@ -63,13 +63,13 @@ class RunningLog(LoggedRun):
     @property
     def samples(self) -> int:
         """Samples trained according to the latest line of log or metrics."""
-        return max(self.step_samples, self.counted_samples)
+        counted = max((samples for samples, _ in self.curve), default=0) if self.other_unit else self.counted_samples
+        return max(self.step_samples, counted)
 
     @property
     def _marks(self) -> list[tuple[int, int]]:
         """(samples trained, time in milliseconds) of the last four evaluations, or of run_start and the first one."""
-        counted = [(samples_of(record.metadata), record.time_ms) for record in self.accuracies[-4:]]
-        found = [(samples, time_ms) for samples, time_ms in counted if samples is not None]
+        found = [(samples, record.time_ms) for samples, record in self.counted_accuracies[-4:]]
         start = [(0, self.run_start_ms)] if self.run_start_ms is not None and len(found) < 2 else []
         return [*start, *found]
 
@@ -131,6 +131,8 @@ class RunningLog(LoggedRun):
                 self.complain(violation.sentence, "count" if is_count else violation.found + violation.expected)
         if key == "run_start" and key not in self.first:
             self._check_settings()
+        if key == "init_start" and self.phase not in ("before", "init"):
+            self.complain("a second attempt logs to this file: the log of two attempts is no valid result", key)
         # As in the check of a log, it is enough if one process cleared its caches.
         self._cleared |= key == "cache_clear" and record.value is not False
         self.add(record)

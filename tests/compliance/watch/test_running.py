@@ -140,6 +140,14 @@ def test_what_a_run_is_warned_of(run: dict[str, Any], events: list[Event], expec
     assert running.run_start_ms == BASE
 
 
+def test_samples_that_the_log_does_not_state_come_from_the_schedule() -> None:
+    run = begun()
+    for minutes in (1, 2, 3):  # 1, 2, 3 are evaluations, not samples, as in some logs
+        evaluated(1, minutes, 0.4, False)(run)
+    assert [samples for samples, _ in run.curve] == [FIRST, SECOND, THIRD]
+    assert run.samples == THIRD
+
+
 # Rates and times
 
 
