@@ -164,4 +164,4 @@ def _collapse(findings: list[Finding]) -> list[Finding]:
         # Do not compare `found`: its numbers differ from record to record.
         kind = (finding.key, finding.remedy, finding.rule, finding.severity)
         kinds.setdefault(kind, []).append(finding)
-    return [replace(same[0], more=len(same) - 1) for same in kinds.values()]
+    return [replace(same[0], more=len(same) - 1 + sum(each.more for each in same)) for same in kinds.values()]

@@ -91,9 +91,8 @@ class Watch:
     def outlooks(self) -> Iterator[str]:
         """Yield the outlook of the set including this run: for each end of its forecast, or for its actual end."""
         run, schedule, batch = self.run, self.run.schedule, self.run.global_batch_size
-        others = [
-            each for each in self.siblings if each.is_ended and each.global_batch_size == batch and not each.is_unknown
-        ]
+        ended = [each for each in self.siblings if each.is_ended and not each.is_unknown]
+        others = [each for each in ended if each.global_batch_size == batch]
         reached = tuple(each.converged_samples() for each in others)
         # The outcome of a complete set is already decided.
         if run.division != "closed" or not batch or not schedule or len(others) >= SUBMISSION_RUNS:
