@@ -214,9 +214,10 @@ def _check_plausibility(context: CheckedLog) -> Iterator[Finding]:
         found, expected = f"value {accumulated}", f"at most the global_batch_size {batch}"
         yield at(run.first["gradient_accumulation_steps"], found, expected, "log the micro-batches of a step")
     stop, rate = run.last.get("run_stop"), run.sequences_per_s
-    if stop and not context.undated and (run.seconds == 0 or (rate and rate > rules.MAX_RATE)):
+    is_plausible = rate is None or rules.MIN_RATE <= rate <= rules.MAX_RATE
+    if stop and not context.undated and (run.seconds == 0 or not is_plausible):
         found = f"{run.trained or 0} sequences in {run.seconds:g} s"
-        expected = f"at most {rules.MAX_RATE:,.0f} a second: published systems stay below a tenth of this"
+        expected = f"{rules.MIN_RATE:g} to {rules.MAX_RATE:,.0f} a second, far beyond any published system"
         yield at(stop, found, expected, "check the unit of time_ms, and that run_start and run_stop are of one run")
 
 

@@ -8,7 +8,7 @@ not reported.
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import combinations, zip_longest
+from itertools import combinations
 from typing import Literal
 
 from compliance.log import rules
@@ -23,6 +23,9 @@ TIMELINE = tuple(rules.NEXT_PHASE)
 
 LONGEST_START_MS = 600_000
 """Longest time in which all processes of a run begin to initialise."""
+
+SHORTEST_RESTART_MS = 5_000
+"""Shortest time between the last record of a process that died and the first one of the next attempt."""
 
 _SETTINGS = {key for key, rule in rules.KEYS.items() if rule.phases == ("init",) and rule.once and rule.value}
 
@@ -60,10 +63,10 @@ class CheckedLog:
         run, log = self.run, self.log
         if not run.first or log.given_up:
             return None
-        if self.writers > 1:
-            return "ranks"
         if self.second_start:
             return "joined"
+        if self.writers > 1:
+            return "ranks"
         if not {"run_stop"} & {*run.first, *self.lost_keys}:
             return "cut off"
         if not {"init_start", "submission_benchmark", "run_start"} & {*run.first, *self.lost_keys}:
@@ -72,28 +75,32 @@ class CheckedLog:
 
     @cached_property
     def writers(self) -> int:
-        """Number of processes that wrote the whole run side by side, each with its own start and stop."""
+        """Number of processes that wrote the whole run side by side, each with its own start."""
         first, starts = self.run.first, self.log.all("run_start")
-        if len(starts) < 2 or "run_stop" not in first or starts[1].line > first["run_stop"].line:
+        if len(starts) < 2 or ("run_stop" in first and starts[1].line > first["run_stop"].line):
             return 1
-        return min(len(self.log.all(key)) for key in ("submission_benchmark", *TIMELINE))
+        counts = sorted(len(self.log.all(key)) for key in (*_SETTINGS, *TIMELINE) if key in first)
+        return counts[len(counts) // 2]
 
     @cached_property
     def second_start(self) -> Record | None:
         """The record with which a second attempt begins, as after a restart under the same number; None for one attempt."""
         begin: Record | None = None  # the first record of a group of cache_clear and init_start
         previous: Record | None = None
-        for record, following in zip_longest(self.log.records, self.log.records[1:]):
+        silence_ms = 0  # between the group and the record before it
+        records = self.log.records
+        for index, record in enumerate(records):
             if record.key not in rules.PER_RANK:
                 begin = None if record.key in rules.KEYS else begin
                 continue
-            begin = begin or record
-            is_late = previous and self._is_late(record, previous)
+            if begin is None:
+                begin, silence_ms = record, record.time_ms - records[max(0, index - 1)].time_ms
             # If the next record is earlier, the clock of this process was wrong.
-            if is_late and (following is None or following.time_ms >= record.time_ms):
+            is_ahead = any(following.time_ms < record.time_ms for following in records[index + 1 : index + 2])
+            if previous and not is_ahead and self._is_late(record, previous):
                 return record
             previous = record
-            if record.key == "init_start" and self._is_restart(record):
+            if record.key == "init_start" and self._is_restart(record, silence_ms):
                 return begin
         return None
 
@@ -103,8 +110,8 @@ class CheckedLog:
         begins = all(self.run.first[key].line > record.line for key in _SETTINGS if key in self.run.first)
         return begins and not self.undated and record.time_ms - previous.time_ms >= limit_ms
 
-    def _is_restart(self, start: Record) -> bool:
-        """Tell whether an init_start begins the log anew. Other processes of the run may log it late too."""
+    def _is_restart(self, start: Record, silence_ms: int) -> bool:
+        """Tell whether an init_start, after this silence, begins the log anew. Processes of the run may log it late too."""
         first, last = self.run.first, self.run.last
         before = {key for key in (*_SETTINGS, *TIMELINE) if key in first and first[key].line < start.line}
         again = {key for key in before if last[key].line > start.line}
@@ -113,6 +120,8 @@ class CheckedLog:
         if "init_stop" in before:
             return bool(again - {"init_start"})
         # A second attempt logs all settings again. If all processes log them, then each logs init_stop too.
+        if silence_ms < SHORTEST_RESTART_MS:
+            return False
         before &= _SETTINGS
         ends = max(1, len(self.log.all("init_stop")))
         if not before or before - again or min(len(self.log.all(key)) for key in before) <= ends:

@@ -64,8 +64,8 @@ PLAUSIBLE: dict[str, tuple[float, float]] = {
 }
 """Range of the numbers that a closed run can have, unless they are 0. Published runs stay well within it."""
 
-MAX_RATE = 1e7
-"""Maximum sequences per second of a run: more than ten times the published maximum of all rounds."""
+MIN_RATE, MAX_RATE = 0.1, 1e7
+"""Range of sequences per second of a closed run. Published runs have 90 to 760,000."""
 MAX_ACCELERATOR_RATE = 1e4
 """Maximum sequences per second of one accelerator: more than five times the published maximum."""
 

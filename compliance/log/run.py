@@ -269,9 +269,9 @@ class LoggedRun:
     def converged_samples(self) -> int | None:
         """Return the sequences to the target: epoch_num of the first evaluation that reached it, else `trained`.
 
-        The result is None if the run did not end with status success, or if no count can be trusted.
+        The result is None if the run did not converge, or if no count can be trusted.
         """
-        if self.status != "success" or not self.accuracies:
+        if not self._is_converged:
             return None
         last = len(self.accuracies) - 1
         first = last if self.reached is None else self.reached
@@ -282,8 +282,13 @@ class LoggedRun:
 
     @property
     def is_unknown(self) -> bool:
-        """Tell whether the run claims success, but logs no count of sequences to the target that can be trusted."""
-        return self.status == "success" and self.converged_samples() is None
+        """Tell whether the run converged, but logs no count of sequences to the target that can be trusted."""
+        return self._is_converged and self.converged_samples() is None
+
+    @property
+    def _is_converged(self) -> bool:
+        is_claimed = self.status == "success" and bool(self.accuracies)
+        return is_claimed and (self.target is None or self.reached is not None)
 
 
 def samples_of(metadata: Mapping[str, object]) -> int | None:

@@ -23,6 +23,7 @@ from compliance.log.reader import Log, read_log
 from compliance.log.record import Record
 from compliance.log.rules import SUBMISSION_RUNS
 from compliance.log.run import LoggedRun
+from compliance.official import process
 from compliance.official.package import Answer, ask, ask_about_folder
 from compliance.submission.derived import metrics_findings, package_findings, report_findings, scaling_findings
 from compliance.submission.description import against_logs, description_findings, read_description
@@ -158,6 +159,9 @@ def _shared(folder: BenchmarkFolder, runs: Sequence[FolderRun], owners: dict[byt
     return [Finding(None, "", "TR 12", found, "submit the runs of each system", severity="warning")]
 
 
+_TOOLS: dict[Part, str] = {"folder": "package", "description": "system", "submission": "repository"}
+
+
 def _verdict(
     path: Path, part: Part, ruleset: str, answer: Answer, findings: list[Finding], missed: str = ""
 ) -> Verdict:
@@ -166,8 +170,9 @@ def _verdict(
     If `findings` contains no error, the message of the tool is added to it as an error.
     """
     if answer.outcome == "fail" and not any(finding.severity == "error" for finding in findings):
-        found = f"the official tool does not accept it, expected no objection: {answer.message}"
-        findings.append(Finding(None, "", f"mlperf-logging, ruleset {ruleset}", found, "see its message"))
+        tool = process.NAMES[_TOOLS[part]]
+        found = f"the official {tool} rejects it, expected no objection: {answer.message or 'it does not say why'}"
+        findings.append(Finding(None, "", f"mlperf-logging, ruleset {ruleset}", found, "correct what it names"))
     return Verdict(path, ruleset, answer.outcome, tuple(findings), None, None, missed, part)
 
 

@@ -72,9 +72,9 @@ DEATHS: dict[str, tuple[str, int, int]] = {
     "after three settings": ("submission_platform", 0, 60_000),
     "after the batch size": ("global_batch_size", 0, 60_000),
     "after all settings": ("eval_interval_samples", 0, HOUR_MS),
-    "after initialisation": ("init_stop", 0, 60_000),
-    "in training": ("eval_accuracy", 1, 60_000),
-    "after success": ("run_stop", 0, 60_000),
+    "after initialisation": ("init_stop", 0, 1_000_000),
+    "in training": ("eval_accuracy", 1, 1_000_000),
+    "after success": ("run_stop", 0, 1_000_000),
 }
 
 

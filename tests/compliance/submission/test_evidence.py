@@ -262,7 +262,11 @@ def test_a_folder_says_what_the_newest_ruleset_would_miss(tmp_path: Path) -> Non
 def test_the_seed_of_a_dead_attempt_fails_no_other_run(tmp_path: Path) -> None:
     folder = closed(tmp_path, runs=3)
     first, second = ((folder / f"result_{number}.txt").read_text() for number in (2, 1))
-    (folder / "result_1.txt").write_text(first[: first.index(lines_of(first, "quality_target")[0])] + second)
+    # Run 2 started three hours after run 1, so it cannot have died before it.
+    begin = first[: first.index(lines_of(first, "quality_target")[0])].replace(
+        '"time_ms": 17000216', '"time_ms": 17000100'
+    )
+    (folder / "result_1.txt").write_text(begin + second)
     verdicts = {verdict.path.name: verdict for verdict in check_paths([folder], "5.0.0")}
     assert verdicts["result_2.txt"].passed
     [finding] = verdicts["result_1.txt"].findings
