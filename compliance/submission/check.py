@@ -6,82 +6,29 @@ the slowest run.
 """
 
 import hashlib
-import json
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from compliance.check.checker import candidate_rulesets, check_file, check_log, missed_text, objections
 from compliance.convergence.outlook import Outlook, outlook_of
 from compliance.convergence.selection import FAILED, select
 from compliance.folders import BenchmarkFolder, Tree, absolute, find_all, layout_findings, repository_findings
 from compliance.log import rules
-from compliance.log.findings import Finding, Part, Severity, Verdict, shown
+from compliance.log.findings import Finding, Part, Severity, Verdict
 from compliance.log.reader import Log, read_log
-from compliance.log.record import Record
 from compliance.log.rules import SUBMISSION_RUNS
 from compliance.log.run import LoggedRun
 from compliance.official import process
 from compliance.official.package import Answer, ask, ask_about_folder
+from compliance.submission.comparison import FolderRun, compare_seeds, compare_settings, without_copies
 from compliance.submission.derived import metrics_findings, package_findings, report_findings, scaling_findings
 from compliance.submission.description import against_logs, description_findings, read_description
 from console.text import counted, visible
 
-HYPERPARAMETERS = tuple(
-    key
-    for key in rules.KEYS
-    if key.startswith("opt_") or key in ("gradient_accumulation_steps", "num_warmup_steps", "start_warmup_step")
-)
-"""Settings, besides the batch size, that all runs of one result must share."""
-
-SUBMISSION_KEYS: dict[str, Severity] = {
-    "submission_division": "error",
-    "submission_org": "warning",
-    "submission_platform": "warning",
-    "submission_status": "warning",
-}
-"""Keys that must have the same value in all logs of a folder, and the severity of a difference."""
-
 MAX_NAMED = 3
 """Maximum number of logs that one message names."""
-
-
-@dataclass(frozen=True)
-class FolderRun:
-    """A run of a folder, with the verdict on its log alone.
-
-    `digest` covers the record lines of the log and is empty if there are none. `findings` are faults found by
-    comparison with the other logs.
-    """
-
-    verdict: Verdict
-    logged: LoggedRun
-    seeds: tuple[Record, ...] = ()
-    digest: bytes = b""
-    findings: list[Finding] = field(default_factory=list)
-
-    @property
-    def name(self) -> str:
-        """File name of the log, escaped for messages."""
-        return visible(self.verdict.path.name)
-
-    def object(
-        self, record: Record | None, key: str, rule: str, found: str, remedy: str, severity: Severity, more: int = 0
-    ) -> None:
-        """Add a finding from the comparison with other logs, unless the record already has an error of its own."""
-        line, source = (record.line, record.logged_at) if record else (None, None)
-        if not any((own.line, own.key) == (line, key) for own in self.verdict.errors):
-            self.findings.append(Finding(line, key, rule, found, remedy, source, severity, more))
-
-    @property
-    def complete_verdict(self) -> Verdict:
-        """The verdict including `findings`. An error in `findings` replaces warnings about the same record."""
-        places = {(finding.line, finding.key) for finding in self.findings if finding.severity == "error"}
-        kept = [own for own in self.verdict.findings if own.severity == "error" or (own.line, own.key) not in places]
-        found = sorted((*kept, *self.findings), key=lambda finding: finding.line or 0)
-        return replace(self.verdict, findings=tuple(found))
 
 
 def check_paths(paths: Iterable[Path], ruleset: str = rules.NEWEST_RULESET) -> list[Verdict]:
@@ -222,9 +169,9 @@ def _check_folder(
     # Use the division that most logs name, or else closed, which is stricter.
     named = Counter(run.verdict.division for run in runs).most_common(1)
     division: rules.Division = "open" if named and str(named[0][0]).lower() == "open" else "closed"
-    originals = _without_copies(runs)
-    _compare_settings(originals, division)
-    _compare_seeds(originals, division, folder.severity)
+    originals = without_copies(runs)
+    compare_settings(originals, division)
+    compare_seeds(originals, division, folder.severity)
     for run in runs:
         run.findings.extend(metrics_findings(run.verdict.path, run.logged))
     is_meant = folder.submission or not runs or any(is_for_submission(run.logged) for run in runs)
@@ -265,102 +212,6 @@ def _derived_findings(
     yield from report_findings(folder, {int(match[1]): logged[path] for path, match in numbers.items() if match})
     seconds = [run.logged.seconds if run.complete_verdict.passed else None for run in runs]
     yield from package_findings(tree, folder.system, [*logged.values()], seconds, prospect)
-
-
-def _without_copies(runs: Sequence[FolderRun]) -> list[FolderRun]:
-    """Return the runs that are not copies of an earlier run. Add a finding to each copy."""
-    originals: dict[bytes, FolderRun] = {}
-    for run in runs:
-        original = originals.setdefault(run.digest, run) if run.digest else run
-        if original is not run:
-            found = f"{run.name} is a copy of {original.name}: all records are the same, expected a run of its own"
-            run.object(None, "", "TR 12", found, "remove the copy, and run again", "error")
-    return [run for run in runs if originals.get(run.digest, run) is run]
-
-
-def _compare_settings(runs: Sequence[FolderRun], division: rules.Division) -> None:
-    """Add a finding to each log for every setting that differs from most logs."""
-    for key, severity in SUBMISSION_KEYS.items():
-        for run, record, found in _odd_ones(runs, key):
-            run.object(record, key, "TR 12", found, "keep the logs of one system and entry in a folder", severity)
-    severity = "error" if division == "closed" else "warning"
-    remedy = "submit runs of one configuration: run this one again"
-    key, apart = "global_batch_size", set()
-    for run, record, found in _odd_ones(runs, key):
-        apart.add(run.name)
-        run.object(record, key, "TR 12; RCP checker", found, remedy, severity)
-    # Compare only runs of the same batch size, because many settings depend on it.
-    alike = [run for run in runs if run.name not in apart]
-    odd: dict[str, list[tuple[FolderRun, Record, str]]] = {}
-    for run, record, found in (each for key in HYPERPARAMETERS for each in _odd_ones(alike, key)):
-        odd.setdefault(run.name, []).append((run, record, found))
-    for (run, record, found), *others in odd.values():
-        likewise = f"; {', '.join(other.key for _, other, _ in others)} likewise" if others else ""
-        run.object(record, record.key, "TR 9.1; TR 12", found + likewise, remedy, severity)
-
-
-def _odd_ones(runs: Sequence[FolderRun], key: str) -> Iterator[tuple[FolderRun, Record, str]]:
-    """Yield (run, record, finding in words) for each run whose value of `key` differs from most runs."""
-    holders = [(run, run.logged.first[key]) for run in runs if key in run.logged.first]
-    counts = Counter(_comparable(record.value) for _, record in holders)
-    if len(counts) < 2:
-        return
-    # If several values are equally frequent, use the first one.
-    most, count = counts.most_common(1)[0]
-    first, usual = next((run, record) for run, record in holders if _comparable(record.value) == most)
-    named = "most logs of the folder" if 2 * count > len(holders) else f"{first.name}: all logs must agree"
-    for run, record in holders:
-        if _comparable(record.value) != most:
-            yield run, record, f"value {shown(record.value)}, expected {shown(usual.value)} as in {named}"
-
-
-def _comparable(value: Any) -> object:
-    # 1 and 1.0 are the same value. Lists and objects are not hashable, so use their JSON.
-    return float(value) if rules.is_number(value) else json.dumps(value, sort_keys=True)
-
-
-def _compare_seeds(runs: Sequence[FolderRun], division: rules.Division, submission: Severity) -> None:
-    """Add a finding to each log whose seed equals the seed of an earlier log.
-
-    The official seed checker compares pairs of source position and seed. Here the first seeds of any two logs must differ,
-    even if logged at different positions, because otherwise the runs would be identical.
-    """
-    severity, rule = "error" if division == "closed" else "warning", "TR 5.1; seed checker"
-    # Seed records by (position, seed). The first record of each log is also stored by its seed alone.
-    logged: dict[object, tuple[FolderRun, Record]] = {}
-    for run in runs:
-        shared = []
-        for index, record in enumerate(run.seeds):
-            seed, position = _seed(record), record.logged_at
-            if seed is None:
-                continue  # another check reports an invalid value
-            if position is None and division == "closed":
-                found = "no metadata file and lineno, expected them, as the seed checker does"
-                remedy = "log it with the logger of mlperf-logging"
-                run.object(record, "seed", "seed checker", found, remedy, submission)
-                continue
-            earlier = logged.setdefault((position, seed), (run, record))
-            if earlier[1] is record and index == 0:
-                earlier = logged.setdefault(seed, (run, record))
-            if earlier[1] is not record:
-                shared.append((record, seed, *earlier))
-        # Before ruleset 4.1.0 a missing seed is a warning, but the seed checker fails the folder under all rulesets.
-        if not run.seeds and run.verdict.official == "pass" and division == "closed" and submission == "error":
-            found = "no record, expected one with the seed of the run: the seed checker asks for it"
-            run.object(None, "seed", rule, found, "log the seed, once, from one process", "error")
-        for record, seed, other, first in shared[:1]:
-            where = "" if other is run else f"{other.name} "
-            found = f"value {seed} was logged before, in {where}line {first.line}, expected another seed in every run"
-            remedy = "run again with a seed from the clock or /dev/urandom, logged once by one process"
-            run.object(record, "seed", rule, found, remedy, severity, len(shared) - 1)
-
-
-def _seed(record: Record) -> int | None:
-    try:
-        # Accept a number in quotes, as the seed checker does.
-        return int(record.value)
-    except (TypeError, ValueError, OverflowError):
-        return None
 
 
 def _failed_runs(runs: Sequence[FolderRun], answer: Answer) -> Finding:
