@@ -118,8 +118,8 @@ def find(path: Path) -> Tree:
     if (path / "results").is_dir():  # a submission, or bare results
         submission = path if _is_submission(path) else None
         found = _of_results(path / "results", submission)
-    # A folder with logs may contain other folders of logs, such as earlier runs.
-    elif not _has_logs(path) and any(map(_is_benchmark, _folders(path, None))):  # results/<system>
+    # A benchmark folder may contain other folders of logs, such as earlier runs.
+    elif not (_is_named_bert(path) and _has_logs(path)) and any(map(_is_benchmark, _folders(path, None))):
         submission = _submission_above(path, 2)
         found = _of_system(path, submission)
     elif _is_benchmark(path):  # results/<system>/bert
@@ -244,7 +244,11 @@ def _is_benchmark(folder: Path) -> bool:
     if _has_logs(folder):
         return True
     below = any(BENCHMARK in entry.name.lower() and entry.is_dir() for entry in _entries(folder))
-    return not below and BENCHMARK in absolute(folder).name.lower()
+    return not below and _is_named_bert(folder)
+
+
+def _is_named_bert(folder: Path) -> bool:
+    return BENCHMARK in absolute(folder).name.lower()
 
 
 def _benchmark_folder(path: Path, submission: Path | None) -> BenchmarkFolder:

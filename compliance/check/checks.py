@@ -217,7 +217,7 @@ def _check_plausibility(context: CheckedLog) -> Iterator[Finding]:
     is_plausible = rate is None or rules.MIN_RATE <= rate <= rules.MAX_RATE
     if stop and not context.undated and (run.seconds == 0 or not is_plausible):
         found = f"{run.trained or 0} sequences in {run.seconds:g} s"
-        expected = f"{rules.MIN_RATE:g} to {rules.MAX_RATE:,.0f} a second, far beyond any published system"
+        expected = f"from {rules.MIN_RATE:g} to {rules.MAX_RATE:,.0f} a second, as in any published run"
         yield at(stop, found, expected, "check the unit of time_ms, and that run_start and run_stop are of one run")
 
 

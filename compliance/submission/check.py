@@ -248,7 +248,14 @@ def _convergence(runs: Sequence[FolderRun], ruleset: str) -> Outlook | None:
     batches, failed = {run.logged.global_batch_size for run in passed}, len(runs) - len(passed)
     if len(batches) != 1 or None in batches or failed > 1:
         return None
-    return outlook_of([run.logged for run in passed], passed[0].logged.global_batch_size or 0, ruleset, failed=failed)
+    logged, batch = [run.logged for run in passed], passed[0].logged.global_batch_size or 0
+    found = outlook_of(logged, batch, ruleset, failed=failed)
+    if found.verdict == "fail" and ruleset != rules.NEWEST_RULESET:
+        newest = outlook_of(logged, batch, rules.NEWEST_RULESET, failed=failed).verdict
+        outcome = "fail it too" if newest == "fail" else "not fail it"
+        said = f"{found.sentence} The points of {rules.NEWEST_RULESET} would {outcome}."
+        return replace(found, sentence=said)
+    return found
 
 
 def _convergence_findings(prospect: Outlook, submission: Severity) -> Iterator[Finding]:

@@ -116,7 +116,8 @@ def description_findings(description: Description, ruleset: str) -> Iterator[Fin
             # Limit the length before converting to an integer, because the text is untrusted.
             if len(value.strip()) > 9 or not low <= int(value) <= high:
                 found = f"value {shown(value)}, expected {low} to {high:,}: no system is described otherwise"
-                yield at(name, found, "describe the system that ran")
+                severity: Severity = "error" if name == "number_of_nodes" else "warning"
+                yield at(name, found, "describe the system that ran", severity=severity)
     division, status = fields.get("division"), fields.get("status")
     if "division" in fields and division not in rules.DIVISIONS:
         found = f"value {shown(division)}, expected closed or open in lower case: in any other spelling the package "
