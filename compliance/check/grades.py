@@ -88,6 +88,7 @@ class CheckedLog:
         begin: Record | None = None  # the first record of a group of cache_clear and init_start
         previous: Record | None = None
         silence_ms = 0  # between the group and the record before it
+        is_begun = is_cleared = False  # whether an init_start was logged, and cache_clear after it
         records = self.log.records
         for index, record in enumerate(records):
             if record.key not in rules.PER_RANK:
@@ -100,8 +101,12 @@ class CheckedLog:
             if previous and not is_ahead and self._is_late(record, previous):
                 return record
             previous = record
-            if record.key == "init_start" and self._is_restart(record, silence_ms):
+            if record.key == "cache_clear":
+                is_cleared = is_begun
+            elif self._is_restart(record, silence_ms, is_cleared=is_cleared):
                 return begin
+            else:
+                is_begun = True
         return None
 
     def _is_late(self, record: Record, previous: Record) -> bool:
@@ -110,7 +115,7 @@ class CheckedLog:
         begins = all(self.run.first[key].line > record.line for key in _SETTINGS if key in self.run.first)
         return begins and not self.undated and record.time_ms - previous.time_ms >= limit_ms
 
-    def _is_restart(self, start: Record, silence_ms: int) -> bool:
+    def _is_restart(self, start: Record, silence_ms: int, *, is_cleared: bool) -> bool:
         """Tell whether an init_start, after this silence, begins the log anew. Processes of the run may log it late too."""
         first, last = self.run.first, self.run.last
         before = {key for key in (*_SETTINGS, *TIMELINE) if key in first and first[key].line < start.line}
@@ -127,9 +132,7 @@ class CheckedLog:
         if not before or before - again or min(len(self.log.all(key)) for key in before) <= ends:
             return False
         # A launcher and the program may each log submission_*, and every process its seed.
-        own = [key for key in before if not key.startswith("submission_")]
-        opened = first["init_start"].line
-        return len(own) > 1 or any(opened < each.line < start.line for each in self.log.all("cache_clear"))
+        return is_cleared or sum(not key.startswith("submission_") for key in before) > 1
 
     @cached_property
     def lost_keys(self) -> frozenset[str]:

@@ -8,10 +8,10 @@ import io
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from compliance.artefact import MAX_FILE_BYTES
 from compliance.convergence.outlook import Outlook, outlook, outlook_of
 from compliance.convergence.selection import FAILED, olympic_mean
 from compliance.folders import BenchmarkFolder, Tree
@@ -30,8 +30,14 @@ TOLERANCE = 1e-6
 README_ROW = re.compile(r"\| ([\w.+-]+) \| (?:closed|open) \| bert \| \d+ \| ([\d.]+) \| ([\d.]+) \|")
 """Row of the table in a package's README.md: system, division, benchmark, runs, minutes, scaling factor."""
 
+MAX_BYTES = 4 * 2**20
+"""Maximum size of a derived file that is read."""
+
 MAX_DERIVED = 20
 """Maximum number of reports that are read in one folder."""
+
+MAX_ROWS = 1_000
+"""Maximum number of rows that are read in one report."""
 
 
 def scaling_findings(
@@ -42,7 +48,7 @@ def scaling_findings(
     if not path.is_file():
         return
     try:
-        content = read_json(path, MAX_FILE_BYTES, "remove it")
+        content = read_json(path, MAX_BYTES, "remove it")
     except ValueError as error:
         content = str(error).removeprefix(f"{path}: ")
     factor = content.get("scaling_factor", 1.0) if isinstance(content, dict) else None
@@ -107,8 +113,7 @@ def report_findings(folder: BenchmarkFolder, runs: Mapping[int, LoggedRun]) -> I
     candidates = [path for place in (folder.path, folder.path.parent) for path in sorted(place.glob("*.[cj]s[vo]*"))]
     for path in candidates[:MAX_DERIVED]:
         for row in _rows(path):
-            fault = _row_fault(row, runs)
-            if fault:
+            if fault := _row_fault(row, runs):
                 found = f"{visible(path.name)} contradicts the logs: {fault}"
                 remedy = "write it again: `python -m compliance report`"
                 yield Finding(None, "", "docs/compliance.md", found, remedy, severity=folder.severity)
@@ -119,10 +124,10 @@ def _rows(path: Path) -> list[dict[str, Any]]:
     """Return the runs in a report; empty for any other file."""
     try:
         if path.suffix == ".csv":
-            text = read_bounded(path, MAX_FILE_BYTES, "").decode("utf-8", "replace")
-            rows: list[Any] = list(csv.DictReader(io.StringIO(text)))
+            text = read_bounded(path, MAX_BYTES, "").decode("utf-8", "replace")
+            rows: list[Any] = list(islice(csv.DictReader(io.StringIO(text)), MAX_ROWS))
         elif path.suffix == ".json":
-            content = read_json(path, MAX_FILE_BYTES, "")
+            content = read_json(path, MAX_BYTES, "")
             rows = content["runs"] if isinstance(content, dict) and isinstance(content.get("runs"), list) else []
         else:
             return []
@@ -171,7 +176,7 @@ def package_findings(
             yield Finding(None, "", "result summarizer", f"{found}, expected the same", "correct it")
     for path in sorted((tree.submission / "benchmarks" / "bert" / system).glob(f"{system}_*.json"))[:MAX_DERIVED]:
         try:
-            content = read_json(path, MAX_FILE_BYTES, "")
+            content = read_json(path, MAX_BYTES, "")
         except ValueError:
             continue
         settings = content.get("logged") if isinstance(content, dict) else None
@@ -184,6 +189,6 @@ def package_findings(
 
 def _text(path: Path) -> str:
     try:
-        return read_bounded(path, MAX_FILE_BYTES, "").decode("utf-8", "replace")
+        return read_bounded(path, MAX_BYTES, "").decode("utf-8", "replace")
     except (OSError, ValueError):
         return ""
