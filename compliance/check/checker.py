@@ -26,17 +26,25 @@ def check_file(path: Path, ruleset: str = rules.NEWEST_RULESET) -> Verdict:
 
 def check_log(log: Log, ruleset: str = rules.NEWEST_RULESET) -> Verdict:
     """Check a log under a ruleset; `rules.AUTO` takes the newest ruleset that accepts it. Raises as `check_file` does."""
+    return check_logs([log], ruleset)[0]
+
+
+def check_logs(logs: Sequence[Log], ruleset: str) -> list[Verdict]:
+    """Check logs under one ruleset; `rules.AUTO` takes the newest that accepts most of them. Raises as `check_file` does."""
     if ruleset != rules.AUTO:
         rules.check_ruleset(ruleset)
-        return _verdict(log, ruleset)
-    candidates = candidate_rulesets([log])
-    verdicts = (_verdict(log, candidate, is_chosen=True) for candidate, _ in candidates)
-    # The official checker is asked once, unless it rejects what our checks accept.
-    first = next(verdicts)
-    return first if first.passed else next((verdict for verdict in verdicts if verdict.passed), first)
+        return [_verdict(log, ruleset) for log in logs]
+    tried: dict[int, list[Verdict]] = {}
+    for candidate, expected in _candidates(logs):
+        # The official checker is asked once, unless it rejects what our checks accept.
+        if tried and max(tried) >= expected:
+            break
+        verdicts = [replace(_verdict(log, candidate), missed=_missed(log, candidate)) for log in logs]
+        tried.setdefault(sum(verdict.passed for verdict in verdicts), verdicts)
+    return tried[max(tried)]
 
 
-def candidate_rulesets(logs: Sequence[Log]) -> list[tuple[str, int]]:
+def _candidates(logs: Sequence[Log]) -> list[tuple[str, int]]:
     """Return the rulesets under which logs may be judged together, the best first, and how many logs pass our checks.
 
     The best ruleset is the newest under which most logs pass our own checks. The official checker is not asked. If all
@@ -70,11 +78,6 @@ def _may_pass(log: Log, ruleset: str) -> bool:
     return is_complete and not _own_errors(log, ruleset)
 
 
-def objections(log: Log) -> list[Finding]:
-    """Return the errors that our own checks find in a log under the newest ruleset."""
-    return _own_errors(log, rules.NEWEST_RULESET)
-
-
 def _own_errors(log: Log, ruleset: str) -> list[Finding]:
     return [finding for finding in _own_findings(CheckedLog(log, ruleset)) if finding.severity == "error"]
 
@@ -83,12 +86,11 @@ def _own_findings(context: CheckedLog) -> list[Finding]:
     return [finding for check in checks_of(context) for finding in check(context)]
 
 
-def _verdict(log: Log, ruleset: str, *, is_chosen: bool = False) -> Verdict:
+def _verdict(log: Log, ruleset: str) -> Verdict:
     context, opinion = CheckedLog(log, ruleset), _official_opinion(log, ruleset)
     own = _own_findings(context)
     # If the file is not the log of one complete run, this defect causes the official checker's complaints.
     findings = own if context.defect else [*own, *_unexplained(context, own, opinion)]
-    is_old = is_chosen and ruleset != rules.NEWEST_RULESET
     return Verdict(
         path=log.path,
         ruleset=ruleset,
@@ -97,15 +99,21 @@ def _verdict(log: Log, ruleset: str, *, is_chosen: bool = False) -> Verdict:
         # Report the division as logged, without the default of `LoggedRun.division`.
         division=str(named.value) if (named := context.run.first.get("submission_division")) else None,
         status=None if context.run.status is None else str(context.run.status),
-        missed=missed_text(objections(log)) if is_old else "",
         is_one_run=context.defect not in ("joined", "ranks"),
     )
 
 
+def _missed(log: Log, ruleset: str) -> str:
+    if ruleset == rules.NEWEST_RULESET:
+        return ""
+    errors = _own_errors(log, rules.NEWEST_RULESET)
+    return missed_text(errors) or f"the official checker rejects it under {rules.NEWEST_RULESET}"
+
+
 def missed_text(errors: Sequence[Finding]) -> str:
-    """Say what the newest ruleset would object to, for a verdict under an older ruleset."""
+    """Say what the newest ruleset would object to, for a verdict under an older ruleset; "" if nothing."""
     if not errors:
-        return f"the official checker rejects it under {rules.NEWEST_RULESET}"
+        return ""
     keys = dict.fromkeys(f"{finding.key}: {finding.found}" if finding.key else finding.found for finding in errors)
     first, more = next(iter(keys)), len(keys) - 1
     return f"{rules.NEWEST_RULESET} would fail it: {first}" + (f" and {counted(more, 'other error')}" if more else "")

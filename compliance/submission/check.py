@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from compliance.check.checker import candidate_rulesets, check_file, check_log, missed_text, objections
+from compliance.check.checker import check_file, check_logs, missed_text
 from compliance.convergence.outlook import Outlook, outlook_of
 from compliance.convergence.selection import FAILED, select
 from compliance.folders import BenchmarkFolder, Tree, absolute, find_all, layout_findings, repository_findings
@@ -88,7 +88,7 @@ def _check_tree(tree: Tree, ruleset: str) -> list[Verdict]:
         if of_description and not description.fault:
             findings += against_logs(description, [run.logged for runs, _ in of_description for run in runs])
         errors = [each for each in description_findings(description, rules.NEWEST_RULESET) if each.severity == "error"]
-        missed = missed_text(errors) if is_auto and chosen != rules.NEWEST_RULESET and errors else ""
+        missed = missed_text(errors) if is_auto and chosen != rules.NEWEST_RULESET else ""
         verdicts.append(_verdict(path, "description", chosen, ask("system", path, chosen), findings, missed))
     owners: dict[bytes, BenchmarkFolder] = {}
     for folder, runs, chosen in checked:
@@ -136,27 +136,16 @@ def _read(path: Path) -> Log | Verdict:
 def _check_logs(paths: Sequence[Path], ruleset: str) -> tuple[list[FolderRun], str]:
     """Read and check logs that are judged under one ruleset. Return the runs and this ruleset."""
     logs = [_read(path) for path in paths]
-    readable = [log for log in logs if isinstance(log, Log)]
-    candidates = [(ruleset, 0)] if ruleset != rules.AUTO else candidate_rulesets(readable)
-    tried: list[tuple[int, list[FolderRun], str]] = []
-    for candidate, expected in candidates:
-        # The official checker is asked once, unless it rejects what our checks accept.
-        if tried and max(passing for passing, *_ in tried) >= expected:
-            break
-        runs = [_run_of(log, candidate, is_auto=ruleset == rules.AUTO) for log in logs]
-        tried.append((sum(run.verdict.passed for run in runs), runs, candidate))
-    _, runs, chosen = max(tried, key=lambda each: each[0])
+    verdicts = check_logs([log for log in logs if isinstance(log, Log)], ruleset)
+    newest = rules.NEWEST_RULESET if ruleset == rules.AUTO else ruleset
+    chosen, of_logs = verdicts[0].ruleset if verdicts else newest, iter(verdicts)
+    runs = [_run_of(log, next(of_logs) if isinstance(log, Log) else replace(log, ruleset=chosen)) for log in logs]
     return runs, chosen
 
 
-def _run_of(log: Log | Verdict, ruleset: str, *, is_auto: bool) -> FolderRun:
-    if isinstance(log, Verdict):
-        return FolderRun(replace(log, ruleset=ruleset), LoggedRun())
-    verdict = check_log(log, ruleset)
-    if is_auto and ruleset != rules.NEWEST_RULESET:
-        verdict = replace(verdict, missed=missed_text(objections(log)))
+def _run_of(log: Log | Verdict, verdict: Verdict) -> FolderRun:
     # The records of two runs in one file say nothing about either of them.
-    if not verdict.is_one_run:
+    if isinstance(log, Verdict) or not verdict.is_one_run:
         return FolderRun(verdict, LoggedRun())
     # Digest only the records, so that a copy of a log with other comments is recognised.
     digest = hashlib.sha256(b"\n".join(line for _, line in log.evidence)).digest() if log.evidence else b""
