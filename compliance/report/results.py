@@ -47,9 +47,10 @@ class ReportedRun:
     verdict: Verdict
     metrics: Metrics
 
-    @property
+    @cached_property
     def logged(self) -> LoggedRun:
-        return self.log.run
+        """State of the run at the end of its log. Nothing is known of the runs of a file with two attempts."""
+        return self.log.run if self.verdict.is_one_run else LoggedRun(self.log.header)
 
     @property
     def outcome(self) -> Outcome:

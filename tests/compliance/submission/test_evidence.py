@@ -277,6 +277,8 @@ def test_the_seed_of_a_dead_attempt_fails_no_other_run(tmp_path: Path) -> None:
     assert verdicts["result_2.txt"].passed
     [finding] = verdicts["result_1.txt"].findings
     assert "two attempts" in finding.found
+    shown = json.loads(run("report", folder, "--format", "json")[1])["runs"][1]
+    assert (shown["seconds"], shown["seed"], shown["outcome"]) == (None, None, "invalid")
 
 
 # Systems
