@@ -211,6 +211,7 @@ def test_the_official_checker_is_told_which_count_to_read(
     assert (verdict.official, asked) == ("pass", [change is not None])
 
 
+@pytest.mark.slow
 def test_a_package_is_judged_by_the_newest_ruleset_and_by_trusted_counts(tmp_path: Path) -> None:
     description = write_description(tmp_path, framework="PyTorch")
     for name, evaluations, change, words in (
@@ -226,6 +227,7 @@ def test_a_package_is_judged_by_the_newest_ruleset_and_by_trusted_counts(tmp_pat
     assert run("package", "--ruleset", "4.0.0")[0] == 2
 
 
+@pytest.mark.slow
 def test_a_run_without_an_end_is_said_to_be_left_out(tmp_path: Path) -> None:
     folder = closed(tmp_path, runs=11)
     (folder / "result_3.txt").write_text(delete("run_stop")((folder / "result_3.txt").read_text()))
@@ -386,6 +388,7 @@ def test_a_report_that_contradicts_the_logs_is_said(tmp_path: Path, form: str, s
     assert "\x1b" not in run("check", folder)[1]
 
 
+@pytest.mark.slow
 def test_a_package_whose_tables_were_edited_fails(tmp_path: Path) -> None:
     folder, description = closed(tmp_path), write_description(tmp_path, framework="PyTorch")
     assert run("package", "--org", "A", "--system", description, "--runs", folder, "--out", tmp_path)[0] == 0
