@@ -9,8 +9,6 @@ from typing import Literal, NamedTuple
 
 from compliance.doctor.diagnosis import Diagnosis, fail, fail_or_warn, ok, warn
 from compliance.doctor.host import ExaminedHost, run_root
-from compliance.log import rules
-from compliance.log.rules import SUBMISSION_RUNS
 from console.processes import Output
 
 RECIPE_TIMEOUT_S = 60.0
@@ -167,7 +165,6 @@ def check_files(run: ExaminedRun, host: ExaminedHost, mounts: Sequence[Mount], r
     """
     yield _caches(run, host)
     yield from _storage(run, mounts)
-    yield from _results(run, mounts)
     yield _source(revision)
     if run.recipe:
         yield _dry_run(run, host)
@@ -201,23 +198,13 @@ def _storage(run: ExaminedRun, mounts: Sequence[Mount]) -> Iterator[Diagnosis]:
             yield warn("data", f"{found}, a layer of the container", "mount the data from a disk of the host")
         else:
             yield ok("data", found)
-
-
-def _results(run: ExaminedRun, mounts: Sequence[Mount]) -> Iterator[Diagnosis]:
-    results = run.results
-    if results is None:
-        return
-    mount = mount_of(results, mounts)
-    folder = results / run.settings.get("log.system", "") / "bert"
-    there = sum(bool(rules.RESULT_FILE.fullmatch(path.name)) for path in folder.glob("*"))
-    found = f"{results}, on {mount}: {there} log(s) of this system already"
-    if mount.kind in IN_MEMORY:
-        yield warn("results", f"{results} lies on {mount}", "choose a folder on a disk (--log.results)")
-    elif there >= SUBMISSION_RUNS and run.is_closed:
-        remedy = "move them away (with metrics_*), or set log.system to another name"
-        yield warn("results", f"{found}, and a submission has {SUBMISSION_RUNS}", remedy)
-    else:
-        yield ok("results", found)
+    if run.results is not None:
+        mount = mount_of(run.results, mounts)
+        found = f"{run.results} lies on {mount}"
+        if mount.kind in IN_MEMORY:
+            yield warn("results", found, "choose a folder on a disk (--log.results)")
+        else:
+            yield ok("results", found)
 
 
 def _source(revision: str) -> Diagnosis:

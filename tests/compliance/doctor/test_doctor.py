@@ -144,19 +144,9 @@ def test_data(tmp_path: Path, name: str, changes: dict[str, Any], expected: list
     expect(look(tmp_path, name, **changes), *expected, about="data")
 
 
-def test_results_of_earlier_runs(tmp_path: Path) -> None:
-    folder = tmp_path / "results" / "h100_1x8" / "bert"
-    folder.mkdir(parents=True)
-
-    def said(expected: str, division: str = "closed") -> None:
-        found = look(tmp_path, answers={RECIPES: recipe(division)}, results=tmp_path / "results")
-        expect(found, expected, about="results")
-
-    said("ok results: 0 log(s)")
-    for number in range(10):
-        (folder / f"result_{number}.txt").write_text("")
-    said("warn results: 10 log(s) of this system already, and a submission has 10")
-    said("ok results: 10 log(s)", "open")
+def test_where_results_go(tmp_path: Path) -> None:
+    folder = tmp_path / "results"
+    expect(look(tmp_path, results=folder), "ok results: lies on ext4 at /", about="results")
     expect(look(tmp_path, mounts=MEMORY, results=folder), "warn results: memory: tmpfs at /", about="results")
 
 
