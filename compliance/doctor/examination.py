@@ -5,7 +5,7 @@ and write no files. Every query of the machine has a time limit.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 
 from rich.console import Console
 from rich.text import Text
@@ -14,7 +14,7 @@ from compliance.doctor.diagnosis import Diagnosis
 from compliance.doctor.gpus import check_gpus
 from compliance.doctor.host import ExaminedHost
 from compliance.doctor.machine import Machine, check_machine, read_machine
-from compliance.doctor.run import IntendedRun, Mount, check_files, check_recipe, lay_out, read_mounts
+from compliance.doctor.run import IntendedRun, check_files, check_recipe, lay_out
 from compliance.doctor.system import ask_pytorch
 from console.program import say, say_json
 from console.text import visible
@@ -24,10 +24,7 @@ _COLOURS = {"ok": "green", "warn": "yellow", "fail": "bold red"}
 
 
 def examine(
-    intended: IntendedRun,
-    host: ExaminedHost | None = None,
-    machine: Machine | None = None,
-    mounts: Sequence[Mount] | None = None,
+    intended: IntendedRun, host: ExaminedHost | None = None, machine: Machine | None = None
 ) -> Iterator[Diagnosis]:
     """Run all checks, the quick ones first, by default on the machine that this program runs on.
 
@@ -35,14 +32,13 @@ def examine(
     """
     host = host or ExaminedHost()
     machine = machine or read_machine(host)
-    mounts = read_mounts() if mounts is None else mounts
     run = lay_out(intended, host, len(machine.gpus.gpus))
     # Importing PyTorch is slow, and only GPU runs need the answer.
     pytorch = ask_pytorch(host) if run.on_gpus else {}
     yield check_recipe(run)
     yield from check_gpus(run, machine.gpus, pytorch)
     yield from check_machine(machine, run)
-    yield from check_files(run, host, mounts, commit())
+    yield from check_files(run, host, commit())
 
 
 def print_diagnoses(diagnoses: Iterable[Diagnosis], as_json: bool) -> int:

@@ -2,10 +2,10 @@
 
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Literal
 
 from compliance.doctor.diagnosis import Diagnosis, fail, fail_or_warn, ok, warn
 from compliance.doctor.host import ExaminedHost, run_root
@@ -126,28 +126,12 @@ LAYERED = frozenset({"overlay", "aufs"})
 """File system types of container layers, which are lost with the container."""
 
 
-class Mount(NamedTuple):
-    """A mounted file system. `kind` is its type, such as ext4 or tmpfs."""
-
-    point: str
-    kind: str
-
-    def __str__(self) -> str:
-        return f"{'memory: ' if self.kind in IN_MEMORY else ''}{self.kind} at {self.point}"
-
-
-def read_mounts() -> list[Mount]:
-    """List all mounted file systems, in the order in which they were mounted."""
-    import psutil
-
-    return [Mount(each.mountpoint, each.fstype) for each in psutil.disk_partitions(all=True)]
-
-
-def mount_of(path: Path, mounts: Sequence[Mount]) -> Mount:
-    """Return the file system of a file or folder, which need not exist yet. Links are followed."""
-    around = [mount for mount in mounts if path.resolve().is_relative_to(mount.point)]
-    # The deepest mount point holds the path. The last mount on the same folder hides earlier ones.
-    return max(reversed(around), key=lambda mount: len(mount.point), default=Mount("/", "unknown"))
+def _file_system(path: Path, host: ExaminedHost) -> tuple[str, str]:
+    """Return the type of a path's file system, such as ext4, and a sentence about it. The path need not exist yet."""
+    there = next(place for place in (path.absolute(), *path.absolute().parents) if place.exists())
+    *_, line = host.run("df", "--output=fstype,target", str(there)).answer.splitlines() or ["unknown /"]
+    kind, _, point = line.partition(" ")
+    return kind, f"{path} lies on {'memory: ' if kind in IN_MEMORY else ''}{kind} at {point.strip()}"
 
 
 def check_recipe(run: ExaminedRun) -> Diagnosis:
@@ -158,13 +142,13 @@ def check_recipe(run: ExaminedRun) -> Diagnosis:
     return ok("recipe", f"{run.recipe}: a batch of {batch} over {run.nodes} node(s) x {run.ranks} rank(s)")
 
 
-def check_files(run: ExaminedRun, host: ExaminedHost, mounts: Sequence[Mount], revision: str) -> Iterator[Diagnosis]:
+def check_files(run: ExaminedRun, host: ExaminedHost, revision: str) -> Iterator[Diagnosis]:
     """Check caches, data, results and source, the slowest checks last.
 
     `revision` is the commit of the source, from `console.version.commit`.
     """
     yield _caches(run, host)
-    yield from _storage(run, mounts)
+    yield from _storage(run, host)
     yield _source(revision)
     if run.recipe:
         yield _dry_run(run, host)
@@ -186,22 +170,20 @@ def _caches(run: ExaminedRun, host: ExaminedHost) -> Diagnosis:
     return ok("caches", "may be dropped before the run")
 
 
-def _storage(run: ExaminedRun, mounts: Sequence[Mount]) -> Iterator[Diagnosis]:
+def _storage(run: ExaminedRun, host: ExaminedHost) -> Iterator[Diagnosis]:
     folders = [run.folder("train"), run.folder("evaluation")]
     for folder in dict.fromkeys(folder for folder in folders if folder and folder.exists()):
-        mount = mount_of(folder, mounts)
-        found = f"{folder} lies on {mount}"
-        if mount.kind in IN_MEMORY:
+        kind, found = _file_system(folder, host)
+        if kind in IN_MEMORY:
             remedy = "put the data on a disk: the rules want durable storage (TR 6.1)"
             yield fail_or_warn("data", run.is_closed, found, remedy)
-        elif mount.kind in LAYERED:
+        elif kind in LAYERED:
             yield warn("data", f"{found}, a layer of the container", "mount the data from a disk of the host")
         else:
             yield ok("data", found)
     if run.results is not None:
-        mount = mount_of(run.results, mounts)
-        found = f"{run.results} lies on {mount}"
-        if mount.kind in IN_MEMORY:
+        kind, found = _file_system(run.results, host)
+        if kind in IN_MEMORY:
             yield warn("results", found, "choose a folder on a disk (--log.results)")
         else:
             yield ok("results", found)

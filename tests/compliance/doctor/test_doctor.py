@@ -12,7 +12,7 @@ import pytest
 from compliance.doctor.diagnosis import Diagnosis
 from compliance.doctor.examination import examine, print_diagnoses
 from compliance.doctor.host import ExaminedHost
-from compliance.doctor.run import IntendedRun, Mount, lay_out, mount_of, read_mounts
+from compliance.doctor.run import IntendedRun, lay_out
 from console.processes import Output
 from tests.compliance import command
 from tests.compliance.doctor.fake_host import BARE, MACHINE, FakeHost, expect, fake_host
@@ -28,10 +28,10 @@ CONFIG = """# config.data.train: data/w/train
 RECIPES = "--print-config"
 """Part of the command that reads a recipe."""
 READY = "h100_1x8: ready, results would go to results/h100_1x8/bert/result_0.txt\n"
-DISK, MEMORY = [Mount("/", "ext4"), Mount("/dev/shm", "tmpfs")], [Mount("/", "tmpfs")]
 PYTORCH = '{"PyTorch": "2.13.0", "CUDA": "13.0", "gpus": 8}'
 
 Answers = dict[str, str | Output]
+MEMORY: Answers = {"df --output": "Type Mounted on\ntmpfs /\n"}
 
 
 def recipe(division: str = "closed") -> str:
@@ -44,21 +44,20 @@ def host(root: Path, answers: Answers | None = None) -> FakeHost:
         RECIPES: recipe(),
         "torch.cuda.nccl": PYTORCH,
         "--dry-run": READY,
+        "df --output": "Type     Mounted on\next4     /\n",
         "dataloading verify": "data/w/train: whole, 10 samples of 89.3 tokens in 1 shard(s)\n",
     }
     files = {"/proc/sys/vm/drop_caches": ""}
     return fake_host(root, files, (answers or {}) | {name: well[name] for name in well if name not in (answers or {})})
 
 
-def look(
-    root: Path, recipe: str = "h100_1x8", answers: Answers | None = None, mounts: list[Mount] = DISK, **request: Any
-) -> list[Diagnosis]:
+def look(root: Path, recipe: str = "h100_1x8", answers: Answers | None = None, **request: Any) -> list[Diagnosis]:
     """Examine a machine that is healthy except for `answers`. A folder `data` is relative to `root`."""
     if "data" in request:
         request["data"] = root / request["data"]
         for name in ("train", "evaluation") if recipe else ("",):
             (request["data"] / name).mkdir(parents=True, exist_ok=True)
-    return list(examine(IntendedRun(recipe, **{"quick": True, **request}), host(root, answers), MACHINE, mounts))
+    return list(examine(IntendedRun(recipe, **{"quick": True, **request}), host(root, answers), MACHINE))
 
 
 def test_the_whole_output(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -68,7 +67,7 @@ def test_the_whole_output(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
         (tmp_path / "data" / name).mkdir(parents=True)
     refused = Output("", "error: data.vocab \x1b[2J[red]x\n", "python failed with status 2")
     intended = IntendedRun("h100_1x8", tmp_path / "data", results=tmp_path / "results")
-    found = examine(intended, host(tmp_path, {"--dry-run": refused}), machine, DISK)
+    found = examine(intended, host(tmp_path, {"--dry-run": refused}), machine)
     assert print_diagnoses((one for one in found if one.subject != "source"), as_json=False) == 1
     text = capsys.readouterr().out.replace(str(tmp_path), "FOLDER")
     assert text == Path(__file__).with_name("node_in_trouble.txt").read_text()
@@ -135,9 +134,13 @@ PLACE = "ok data: lies on ext4 at /"
         ("", {"data": "one"}, [PLACE, "warn data: was not read"]),
         ("", {"data": "one", "quick": False, "answers": {"dataloading verify": DAMAGED}}, [PLACE, "fail data: part_0"]),
         ("", {"data": "one", "quick": False, "answers": {"dataloading verify": SILENT}}, [PLACE, "fail data: 3600 s"]),
-        ("", {"data": "one", "mounts": [Mount("/", "overlay")]}, ["warn data: a layer", "warn data: "]),
-        ("", {"data": "one", "mounts": MEMORY}, ["warn data: lies on memory: tmpfs at /", "warn data: "]),
-        ("h100_1x8", {"data": "one", "mounts": MEMORY}, ["fail data: on memory"] * 2 + ["warn data: "] * 2),
+        (
+            "",
+            {"data": "one", "answers": {"df --output": "Type Mounted on\noverlay /\n"}},
+            ["warn data: a layer", "warn data: "],
+        ),
+        ("", {"data": "one", "answers": MEMORY}, ["warn data: lies on memory: tmpfs at /", "warn data: "]),
+        ("h100_1x8", {"data": "one", "answers": MEMORY}, ["fail data: on memory"] * 2 + ["warn data: "] * 2),
     ],
 )
 def test_data(tmp_path: Path, name: str, changes: dict[str, Any], expected: list[str]) -> None:
@@ -147,7 +150,7 @@ def test_data(tmp_path: Path, name: str, changes: dict[str, Any], expected: list
 def test_where_results_go(tmp_path: Path) -> None:
     folder = tmp_path / "results"
     expect(look(tmp_path, results=folder), "ok results: lies on ext4 at /", about="results")
-    expect(look(tmp_path, mounts=MEMORY, results=folder), "warn results: memory: tmpfs at /", about="results")
+    expect(look(tmp_path, answers=MEMORY, results=folder), "warn results: memory: tmpfs at /", about="results")
 
 
 def test_the_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -166,7 +169,7 @@ def test_the_dry_run_is_given_what_was_asked_for(tmp_path: Path) -> None:
     for name in ("train", "evaluation"):
         (tmp_path / "d" / name).mkdir(parents=True)
     machine = host(tmp_path)
-    found = examine(IntendedRun("h100_1x8", tmp_path / "d", path, results=tmp_path / "r"), machine, MACHINE, DISK)
+    found = examine(IntendedRun("h100_1x8", tmp_path / "d", path, results=tmp_path / "r"), machine, MACHINE)
     expect(found, f"ok dry run: {READY.strip()}", about="dry run")
     (command,) = (asked for asked in machine.asked if "--dry-run" in asked)
     places = {"data.train": "d/train", "data.evaluation": "d/evaluation", "data.initial-checkpoint": path.name}
@@ -178,7 +181,7 @@ def test_the_dry_run_is_given_what_was_asked_for(tmp_path: Path) -> None:
 @pytest.mark.parametrize("tools", [{}, {"": Output("garbage, 1\n\x00", trouble="x failed with status 1")}])
 def test_a_bare_machine_and_tools_that_fail_are_no_crash(tmp_path: Path, name: str, tools: Answers) -> None:
     answers: Answers = {RECIPES: recipe()} | tools
-    found = list(examine(IntendedRun(name), fake_host(tmp_path, answers=answers), BARE, []))
+    found = list(examine(IntendedRun(name), fake_host(tmp_path, answers=answers), BARE))
     assert len(found) > 6
     assert all(one.subject and one.found and bool(one.remedy) == (one.state != "ok") for one in found)
     assert "fail" in [one.state for one in found] or not name
@@ -192,22 +195,9 @@ def test_the_command_on_this_machine() -> None:
     assert status == any(entry["state"] == "fail" for entry in entries)
 
 
-# Where data lie
-
-
-MOUNTS = [Mount("/dev/shm", "tmpfs"), Mount("/", "ext4"), Mount("/scratch", "xfs")]
-MOUNTS += [Mount("/twice", "ext4"), Mount("/twice", "tmpfs")]
-
-
-def test_the_deepest_and_last_mount_holds_a_path_and_links_are_followed(tmp_path: Path) -> None:
-    for path, expected in (
-        ("/srv/data", "ext4 at /"),
-        ("/scratch/bert", "xfs at /scratch"),
-        ("/scratch2", "ext4 at /"),
-        ("/dev/shm", "memory: tmpfs at /dev/shm"),
-        ("/twice/data", "memory: tmpfs at /twice"),
-    ):
-        assert str(mount_of(Path(path), MOUNTS)) == expected
-    assert mount_of(Path("/srv"), []).kind == "unknown"
-    (tmp_path / "data").symlink_to("/dev/shm")
-    assert str(mount_of(tmp_path / "data", read_mounts())).startswith("memory: ")
+def test_the_file_system_of_a_path(tmp_path: Path) -> None:
+    link = tmp_path / "data"
+    link.symlink_to("/dev/shm")
+    for path in (link, link / "is" / "not" / "there"):
+        found = examine(IntendedRun(results=path, quick=True), ExaminedHost(), BARE)
+        expect(found, "warn results: memory: tmpfs at /dev/shm", about="results")
