@@ -55,6 +55,7 @@ FIRST_MS, LAST_MS = 1_514_764_800_000, 4_102_444_800_000
 """Range of time_ms: from 2018, when the benchmark was founded, to the end of this century."""
 
 PLAUSIBLE: dict[str, tuple[float, float]] = {
+    "global_batch_size": (1, 100_000),
     "opt_base_learning_rate": (1e-6, 0.1),
     "opt_epsilon": (1e-20, 0.01),
     "opt_lamb_epsilon": (1e-20, 0.01),

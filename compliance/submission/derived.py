@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from compliance.convergence.outlook import Outlook, outlook, outlook_of
@@ -26,6 +27,9 @@ SCALING = "scaling.json"
 
 TOLERANCE = 1e-6
 """Maximum relative difference between a derived number and the number derived here."""
+
+MAX_RATIO = 100
+"""Maximum ratio of the rate of steps to the rate of a run, which includes its evaluations."""
 
 README_ROW = re.compile(r"\| ([\w.+-]+) \| (?:closed|open) \| bert \| \d+ \| ([\d.]+) \| ([\d.]+) \|")
 """Row of the table in a package's README.md: system, division, benchmark, runs, minutes, scaling factor."""
@@ -93,6 +97,9 @@ def metrics_fault(metrics: Metrics, run: LoggedRun) -> str:
         return f"an evaluation at {min(known)} samples, the log has none there"
     if end and run.is_ended and end.status != run.status:
         return f"status {shown(end.status)}, the log has {shown(run.status)}"
+    rates = [step.sequences_per_s for step in metrics.steps]
+    if rates and run.sequences_per_s and median(rates) > MAX_RATIO * run.sequences_per_s:
+        return f"{median(rates):,.0f} sequences a second, the log has {run.sequences_per_s:,.0f} with evaluations"
     if end and end.time_s and seconds and abs(end.time_s - seconds) > max(2.0, 0.05 * seconds):
         return f"{end.time_s:.1f} s, the log has {seconds:.1f} s"
     return ""

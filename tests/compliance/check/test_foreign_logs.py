@@ -228,6 +228,7 @@ def test_settings_that_are_stamped_0_are_one_error_under_the_ruleset_of_the_log(
     ("change", "key", "severity", "words"),
     [
         (value("opt_base_learning_rate", 4.25), "opt_base_learning_rate", "warning", "1e-06 to 0.1"),
+        (value("global_batch_size", 448 * 512), "global_batch_size", "warning", "1 to 100000"),
         (value("opt_lamb_epsilon", 0.5), "opt_lamb_epsilon", "warning", "to 0.01"),
         (value("eval_accuracy", 0.97, -1), "eval_accuracy", "error", "0 to 0.8"),
         (value("gradient_accumulation_steps", 449), "gradient_accumulation_steps", "error", "global_batch_size 448"),

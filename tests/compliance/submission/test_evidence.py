@@ -357,8 +357,12 @@ def test_metrics_of_another_run_are_said_and_not_shown(tmp_path: Path) -> None:
     status, text = run("check", folder)
     assert "of another run" not in text
     lines = (folder / "metrics_2.jsonl").read_text()
-    for change in ({"event": "run", "global_batch_size": 256}, {"event": "end", "status": "aborted", "time_s": 1.0}):
-        (folder / "metrics_2.jsonl").write_text(lines + json.dumps(change) + "\n")
+    changes = [{"event": "run", "global_batch_size": 256}, {"event": "end", "status": "aborted", "time_s": 1.0}]
+    changes += [{"event": "end", "status": "success", "time_s": 1.0}]
+    changes += [{"event": "eval", "step": 1, "samples": samples, "masked_lm_accuracy": 0.5} for samples in (150_528, 7)]
+    faster = {"event": "step", "step": 1, "samples": 768, "sequences_per_s": 8e6}
+    for added in (*([change] for change in changes), [faster] * 1000):
+        (folder / "metrics_2.jsonl").write_text(lines + "".join(json.dumps(change) + "\n" for change in added))
         status, text = run("check", folder)
         assert (status, text.count("metrics_2.jsonl is of another run")) == (0, 1)
         runs = json.loads(run("report", folder, "--format", "json")[1])["runs"]
