@@ -21,10 +21,7 @@ from compliance.log.run import LoggedRun
 TIMELINE = tuple(rules.NEXT_PHASE)
 """Records that divide a log into phases, in their order."""
 
-LONGEST_START_MS = 600_000
-"""Longest time in which all processes of a run begin to initialise."""
-
-SHORTEST_RESTART_MS = 5_000
+SHORTEST_RESTART_MS = 10_000
 """Shortest time between the last record of a process that died and the first one of the next attempt."""
 
 _SETTINGS = {key for key, rule in rules.KEYS.items() if rule.phases == ("init",) and rule.once and rule.value}
@@ -111,9 +108,12 @@ class CheckedLog:
 
     def _is_late(self, record: Record, previous: Record) -> bool:
         """Tell whether a cache_clear or init_start is too late for the attempt of the previous one, before any setting."""
-        limit_ms = LONGEST_START_MS * (1 if previous.key == "init_start" else 3)
+        # A single cache_clear may precede a long queue.
+        if self.undated or (previous.key == "cache_clear" and record.key != "cache_clear"):
+            return False
+        limit_ms = 60_000 * rules.init_limit_minutes(self.ruleset, self.run.division)
         begins = all(self.run.first[key].line > record.line for key in _SETTINGS if key in self.run.first)
-        return begins and not self.undated and record.time_ms - previous.time_ms >= limit_ms
+        return begins and record.time_ms - previous.time_ms >= limit_ms
 
     def _is_restart(self, start: Record, silence_ms: int, *, is_cleared: bool) -> bool:
         """Tell whether an init_start, after this silence, begins the log anew. Processes of the run may log it late too."""

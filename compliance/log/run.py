@@ -48,7 +48,7 @@ class LoggedRun:
         self.start_ms: int | None = None
         self.last_ms = 0
         self.init_start_ms: int | None = None
-        self._block_samples = 0  # samples_count of the last block_stop of the timed run
+        self._block_samples: list[int] = []  # samples_count of each block_stop of the timed run
 
     def add(self, record: Record) -> None:
         key, time_ms = record.key, record.time_ms
@@ -72,7 +72,7 @@ class LoggedRun:
         elif self.phase == "run":
             self.counted_samples = max(self.counted_samples, samples_of(record.metadata) or 0)
             if key == "block_stop" and rules.is_integer(samples := record.metadata.get("samples_count")):
-                self._block_samples = samples
+                self._block_samples.append(samples)
             elif key == "eval_start":
                 self.is_evaluated = False
             elif key == "eval_accuracy":
@@ -231,27 +231,28 @@ class LoggedRun:
         samples, schedule, blocks = self.epoch_nums, self.schedule, self._block_samples
         if not samples:
             return "an evaluation has no epoch_num"
-        # Evaluations after training may end before the last block.
-        if schedule and blocks and samples[-1] > blocks + schedule.interval + schedule.global_batch_size:
-            return f"epoch_num {samples[-1]} at the last evaluation, and samples_count {blocks} at the last block_stop"
+        # Some count the sequences of each block. Evaluations after training may end before the last block.
+        counted = blocks[-1] if blocks and (len(blocks) == 1 or blocks[-1] > blocks[0]) else None
+        if schedule and counted and samples[-1] > counted + schedule.interval + schedule.global_batch_size:
+            return f"epoch_num {samples[-1]} at the last evaluation, and samples_count {counted} at the last block_stop"
         return ""
 
     @property
     def trained(self) -> int | None:
         """Sequences trained in the run: train_samples if it agrees with the evaluations; None if no count can be trusted."""
         logged, schedule, doubt = self.train_samples, self.schedule, self.doubt
-        if schedule is None:
-            return logged
-        if doubt or not self.accuracies:
+        evaluated = self.epoch_nums[-1] if self.accuracies and not doubt else None
+        if evaluated is not None:
+            # Training ends at the last evaluation, or before the next one.
+            interval = schedule.interval if schedule else max(1, evaluated // len(self.accuracies))
+            low, high = evaluated, evaluated + interval
+        elif schedule:
             # Some round the interval to another batch, or use the interval of a neighbouring batch size.
             due = self.number_of_evaluations * schedule.interval
             low, high = due - max(schedule.interval, due // 5), due + max(schedule.interval, due // 10)
         else:
-            low = self.epoch_nums[-1]
-            high = low + schedule.interval
-        if logged is not None and low <= logged <= high:
-            return logged
-        return self.epoch_nums[-1] if self.accuracies and not doubt else None
+            low, high = 0, rules.MAX_TRAINED
+        return logged if logged is not None and low <= logged <= high else evaluated
 
     @property
     def reached(self) -> int | None:

@@ -113,7 +113,8 @@ def after(key: str, *inserted: str, nth: int = 0) -> Edit:
         after("cache_clear", "cache_clear", "cache_clear"),
         in_turn(after("submission_org", "init_start"), after("global_batch_size", "submission_org")),
         in_turn(repeat("init_start"), later("init_start", HOUR_MS // 4, 0)),  # the clock of one process is ahead
-        in_turn(repeat("cache_clear"), later("cache_clear", -HOUR_MS // 3)),  # caches dropped before a queue
+        in_turn(repeat("cache_clear"), later("cache_clear", -HOUR_MS // 3)),
+        later("cache_clear", -HOUR_MS),  # caches dropped before a queue
     ],
 )
 def test_late_processes_are_no_second_attempt(checked, change: Edit) -> None:
@@ -384,6 +385,17 @@ def test_a_single_evaluation_at_the_size_of_the_data_set_is_doubted(checked) -> 
     assert (finding.severity, "the size of a data set" in finding.found) == ("warning", True)
 
 
+@pytest.mark.parametrize(("change", "trained"), [(lambda text: text, 3008), (epoch_nums(1, 1, 1), None)])
+def test_an_open_run_without_an_interval_does_not_train_its_data_set(
+    tmp_path: Path, open_log: str, change: Edit, trained: int | None
+) -> None:
+    path = tmp_path / "result_0.txt"
+    path.write_text(in_turn(change, delete("eval_interval_samples"), value("train_samples", 156_811_560))(open_log))
+    assert read_log(path).run.trained == trained
+
+
 def test_a_count_of_samples_in_another_record_does_not_replace_a_good_one(checked) -> None:
-    text = in_turn(log_after("seed", "d_batch_size", 56), metadata("block_stop", "samples_count", 450_000, -1))(brief())
-    assert checked(text).findings == ()
+    near = in_turn(log_after("seed", "d_batch_size", 56), metadata("block_stop", "samples_count", 450_000, -1))
+    each_block = in_turn(*(metadata("block_stop", "samples_count", 150_080, nth) for nth in range(4)))
+    for text in (near(brief()), each_block(brief(0.5, 0.6, 0.7, 0.73))):
+        assert checked(text).findings == ()
