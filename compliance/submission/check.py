@@ -24,7 +24,7 @@ from compliance.official import process
 from compliance.official.package import Answer, ask, ask_about_folder
 from compliance.submission.comparison import FolderRun, compare_seeds, compare_settings, without_copies
 from compliance.submission.derived import metrics_findings, package_findings, report_findings, scaling_findings
-from compliance.submission.description import against_logs, description_findings, read_description
+from compliance.submission.description import Description, against_logs, description_findings, read_description
 from console.text import counted, visible
 
 MAX_NAMED = 3
@@ -69,13 +69,13 @@ def is_for_submission(run: LoggedRun) -> bool:
 def _check_tree(tree: Tree, ruleset: str) -> list[Verdict]:
     # One submission is of one round. Bare results may be of several rounds.
     if tree.submission:
-        all_runs, chosen = _check_logs([path for folder in tree.benchmarks for path in folder.logs], ruleset)
+        paths = [path for folder in tree.benchmarks for path in folder.logs]
+        all_runs, chosen = _check_logs(paths, tree.descriptions, ruleset)
         runs = iter(all_runs)
         checked = [(folder, [next(runs) for _ in folder.logs], chosen) for folder in tree.benchmarks]
     else:
-        checked = [(folder, *_check_logs(folder.logs, ruleset)) for folder in tree.benchmarks]
+        checked = [(folder, *_check_logs(folder.logs, [folder.description], ruleset)) for folder in tree.benchmarks]
     newest = max((chosen for *_, chosen in checked), key=rules.RULESETS.index)
-    is_auto = ruleset == rules.AUTO
     verdicts = []
     if tree.submission == tree.path:
         answer = ask("repository", tree.path, newest)
@@ -87,8 +87,8 @@ def _check_tree(tree: Tree, ruleset: str) -> list[Verdict]:
         findings = [*description_findings(description, chosen)]
         if of_description and not description.fault:
             findings += against_logs(description, [run.logged for runs, _ in of_description for run in runs])
-        errors = [each for each in description_findings(description, rules.NEWEST_RULESET) if each.severity == "error"]
-        missed = missed_text(errors) if is_auto and chosen != rules.NEWEST_RULESET else ""
+        is_old = ruleset == rules.AUTO and chosen != rules.NEWEST_RULESET
+        missed = missed_text(_errors(description, rules.NEWEST_RULESET)) if is_old else ""
         verdicts.append(_verdict(path, "description", chosen, ask("system", path, chosen), findings, missed))
     owners: dict[bytes, BenchmarkFolder] = {}
     for folder, runs, chosen in checked:
@@ -133,14 +133,22 @@ def _read(path: Path) -> Log | Verdict:
         return Verdict(path, rules.AUTO, "fail", (finding,), None, None)
 
 
-def _check_logs(paths: Sequence[Path], ruleset: str) -> tuple[list[FolderRun], str]:
-    """Read and check logs that are judged under one ruleset. Return the runs and this ruleset."""
-    logs = [_read(path) for path in paths]
-    verdicts = check_logs([log for log in logs if isinstance(log, Log)], ruleset)
-    newest = rules.NEWEST_RULESET if ruleset == rules.AUTO else ruleset
-    chosen, of_logs = verdicts[0].ruleset if verdicts else newest, iter(verdicts)
+def _check_logs(paths: Sequence[Path], descriptions: Sequence[Path], ruleset: str) -> tuple[list[FolderRun], str]:
+    """Read and check logs that are judged, with their descriptions, under one ruleset. Return the runs and this ruleset."""
+    logs, limit = [_read(path) for path in paths], rules.NEWEST_RULESET
+    if ruleset == rules.AUTO:
+        described = [read_description(path) for path in descriptions if path.is_file()]
+        faults = {each: sum(len(_errors(one, each)) for one in described) for each in rules.RULESETS}
+        limit = max((each for each in faults if faults[each] == min(faults.values())), key=rules.RULESETS.index)
+    verdicts = check_logs([log for log in logs if isinstance(log, Log)], ruleset, limit)
+    chosen = verdicts[0].ruleset if verdicts else limit if ruleset == rules.AUTO else ruleset
+    of_logs = iter(verdicts)
     runs = [_run_of(log, next(of_logs) if isinstance(log, Log) else replace(log, ruleset=chosen)) for log in logs]
     return runs, chosen
+
+
+def _errors(description: Description, ruleset: str) -> list[Finding]:
+    return [finding for finding in description_findings(description, ruleset) if finding.severity == "error"]
 
 
 def _run_of(log: Log | Verdict, verdict: Verdict) -> FolderRun:

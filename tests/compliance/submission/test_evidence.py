@@ -259,6 +259,19 @@ def test_one_submission_is_judged_under_one_ruleset(tmp_path: Path) -> None:
     assert [verdict.ruleset for verdict in verdicts if verdict.part == "folder"] == ["5.0.0", "4.0.0"]
 
 
+def test_a_submission_of_an_old_round_is_judged_with_its_description(tmp_path: Path) -> None:
+    root = write_submission(tmp_path / "example")
+    for log in benchmark_folder(root).iterdir():
+        without_chain(log)
+    write_description(root, status="onprem")  # the word of the rounds before 4.0
+    verdicts = check_paths([root], "auto")
+    assert {verdict.ruleset for verdict in verdicts} == {"3.1.0"}
+    assert accepted(verdicts)
+    said = {verdict.part: verdict.missed for verdict in verdicts}
+    assert said["description"].startswith("5.0.0 would fail it: status: value 'onprem'")
+    assert (said["log"], said["folder"]) == ("", "")
+
+
 def test_a_folder_says_what_the_newest_ruleset_would_miss(tmp_path: Path) -> None:
     folder = closed(tmp_path, change=delete("seed"), runs=2)
     status, text = run("check", folder)
