@@ -103,6 +103,7 @@ MISSED = (
     ": evaluation at 450240 samples, expected evaluation 2 at 300160: every 150000 samples, rounded up to a whole batch"
 )
 TWO = [evaluated(FIRST, 1), evaluated(SECOND, 2)]
+AGAIN = line("init_start", None, BASE + MINUTE, "INTERVAL_START")
 ONCE_MORE = line("run_start", None, BASE + MINUTE, "INTERVAL_START")
 SLOW = "warning at step 300: rank 3 on host node0 is slow: 61.2 ms"
 SLOW_ENTRY = {"event": "warning", "step": 300, "text": SLOW.partition(": ")[2]}
@@ -113,6 +114,7 @@ NO_SCHEDULE = [b"# resumed from: step_00000500"]
     ("run", "events", "expected"),
     [
         ({}, [wrote(ONCE_MORE)], ["run_start: logged again, first on line 20, expected exactly one record"]),
+        ({}, [*TWO, wrote(AGAIN, AGAIN)], ["a second attempt logs to this file"]),
         ({}, [evaluated(FIRST), evaluated(THIRD)], ["eval_start" + MISSED]),
         ({}, [evaluated(FIRST, 1, 0.4, False), evaluated(THIRD, 2, 0.4, False)], ["eval_accuracy" + MISSED]),
         (  # with packing, the log counts unpacked sequences

@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -99,6 +100,16 @@ def test_the_whole_output_about_a_run_beside_others(tmp_path: Path) -> None:
     status, said = followed(closed_run(tmp_path / "result_0.txt", 4, seed=101))
     assert status == 0
     assert said == Path(__file__).with_name("beside_others.txt").read_text()
+
+
+def test_success_below_the_target_is_none(tmp_path: Path) -> None:
+    path = closed_run(tmp_path / "result_0.txt", 4, seed=101)
+    assert followed(path)[0] == 0
+    lines = path.read_text().splitlines(keepends=True)
+    last = max(number for number, text in enumerate(lines) if '"eval_accuracy"' in text)
+    lines[last] = re.sub(r'"value": [\d.]+', '"value": 0.7199', lines[last])
+    path.write_text("".join(lines))
+    assert followed(path)[0] == 1
 
 
 def test_output_with_the_lines_of_a_log_that_is_written_meanwhile(tmp_path: Path, clock_of_watch: Clock) -> None:
