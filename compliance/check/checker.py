@@ -34,20 +34,39 @@ def check_logs(logs: Sequence[Log], ruleset: str, limit: str = rules.NEWEST_RULE
 
     `rules.AUTO` takes the newest ruleset, of those up to `limit`, that accepts most of the logs.
     """
+    examined = [_Examination(log) for log in logs]
     if ruleset != rules.AUTO:
         rules.check_ruleset(ruleset)
-        return [_verdict(log, ruleset) for log in logs]
+        return [_verdict(each, ruleset) for each in examined]
     tried: dict[int, list[Verdict]] = {}
-    for candidate, expected in _candidates(logs, limit):
+    for candidate, expected in _candidates(examined, limit):
         # The official checker is asked once, unless it rejects what our checks accept.
         if tried and max(tried) >= expected:
             break
-        verdicts = [replace(_verdict(log, candidate), missed=_missed(log, candidate, limit)) for log in logs]
+        verdicts = [replace(_verdict(each, candidate), missed=_missed(each, candidate, limit)) for each in examined]
         tried.setdefault(sum(verdict.passed for verdict in verdicts), verdicts)
     return tried[max(tried)]
 
 
-def _candidates(logs: Sequence[Log], limit: str) -> list[tuple[str, int]]:
+class _Examination:
+    """Our own checks of a log, which run once for each ruleset."""
+
+    def __init__(self, log: Log) -> None:
+        self.log = log
+        self._done: dict[str, tuple[CheckedLog, list[Finding]]] = {}
+
+    def under(self, ruleset: str) -> tuple[CheckedLog, list[Finding]]:
+        """Return the log under check, and the findings."""
+        if ruleset not in self._done:
+            context = CheckedLog(self.log, ruleset)
+            self._done[ruleset] = context, [finding for check in checks_of(context) for finding in check(context)]
+        return self._done[ruleset]
+
+    def errors(self, ruleset: str) -> list[Finding]:
+        return [finding for finding in self.under(ruleset)[1] if finding.severity == "error"]
+
+
+def _candidates(logs: Sequence[_Examination], limit: str) -> list[tuple[str, int]]:
     """Return the rulesets under which logs may be judged together, the best first, and how many logs pass our checks.
 
     The best ruleset is the newest under which most logs pass our own checks. The official checker is not asked. If all
@@ -55,11 +74,11 @@ def _candidates(logs: Sequence[Log], limit: str) -> list[tuple[str, int]]:
     """
     newest_first = rules.RULESETS[rules.RULESETS.index(limit) :: -1]
     # Logs of this repository open a digest chain. They are written for all rulesets, so older rulesets cannot help.
-    if any(log.chain.opened for log in logs):
+    if any(each.log.chain.opened for each in logs):
         return [(rules.NEWEST_RULESET, 0)]
     passing: dict[str, int] = {}
     for ruleset in newest_first:
-        passing[ruleset] = sum(_may_pass(log, ruleset) for log in logs)
+        passing[ruleset] = sum(_may_pass(each, ruleset) for each in logs)
         if passing[ruleset] == len(logs):
             break
     # sorted() is stable, so that the newest of equal rulesets comes first.
@@ -69,29 +88,21 @@ def _candidates(logs: Sequence[Log], limit: str) -> list[tuple[str, int]]:
 
     def faults(ruleset: str) -> tuple[int, int]:
         # Among rulesets with equally many errors, take the one whose required records the logs have.
-        errors = sum(len(_own_errors(log, ruleset)) for log in logs)
-        return errors, sum(len(log.missing(ruleset)) for log in logs)
+        errors = sum(len(each.errors(ruleset)) for each in logs)
+        return errors, sum(len(each.log.missing(ruleset)) for each in logs)
 
     return [(min(newest_first, key=faults), 0)]
 
 
-def _may_pass(log: Log, ruleset: str) -> bool:
+def _may_pass(examined: _Examination, ruleset: str) -> bool:
     # Looking for required records alone is ten times faster, and decides for most rulesets.
-    is_complete = all(ruleset in rules.KEYS[key].advised for key in log.missing(ruleset))
-    return is_complete and not _own_errors(log, ruleset)
+    is_complete = all(ruleset in rules.KEYS[key].advised for key in examined.log.missing(ruleset))
+    return is_complete and not examined.errors(ruleset)
 
 
-def _own_errors(log: Log, ruleset: str) -> list[Finding]:
-    return [finding for finding in _own_findings(CheckedLog(log, ruleset)) if finding.severity == "error"]
-
-
-def _own_findings(context: CheckedLog) -> list[Finding]:
-    return [finding for check in checks_of(context) for finding in check(context)]
-
-
-def _verdict(log: Log, ruleset: str) -> Verdict:
-    context, opinion = CheckedLog(log, ruleset), _official_opinion(log, ruleset)
-    own = _own_findings(context)
+def _verdict(examined: _Examination, ruleset: str) -> Verdict:
+    log, opinion = examined.log, _official_opinion(examined.log, ruleset)
+    context, own = examined.under(ruleset)
     # If the file is not the log of one complete run, this defect causes the official checker's complaints.
     findings = own if context.defect else [*own, *_unexplained(context, own, opinion)]
     return Verdict(
@@ -106,10 +117,10 @@ def _verdict(log: Log, ruleset: str) -> Verdict:
     )
 
 
-def _missed(log: Log, ruleset: str, limit: str) -> str:
+def _missed(examined: _Examination, ruleset: str, limit: str) -> str:
     if ruleset == rules.NEWEST_RULESET:
         return ""
-    said = missed_text(_own_errors(log, rules.NEWEST_RULESET))
+    said = missed_text(examined.errors(rules.NEWEST_RULESET))
     return said or ("" if ruleset == limit else f"the official checker rejects it under {rules.NEWEST_RULESET}")
 
 

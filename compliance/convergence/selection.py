@@ -45,6 +45,13 @@ def select(started_ms: Sequence[int], times: Sequence[float]) -> Selection:
     return Selection(tuple(windows[median]), tuple(scores), median)
 
 
+def submitted(started_ms: Sequence[int], times: Sequence[float]) -> list[int]:
+    """Return the indices of the runs to submit, ascending: all runs, or if there are more than ten, those of `select`."""
+    if len(times) <= SUBMISSION_RUNS:
+        return [*range(len(times))]
+    return sorted(select(started_ms, times).chosen)
+
+
 def olympic_mean(values: Sequence[float]) -> float:
     """Return the mean of at least three values without the smallest and the largest."""
     # A failed run is infinite and is dropped as the largest value. A second failed run makes the mean infinite.

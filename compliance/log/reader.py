@@ -113,7 +113,7 @@ def read_log(path: Path) -> Log:
                 head = file.read(HEAD_BYTES)
                 file.seek(0)
                 _read_lines(log, file)
-                log.hint = log.hint or _recognise(head)
+                log.hint = log.hint or (None if log.token_lines else _recognise(head))
     except OSError as error:
         raise ValueError(f"{path}: cannot be read: {error.strerror}") from error
     if not log.token_lines:

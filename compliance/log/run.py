@@ -256,7 +256,7 @@ class LoggedRun:
 
     @property
     def reached(self) -> int | None:
-        """Index of the first evaluation that reached the target, from 0; None if there is none or no target is logged."""
+        """Index, from 0, of the first evaluation that reached the target; None if none did, or if no target is logged."""
         target = self.target
         values = [record.value if rules.FRACTION.accepts(record.value) else 0.0 for record in self.accuracies]
         return next((index for index, value in enumerate(values) if target and value >= target), None)

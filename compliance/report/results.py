@@ -12,13 +12,12 @@ from typing import Literal, TypeVar
 
 from compliance.check.checker import check_log
 from compliance.convergence.outlook import Outlook, outlook_of
-from compliance.convergence.selection import FAILED, olympic_mean, select
+from compliance.convergence.selection import FAILED, olympic_mean, submitted
 from compliance.folders import find, numbered_logs
 from compliance.log import rules
 from compliance.log.findings import Finding, Verdict
 from compliance.log.reader import Log, read_log
 from compliance.log.records import Metrics, read_metrics
-from compliance.log.rules import SUBMISSION_RUNS
 from compliance.log.run import LoggedRun
 from compliance.submission.check import check_paths, is_for_submission
 from compliance.submission.derived import metrics_fault
@@ -82,10 +81,8 @@ class Results:
     @cached_property
     def submitted(self) -> tuple[ReportedRun, ...]:
         """Runs to submit: all runs, or if there are more than ten, the ten that `select` chooses."""
-        if len(self.runs) <= SUBMISSION_RUNS:
-            return self.runs
         starts, times = [run.logged.start_ms or 0 for run in self.runs], [run.counted_seconds for run in self.runs]
-        return tuple(self.runs[index] for index in sorted(select(starts, times).chosen))
+        return tuple(self.runs[index] for index in submitted(starts, times))
 
     @cached_property
     def valid(self) -> tuple[ReportedRun, ...]:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from compliance.check.checker import check_file, check_logs, missed_text
 from compliance.convergence.outlook import Outlook, outlook_of
-from compliance.convergence.selection import FAILED, select
+from compliance.convergence.selection import FAILED, submitted
 from compliance.folders import BenchmarkFolder, Tree, absolute, find_all, layout_findings, repository_findings
 from compliance.log import rules
 from compliance.log.findings import Finding, Part, Severity, Verdict
@@ -237,10 +237,9 @@ def _convergence(runs: Sequence[FolderRun], ruleset: str) -> Outlook | None:
 
     One run of the set may fail. It counts as not converged, as the slowest.
     """
-    if len(runs) > SUBMISSION_RUNS:
-        times = [run.logged.seconds if run.complete_verdict.passed else None for run in runs]
-        chosen = select([run.logged.start_ms or 0 for run in runs], [time or FAILED for time in times]).chosen
-        runs = [runs[index] for index in chosen]
+    times = [run.logged.seconds if run.complete_verdict.passed else None for run in runs]
+    chosen = submitted([run.logged.start_ms or 0 for run in runs], [time or FAILED for time in times])
+    runs = [runs[index] for index in chosen]
     passed = [run for run in runs if run.complete_verdict.passed]
     batches, failed = {run.logged.global_batch_size for run in passed}, len(runs) - len(passed)
     if len(batches) != 1 or None in batches or failed > 1:

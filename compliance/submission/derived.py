@@ -31,7 +31,7 @@ TOLERANCE = 1e-6
 MAX_RATIO = 100
 """Maximum ratio of the rate of steps to the rate of a run, which includes its evaluations."""
 
-README_ROW = re.compile(r"\| ([\w.+-]+) \| (?:closed|open) \| bert \| \d+ \| ([\d.]+) \| ([\d.]+) \|")
+README_ROW = re.compile(r"\| ([\w.+-]+) \| (?:closed|open) \| bert \| \d+ \| (\d+\.\d+) \| (\d+\.\d+) \|", re.ASCII)
 """Row of the table in a package's README.md: system, division, benchmark, runs, minutes, scaling factor."""
 
 MAX_BYTES = 4 * 2**20

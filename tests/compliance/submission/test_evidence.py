@@ -423,6 +423,9 @@ def test_a_package_whose_tables_were_edited_fails(tmp_path: Path) -> None:
         [error] = of_folder(check_paths([tree])).errors
         assert words in error.found
         path.write_text(before)
+    for odd in ("...", "1.2.3", "٣.٣", ""):
+        readme.write_text(readme.read_text() + f"| {SYSTEM} | closed | bert | 10 | {odd} | {odd} |\n")
+    assert of_folder(check_paths([tree])).passed
 
 
 def test_the_times_of_a_report_are_of_the_runs(tmp_path: Path) -> None:
