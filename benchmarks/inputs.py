@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from dataloading.dataset.folder import write_dataset
 from dataloading.shards.samples import synthetic_samples
 from dataloading.shards.shard import DatasetInfo
-from dataloading.text.tokenization import SPECIAL_TOKENS, Vocabulary
+from dataloading.text.vocabulary import SPECIAL_TOKENS, Vocabulary
 
 
 def flags(settings: Mapping[str, object]) -> list[str]:

@@ -8,13 +8,14 @@ at a time.
 import math
 import sys
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 import tyro
 
 from bert.train import run_command
 from console.files import atomic_path
 from console.program import say
+from dataloading.options import AS_STATED, NormalizationOptions
 
 
 def convert(
@@ -23,6 +24,7 @@ def convert(
     out: Path,
     num_attention_heads: int | None = None,
     vocab: Path | None = None,
+    normalization: Annotated[NormalizationOptions, tyro.conf.arg(name="")] = AS_STATED,
 ) -> None:
     """Write a checkpoint in another format.
 
@@ -31,18 +33,20 @@ def convert(
         to: safetensors is the format of data.initial_checkpoint; hugging-face makes a folder for from_pretrained.
         out: The file or folder to write; it must be absent.
         num_attention_heads: Needed if the source does not state it, except for TensorFlow checkpoints with heads of size 64.
-        vocab: The model's vocabulary, for hugging-face. By default vocab.txt beside the source.
+        vocab: The model's vocabulary, for hugging-face. By default the files beside the source.
+        normalization: Settings that replace what is known about the normalization of the text, for hugging-face.
     """
     # Import these here, so that --help does not wait for PyTorch.
     from bert.checkpoints.hugging_face import write_folder
-    from bert.checkpoints.sources import open_source, vocabulary_of
-    from bert.checkpoints.weights import VOCABULARY, model_metadata, write_safetensors
+    from bert.checkpoints.sources import open_source
+    from bert.checkpoints.tokenizer import tokenizer_of
+    from bert.checkpoints.weights import model_metadata, text_metadata, write_safetensors
 
     # exists() is False for a broken link, which would then be replaced.
     if out.exists() or out.is_symlink():
         raise ValueError(f"{out} exists already: move it away, or name another --out")
     found = open_source(source, num_attention_heads)
-    vocabulary = vocabulary_of(found, source, vocab) if to == "hugging-face" else None
+    tokenizer = tokenizer_of(found, source, vocab, normalization) if to == "hugging-face" else None
     model = found.model
     say(f"{found.kind}: {sum(math.prod(weight.shape) for weight in found.weights.values()):,} parameters")
     say(
@@ -55,14 +59,12 @@ def convert(
     say(digest := found.digest())
     metadata = {"source": found.kind, "source_digest": digest}
     out.parent.mkdir(parents=True, exist_ok=True)
-    if vocabulary is None:
-        metadata |= model_metadata(model)
-        if found.vocabulary_sha256 is not None:
-            metadata[VOCABULARY] = found.vocabulary_sha256
+    if tokenizer is None:
+        metadata |= model_metadata(model) | text_metadata(found.vocabulary_sha256, found.normalization)
         with atomic_path(out) as temporary:
             write_safetensors(temporary, found.weights, metadata)
     else:
-        write_folder(out, model, found.weights, vocabulary, metadata)
+        write_folder(out, model, found.weights, *tokenizer, metadata)
     say(f"wrote {out}")
 
 

@@ -21,7 +21,7 @@ def _from_the_data(config: Config) -> Config:
     # These imports are slow, and most commands do not need them.
     from bert.checkpoints.sources import open_source
     from dataloading.dataset.folder import MANIFEST_NAME, open_dataset
-    from dataloading.text.tokenization import Vocabulary
+    from dataloading.text.vocabulary import Vocabulary
 
     data, training = config.data, config.training
     # Ignore missing data here: preflight reports it, and an evaluation needs no training set.
@@ -29,7 +29,7 @@ def _from_the_data(config: Config) -> Config:
     if not there:
         return config
     sets = {folder: open_dataset(folder) for folder in there}
-    vocab_size = Vocabulary.from_file(data.vocab).size
+    vocab_size = Vocabulary.read(data.vocab).size
     steps = -(-len(sets[data.train]) // training.global_batch_size) if data.train in sets else 0
     if data.initial_checkpoint is None:
         longest = max(dataset.info.max_seq_length for dataset in sets.values())

@@ -20,7 +20,7 @@ from bert.checkpoints.training_state import (
     rebalance_batch,
     written_by,
 )
-from bert.checkpoints.weights import VOCABULARY, save_weights
+from bert.checkpoints.weights import save_weights, text_metadata
 from bert.configuration.config import Config
 from bert.execution.cuda_graphs import CudaCapturer
 from bert.guards.data_guard import DataGuard
@@ -148,7 +148,8 @@ def _timed_run(config: Config, inputs: Inputs, mesh: Mesh, guard: DataGuard, int
         if config.save_checkpoint:
             # All ranks must take part in the gathering, but only rank 0 writes the file.
             model = timed.step.gather_whole_model()
-            metadata = {"recipe": config.recipe, "commit": commit(), VOCABULARY: inputs.vocabulary_sha256}
+            metadata = {"recipe": config.recipe, "commit": commit()}
+            metadata |= text_metadata(inputs.vocabulary_sha256, inputs.normalization)
             if mesh.is_main:
                 save_weights(model, config.save_checkpoint, metadata)
         if mesh.is_main:

@@ -14,7 +14,7 @@ import tyro
 
 from console.commands import Commands
 from console.interruption import end_in_order
-from console.program import say
+from console.program import complain, say
 from dataloading.options import ExtractionOptions, Layout, OwnText, PretrainingOptions
 
 if TYPE_CHECKING:
@@ -55,6 +55,7 @@ def _prepare(
     options: Annotated[PretrainingOptions, tyro.conf.arg(name=""), tyro.conf.FlagConversionOff],
     one_call: bool = False,
     jobs: int = 1,
+    accept_losses: bool = False,
 ) -> None:
     """Make a data set from text, one HDF5 shard per file. Continues after an interruption.
 
@@ -65,11 +66,20 @@ def _prepare(
         options: The reference script's settings.
         one_call: Use one call of the algorithm for all files, which makes one shard.
         jobs: Processes to use.
+        accept_losses: Go on if more than half of a text would be lost.
     """
     from dataloading.preparation.prepare import Job, prepare
+    from dataloading.text.vocabulary import Vocabulary
 
-    dataset = prepare(Job(text, vocab, options, one_call), out, jobs=jobs, report=_reporter("samples"))
+    if not Vocabulary.read(vocab).fits(options.normalization):
+        # Say this before hours of work. The reference lower-cases by default, so it is no error.
+        complain(
+            f"{vocab} does not fit text with {options.normalization}; see --do-lower-case, --strip-accents", "warning"
+        )
+    job = Job(text, vocab, options, one_call, accept_losses)
+    dataset = prepare(job, out, jobs=jobs, report=_reporter("samples"))
     say(f"{out}: {_counts(dataset)}")
+    _report_text(dataset)
 
 
 @app.command
@@ -103,7 +113,7 @@ def wikipedia(
 
 
 @app.command
-def from_text(out: Path, own: Annotated[OwnText, tyro.conf.arg(name="")]) -> None:
+def from_text(out: Path, own: Annotated[OwnText, tyro.conf.arg(name=""), tyro.conf.OmitArgPrefixes]) -> None:
     """Make a training set, an evaluation set and a vocabulary from your own text, for the recipe own_text_cpu.
 
     Args:
@@ -112,14 +122,15 @@ def from_text(out: Path, own: Annotated[OwnText, tyro.conf.arg(name="")]) -> Non
     """
     from dataloading.dataset.folder import open_dataset
     from dataloading.preparation.own_text import write_own_text
-    from dataloading.text.tokenization import Vocabulary
 
-    split = write_own_text(own, out)
-    if split.repeated:
-        say(f"{split.repeated:,} documents that repeat other documents left out")
-    for name, documents in (("train", split.train), ("evaluation", split.evaluation)):
-        say(f"{out / name}: {len(documents):,} documents, {_counts(open_dataset(out / name))}")
-    say(f"{out / 'vocab.txt'}: {Vocabulary.from_file(out / 'vocab.txt').size:,} tokens")
+    made = write_own_text(own, out)
+    if made.split.repeated:
+        say(f"{made.split.repeated:,} documents that repeat other documents left out")
+    for name, documents in (("train", made.split.train), ("evaluation", made.split.evaluation)):
+        dataset = open_dataset(out / name)
+        say(f"{out / name}: {len(documents):,} documents, {_counts(dataset)}")
+        _report_text(dataset)
+    say(f"{out / 'vocab.txt'}: {made.vocabulary.size:,} tokens; {made.normalization}")
 
 
 @app.command
@@ -234,6 +245,8 @@ def verify(folder: tyro.conf.Positional[Path]) -> None:
     dataset = open_dataset(folder)
     for line in known.verify(dataset, lambda shard: say(f"{shard.name}: {shard.samples:,} samples, digest right")):
         say(line)
+    for doubt in known.doubts(dataset.info):
+        complain(doubt, "warning")
     say(f"{folder}: whole, {_counts(dataset)}")
 
 
@@ -269,6 +282,15 @@ def dump(shards: tyro.conf.Positional[tuple[Path, ...]], out: Path) -> None:
             masked_lm_ids=samples.masked_lm_ids,
         )
     say(f"{out}: {len(samples):,} samples of {len(paths)} shard(s)")
+
+
+def _report_text(dataset: "Dataset") -> None:
+    """Print what became of the text, and warnings about lost text."""
+    from dataloading.dataset import known
+
+    say(f"{dataset.folder}: {known.describe_text(dataset.info)}")
+    for doubt in known.doubts(dataset.info):
+        complain(f"{dataset.folder}: {doubt}", "warning")
 
 
 def _reporter(counted: str) -> "Callable[[JobProgress], None]":

@@ -1,8 +1,9 @@
 """Settings of the data stages. This module imports nothing large, so that the command line is parsed quickly."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Self
 
 Layout = Literal["native", "packed"]
 """Layouts that `convert` writes."""
@@ -44,6 +45,48 @@ class ExtractionOptions:
 
 
 @dataclass(frozen=True)
+class Normalization:
+    """What is done to text before it is split into tokens. Fields have the names of transformers' ``BertTokenizer``."""
+
+    do_lower_case: bool = True
+    strip_accents: bool = True
+    tokenize_chinese_chars: bool = True
+
+    def __str__(self) -> str:
+        return (
+            f"{'lower case' if self.do_lower_case else 'capital letters kept'}, "
+            f"accents {'stripped' if self.strip_accents else 'kept'}, "
+            f"Chinese characters {'as separate words' if self.tokenize_chinese_chars else 'not separated'}"
+        )
+
+    @classmethod
+    def recorded(cls, options: Mapping[str, object]) -> Self | None:
+        """Return the normalization that a data set or a checkpoint records, or None if it records none."""
+        lower = options.get("do_lower_case")
+        if not isinstance(lower, bool):
+            return None
+        # Earlier versions recorded only whether text was lower-cased.
+        chinese = options.get("tokenize_chinese_chars", True) is not False
+        return cls(lower, options.get("strip_accents", lower) is True, chinese)
+
+
+@dataclass(frozen=True)
+class NormalizationOptions:
+    """Settings that replace what is known about a vocabulary's normalization."""
+
+    do_lower_case: bool | None = None
+    """Lower-case the text. None: as tokenizer.json or tokenizer_config.json beside the vocabulary state, or else guessed
+    from the vocabulary."""
+    strip_accents: bool | None = None
+    """Strip accents. None: as stated there, or else if the text is lower-cased."""
+    tokenize_chinese_chars: bool | None = None
+    """Treat each Chinese character as a word. None: as stated there, or else guessed from the vocabulary."""
+
+
+AS_STATED = NormalizationOptions()
+
+
+@dataclass(frozen=True)
 class PretrainingOptions:
     """Flags of the reference script, with the same names, and with MLPerf's values as defaults."""
 
@@ -60,7 +103,11 @@ class PretrainingOptions:
     random_seed: int = 12345
     """Seed of all random choices."""
     do_lower_case: bool = True
-    """Lower-case the text and strip its accents, for an uncased vocabulary."""
+    """Lower-case the text, for an uncased vocabulary."""
+    strip_accents: bool | None = None
+    """Strip accents. None: if the text is lower-cased, as in the reference."""
+    tokenize_chinese_chars: bool = True
+    """Treat each Chinese character as a word, as in the reference."""
 
     def __post_init__(self) -> None:
         if not _SHORTEST <= self.max_seq_length <= _LONGEST:
@@ -72,6 +119,16 @@ class PretrainingOptions:
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; expected a probability from 0 to 1")
 
+    @property
+    def normalization(self) -> Normalization:
+        strip_accents = self.do_lower_case if self.strip_accents is None else self.strip_accents
+        return Normalization(self.do_lower_case, strip_accents, self.tokenize_chinese_chars)
+
+    @property
+    def recorded(self) -> dict[str, int | float | bool | str]:
+        """The settings by name, as a data set's manifest records them."""
+        return asdict(self) | asdict(self.normalization)
+
 
 @dataclass(frozen=True)
 class OwnText:
@@ -82,10 +139,13 @@ class OwnText:
     ("texts/**/*.txt")."""
     vocab: Path | None = None
     """Vocabulary file with one token a line, or folder of a Hugging Face model. By default, a vocabulary is learned."""
+    normalization: NormalizationOptions = AS_STATED
     vocab_size: int = 2048
     """Maximum number of tokens in a learned vocabulary."""
     cased: bool = False
     """Keep capital letters and accents in a learned vocabulary. Has no effect with a given vocabulary."""
+    accept_losses: bool = False
+    """Go on if more than half of the text would be lost."""
     documents: Literal["blank-lines", "files"] = "blank-lines"
     """End of a document: an empty line, or the end of the file (for text with empty lines between paragraphs)."""
     evaluation_share: float = 0.05

@@ -18,7 +18,7 @@ from hypothesis import HealthCheck, settings
 from dataloading.dataset.folder import write_dataset
 from dataloading.shards.samples import Samples, synthetic_samples
 from dataloading.shards.shard import DatasetInfo
-from dataloading.text.tokenization import Vocabulary
+from dataloading.text.vocabulary import Vocabulary
 from tests.programs import REPOSITORY
 
 # Allow cached bytecode. Compiling PyTorch and other imports would take half of the time of hundreds of processes.

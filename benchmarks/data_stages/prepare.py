@@ -28,7 +28,9 @@ from dataloading.options import PretrainingOptions
 from dataloading.preparation.demo import demo_documents
 from dataloading.preparation.pretraining_data import create_samples
 from dataloading.shards.samples import Samples
-from dataloading.text.tokenization import Tokenizer, Vocabulary, read_documents, tokenize_documents
+from dataloading.text.documents import read_documents
+from dataloading.text.tokenization import Tokenizer, tokenize_documents
+from dataloading.text.vocabulary import Vocabulary
 
 SHIPPED_VOCAB = ARTIFACTS / "tiny_cpu" / "vocab.txt"
 

@@ -13,7 +13,9 @@ from torch import Tensor
 from bert.checkpoints.weights import Weight, write_safetensors
 from bert.configuration.sections import ModelConfig
 from console.files import atomic_path, read_bounded, sync
-from dataloading.text.tokenization import MAX_CHARACTERS_PER_WORD, Vocabulary
+from dataloading.options import Normalization
+from dataloading.text.tokenization import MAX_CHARACTERS_PER_WORD
+from dataloading.text.vocabulary import Vocabulary
 
 _MOST_CONFIG_BYTES = 1 << 20
 
@@ -72,6 +74,7 @@ def write_folder(
     model: ModelConfig,
     weights: Mapping[str, Weight],
     vocabulary: Vocabulary,
+    normalization: Normalization,
     metadata: Mapping[str, str],
 ) -> None:
     """Atomically write a folder from which ``from_pretrained`` of transformers loads the model and the tokenizer."""
@@ -85,7 +88,7 @@ def write_folder(
     with atomic_path(out) as folder:
         folder.mkdir()
         _write_json(folder / "config.json", _configuration(model))
-        _write_tokenizer(folder, model, vocabulary)
+        _write_tokenizer(folder, model, vocabulary, normalization)
         # transformers rejects a file without a format in its metadata.
         write_safetensors(folder / "model.safetensors", parts, {"format": "pt"} | dict(metadata))
         # ``atomic_path`` flushes the folder to disk, but not the files in it.
@@ -104,12 +107,15 @@ def _configuration(model: ModelConfig) -> dict[str, object]:
     }
 
 
-def _write_tokenizer(folder: Path, model: ModelConfig, vocabulary: Vocabulary) -> None:
+def _write_tokenizer(folder: Path, model: ModelConfig, vocabulary: Vocabulary, normalization: Normalization) -> None:
     special = {f"{name}_token": f"[{name.upper()}]" for name in ("pad", "unk", "cls", "sep", "mask")}
-    cased = vocabulary.cased
     pieces = models.WordPiece(vocabulary.ids, unk_token="[UNK]", max_input_chars_per_word=MAX_CHARACTERS_PER_WORD)
     tokenizer = Tokenizer(pieces)
-    tokenizer.normalizer = normalizers.BertNormalizer(lowercase=not cased)
+    tokenizer.normalizer = normalizers.BertNormalizer(
+        lowercase=normalization.do_lower_case,
+        strip_accents=normalization.strip_accents,
+        handle_chinese_chars=normalization.tokenize_chinese_chars,
+    )
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     tokenizer.post_processor = processors.BertProcessing(
         *((token, vocabulary.ids[token]) for token in ("[SEP]", "[CLS]"))
@@ -122,7 +128,7 @@ def _write_tokenizer(folder: Path, model: ModelConfig, vocabulary: Vocabulary) -
     (folder / "vocab.txt").write_bytes(vocabulary.content)
     settings = {
         "tokenizer_class": "BertTokenizer",
-        "do_lower_case": not cased,
+        **asdict(normalization),
         "model_max_length": model.max_position_embeddings,
         **special,
     }

@@ -17,7 +17,8 @@ from console.program import say
 
 if TYPE_CHECKING:
     from bert.checkpoints.sources import CheckpointSource
-    from dataloading.text.tokenization import Vocabulary
+    from dataloading.options import Normalization
+    from dataloading.text.vocabulary import Vocabulary
 
 # A checkpoint's word table may be padded, and dropout and initialization are not properties of the weights.
 _NOT_COMPARED = ("vocab_size", "hidden_dropout", "attention_dropout", "initializer_range")
@@ -48,29 +49,34 @@ def _empty_model(config: Config, mesh: Mesh) -> BertForPreTraining:
         return BertForPreTraining(config.model).train()
 
 
-def check_initial_weights(path: Path, config: Config, vocabulary: "Vocabulary") -> None:
+def check_initial_weights(path: Path, config: Config, vocabulary: "Vocabulary") -> "Normalization | None":
     """Raise ``ValueError`` if the weights cannot be loaded, or if the model was trained with another vocabulary.
 
-    This reads names, shapes and the configuration, but no weights except a decoder that is stored beside the word table.
-    A Hugging Face folder may lack the heads, but only in the open division.
+    Returns the normalization of the text that the model was trained with, if it is stated. Reads names, shapes and the
+    configuration, but no weights except a decoder that is stored beside the word table. A Hugging Face folder
+    may lack the heads, but only in the open division.
     """
-    from dataloading.text.tokenization import Vocabulary
+    from dataloading.text.vocabulary import Vocabulary
 
     # A closed run starts from the benchmark's checkpoint, which has both heads.
     source = _open(path, config.model, whole=not path.is_dir() or config.log.division == "closed")
-    stated = source.vocabulary_sha256
-    if stated not in (None, vocabulary.sha256):
+    theirs = Vocabulary.from_folder(path) if path.is_dir() else None
+    sha256 = source.vocabulary_sha256 if theirs is None else theirs.sha256
+    if sha256 not in (None, vocabulary.sha256):
         raise ValueError(
-            f"{path} was trained with another vocabulary (SHA-256 {stated[:12]}...) than data.vocab "
+            f"{path} was trained with another vocabulary (SHA-256 {sha256[:12]}...) than {config.data.vocab} "
             f"({vocabulary.sha256[:12]}...): set data.vocab to the model's vocabulary, and make the samples with it"
         )
-    theirs = Vocabulary.from_folder(path) if path.is_dir() else None
-    # Compare tokens and not digests, because the folder may have its tokens in a tokenizer.json.
-    if theirs is not None and theirs.tokens != vocabulary.tokens:
-        raise ValueError(
-            f"{path} has another vocabulary ({theirs.size:,} tokens) than {config.data.vocab} ({vocabulary.size:,}): make "
-            "the samples with the folder's vocabulary, and set data.vocab to it"
-        )
+    vocabulary.require_table(source.model.vocab_size, config.data.vocab)
+    return source.normalization or (None if theirs is None else _stated_normalization(theirs, path))
+
+
+def _stated_normalization(vocabulary: "Vocabulary", folder: Path) -> "Normalization | None":
+    from dataloading.options import AS_STATED
+    from dataloading.text.vocabulary import find_normalization
+
+    found = find_normalization(vocabulary, folder, AS_STATED)
+    return found.normalization if found.is_stated else None
 
 
 @torch.no_grad()

@@ -17,11 +17,11 @@ from torch import Tensor
 
 from bert.checkpoints.hugging_face import hugging_face_names, stated_configuration
 from bert.checkpoints.tensorflow import INDEX_SUFFIX, MAGIC, TensorBundle, tf1_name
-from bert.checkpoints.weights import VOCABULARY, Weight, read_header, stated_model
+from bert.checkpoints.weights import VOCABULARY, Weight, read_header, stated_model, stated_normalization
 from bert.configuration.sections import ModelConfig
 from bert.model import parameter_shapes
 from console.files import open_regular, sha256_of
-from dataloading.text.tokenization import Vocabulary
+from dataloading.options import Normalization
 
 _HEADS = ("pooler", "next_sentence", "transform", "decoder_bias")
 """Prefixes of the names of the pooler's and the heads' weights."""
@@ -47,6 +47,8 @@ class CheckpointSource:
     """Function that reads the checkpoint's main file and returns text with the file's digest."""
     vocabulary_sha256: str | None = None
     """Digest of the vocabulary that the model was trained with, if known."""
+    normalization: Normalization | None = None
+    """Normalization of the text that the model was trained with, if known."""
 
 
 def open_source(path: Path, num_attention_heads: int | None = None, whole: bool = True) -> CheckpointSource:
@@ -76,24 +78,6 @@ def open_source(path: Path, num_attention_heads: int | None = None, whole: bool 
         f"{path} is neither a safetensors file nor the index of a TensorFlow checkpoint. Name the latter by the prefix of "
         f"its files, without {INDEX_SUFFIX} or .data-..."
     )
-
-
-def vocabulary_of(found: CheckpointSource, source: Path, vocab: Path | None) -> Vocabulary:
-    """Read a model's vocabulary, by default vocab.txt beside its checkpoint. Raises ``ValueError`` on a mismatch."""
-    beside = (source if source.is_dir() else source.parent) / "vocab.txt"
-    if vocab is None and not beside.is_file():
-        raise ValueError(f"there is no {beside}: set --vocab to the vocabulary that the model was trained with")
-    path = beside if vocab is None else vocab
-    vocabulary = Vocabulary.from_file(path)
-    # The word table may have more rows than there are tokens, because it is often padded.
-    if vocabulary.size > found.model.vocab_size:
-        raise ValueError(f"{path} has {vocabulary.size:,} tokens, but the model has {found.model.vocab_size:,} rows")
-    if found.vocabulary_sha256 not in (None, vocabulary.sha256):
-        raise ValueError(
-            f"{path} is not the vocabulary that the model was trained with (SHA-256 {found.vocabulary_sha256}): "
-            "set --vocab to the model's vocabulary"
-        )
-    return vocabulary
 
 
 def _open_tensorflow(prefix: Path, heads: int | None) -> CheckpointSource:
@@ -167,6 +151,7 @@ def _open_safetensors(path: Path, heads: int | None, whole: bool) -> CheckpointS
         model=replace(model, **stated),
         digest=lambda: f"sha256 of {path.name}: {sha256_of(path)}",
         vocabulary_sha256=metadata.get(VOCABULARY) if is_ours else None,
+        normalization=stated_normalization(metadata, str(path)) if is_ours else None,
     )
 
 

@@ -1,4 +1,4 @@
-"""This program's safetensors files: weights by name, with the model's configuration and the vocabulary's digest."""
+"""This program's safetensors files: weights by name, with the model's configuration and the tokens it was trained for."""
 
 import json
 import math
@@ -14,6 +14,7 @@ from torch import Tensor
 from bert.configuration.sections import ModelConfig
 from bert.model import BertForPreTraining
 from console.files import atomic_path
+from dataloading.options import Normalization
 
 
 @dataclass(frozen=True)
@@ -24,7 +25,7 @@ class Weight:
     read: Callable[[], Tensor]
 
 
-MODEL, VOCABULARY = "model", "vocabulary_sha256"
+MODEL, VOCABULARY, NORMALIZATION = "model", "vocabulary_sha256", "normalization"
 """Keys in a file's metadata. The model's configuration is needed because shapes do not reveal the number of heads."""
 
 
@@ -51,6 +52,22 @@ def stated_model(metadata: Mapping[str, str], source: str) -> dict[str, int | fl
         return asdict(msgspec.json.decode(metadata[MODEL], type=ModelConfig))
     except (msgspec.MsgspecError, RecursionError) as error:
         raise ValueError(f"{source} does not state its model as this program does: {error}") from None
+
+
+def text_metadata(vocabulary_sha256: str | None, normalization: Normalization | None) -> dict[str, str]:
+    """Return the metadata that say for which tokens a model was trained, as far as they are known."""
+    known = {} if vocabulary_sha256 is None else {VOCABULARY: vocabulary_sha256}
+    return known if normalization is None else known | {NORMALIZATION: json.dumps(asdict(normalization))}
+
+
+def stated_normalization(metadata: Mapping[str, str], source: str) -> Normalization | None:
+    """Return the normalization in a file's metadata, or None. Raises ``ValueError`` if it is invalid."""
+    if NORMALIZATION not in metadata:
+        return None
+    try:
+        return msgspec.json.decode(metadata[NORMALIZATION], type=Normalization)
+    except (msgspec.MsgspecError, RecursionError) as error:
+        raise ValueError(f"{source} does not state its normalization as this program does: {error}") from None
 
 
 def write_safetensors(path: Path, weights: Mapping[str, Weight], metadata: Mapping[str, str]) -> None:

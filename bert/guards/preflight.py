@@ -7,7 +7,7 @@ data sets.
 import os
 import shutil
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,7 +27,8 @@ from compliance.log.schedule import EvaluationSchedule, evaluation_interval
 from dataloading.batches.loader_choice import check_loader
 from dataloading.batches.plan import BatchPlan
 from dataloading.dataset.folder import Dataset, open_dataset
-from dataloading.text.tokenization import Vocabulary
+from dataloading.options import AS_STATED, Normalization
+from dataloading.text.vocabulary import Vocabulary, find_normalization
 from kernels import choose
 
 _LOGS_BYTES = 16 << 20
@@ -41,6 +42,8 @@ class Inputs:
     train: Dataset
     evaluation: Dataset
     vocabulary_sha256: str
+    normalization: Normalization | None
+    """Normalization of the text, or None if no input states it."""
     result: Path
     metrics: Path
     schedule: EvaluationSchedule
@@ -60,7 +63,7 @@ def check(config: Config, world_size: int, local_size: int = 0) -> Inputs:
             plan.require_ranks(world_size, local_size, config.plan)
         elif not plan.is_for(world_size, local_size):
             plan = None  # the hosts have changed: the plan's settings still apply, but its prediction does not
-    (train, evaluation), vocabulary = _open_inputs(config, [config.data.train, config.data.evaluation])
+    (train, evaluation), vocabulary, normalization = _open_inputs(config, [config.data.train, config.data.evaluation])
     # The hosts are not known yet, so assume one host for all ranks. ``join_mesh`` checks the real hosts.
     require_whole_copies(config.parallel, 1, world_size)
     if not may_go_on:  # a restarted run may take its shares from the checkpoint
@@ -74,7 +77,7 @@ def check(config: Config, world_size: int, local_size: int = 0) -> Inputs:
     _check_places(config)
     # The run number is only a proposal until the log is created.
     files = choose_files(result_folder(config), config.log.run)
-    return Inputs(train, evaluation, vocabulary.sha256, *files, _schedule(config), plan)
+    return Inputs(train, evaluation, vocabulary.sha256, normalization, *files, _schedule(config), plan)
 
 
 def check_evaluation(config: Config) -> Dataset:
@@ -84,7 +87,7 @@ def check_evaluation(config: Config) -> Dataset:
     """
     if config.data.initial_checkpoint is None:
         raise ValueError("data.initial_checkpoint is not set: name the file or folder whose weights to evaluate")
-    (evaluation,), _ = _open_inputs(config, [config.data.evaluation])
+    (evaluation,), *_ = _open_inputs(config, [config.data.evaluation])
     return evaluation
 
 
@@ -128,10 +131,10 @@ def refuse_others(config: Config) -> None:
         raise ValueError(f"{folder} holds checkpoints of another run: set resume to continue it, or move them away")
 
 
-def _open_inputs(config: Config, folders: Sequence[Path]) -> tuple[list[Dataset], Vocabulary]:
+def _open_inputs(config: Config, folders: Sequence[Path]) -> tuple[list[Dataset], Vocabulary, Normalization | None]:
     """Open data sets and check the vocabulary, the weights and the software. The last folder is the evaluation set."""
     datasets = [open_dataset(folder) for folder in folders]
-    vocabulary = Vocabulary.from_file(config.data.vocab)
+    vocabulary = Vocabulary.read(config.data.vocab)
     # The word embedding table has one row per vocabulary entry; a larger id would read out of bounds.
     if vocabulary.size != config.model.vocab_size:
         raise ValueError(
@@ -148,8 +151,12 @@ def _open_inputs(config: Config, folders: Sequence[Path]) -> tuple[list[Dataset]
             )
     if not datasets[-1].masked_counts.any():
         raise ValueError(f"{datasets[-1].folder}: no token is masked, so there is nothing to predict: prepare it again")
-    if config.data.initial_checkpoint is not None:
-        check_initial_weights(config.data.initial_checkpoint, config, vocabulary)
+    normalizations = {str(dataset.folder): dataset.info.normalization for dataset in datasets}
+    beside = find_normalization(vocabulary, config.data.vocab, AS_STATED)
+    normalizations[str(config.data.vocab)] = beside.normalization if beside.is_stated else None
+    if (start := config.data.initial_checkpoint) is not None:
+        normalizations[str(start)] = check_initial_weights(start, config, vocabulary)
+    normalization = _common_normalization(normalizations)
     try:
         choose(config.training.implementations)
     except ValueError as error:
@@ -157,7 +164,19 @@ def _open_inputs(config: Config, folders: Sequence[Path]) -> tuple[list[Dataset]
     # A dry run on a machine without GPUs still checks everything else. PyTorch itself warns of an outdated driver.
     if config.training.device == "cuda" and torch.cuda.is_available() and (lacks := lacks_of_triton()):
         raise ValueError(f"training.device is cuda, but {'; '.join(lacks)}")
-    return datasets, vocabulary
+    return datasets, vocabulary, normalization
+
+
+def _common_normalization(stated: Mapping[str, Normalization | None]) -> Normalization | None:
+    """Return the normalization that the inputs state. Raises ``ValueError`` if two inputs differ."""
+    known = {name: normalization for name, normalization in stated.items() if normalization is not None}
+    if len(set(known.values())) > 1:
+        named = "; ".join(f"{name}: {normalization}" for name, normalization in known.items())
+        raise ValueError(
+            f"the text of these inputs was normalized in different ways ({named}): make the samples with the settings "
+            "of the checkpoint and the vocabulary (--do-lower-case, --strip-accents, --tokenize-chinese-chars)"
+        )
+    return next(iter(known.values()), None)
 
 
 def _schedule(config: Config) -> EvaluationSchedule:

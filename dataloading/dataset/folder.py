@@ -26,7 +26,8 @@ from console.files import atomic_path, read_json, sha256_of, shown, write_atomic
 from dataloading.shards.formats import FORMAT, SCHEMA_VERSION, open_shard, write_shard
 from dataloading.shards.samples import SampleBuilder, Samples
 from dataloading.shards.shard import REMEDY, DatasetInfo, Shard, ShardRecord, check_content
-from dataloading.text.tokenization import Vocabulary
+from dataloading.text.losses import TextCounts
+from dataloading.text.vocabulary import Vocabulary
 
 MANIFEST_NAME = "manifest.json"
 LENGTHS_NAME = "lengths.npy"
@@ -124,7 +125,7 @@ class Dataset:
         return self._length_index[:, 1]
 
     def check_vocabulary(self, vocabulary: Vocabulary) -> None:
-        """Raise ``ValueError`` unless the samples were made with this vocabulary file."""
+        """Raise ``ValueError`` unless the samples were made with the tokens of this vocabulary."""
         if vocabulary.sha256 != self.info.vocabulary_sha256:
             raise ValueError(
                 f"{self.folder}: made with the vocabulary of md5 {self.info.vocabulary_md5} "
@@ -229,7 +230,7 @@ def scan_shards(folder: Path, names: Sequence[str], info: DatasetInfo) -> Datase
     Raises ``ValueError`` if a shard contains another description, or if two shards hold the same samples.
     """
     records, lengths = [], [np.empty((0, 2), np.uint16)]
-    sources = dict(info.sources)
+    sources, text = dict(info.sources), TextCounts()
     names_by_digest: dict[str, str] = {}
     for name in names:
         shard = open_shard(folder / name)
@@ -238,6 +239,7 @@ def scan_shards(folder: Path, names: Sequence[str], info: DatasetInfo) -> Datase
         elif shard.info.without_sources() != info.without_sources():
             raise ValueError(f"{shard.path}: made with other settings than the other shards; prepare it again")
         sources |= shard.info.sources
+        text += shard.info.text
         digest = shard.digest or shard.read(0, len(shard)).digest()
         other = names_by_digest.setdefault(digest, name)
         if other != name and len(shard):  # empty shards are equal
@@ -245,7 +247,9 @@ def scan_shards(folder: Path, names: Sequence[str], info: DatasetInfo) -> Datase
         tokens, masked_tokens = int(shard.sequence_offsets[-1]), int(shard.masked_lm_offsets[-1])
         records.append(ShardRecord(name, len(shard), tokens, masked_tokens, digest, shard.file_bytes))
         lengths.append(np.stack([shard.lengths, shard.masked_counts], axis=1).astype(np.uint16))
-    return Dataset(folder, replace(info, sources=sources), tuple(records), np.concatenate(lengths))
+    # Shards that were made from other shards do not know which part of the text they hold.
+    info = replace(info, sources=sources, text=info.text or text)
+    return Dataset(folder, info, tuple(records), np.concatenate(lengths))
 
 
 def index_shards(folder: Path, names: Sequence[str], info: DatasetInfo) -> Dataset:
@@ -282,7 +286,7 @@ def shards_of(folder: Path) -> list[Path]:
 
 def info_of(folder: Path, names: Sequence[str], vocab: Path) -> DatasetInfo:
     """Describe shards from other programs: their vocabulary, and the largest sizes that they contain or declare."""
-    vocabulary = Vocabulary.from_file(vocab)
+    vocabulary = Vocabulary.read(vocab)
     most_tokens = most_masked = 1
     for name in names:
         shard = open_shard(folder / name)
@@ -301,7 +305,7 @@ def open_or_scan(folder: Path, vocab: Path | None) -> Dataset:
     if (folder / MANIFEST_NAME).exists():
         dataset = open_dataset(folder)
         if vocab is not None:
-            dataset.check_vocabulary(Vocabulary.from_file(vocab))
+            dataset.check_vocabulary(Vocabulary.read(vocab))
         return dataset
     names = shard_names(folder)
     if vocab is None:

@@ -6,6 +6,7 @@ published preparation scripts (number of samples, digest of the evaluation set).
 
 import hashlib
 from collections.abc import Callable, Iterable
+from dataclasses import asdict
 from itertools import pairwise
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from numpy.typing import NDArray
 from dataloading.dataset.folder import Dataset
 from dataloading.options import EVALUATION_SAMPLES, PretrainingOptions
 from dataloading.shards.samples import Samples
-from dataloading.shards.shard import DatasetInfo, ShardRecord
+from dataloading.shards.shard import VOCABULARY_FITS, DatasetInfo, ShardRecord
 
 VOCABULARY_MD5 = "64800d5d8528ce344256daf115d4965e"
 TRAINING_SAMPLES = 156_726_829
@@ -49,6 +50,7 @@ def verify(dataset: Dataset, visit: Callable[[ShardRecord], None] = lambda _: No
     return [
         describe_vocabulary(dataset.info),
         describe_options(dataset.info),
+        describe_text(dataset.info),
         describe_samples(dataset),
         _describe_repeats(dataset.folder, np.concatenate(marked_digests)),
         f"multiset digest: {multiset_digest:016x}",
@@ -76,13 +78,28 @@ def describe_vocabulary(info: DatasetInfo) -> str:
 
 
 def describe_options(info: DatasetInfo) -> str:
-    expected = PretrainingOptions().__dict__  # the defaults are the benchmark's values
-    recorded = {name: info.options[name] for name in expected if name in info.options}
+    expected = PretrainingOptions().recorded  # the defaults are the benchmark's values
+    normalization = info.normalization
+    found = info.options | (asdict(normalization) if normalization else {})
+    recorded = {name: found[name] for name in expected if name in found}
     if len(recorded) < len(expected):
         most = f"{info.max_seq_length} tokens, {info.max_predictions_per_seq} of them masked"
         return f"settings: not recorded; samples of at most {most}"
     different = [f"{name} {value}" for name, value in recorded.items() if value != expected[name]]
     return f"settings: not the benchmark's ({', '.join(different)})" if different else "settings: the benchmark's"
+
+
+def describe_text(info: DatasetInfo) -> str:
+    return f"text: {info.normalization or 'normalization not recorded'}; {info.text or 'losses not recorded'}"
+
+
+def doubts(info: DatasetInfo) -> list[str]:
+    """Return what is wrong with the text of a data set, with remedies."""
+    misfit = (
+        "the normalization of the text does not fit the vocabulary, many of whose words cannot occur in the samples; "
+        "prepare the data set again with the right --do-lower-case and --strip-accents"
+    )
+    return [*([misfit] if info.options.get(VOCABULARY_FITS) is False else []), *info.text.losses()]
 
 
 def describe_samples(dataset: Dataset) -> str:

@@ -12,14 +12,15 @@ import platform
 import re
 import sysconfig
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from dataloading.dataset.folder import open_dataset, write_dataset
 from dataloading.options import PretrainingOptions
-from dataloading.preparation.pretraining_data import create_samples
+from dataloading.preparation.pretraining_data import samples_of
 from dataloading.shards.shard import DatasetInfo
-from dataloading.text.tokenization import Tokenizer, Vocabulary, tokenize_documents
+from dataloading.text.tokenization import Tokenizer
+from dataloading.text.vocabulary import Vocabulary
 
 TRAIN_OPTIONS = PretrainingOptions(max_seq_length=128, max_predictions_per_seq=19, dupe_factor=10)
 EVALUATION_OPTIONS = replace(TRAIN_OPTIONS, dupe_factor=2, random_seed=54321)
@@ -67,14 +68,13 @@ def write_demo(folder: Path, vocab: Path) -> bool:
         text = "\n\n".join("\n".join(document.sentences) for document in chosen)
         sources = {f"standard library, {name}": hashlib.sha256(text.encode()).hexdigest()}
         info = DatasetInfo.of(tokenizer.vocabulary, *sizes, _recorded(options), sources)
-        tokenized = tokenize_documents([document.sentences for document in chosen], tokenizer)
-        samples = create_samples(tokenized, options, tokenizer.vocabulary)
-        write_dataset(folder / name, samples, shards=SHARDS, info=info)
+        samples, counts = samples_of([document.sentences for document in chosen], tokenizer, options)
+        write_dataset(folder / name, samples, shards=SHARDS, info=replace(info, text=counts))
     return bool(missing)
 
 
 def _recorded(options: PretrainingOptions) -> dict[str, int | float | bool | str]:
-    return asdict(options) | {"python": platform.python_version()}  # the text changes with the version
+    return options.recorded | {"python": platform.python_version()}  # the text changes with the version
 
 
 def _is_current(folder: Path, tokenizer: Tokenizer, options: PretrainingOptions) -> bool:
@@ -83,7 +83,14 @@ def _is_current(folder: Path, tokenizer: Tokenizer, options: PretrainingOptions)
         return False
     dataset = open_dataset(folder)
     dataset.verify()
-    if dataset.info.options != _recorded(options) or dataset.info.vocabulary_sha256 != tokenizer.vocabulary.sha256:
+    recorded = _recorded(options)
+    # Earlier versions recorded fewer settings.
+    is_same = all(recorded.get(name) == value for name, value in dataset.info.options.items())
+    if (
+        "python" not in dataset.info.options
+        or not is_same
+        or dataset.info.vocabulary_sha256 != tokenizer.vocabulary.sha256
+    ):
         raise ValueError(f"{folder} holds other data than the demo of this Python: delete it, or name another --out")
     return True
 

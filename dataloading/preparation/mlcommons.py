@@ -14,7 +14,7 @@ from pathlib import Path, PurePath, PurePosixPath
 
 from console.files import open_regular, read_bounded
 from console.text import counted
-from dataloading.text.tokenization import text_lines
+from dataloading.text.documents import text_lines
 
 VOCABULARY, CHECKPOINT, EVALUATION, TRAIN = "vocab.txt", "phase1.safetensors", "evaluation", "train"
 """File or folder names of the results."""

@@ -2,10 +2,12 @@
 
 import glob
 import hashlib
+import json
+import string
 import unicodedata
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import accumulate, chain, groupby
 from pathlib import Path
 
@@ -16,11 +18,20 @@ from tokenizers.pre_tokenizers import BertPreTokenizer
 from tokenizers.trainers import WordPieceTrainer
 
 from console.files import sha256_of, write_atomically
-from dataloading.dataset.folder import index_shards, new_folder, shard_name
+from dataloading.dataset.folder import Dataset, index_shards, new_folder, shard_name
 from dataloading.options import OwnText, PretrainingOptions
-from dataloading.preparation.pretraining_data import create_samples, samples_info
+from dataloading.preparation.pretraining_data import samples_info, samples_of
 from dataloading.shards.formats import write_shard
-from dataloading.text.tokenization import SPECIAL_TOKENS, Tokenizer, Vocabulary, read_documents, tokenize_documents
+from dataloading.text.documents import divide_lines, read_lines
+from dataloading.text.losses import TextCounts
+from dataloading.text.tokenization import Tokenizer
+from dataloading.text.vocabulary import (
+    SPECIAL_TOKENS,
+    TOKENIZER_CONFIG,
+    FoundNormalization,
+    Vocabulary,
+    find_normalization,
+)
 from dataloading.text.wikipedia import sentence_splitter
 
 FEWEST_DOCUMENTS = 20
@@ -39,6 +50,10 @@ Document = list[str]
 """List of sentences."""
 
 
+_INVISIBLE = "\u00ad\u200b\u200c\u200d\u200e\u200f\u2060\ufeff" + string.whitespace + "\u00a0\u3000"
+"""Characters without a shape. A line of them looks empty, and ends a document."""
+
+
 @dataclass(frozen=True)
 class TextSplit:
     """Training and evaluation documents, without duplicates."""
@@ -49,32 +64,45 @@ class TextSplit:
     """Number of documents that were dropped as duplicates."""
 
 
-def write_own_text(own: OwnText, out: Path) -> TextSplit:
-    """Write ``out/train``, ``out/evaluation`` and ``out/vocab.txt``, and return the documents of both data sets.
+@dataclass(frozen=True)
+class OwnData:
+    """The data sets and the vocabulary that were made from a text."""
 
-    ``out`` appears complete or not at all.
+    split: TextSplit
+    vocabulary: Vocabulary
+    normalization: FoundNormalization
+
+
+def write_own_text(own: OwnText, out: Path) -> OwnData:
+    """Write ``out/train``, ``out/evaluation``, ``out/vocab.txt`` and the normalization in ``out/tokenizer_config.json``.
+
+    ``out`` appears complete or not at all. Raises ``ValueError`` if more than half of the text would be lost.
     """
     texts = text_files(own.text)
-    split = split_documents([document for path in texts for document in _documents(path, own)], own.evaluation_share)
+    split = split_documents(_documents(texts, own), own.evaluation_share)
     with new_folder(out) as aside:
         # Learn the vocabulary from the training text alone, so that held-out documents stay unseen.
-        vocabulary, lower = _vocabulary(own, split.train)
+        vocabulary, found = _vocabulary(own, split.train)
+        normalization = asdict(found.normalization)
         write_atomically(aside / "vocab.txt", vocabulary.content)
-        tokenizer = Tokenizer(vocabulary, lower)
+        write_atomically(aside / TOKENIZER_CONFIG, json.dumps(normalization, indent=1).encode())
+        tokenizer = Tokenizer(vocabulary, **normalization)
         sources = {path.as_posix(): sha256_of(path) for path in texts}
-        for name, documents, dupes, seed in (
-            ("train", split.train, own.dupe_factor, own.seed),
-            ("evaluation", split.evaluation, 2, own.seed + _SEED_OF_EVALUATION),
+        for name, documents, repeated, dupes, seed in (
+            ("train", split.train, split.repeated, own.dupe_factor, own.seed),
+            ("evaluation", split.evaluation, 0, 2, own.seed + _SEED_OF_EVALUATION),
         ):
             options = PretrainingOptions(
                 max_seq_length=own.max_seq_length,
                 max_predictions_per_seq=max(1, int(0.15 * own.max_seq_length)),
                 dupe_factor=dupes,
                 random_seed=seed,
-                do_lower_case=lower,
+                **normalization,
             )
-            _write(aside / name, documents, tokenizer, options, sources)
-    return split
+            dataset = _write(aside / name, documents, repeated, tokenizer, options, sources)
+            if not own.accept_losses:
+                dataset.info.text.require_enough(out / name)
+    return OwnData(split, vocabulary, found)
 
 
 def text_files(places: Sequence[Path]) -> list[Path]:
@@ -118,13 +146,12 @@ def split_documents(documents: Sequence[Document], share: float) -> TextSplit:
     )
 
 
-def learn_vocabulary(lines: Sequence[str], size: int, *, lower: bool = True) -> list[str]:
+def learn_vocabulary(lines: Sequence[str], size: int, normalizer: BertNormalizer) -> list[str]:
     """Learn at most ``size`` tokens. Return the special tokens, characters and learned pieces in id order.
 
     ``lower`` lower-cases the text and strips accents. The alphabet is passed to the trainer as sorted special tokens.
     Otherwise the trainer would number the characters differently in each run, and the learned pieces depend on the numbers.
     """
-    normalizer = BertNormalizer(lowercase=lower)
     text = [normalizer.normalize_str(line) for line in lines]
     counts = Counter(chain.from_iterable(text))
     alphabet = sorted(
@@ -145,43 +172,49 @@ def learn_vocabulary(lines: Sequence[str], size: int, *, lower: bool = True) -> 
     return sorted(ids, key=ids.__getitem__)
 
 
-def _documents(path: Path, own: OwnText) -> list[Document]:
-    """Return the documents of a file. Sentences over half a sample long are split, because their ends would be lost."""
-    split, most = sentence_splitter("plain"), max(1, own.max_seq_length // 2)
-    documents = [
-        [part for line in lines for sentence in split(line) for part in _cut(sentence, most)]
-        for lines in read_documents([path])
-    ]
-    return documents if own.documents == "blank-lines" else [[part for document in documents for part in document]]
+def _documents(paths: Sequence[Path], own: OwnText) -> list[Document]:
+    split, texts = sentence_splitter("plain"), read_lines(paths)
+    found = [divide_lines(lines, _INVISIBLE) for lines in texts]
+    if own.documents == "files":
+        found = [[list(chain.from_iterable(documents))] for documents in found]
+    return [[sentence for line in document for sentence in split(line)] for document in chain.from_iterable(found)]
 
 
-def _cut(sentence: str, most: int) -> list[str]:
-    words = sentence.split()
-    return [" ".join(words[start : start + most]) for start in range(0, len(words), most)]
-
-
-def _vocabulary(own: OwnText, documents: Sequence[Document]) -> tuple[Vocabulary, bool]:
-    if own.vocab is None:
-        lines = [sentence for document in documents for sentence in document]
-        tokens = learn_vocabulary(lines, own.vocab_size, lower=not own.cased)
-        return Vocabulary.of_tokens(tokens, Path("vocab.txt")), not own.cased
-    given = Vocabulary.from_folder(own.vocab) if own.vocab.is_dir() else Vocabulary.from_file(own.vocab)
-    if given is None:
-        raise ValueError(f"{own.vocab} holds neither vocab.txt nor tokenizer.json; set --vocab to a BERT's vocabulary")
-    return given, not given.cased
+def _vocabulary(own: OwnText, documents: Sequence[Document]) -> tuple[Vocabulary, FoundNormalization]:
+    if own.vocab is not None:
+        given = Vocabulary.read(own.vocab)
+        return given, find_normalization(given, own.vocab, own.normalization)
+    known = {name: value for name, value in asdict(own.normalization).items() if value is not None}
+    normalization = PretrainingOptions(**({"do_lower_case": not own.cased} | known)).normalization
+    normalizer = BertNormalizer(
+        lowercase=normalization.do_lower_case,
+        strip_accents=normalization.strip_accents,
+        handle_chinese_chars=normalization.tokenize_chinese_chars,
+    )
+    lines = [sentence for document in documents for sentence in document]
+    tokens = learn_vocabulary(lines, own.vocab_size, normalizer)
+    return Vocabulary.of_tokens(tokens, Path("vocab.txt")), FoundNormalization(normalization, "set by the options")
 
 
 def _write(
-    folder: Path, documents: list[Document], tokenizer: Tokenizer, options: PretrainingOptions, sources: dict[str, str]
-) -> None:
+    folder: Path,
+    documents: list[Document],
+    repeated: int,
+    tokenizer: Tokenizer,
+    options: PretrainingOptions,
+    sources: dict[str, str],
+) -> Dataset:
     info = samples_info(tokenizer.vocabulary, options, sources)
     folder.mkdir()
     calls = _calls(documents)
     names = [shard_name(index, len(calls)) for index in range(len(calls))]
+    text = TextCounts(documents=repeated, dropped_documents=repeated)
     for name, some in zip(names, calls, strict=True):
-        samples = create_samples(tokenize_documents(some, tokenizer), options, tokenizer.vocabulary)
-        write_shard(folder / name, samples, info)
-    index_shards(folder, names, info)
+        # Two sentences fill a sample. Longer sentences are cut, because their ends would be lost.
+        samples, counts = samples_of(some, tokenizer, options, max(1, (options.max_seq_length - 3) // 2))
+        write_shard(folder / name, samples, replace(info, text=counts))
+        text += counts
+    return index_shards(folder, names, replace(info, text=text))
 
 
 def _calls(documents: list[Document]) -> list[list[Document]]:

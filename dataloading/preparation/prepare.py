@@ -8,19 +8,20 @@ all files together. Each call makes one shard, which records its texts and setti
     OUT/manifest.json, lengths.npy   written last
 """
 
-import os
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import lru_cache, partial
 from pathlib import Path
 
-from console.files import open_regular, sha256_of
+from console.files import sha256_of
 from dataloading.dataset.folder import Dataset, index_shards, shard_name
 from dataloading.jobs import Made, Report, WorkPart, begun, make_files
-from dataloading.options import PretrainingOptions
-from dataloading.preparation.pretraining_data import create_samples, samples_info
+from dataloading.options import Normalization, PretrainingOptions
+from dataloading.preparation.pretraining_data import samples_info, samples_of
 from dataloading.shards.formats import whole_shard, write_shard
 from dataloading.shards.shard import DatasetInfo
-from dataloading.text.tokenization import NO_TEXT, Tokenizer, Vocabulary, read_documents, tokenize_documents
+from dataloading.text.documents import check_texts, read_documents
+from dataloading.text.tokenization import Tokenizer
+from dataloading.text.vocabulary import Vocabulary
 
 JOB_NAME = "prepare.json"
 
@@ -34,6 +35,8 @@ class Job:
     options: PretrainingOptions
     one_call: bool = False
     """Whether the algorithm is called once with all texts, instead of once for each text."""
+    accept_losses: bool = False
+    """Whether to go on if more than half of a text is lost."""
 
     def __post_init__(self) -> None:
         if not self.texts:
@@ -64,21 +67,17 @@ def make_shards(
     job: Job, out: Path, *, jobs: int = 1, part: WorkPart | None = None, report: Report = lambda _: None
 ) -> DatasetInfo:
     """Make all shards of a data set, or only one ``part``, without a manifest. Return the shards' common description."""
-    info = samples_info(Vocabulary.from_file(job.vocab), job.options)
+    info = samples_info(Vocabulary.read(job.vocab), job.options)
     mine = part.share_of(len(job.calls)) if part else range(len(job.calls))
     # Check first, so that an unreadable text does not end the job after hours.
-    for path in (path for index in mine for path in job.calls[index]):
-        with open_regular(path) as file:
-            if not file.seek(0, os.SEEK_END):
-                raise ValueError(f"{path}: {NO_TEXT}")
+    check_texts([path for index in mine for path in job.calls[index]])
     calls = [[path.as_posix() for path in call] for call in job.calls]
     description = {**info.options, "vocabulary": info.vocabulary_sha256, "calls": calls}
     # Processes that make other parts may use the same folder at the same time.
     with begun(out, JOB_NAME, description, finished="part_*", alone=part is None):
         if jobs > 1:
             # Compile the core before forking, so that the processes share it.
-            tokenizer = _tokenizer(job.vocab, info.vocabulary_sha256, job.options.do_lower_case)
-            create_samples(tokenize_documents([["a", "b"], ["c"]], tokenizer), job.options, tokenizer.vocabulary)
+            samples_of([["a", "b"], ["c"]], _tokenizer(job.vocab, info), job.options)
         make_files(partial(_make_shard, job, info, out), mine, jobs, report)
     return info
 
@@ -90,20 +89,26 @@ def _make_shard(job: Job, info: DatasetInfo, out: Path, index: int) -> Made:
     path = out / job.shard_names[index]
     if (existing := whole_shard(path)) is not None:
         found, count = existing
-        if found != info:
+        if replace(found, text=info.text) != info:
             raise ValueError(f"{path}: made from another text or with other settings; delete it, or name another --out")
         return path.name, count, True
-    tokenizer = _tokenizer(job.vocab, info.vocabulary_sha256, job.options.do_lower_case)
-    documents = tokenize_documents(read_documents(texts), tokenizer)
-    samples = create_samples(documents, job.options, tokenizer.vocabulary)
-    write_shard(path, samples, info)
+    samples, counts = samples_of(read_documents(texts), _tokenizer(job.vocab, info), job.options)
+    if not job.accept_losses:
+        counts.require_enough(texts[0])
+    write_shard(path, samples, replace(info, text=counts))
     return path.name, len(samples), False
 
 
+def _tokenizer(vocab: Path, info: DatasetInfo) -> Tokenizer:
+    normalization = info.normalization
+    assert normalization is not None  # `samples_info` records it
+    return _cached_tokenizer(vocab, info.vocabulary_sha256, normalization)
+
+
 @lru_cache(maxsize=1)
-def _tokenizer(vocab: Path, sha256: str, do_lower_case: bool) -> Tokenizer:
+def _cached_tokenizer(vocab: Path, sha256: str, normalization: Normalization) -> Tokenizer:
     """Return the tokenizer that a process uses for all of its texts, so that the texts share its cache of words."""
-    tokenizer = Tokenizer(Vocabulary.from_file(vocab), do_lower_case)
-    if tokenizer.vocabulary.sha256 != sha256:
+    vocabulary = Vocabulary.read(vocab)
+    if vocabulary.sha256 != sha256:
         raise ValueError(f"{vocab}: changed while it was used; run the command again")
-    return tokenizer
+    return Tokenizer(vocabulary, **asdict(normalization))

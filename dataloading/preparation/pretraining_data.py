@@ -11,9 +11,9 @@ bounds. Tokens are copied once, when the sample is written.
 import logging
 import random
 import unicodedata
-from collections.abc import Callable
-from dataclasses import asdict
+from collections.abc import Callable, Sequence
 from functools import lru_cache
+from itertools import chain
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -24,8 +24,16 @@ from numpy.typing import NDArray
 from console.files import is_private
 from dataloading.options import PretrainingOptions
 from dataloading.shards.samples import Samples, offsets_of
-from dataloading.shards.shard import DatasetInfo
-from dataloading.text.tokenization import TokenizedDocuments, Vocabulary
+from dataloading.shards.shard import VOCABULARY_FITS, DatasetInfo
+from dataloading.text.losses import TextCounts
+from dataloading.text.tokenization import (
+    TokenizedDocuments,
+    Tokenizer,
+    count_dropped,
+    cut_sentences,
+    tokenize_documents,
+)
+from dataloading.text.vocabulary import Vocabulary
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 Twister = NDArray[np.uint32]
@@ -46,15 +54,49 @@ def samples_info(
 
     It includes the version of Python's Unicode tables, because these tables determine how words are split.
     """
-    recorded = asdict(options) | {"unicode": unicodedata.unidata_version}
+    recorded = options.recorded | {"unicode": unicodedata.unidata_version}
+    recorded[VOCABULARY_FITS] = vocabulary.fits(options.normalization)
     return DatasetInfo.of(vocabulary, options.max_seq_length, options.max_predictions_per_seq, recorded, sources)
 
 
-def create_samples(documents: TokenizedDocuments, options: PretrainingOptions, vocabulary: Vocabulary) -> Samples:
+def samples_of(
+    documents: Sequence[Sequence[str]],
+    tokenizer: Tokenizer,
+    options: PretrainingOptions,
+    longest_sentence: int | None = None,
+) -> tuple[Samples, TextCounts]:
+    """Tokenize documents, make samples from them, and count the text that is lost on the way.
+
+    Sentences with more than ``longest_sentence`` tokens are cut; the reference does not cut sentences.
+    """
+    vocabulary, lines = tokenizer.vocabulary, list(chain.from_iterable(documents))
+    tokenized = tokenize_documents(documents, tokenizer)
+    if longest_sentence is not None:
+        tokenized = cut_sentences(tokenized, longest_sentence, vocabulary)
+    used_T = np.zeros(len(tokenized.token_ids), np.bool_)
+    samples = create_samples(tokenized, options, vocabulary, used_T)
+    counts = TextCounts(
+        characters=sum(map(len, lines)),
+        dropped_characters=count_dropped(lines),
+        documents=len(documents),
+        dropped_documents=len(documents) - (len(tokenized.document_offsets) - 1),
+        tokens=len(tokenized.token_ids),
+        unknown_tokens=int(np.count_nonzero(tokenized.token_ids == vocabulary.ids["[UNK]"])),
+        unused_tokens=len(used_T) - int(np.count_nonzero(used_T)),
+    )
+    return samples, counts
+
+
+def create_samples(
+    documents: TokenizedDocuments,
+    options: PretrainingOptions,
+    vocabulary: Vocabulary,
+    used_T: NDArray[np.bool_] | None = None,
+) -> Samples:
     """Return the samples that the reference script makes from these documents, in the same order.
 
-    The first call in a process compiles the core, or loads it from Numba's cache. Needs about 10 bytes of memory per
-    token, including 3 for the result.
+    Sets ``used_T`` [T] for each token of the documents that is in a sample. The first call in a process compiles the
+    core, or loads it from Numba's cache. Needs about 10 bytes of memory per token, including 3 for the result.
     """
     # As in the reference: shuffle documents, draw samples, shuffle samples.
     twister = np.array(random.Random(options.random_seed).getstate()[1], np.uint32)
@@ -76,6 +118,7 @@ def create_samples(documents: TokenizedDocuments, options: PretrainingOptions, v
         options.short_seq_prob,
         masked_count_by_length,
         vocabulary.size,
+        np.zeros(len(documents.token_ids), np.bool_) if used_T is None else used_T,
         np.array([vocabulary.ids[token] for token in ("[CLS]", "[SEP]", "[MASK]")], np.uint16),
     )
     order = np.arange(len(lengths))
@@ -187,14 +230,16 @@ def _draw_samples(
     short_seq_prob: float,
     masked_count_by_length: Integers,
     vocab_size: int,
+    used_T: NDArray[np.bool_],
     special_ids: Ids,
 ) -> tuple:
     """Draw the samples of all passes over the documents.
 
     ``bounds_D2`` holds the first sentence of each document and the sentence after its last. ``masked_count_by_length``
-    [max_seq_length + 1] is the number of masked tokens in a sample of each length. ``special_ids`` are the ids of [CLS],
-    [SEP] and [MASK]. Returns input_ids [T], masked_lm_positions [M] and masked_lm_ids [M], and for each sample its length,
-    the length up to and including the first [SEP], and its next-sentence label.
+    [max_seq_length + 1] is the number of masked tokens in a sample of each length. ``used_T`` is set for each token of the
+    documents that is in a sample. ``special_ids`` are the ids of [CLS], [SEP] and [MASK]. Returns input_ids [T],
+    masked_lm_positions [M] and masked_lm_ids [M], and for each sample its length, the length up to and including the first
+    [SEP], and its next-sentence label.
     """
     max_num_tokens = len(masked_count_by_length) - 4  # max_seq_length without [CLS] and two [SEP]
     # Buffers are doubled when they are full, because the number of samples is unknown until all are drawn.
@@ -227,6 +272,8 @@ def _draw_samples(
                 next_sentence_labels = _with_room(next_sentence_labels, count + 1)
                 row = input_ids[tokens_used : tokens_used + length]
                 _lay_out(row, token_ids[a_start:a_stop], token_ids[b_start:b_stop], special_ids[0], special_ids[1])
+                _set(used_T[a_start:a_stop])
+                _set(used_T[b_start:b_stop])
                 its = slice(masked_used, masked_used + masked)
                 _mask(twister, row, first_length, positions[its], labels[its], special_ids[2], vocab_size)
                 lengths[count] = length
@@ -346,6 +393,12 @@ def _copy(source: np.ndarray, target: np.ndarray) -> None:
     """Copy ``source`` to the start of ``target`` in a loop: Numba takes seconds to compile an assignment to a slice."""
     for index in range(len(source)):
         target[index] = source[index]
+
+
+@compiled
+def _set(flags: NDArray[np.bool_]) -> None:
+    for index in range(len(flags)):
+        flags[index] = True
 
 
 @compiled

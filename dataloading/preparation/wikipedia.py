@@ -22,7 +22,7 @@ from rich.filesize import decimal
 
 from console.files import BusyError, is_temporary, lock_file, read_bounded, read_json, sha256_of, sync, write_atomically
 from console.processes import run
-from console.program import say
+from console.program import complain, say
 from console.text import clock
 from dataloading.dataset import known
 from dataloading.dataset.folder import MANIFEST_NAME, open_dataset, write_dataset
@@ -323,11 +323,16 @@ class _Preparation:
             for dataset in datasets:
                 for line in known.verify(dataset, lambda shard: self.progress.add("verify", shard.samples / total)):
                     say(f"{dataset.folder.name}: {line}")
+                for doubt in known.doubts(dataset.info):
+                    complain(f"{dataset.folder.name}: {doubt}", "warning")
             write_atomically(marker, json.dumps(state).encode())
         self.progress.set("verify", 1.0, kept=True)
 
     def _settings(self) -> _MadeFrom:
-        return {"vocabulary": sha256_of(self.vocab), **asdict(self.options)}
+        # Settings that the command cannot change are left out, so that results of earlier versions are still recognised.
+        fixed = ("strip_accents", "tokenize_chinese_chars")
+        settings = {name: value for name, value in asdict(self.options).items() if name not in fixed}
+        return {"vocabulary": sha256_of(self.vocab), **settings}
 
     def _report_files(self, stage: str) -> Report:
         return lambda file: self.progress.set(stage, file.done / file.total, kept=file.kept)

@@ -2,7 +2,7 @@
 
 import mmap
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Self
 
@@ -11,7 +11,9 @@ from msgspec import Meta
 from numpy.typing import NDArray
 
 from console.files import open_regular
+from dataloading.options import Normalization
 from dataloading.shards.samples import SampleBuilder, Samples
+from dataloading.text.losses import TextCounts
 
 # Imported only for type checking, because that module imports the tokenizers library.
 if TYPE_CHECKING:
@@ -21,6 +23,9 @@ REMEDY = "copy or prepare the data set again"
 
 MAX_ID = (1 << 16) - 1
 """Largest id, position and length. They are stored in 16 bits."""
+
+VOCABULARY_FITS = "vocabulary_fits"
+"""Key in the settings of samples: whether text with their normalization can contain nearly all tokens."""
 
 _Size = Annotated[int, Meta(ge=1, le=MAX_ID + 1)]
 _Count = Annotated[int, Meta(ge=0, lt=1 << 62)]
@@ -42,6 +47,8 @@ class DatasetInfo:
     """Settings that the samples were made with, by name. They are equal in all shards of a data set."""
     sources: dict[str, str]
     """SHA-256 of each source text, by name."""
+    text: TextCounts = field(default_factory=TextCounts)
+    """What became of the text; all zero if that was not recorded."""
 
     @classmethod
     def of(
@@ -55,9 +62,14 @@ class DatasetInfo:
         sizes = vocabulary.size, max_seq_length, max_predictions_per_seq
         return cls(*sizes, vocabulary.md5, vocabulary.sha256, options or {}, sources or {})
 
+    @property
+    def normalization(self) -> Normalization | None:
+        """The normalization of the text, or None if it is not recorded."""
+        return Normalization.recorded(self.options)
+
     def without_sources(self) -> Self:
         """Return the part of the description that all shards of a data set share."""
-        return replace(self, sources={})
+        return replace(self, sources={}, text=TextCounts())
 
 
 @dataclass(frozen=True)

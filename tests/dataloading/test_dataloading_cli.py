@@ -4,7 +4,6 @@ import resource
 import subprocess
 import sys
 import unicodedata
-from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -36,7 +35,7 @@ def test_prepare_verify_and_dump(run: Run, one_call: bool, tmp_path: Path, text:
     names = [f"part_0000{index}_of_0000{len(calls)}.hdf5" for index in range(len(calls))]
     assert {path.name for path in out.iterdir()} == {"lengths.npy", "manifest.json", "prepare.json", *names}
     info = open_dataset(out).info
-    assert info.options == asdict(OPTIONS) | {"unicode": unicodedata.unidata_version}
+    assert info.options == OPTIONS.recorded | {"unicode": unicodedata.unidata_version, "vocabulary_fits": True}
     assert {name: len(digest) for name, digest in info.sources.items()} == {text.as_posix(): 64, more.as_posix(): 64}
     assert info.vocab_size == len(TOKENS)
 
@@ -81,9 +80,11 @@ def test_from_text_says_what_it_made(run: Run, tmp_path: Path) -> None:
     printed = run("from-text", "--text", text, "--out", out, "--vocab-size", 60).splitlines()
     assert printed[0] == "10 documents that repeat other documents left out"
     assert printed[1].startswith(f"{out}/train: 35 documents, ")
-    assert printed[2].startswith(f"{out}/evaluation: 5 documents, ")
-    assert printed[3] == f"{out}/vocab.txt: 60 tokens"
-    run("verify", out / "train")
+    assert printed[3].startswith(f"{out}/evaluation: 5 documents, ")
+    assert printed[5].startswith(f"{out}/vocab.txt: 60 tokens; lower case, accents stripped")
+    assert printed[2] == f"{out}/train: " + next(
+        line for line in run("verify", out / "train").splitlines() if line.startswith("text: ")
+    )
     assert "already exists" in run("from-text", "--text", text, "--out", out, fails=True)
 
 
@@ -93,9 +94,9 @@ def test_from_text_says_what_it_made(run: Run, tmp_path: Path) -> None:
         ({"--text": "absent.txt"}, "absent.txt: No such file"),
         ({"--text": ""}, "--text names no file"),
         ({"--vocab": "absent.txt"}, "absent.txt: No such file"),
-        ({"--vocab": "text.txt"}, "text.txt: 179 tokens without [PAD]"),
+        ({"--vocab": "text.txt"}, "text.txt: 200 tokens without [PAD]"),
         ({"--text": "empty.txt"}, "empty.txt: no text found"),
-        ({"--text": "binary.txt"}, "binary.txt: line 1, byte 0: not UTF-8"),
+        ({"--text": "binary.txt"}, "binary.txt: UTF-16; convert it"),
         ({"--out": "."}, "already exists"),
         ({"--out": "text.txt"}, "already exists"),
         ({"--max_seq_length": "4"}, "max_seq_length is 4"),

@@ -14,7 +14,8 @@ from dataloading.dataset.folder import open_dataset, write_dataset
 from dataloading.options import PretrainingOptions
 from dataloading.preparation.prepare import Job, prepare
 from dataloading.shards.formats import open_shard
-from dataloading.text.tokenization import Vocabulary, read_documents
+from dataloading.text.documents import read_documents
+from dataloading.text.vocabulary import Vocabulary
 from tests.dataloading.made_up import INFO, make_samples
 from tests.programs import REPOSITORY, python
 

@@ -230,7 +230,7 @@ def test_a_damaged_checkpoint_leaves_nothing_behind(folder: Path, tmp_path: Path
     entry = TensorBundle(folder / "tf1").entries["cls/seq_relationship/output_bias"]
     damaged = copied(folder, "tf1", tmp_path / "in", ".data-00000-of-00001", flipped(content, 8 * entry.offset + 3))
     vocab = tmp_path / "vocab.txt"
-    vocab.write_text("[PAD]\n[UNK]\n[CLS]\n[SEP]\n[MASK]\n")
+    vocab.write_text("[PAD]\n[UNK]\n[CLS]\n[SEP]\n[MASK]\n" + "".join(f"{index}\n" for index in range(25)))
     for to, out in (("safetensors", tmp_path / "out" / "w.safetensors"), ("hugging-face", tmp_path / "out" / "folder")):
         with pytest.raises(ValueError, match="cls/seq_relationship/output_bias does not have the checksum"):
             convert(damaged, to, out, 2, vocab)  # pyright: ignore[reportArgumentType]

@@ -14,7 +14,7 @@ from dataloading.options import Layout
 from dataloading.shards.hdf5_layouts import RaggedShard
 from dataloading.shards.samples import synthetic_samples
 from dataloading.shards.shard import DatasetInfo
-from dataloading.text.tokenization import Vocabulary
+from dataloading.text.vocabulary import Vocabulary
 from tests.conftest import REPOSITORY
 from tests.dataloading.conftest import Run
 from tests.dataloading.foreign_shards import write_like_others

@@ -5,6 +5,7 @@ import mmap
 import multiprocessing
 import pickle
 import resource
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from hypothesis import strategies as st
 
 from dataloading.dataset.folder import Dataset, new_folder, open_dataset, write_dataset
 from dataloading.shards.samples import Samples
-from dataloading.text.tokenization import Vocabulary
+from dataloading.text.vocabulary import Vocabulary
 from tests.conftest import at_most
 from tests.dataloading.made_up import INFO, TOKENS, make_samples
 from tests.programs import PATIENCE_S
@@ -102,10 +103,12 @@ def test_more_shards_than_the_soft_limit_of_open_files_are_read(tmp_path: Path) 
 
 
 def test_the_vocabulary_is_checked(folder: Path) -> None:
-    dataset, tokens = open_dataset(folder), tuple(TOKENS)
-    dataset.check_vocabulary(Vocabulary(tokens, md5=INFO.vocabulary_md5, sha256=INFO.vocabulary_sha256))
+    vocabulary = Vocabulary(tuple(TOKENS))
+    dataset = open_dataset(folder)
+    dataset.info = replace(dataset.info, vocabulary_sha256=vocabulary.sha256)
+    dataset.check_vocabulary(vocabulary)
     with pytest.raises(ValueError, match="use that vocabulary"):
-        dataset.check_vocabulary(Vocabulary(tokens, md5="3" * 32, sha256="3" * 64))
+        dataset.check_vocabulary(Vocabulary((*TOKENS, "more")))
 
 
 def test_missing_swapped_and_damaged_shards_are_named(folder: Path) -> None:

@@ -1,7 +1,7 @@
 """Verification recognizes the benchmark's own data and detects repeated samples."""
 
 import hashlib
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
 import h5py
@@ -21,7 +21,7 @@ INFO = replace(
     max_seq_length=512,
     max_predictions_per_seq=76,
     vocabulary_md5=known.VOCABULARY_MD5,
-    options=asdict(PretrainingOptions()),
+    options=PretrainingOptions().recorded,
 )
 
 

@@ -12,7 +12,9 @@ from benchmarks.data_stages import reference_prepare
 from dataloading.options import PretrainingOptions
 from dataloading.preparation.pretraining_data import create_samples
 from dataloading.shards.samples import Samples
-from dataloading.text.tokenization import Tokenizer, Vocabulary, read_documents, tokenize_documents
+from dataloading.text.documents import read_documents
+from dataloading.text.tokenization import Tokenizer, tokenize_documents
+from dataloading.text.vocabulary import Vocabulary
 
 SHARED = Path(__file__).parents[4] / "shared/data"
 GOLDEN = Path(__file__).parent / "golden"

@@ -3,7 +3,9 @@
 from dataloading.options import PretrainingOptions
 from dataloading.preparation.pretraining_data import create_samples
 from dataloading.shards.samples import Samples
-from dataloading.text.tokenization import Tokenizer, Vocabulary, read_documents, tokenize_documents
+from dataloading.text.documents import read_documents
+from dataloading.text.tokenization import Tokenizer, tokenize_documents
+from dataloading.text.vocabulary import Vocabulary
 from tests.conftest import REPOSITORY
 
 MAX_SEQ_LENGTH = 64

@@ -1,0 +1,53 @@
+"""The vocabulary of a checkpoint, and the normalization of text that belongs to it."""
+
+from pathlib import Path
+
+from bert.checkpoints.sources import CheckpointSource
+from console.program import complain, say
+from dataloading.options import AS_STATED, Normalization, NormalizationOptions
+from dataloading.text.vocabulary import (
+    TOKENIZER,
+    FoundNormalization,
+    Vocabulary,
+    find_normalization,
+)
+
+
+def tokenizer_of(
+    found: CheckpointSource, source: Path, vocab: Path | None, given: NormalizationOptions
+) -> tuple[Vocabulary, Normalization]:
+    """Read a model's vocabulary, by default from the files beside its checkpoint, and find its normalization.
+
+    Prints the normalization, and a warning if it does not fit the vocabulary. Raises ``ValueError`` if the vocabulary or
+    its normalization is not the one that the model was trained with.
+    """
+    path = (source if source.is_dir() else source.parent) if vocab is None else vocab
+    if vocab is None and not any((path / name).is_file() for name in ("vocab.txt", TOKENIZER)):
+        raise ValueError(
+            f"there is no {path / 'vocab.txt'}: set --vocab to the vocabulary that the model was trained with"
+        )
+    vocabulary = Vocabulary.read(path)
+    named = path / "vocab.txt" if (path / "vocab.txt").is_file() else path
+    if found.vocabulary_sha256 not in (None, vocabulary.sha256):
+        raise ValueError(
+            f"{named} is not the vocabulary that the model was trained with (SHA-256 {found.vocabulary_sha256}): "
+            "set --vocab to the model's vocabulary"
+        )
+    vocabulary.require_table(found.model.vocab_size, named)
+    normalization = find_normalization(vocabulary, path, given)
+    if found.normalization is not None and given == AS_STATED:
+        normalization = _confirmed(found.normalization, normalization, source)
+    say(f"text: {normalization}")
+    if not vocabulary.fits(normalization.normalization):
+        complain(f"many words of {named} cannot occur in such text; see --do-lower-case, --strip-accents", "warning")
+    return vocabulary, normalization.normalization
+
+
+def _confirmed(trained: Normalization, beside: FoundNormalization, source: Path) -> FoundNormalization:
+    """Return the normalization that a checkpoint states, unless the files beside its vocabulary state another one."""
+    if beside.is_stated and beside.normalization != trained:
+        raise ValueError(
+            f"{source} was trained on text with {trained}, but {beside.normalization} is {beside.source}; set "
+            "--do-lower-case, --strip-accents and --tokenize-chinese-chars"
+        )
+    return FoundNormalization(trained, f"stated by {source}", is_stated=True)

@@ -1,0 +1,330 @@
+"""A model's vocabulary, and the normalization of text that belongs to it.
+
+A token's id is the number of its line in the vocabulary file, and its row in the word embedding table. Whether text is
+lower-cased and loses its accents is stated by a tokenizer's files, if there are any, and can otherwise only be guessed.
+"""
+
+import hashlib
+import unicodedata
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Self
+
+from console.files import read_bounded, read_json
+from dataloading.options import Normalization, NormalizationOptions
+from dataloading.text.documents import decode_text
+
+_MAX_VOCABULARY_BYTES = 64 << 20
+"""Limit on the size of a vocabulary file: a thousand bytes for each of 65,536 tokens."""
+
+MAX_TOKENS = 1 << 16
+"""Largest number of tokens. Ids are stored in 16 bits."""
+
+SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
+
+TOKENIZER, TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
+"""Files of transformers that state the normalization. The first one also holds the vocabulary."""
+
+_ENOUGH = 0.05
+"""Share of the tokens that a normalization must make useless to count as wrong for the vocabulary. Vocabularies that were
+learned from lower-cased text have a few tokens with capital letters that were added later, such as markers and names."""
+
+_OTHERWISE = "To split the text as BERT does all the same, name a vocab.txt in another folder"
+
+_MOST_PADDING = 1024
+"""Largest multiple to which a table is padded: 128 rows on each of eight ranks."""
+
+_BERT_TOKENIZERS = (
+    "BertTokenizer",
+    "DistilBertTokenizer",
+    "ElectraTokenizer",
+    "PreTrainedTokenizer",
+    "TokenizersBackend",
+)
+"""Classes of transformers that split text as BERT's tokenizer does. Each may have the suffix Fast."""
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """The word pieces of a model by id. Ids without a token have an empty token."""
+
+    tokens: tuple[str, ...]
+
+    @classmethod
+    def read(cls, path: Path) -> Self:
+        """Read a vocabulary file, or the vocabulary of a model's folder. Raises ``ValueError`` if there is none."""
+        if not path.is_dir():
+            return cls.from_file(path)
+        if (found := cls.from_folder(path)) is None:
+            raise ValueError(f"{path} holds neither vocab.txt nor {TOKENIZER}; name a BERT's vocabulary")
+        return found
+
+    @classmethod
+    def from_file(cls, path: Path) -> Self:
+        """Read a file with one token a line. Blank and repeated lines keep their ids, as in transformers and TensorFlow.
+
+        The benchmark's script gives such lines no ids, but its vocabulary has none. Blanks around a token are dropped, as
+        in that script. Raises ``ValueError`` if the file cannot be read, is not
+        UTF-8, lacks a special token, or has too many tokens for 16 bits.
+        """
+        remedy = (
+            "name a BERT vocabulary, one token a line; `python -m dataloading wikipedia` puts the benchmark's in place"
+        )
+        text = decode_text(read_bounded(path, _MAX_VOCABULARY_BYTES, remedy), path)
+        lines = text.replace("\r\n", "\n").split("\n")
+        if not lines[-1]:  # the text after the last line feed
+            lines.pop()
+        # A line ends at this character for Python and transformers, but not for TensorFlow, so the ids would be ambiguous.
+        if number := next((number for number, line in enumerate(lines, 1) if "\r" in line), 0):
+            raise ValueError(f"{path}: line {number:,} holds a carriage return; end each line with a line feed")
+        return cls._of([line.strip() for line in lines], path)
+
+    @classmethod
+    def from_folder(cls, folder: Path) -> Self | None:
+        """Read ``tokenizer.json`` or ``vocab.txt`` from a model's folder. Return None if the folder has neither.
+
+        Raises the same ``ValueError`` as `from_file`, and also if the tokenizer is not WordPiece, or if both files exist
+        and disagree.
+        """
+        text, described = folder / "vocab.txt", folder / TOKENIZER
+        listed = cls.from_file(text) if text.is_file() else None
+        if not described.is_file():
+            return listed
+        rows, added = _rows_of(described)
+        if listed is not None and listed.ids != {token: index for index, token in enumerate(rows) if token}:
+            raise ValueError(f"{text} and {TOKENIZER} beside it number tokens differently; delete the wrong one")
+        return cls._of([*rows, *added], described)
+
+    @classmethod
+    def of_tokens(cls, tokens: Sequence[str], path: Path) -> Self:
+        """Return the vocabulary with these tokens. ``path`` is for error messages."""
+        return cls._of(list(tokens), path)
+
+    @classmethod
+    def _of(cls, tokens: list[str], path: Path) -> Self:
+        if missing := [token for token in SPECIAL_TOKENS if token not in tokens]:
+            raise ValueError(
+                f"{path}: {len(tokens):,} tokens without {', '.join(missing)}; "
+                "a BERT vocabulary has one token a line, the special ones included"
+            )
+        if len(tokens) > MAX_TOKENS:
+            raise ValueError(
+                f"{path}: {len(tokens):,} tokens; ids are stored in 16 bits, so at most {MAX_TOKENS:,} fit"
+            )
+        if odd := next((token for token in tokens if token != token.strip() or "\n" in token), None):
+            raise ValueError(f"{path}: the token {odd!r} has blanks; expected a vocabulary of BERT's")
+        return cls(tuple(tokens))
+
+    @property
+    def content(self) -> bytes:
+        """Content of the vocabulary file, one token a line."""
+        return "".join(f"{token}\n" for token in self.tokens).encode()
+
+    @cached_property
+    def _identity(self) -> bytes:
+        # A blank line and a repeated line are equal: neither gives its id to a token.
+        rows = [token if self.ids.get(token) == index else "" for index, token in enumerate(self.tokens)]
+        return ("\n".join(rows).rstrip("\n") + "\n").encode()
+
+    @cached_property
+    def md5(self) -> str:
+        """MD5 of the tokens, one a line. The published digest of the benchmark's vocabulary is an MD5."""
+        return hashlib.md5(self._identity, usedforsecurity=False).hexdigest()
+
+    @cached_property
+    def sha256(self) -> str:
+        """SHA-256 of the tokens, one a line, however the lines of the file ended."""
+        return hashlib.sha256(self._identity).hexdigest()
+
+    @cached_property
+    def ids(self) -> dict[str, int]:
+        """Id of each token. Like in transformers and TensorFlow, the last of repeated tokens counts."""
+        return {token: index for index, token in enumerate(self.tokens) if token}
+
+    @property
+    def size(self) -> int:
+        """Number of ids, which is the number of rows in the word embedding table."""
+        return len(self.tokens)
+
+    @property
+    def cased(self) -> bool:
+        """Whether so many tokens have capital letters that lower-cased text would not fit."""
+        return self.useless_share(Normalization(strip_accents=False)) >= _ENOUGH
+
+    def useless_share(self, normalization: Normalization) -> float:
+        """Return the share of the tokens with letters that text with this normalization cannot contain."""
+        pieces = [token.removeprefix("##") for token in self.ids if not (token[0] == "[" and token[-1] == "]")]
+        words = [piece for piece in pieces if any(map(str.isalpha, piece))]
+        useless = sum(_normalized(piece, normalization) != piece for piece in words)
+        return useless / max(1, len(words))
+
+    def fits(self, normalization: Normalization) -> bool:
+        """Whether text with this normalization can contain nearly all tokens."""
+        return self.useless_share(normalization) < _ENOUGH
+
+    def require_table(self, rows: int, path: Path) -> None:
+        """Raise ``ValueError`` unless a word embedding table of ``rows`` rows can belong to this vocabulary.
+
+        A table may be padded to a multiple of 8, 16, 32 and so on.
+        """
+        used = len(self.tokens)
+        while used and not self.tokens[used - 1]:  # blank lines at the end
+            used -= 1
+        multiple = min(rows & -rows, _MOST_PADDING)
+        if used > rows or (rows > self.size and (multiple < 8 or rows - used >= multiple)):
+            raise ValueError(
+                f"{path} has {self.size:,} tokens, but the model's word embedding table has {rows:,} rows; use the "
+                "vocabulary that the model was trained with"
+            )
+
+    def guess_normalization(self) -> Normalization:
+        """Guess the normalization of the text that the vocabulary was learned from: the one that keeps most tokens."""
+        lower = not self.cased
+        strip = lower and self.fits(Normalization())
+        ideographs = [token for token in self.ids if any(map(is_ideograph, token))]
+        long = sum(len(token.removeprefix("##")) > 1 for token in ideographs)
+        return Normalization(lower, strip, not long or long / len(ideographs) < _ENOUGH)
+
+
+def _normalized(text: str, normalization: Normalization) -> str:
+    if normalization.do_lower_case:
+        text = text.lower()
+    if normalization.strip_accents:
+        text = "".join(c for c in unicodedata.normalize("NFD", text) if unicodedata.category(c) != "Mn")
+    return text
+
+
+# The reference's ranges, which lack ideographs that Unicode has added since.
+_IDEOGRAPHS = (
+    *((0x3400, 0x4DBF), (0x4E00, 0x9FFF), (0xF900, 0xFAFF), (0x20000, 0x2A6DF)),
+    *((0x2A700, 0x2B73F), (0x2B740, 0x2B81F), (0x2B820, 0x2CEAF), (0x2F800, 0x2FA1F)),
+)
+
+
+def is_ideograph(character: str) -> bool:
+    return any(first <= ord(character) <= last for first, last in _IDEOGRAPHS)
+
+
+@dataclass(frozen=True)
+class FoundNormalization:
+    """A normalization, and where it comes from."""
+
+    normalization: Normalization
+    source: str
+    is_stated: bool = False
+    """Whether a file states whether text is lower-cased."""
+
+    def __str__(self) -> str:
+        return f"{self.normalization} ({self.source})"
+
+
+def find_normalization(vocabulary: Vocabulary, path: Path, given: NormalizationOptions) -> FoundNormalization:
+    """Return the normalization for a vocabulary that was read from ``path``, a file or a model's folder.
+
+    The options ``given`` come first, then what a tokenizer's files beside the vocabulary state, then a guess. Raises
+    ``ValueError`` if these files describe another kind of tokenizer.
+    """
+    folder = path if path.is_dir() else path.parent
+    options = {name: value for name, value in asdict(given).items() if value is not None}
+    stated, files = stated_normalization(folder, options)
+    known = stated | options
+    if "do_lower_case" in known:
+        # The rule of transformers and of the reference, if nothing is stated about accents.
+        known = {"strip_accents": known["do_lower_case"]} | known
+    sources = [f"set by {', '.join(options)}"] if options else []
+    sources += [f"stated by {files} in {folder}"] if stated else []
+    sources += [] if "do_lower_case" in known else ["guessed from the vocabulary"]
+    normalization = Normalization(**(asdict(vocabulary.guess_normalization()) | known))
+    return FoundNormalization(normalization, ", ".join(sources), "do_lower_case" in stated)
+
+
+def stated_normalization(folder: Path, decided: Collection[str] = ()) -> tuple[dict[str, bool], str]:
+    """Return the fields of `Normalization` that a tokenizer's files in a folder state, and the names of these files.
+
+    Raises ``ValueError`` if the files describe a tokenizer that splits text in another way than BERT's, or if they disagree
+    about a field that is not ``decided`` otherwise.
+    """
+    stated: dict[str, bool] = {}
+    names = [name for name in (TOKENIZER, TOKENIZER_CONFIG) if (folder / name).is_file()]
+    for name in names:
+        path = folder / name
+        found = read_json(path, _MAX_VOCABULARY_BYTES, "expected a tokenizer of Hugging Face's")
+        found = found if isinstance(found, dict) else {}
+        fields = (
+            _of_tokenizer(found, path) if name == TOKENIZER else _of_tokenizer_config(found, path, TOKENIZER in names)
+        )
+        for field in fields.keys() & stated.keys() - set(decided):
+            if fields[field] != stated[field]:
+                raise ValueError(
+                    f"{folder}: {' and '.join(names)} disagree about {field}; set --{field.replace('_', '-')}"
+                )
+        stated = fields | stated
+    return stated, " and ".join(names) if stated else ""
+
+
+def _of_tokenizer(found: dict[str, Any], path: Path) -> dict[str, bool]:
+    if "normalizer" not in found:
+        return {}
+    normalizer, words = (found.get(name) or {} for name in ("normalizer", "pre_tokenizer"))
+    kinds = tuple(part.get("type") if isinstance(part, dict) else part for part in (normalizer, words))
+    if kinds != ("BertNormalizer", "BertPreTokenizer") or normalizer.get("clean_text") is False:
+        raise ValueError(
+            f"{path}: text is prepared by {kinds[0] or 'nothing'} and {kinds[1] or 'nothing'}; expected BertNormalizer, "
+            f"which cleans the text, and BertPreTokenizer. {_OTHERWISE}"
+        )
+    names = {"lowercase": "do_lower_case", "strip_accents": "strip_accents"}
+    names["handle_chinese_chars"] = "tokenize_chinese_chars"
+    return _booleans({ours: normalizer.get(theirs) for theirs, ours in names.items()}, path)
+
+
+def _of_tokenizer_config(found: dict[str, Any], path: Path, is_described: bool) -> dict[str, bool]:
+    """``is_described`` means that a tokenizer.json says how text is split, whatever class reads it."""
+    kind = str(found.get("tokenizer_class") or "BertTokenizer")
+    is_other = kind.removesuffix("Fast") not in _BERT_TOKENIZERS or found.get("do_basic_tokenize") is False
+    if is_other and not is_described:
+        raise ValueError(
+            f"{path}: a {kind}, do_basic_tokenize {found.get('do_basic_tokenize', True)}; expected a BertTokenizer. "
+            f"{_OTHERWISE}"
+        )
+    return _booleans({name: found.get(name) for name in asdict(Normalization())}, path)
+
+
+def _booleans(fields: Mapping[str, object], path: Path) -> dict[str, bool]:
+    if odd := [
+        f"{name} {value!r}" for name, value in fields.items() if value is not None and not isinstance(value, bool)
+    ]:
+        raise ValueError(f"{path}: {', '.join(odd)}; expected true, false or null")
+    return {name: value for name, value in fields.items() if isinstance(value, bool)}
+
+
+def _rows_of(path: Path) -> tuple[list[str], list[str]]:
+    """Return the tokens of a ``tokenizer.json`` in id order, and the added tokens with ids after them."""
+    tokenizer = read_json(path, _MAX_VOCABULARY_BYTES, "expected a tokenizer of Hugging Face's")
+    tokenizer = tokenizer if isinstance(tokenizer, dict) else {}
+    model = tokenizer.get("model")
+    model = model if isinstance(model, dict) else {}
+    ids, prefix = model.get("vocab"), model.get("continuing_subword_prefix", "##")
+    if model.get("type") != "WordPiece" or prefix != "##" or not isinstance(ids, dict):
+        raise ValueError(f"{path}: no WordPiece vocabulary with ##; expected a tokenizer of BERT's")
+    added = tokenizer.get("added_tokens")
+    listed = {each.get("content"): each.get("id") for each in added or [] if isinstance(each, dict)}
+    extra = {token: index for token, index in listed.items() if token not in ids}
+    return _ordered(ids, 0, path), _ordered(extra, 1 + max(ids.values(), default=-1), path)
+
+
+def _ordered(ids: Mapping[Any, Any], first: int, path: Path) -> list[str]:
+    """Return tokens by id from ``first``. Ids without a token get an empty one."""
+    for token, index in ids.items():
+        # Compare types, because True and 1.0 are equal to 1.
+        if not isinstance(token, str) or type(index) is not int or not first <= index < MAX_TOKENS:
+            raise ValueError(
+                f"{path}: the token {token!r} has the id {index!r}; expected {first} to {MAX_TOKENS - 1:,}"
+            )
+    if len(set(ids.values())) < len(ids):
+        raise ValueError(f"{path}: two tokens have the same id; expected a tokenizer of BERT's")
+    rows = [""] * (1 + max(ids.values(), default=first - 1) - first)
+    for token, index in ids.items():
+        rows[index - first] = token
+    return rows
