@@ -288,7 +288,7 @@ def _report_text(dataset: "Dataset") -> None:
     """Print what became of the text, and warnings about lost text."""
     from dataloading.dataset import known
 
-    say(f"{dataset.folder}: {known.describe_text(dataset.info)}")
+    say(f"{dataset.folder}: {dataset.info.text}")
     for doubt in known.doubts(dataset.info):
         complain(f"{dataset.folder}: {doubt}", "warning")
 

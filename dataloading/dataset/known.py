@@ -50,7 +50,8 @@ def verify(dataset: Dataset, visit: Callable[[ShardRecord], None] = lambda _: No
     return [
         describe_vocabulary(dataset.info),
         describe_options(dataset.info),
-        describe_text(dataset.info),
+        f"normalization: {dataset.info.normalization or 'not recorded'}",
+        f"text: {dataset.info.text or 'not recorded'}",
         describe_samples(dataset),
         _describe_repeats(dataset.folder, np.concatenate(marked_digests)),
         f"multiset digest: {multiset_digest:016x}",
@@ -87,10 +88,6 @@ def describe_options(info: DatasetInfo) -> str:
         return f"settings: not recorded; samples of at most {most}"
     different = [f"{name} {value}" for name, value in recorded.items() if value != expected[name]]
     return f"settings: not the benchmark's ({', '.join(different)})" if different else "settings: the benchmark's"
-
-
-def describe_text(info: DatasetInfo) -> str:
-    return f"text: {info.normalization or 'normalization not recorded'}; {info.text or 'losses not recorded'}"
 
 
 def doubts(info: DatasetInfo) -> list[str]:

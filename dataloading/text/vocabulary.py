@@ -233,6 +233,8 @@ def find_normalization(vocabulary: Vocabulary, path: Path, given: NormalizationO
     if "do_lower_case" in known:
         # The rule of transformers and of the reference, if nothing is stated about accents.
         known = {"strip_accents": known["do_lower_case"]} | known
+    if stated:
+        known = {"tokenize_chinese_chars": True} | known  # the default of transformers
     sources = [f"set by {', '.join(options)}"] if options else []
     sources += [f"stated by {files} in {folder}"] if stated else []
     sources += [] if "do_lower_case" in known else ["guessed from the vocabulary"]

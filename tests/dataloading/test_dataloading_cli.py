@@ -82,9 +82,7 @@ def test_from_text_says_what_it_made(run: Run, tmp_path: Path) -> None:
     assert printed[1].startswith(f"{out}/train: 35 documents, ")
     assert printed[3].startswith(f"{out}/evaluation: 5 documents, ")
     assert printed[5].startswith(f"{out}/vocab.txt: 60 tokens; lower case, accents stripped")
-    assert printed[2] == f"{out}/train: " + next(
-        line for line in run("verify", out / "train").splitlines() if line.startswith("text: ")
-    )
+    assert printed[2].replace(f"{out}/train: ", "text: ") in run("verify", out / "train")
     assert "already exists" in run("from-text", "--text", text, "--out", out, fails=True)
 
 

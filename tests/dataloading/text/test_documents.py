@@ -1,0 +1,85 @@
+"""Files of text: other kinds of files are named with a remedy, all of them at once."""
+
+import gzip
+from pathlib import Path
+
+import pytest
+
+from dataloading.text import documents
+from dataloading.text.documents import check_texts, divide_lines, read_documents
+
+TEXT = "One sentence.\nAnother \u00e9.\n\nA document.\n"
+READ = [["One sentence.", "Another \u00e9."], ["A document."]]
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        TEXT.encode(),
+        b"\xef\xbb\xbf" + TEXT.encode(),
+        TEXT.replace("\n", "\r\n").encode(),
+        gzip.compress(TEXT.encode()),
+        gzip.compress(TEXT[:10].encode()) + gzip.compress(TEXT[10:].encode()),
+    ],
+)
+def test_forms_of_text_that_are_read(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "text").write_bytes(content)
+    check_texts([tmp_path / "text"])
+    assert read_documents([tmp_path / "text"]) == READ
+
+
+OTHERS = {
+    "utf16": (TEXT.encode("utf-16"), "UTF-16; convert it"),
+    "utf16-without-mark": (TEXT.encode("utf-16-le"), "binary, or text in UTF-16"),
+    "latin1": (TEXT.encode("latin-1"), "line 2, byte 22: not UTF-8; .*ISO-8859-1"),
+    "carriage-returns": (TEXT.replace("\n", "\r").encode(), "carriage returns alone; convert it: tr"),
+    "png": (b"\x89PNG\r\n\x1a\n" + bytes(40), "a picture .PNG."),
+    "jpeg": (b"\xff\xd8\xff\xe0" + bytes(40), "a picture .JPEG."),
+    "pdf": (b"%PDF-1.7\n%\xe2\xe3", "a PDF document"),
+    "docx": (b"PK\x03\x04" + bytes(40), "an office document"),
+    "bz2": (b"BZh91AY&SY" + bytes(4), "bunzip2 it first"),
+    "truncated.gz": (gzip.compress(TEXT.encode() * 100)[:-12], "cannot be unpacked"),
+    "damaged.gz": (gzip.compress(TEXT.encode())[:20] + b"damaged!", "cannot be unpacked"),
+    "gz-of-picture": (gzip.compress(b"\x89PNG\r\n\x1a\n" + bytes(40)), "a picture .PNG."),
+    "json": (b'{"id": 1, "text": "One sentence."}\n', "JSON, an object a line"),
+    "wiki": (b'<doc id="1" url="u" title="t">\nt\n\nOne.\n</doc>\n', "dataloading extract"),
+    "html": (b"\n<!DOCTYPE html>\n<p>One.</p>\n", "HTML or XML"),
+    "empty": (b"", "no text found"),
+    "blank": (b"\n \n", "no text found"),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_files_are_named_with_what_to_do(tmp_path: Path, name: str) -> None:
+    content, message = OTHERS[name]
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ValueError, match=f"{name}: .*{message}"):
+        read_documents([tmp_path / name])
+
+
+def test_all_bad_files_are_listed_at_once(tmp_path: Path) -> None:
+    paths = [tmp_path / name for name in OTHERS]
+    for path in paths:
+        path.write_bytes(OTHERS[path.name][0])
+    (tmp_path / "good").write_text(TEXT)
+    with pytest.raises(ValueError, match=f"{len(OTHERS)} of {len(OTHERS) + 1} files cannot be read as text") as caught:
+        read_documents([tmp_path / "good", *paths])
+    assert all(str(path) in str(caught.value) for path in paths)
+    # Only the start of each file is read before a long job begins.
+    with pytest.raises(ValueError, match="cannot be read as text") as caught:
+        check_texts([tmp_path / "good", *paths, tmp_path / "absent"])
+    for name in ("utf16", "png", "jpeg", "pdf", "docx", "bz2", "empty", "absent"):
+        assert str(tmp_path / name) in str(caught.value)
+
+
+def test_a_small_file_that_unpacks_to_a_huge_one_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(documents, "_MAX_TEXT_BYTES", 1 << 20)
+    (tmp_path / "bomb.gz").write_bytes(gzip.compress(b"word\n" * (1 << 20)))
+    with pytest.raises(ValueError, match="unpacks to more than 1,048,576 bytes"):
+        read_documents([tmp_path / "bomb.gz"])
+
+
+def test_lines_that_look_empty_can_end_a_document() -> None:
+    lines = ["a", "\u200b", "b", "\u00ad \u200b", "", "c\u200bd"]
+    assert divide_lines(lines, "\u200b\u00ad ") == [["a"], ["b"], ["c\u200bd"]]
+    assert divide_lines(lines) == [["a", "\u200b", "b", "\u00ad \u200b"], ["c\u200bd"]]

@@ -1,0 +1,196 @@
+"""Vocabularies and the normalization of their text: what files state is read, and ``transformers`` gives equal ids."""
+
+import itertools
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dataloading.options import AS_STATED, Normalization, NormalizationOptions
+from dataloading.text.tokenization import Tokenizer
+from dataloading.text.vocabulary import Vocabulary, find_normalization
+
+SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+LETTERS = [*"abcdehijklmnorstuvwy.[]1", *(f"##{letter}" for letter in "abcdehijklmnorstuvwy")]
+PLAIN = [*SPECIAL, *LETTERS, "house", "river", "seven"]
+CASED = [*PLAIN, *"ABCDEFGHIJKLMNOPQRSTUVWXYZ", "House", "River"]
+ACCENTED = [*PLAIN, *"äöüß", "##ä", "##ö", "##ü", "schön", "für"]
+IDEOGRAPHS = [*PLAIN, *"東京大学日本", "東京", "日本", "##京大"]
+VOCABULARIES = {
+    "plain": PLAIN,
+    "repeated": [*SPECIAL, "river", *LETTERS, "d", *PLAIN[29:]],
+    "blank": [*SPECIAL, "", *LETTERS, "", "", *PLAIN[29:]],
+    "marked": [*PLAIN, "[E1]", "[/E1]", "COVID"],
+    "cased": CASED,
+    "accented": ACCENTED,
+    "ideographs": IDEOGRAPHS,
+}
+TEXTS = (
+    "The river, Seven RIVERS and [E1] a house.",
+    "COVID für schön SCHÖN e\u0301t\u00e9",
+    "東京大学 in 日本river",
+    "a\u200bb\u00a0c \ufffd\u0130\u03a3",
+)
+
+
+def write(folder: Path, tokens: list[str], config: dict[str, Any] | None = None) -> Path:
+    folder.mkdir(exist_ok=True)
+    (folder / "vocab.txt").write_text("".join(f"{token}\n" for token in tokens), encoding="utf-8")
+    if config is not None:
+        (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", VOCABULARIES)
+def test_ids_are_those_of_transformers(tmp_path: Path, name: str) -> None:
+    import transformers
+
+    library: Any = transformers
+    for lower, strip, chinese in itertools.product([True, False], [None, True, False], [None, True, False]):
+        stated = {"do_lower_case": lower, "strip_accents": strip, "tokenize_chinese_chars": chinese}
+        config = {field: value for field, value in stated.items() if value is not None}
+        folder = write(tmp_path / "model", VOCABULARIES[name], config)
+        theirs = library.BertTokenizer.from_pretrained(folder, **config)
+        vocabulary = Vocabulary.read(folder)
+        found = find_normalization(vocabulary, folder, AS_STATED)
+        ours = Tokenizer(vocabulary, **asdict(found.normalization))
+        for text in TEXTS:
+            expected = theirs(text, add_special_tokens=False)["input_ids"]
+            assert ours.encode_lines([text])[0].tolist() == expected, (stated, text)
+        theirs.save_pretrained(tmp_path / "saved")  # only a tokenizer.json, without rows for repeated tokens
+        saved = Vocabulary.read(tmp_path / "saved")
+        assert (saved.ids, saved.sha256) == (vocabulary.ids, vocabulary.sha256)
+        assert find_normalization(saved, tmp_path / "saved", AS_STATED).normalization == found.normalization
+
+
+def test_the_form_of_the_file_does_not_matter(tmp_path: Path) -> None:
+    lines, vocabulary = "\n".join(PLAIN), Vocabulary.of_tokens(PLAIN, tmp_path)
+    for content in (lines, lines + "\n", lines + "\n\n", lines.replace("\n", "\r\n"), "\ufeff" + lines):
+        (tmp_path / "vocab.txt").write_bytes(content.encode())
+        read = Vocabulary.from_file(tmp_path / "vocab.txt")
+        assert (read.ids, read.md5, read.sha256) == (vocabulary.ids, vocabulary.md5, vocabulary.sha256)
+
+
+def test_a_vocabulary_that_is_written_is_read_as_the_same(tmp_path: Path) -> None:
+    for tokens in VOCABULARIES.values():
+        vocabulary = Vocabulary.of_tokens(tokens, tmp_path)
+        (tmp_path / "vocab.txt").write_bytes(vocabulary.content)
+        assert Vocabulary.from_file(tmp_path / "vocab.txt") == vocabulary
+    repeated, blank = ([*SPECIAL, *middle, "river", "seven"] for middle in (["river"], [""]))
+    assert Vocabulary(tuple(repeated)).sha256 == Vocabulary(tuple(blank)).sha256
+    assert Vocabulary(tuple(repeated)).sha256 != Vocabulary((*SPECIAL, "river", "seven")).sha256
+
+
+@pytest.mark.parametrize("rows", [29, 30, 32, 64])
+def test_a_table_belongs_to_a_vocabulary_if_its_other_rows_are_padding(tmp_path: Path, rows: int) -> None:
+    fitting = {29: [29], 30: [30], 32: range(1, 33), 64: range(1, 65)}[rows]
+    for count in range(5, 70):
+        vocabulary = Vocabulary((*SPECIAL, *map(str, range(count - 5))))
+        if count in fitting:
+            vocabulary.require_table(rows, tmp_path)
+            Vocabulary((*vocabulary.tokens, "", "")).require_table(rows, tmp_path)  # blank lines at the end
+        else:
+            with pytest.raises(ValueError, match=f"has {rows} rows"):
+                vocabulary.require_table(rows, tmp_path)
+
+
+def test_nothing_but_the_vocabulary_is_a_guess_that_a_few_tokens_do_not_decide(tmp_path: Path) -> None:
+    expected = dict.fromkeys(VOCABULARIES, Normalization())
+    expected["cased"] = Normalization(do_lower_case=False, strip_accents=False)
+    expected["accented"] = Normalization(strip_accents=False)
+    expected["ideographs"] = Normalization(tokenize_chinese_chars=False)
+    for name, tokens in VOCABULARIES.items():
+        folder = write(tmp_path / name, tokens)
+        found = find_normalization(Vocabulary.read(folder), folder / "vocab.txt", AS_STATED)
+        assert found.normalization == expected[name], name
+        assert not found.is_stated
+        assert "guessed" in found.source
+
+
+def test_options_come_before_files_and_files_before_a_guess(tmp_path: Path) -> None:
+    folder = write(tmp_path / "model", CASED, {"do_lower_case": True, "strip_accents": False})
+    vocabulary = Vocabulary.read(folder)
+    stated = find_normalization(vocabulary, folder, AS_STATED)
+    assert stated.normalization == Normalization(strip_accents=False)
+    assert stated.is_stated
+    given = find_normalization(vocabulary, folder, NormalizationOptions(do_lower_case=False))
+    assert given.normalization == Normalization(do_lower_case=False, strip_accents=False)
+    # Without a word on accents, they are stripped if text is lower-cased.
+    write(folder, ACCENTED, {"do_lower_case": True})
+    assert find_normalization(Vocabulary.read(folder), folder, AS_STATED).normalization == Normalization()
+
+
+def tokenizer(**changes: Any) -> dict[str, Any]:
+    ids = {token: index for index, token in enumerate(PLAIN)}
+    return {
+        "model": {"type": "WordPiece", "vocab": ids},
+        "normalizer": {
+            "type": "BertNormalizer",
+            "lowercase": False,
+            "strip_accents": None,
+            "handle_chinese_chars": True,
+        },
+        "pre_tokenizer": {"type": "BertPreTokenizer"},
+    } | changes
+
+
+@pytest.mark.parametrize(
+    ("described", "config", "message"),
+    [
+        (tokenizer(normalizer={"type": "Lowercase"}), {}, "expected BertNormalizer"),
+        (tokenizer(normalizer=None), {}, "expected BertNormalizer"),
+        (tokenizer(pre_tokenizer={"type": "Whitespace"}), {}, "BertPreTokenizer"),
+        (tokenizer(normalizer={"type": "BertNormalizer", "lowercase": "no"}), {}, "expected true, false or null"),
+        (tokenizer(), {"do_lower_case": True}, "disagree about do_lower_case; set --do-lower-case"),
+        (None, {"tokenizer_class": "BertJapaneseTokenizer"}, "expected a BertTokenizer"),
+        (None, {"do_basic_tokenize": False}, "do_basic_tokenize False"),
+        (None, {"do_lower_case": 1}, "expected true, false or null"),
+    ],
+)
+def test_another_kind_of_tokenizer_is_refused(
+    tmp_path: Path, described: dict[str, Any] | None, config: dict[str, Any], message: str
+) -> None:
+    folder = write(tmp_path / "model", PLAIN, config)
+    if described is not None:
+        (folder / "tokenizer.json").write_text(json.dumps(described))
+    with pytest.raises(ValueError, match=message):
+        find_normalization(Vocabulary.read(folder), folder, AS_STATED)
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        ({"type": "BPE", "vocab": {"a": 0}}, "no WordPiece vocabulary"),
+        ({"type": "WordPiece", "continuing_subword_prefix": "@@", "vocab": {"a": 0}}, "no WordPiece vocabulary"),
+        ({"type": "WordPiece", "vocab": {"a": 1 << 40}}, "has the id 1099511627776"),
+        ({"type": "WordPiece", "vocab": {"a": True}}, "has the id True"),
+        ({"type": "WordPiece", "vocab": {"a": 3, "b": 3}}, "two tokens have the same id"),
+        (tokenizer()["model"] | {"vocab": tokenizer()["model"]["vocab"] | {"seven": 999}}, "number tokens differently"),
+    ],
+)
+def test_a_tokenizer_without_a_vocabulary_for_bert_is_refused(
+    tmp_path: Path, model: dict[str, Any], message: str
+) -> None:
+    folder = write(tmp_path / "model", PLAIN)
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer(model=model)))
+    with pytest.raises(ValueError, match=message):
+        Vocabulary.read(folder)
+
+
+def test_tokens_that_were_added_to_a_tokenizer_have_rows(tmp_path: Path) -> None:
+    folder = write(tmp_path / "model", PLAIN)
+    added = [
+        {"id": 1, "content": "[UNK]", "special": True},
+        {"id": len(PLAIN) + 1, "content": "[E1]", "special": False},
+    ]
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer(added_tokens=added)))
+    assert Vocabulary.read(folder).tokens == (*PLAIN, "", "[E1]")
+
+
+def test_carriage_returns_inside_lines_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "vocab.txt").write_bytes("\n".join([*PLAIN, "a\rb"]).encode())
+    with pytest.raises(ValueError, match="holds a carriage return"):
+        Vocabulary.read(tmp_path)
