@@ -1,0 +1,165 @@
+"""Text that is lost on the way to samples is counted, recorded, reported, and refused if it is more than half."""
+
+from itertools import chain
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dataloading.dataset.folder import open_dataset
+from dataloading.dataset.rewrite import convert, shuffle
+from dataloading.options import OwnText, PretrainingOptions
+from dataloading.preparation.own_text import write_own_text
+from dataloading.preparation.prepare import Job, prepare
+from dataloading.preparation.pretraining_data import samples_of
+from dataloading.text.losses import TextCounts
+from dataloading.text.tokenization import TokenizedDocuments, Tokenizer, cut_sentences
+from dataloading.text.vocabulary import Vocabulary
+from tests.dataloading.conftest import Run
+
+SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+VOCABULARY = Vocabulary((*SPECIAL, *"abcdefgh", *(f"##{letter}" for letter in "abcdefgh")))
+OPTIONS = PretrainingOptions(max_seq_length=16, max_predictions_per_seq=2, dupe_factor=2)
+
+
+sentences = st.lists(st.integers(5, 20), min_size=1, max_size=30)
+
+
+@given(st.lists(st.lists(sentences, min_size=1, max_size=4), min_size=1, max_size=4), st.integers(1, 12))
+def test_sentences_are_cut_at_words_and_nothing_is_lost(documents: list[list[list[int]]], most: int) -> None:
+    flat = list(chain.from_iterable(documents))
+    whole = TokenizedDocuments(
+        np.array(list(chain.from_iterable(flat)), np.uint16),
+        np.cumsum([0, *map(len, flat)]),
+        np.cumsum([0, *map(len, documents)]),
+    )
+    cut = cut_sentences(whole, most, VOCABULARY)
+    assert cut.token_ids is whole.token_ids
+    assert np.diff(cut.sentence_offsets).max() <= most
+    assert set(whole.sentence_offsets) <= set(cut.sentence_offsets)
+    # Each document has the same tokens.
+    starts, before = cut.sentence_offsets[cut.document_offsets], whole.sentence_offsets[whole.document_offsets]
+    assert starts.tolist() == before.tolist()
+    for place in set(cut.sentence_offsets.tolist()) - set(whole.sentence_offsets.tolist()):
+        sentence = cut.sentence_offsets[np.searchsorted(cut.sentence_offsets, place) - 1]
+        inside = VOCABULARY.tokens[whole.token_ids[place]].startswith("##")
+        # Only a word that is longer than the limit is cut inside.
+        words = [VOCABULARY.tokens[token] for token in whole.token_ids[sentence + 1 : place + 1]]
+        assert not inside or all(word.startswith("##") for word in words)
+
+
+def test_what_is_lost_is_counted() -> None:
+    documents = [["ab xyz\u200b", "cd"], ["\u200b\x01"], ["abc abc abc abc abc abc abc", "x"]]
+    _, counts = samples_of(documents, Tokenizer(VOCABULARY), OPTIONS)
+    assert (counts.characters, counts.dropped_characters) == (len("".join(chain.from_iterable(documents))), 3)
+    assert (counts.documents, counts.dropped_documents) == (3, 1)
+    assert (counts.tokens, counts.unknown_tokens) == (2 + 1 + 2 + 21 + 1, 2)
+    # One sentence of 21 tokens does not fit into a sample of 16 tokens, but its pieces do.
+    assert counts.unused_tokens > 0
+    _, counts = samples_of(documents, Tokenizer(VOCABULARY), OPTIONS, longest_sentence=6)
+    assert counts.unused_tokens == 0
+
+
+def test_unused_tokens_are_those_in_no_sample() -> None:
+    documents = [["a b c d e f g h " * 5], ["h g f e"]]
+    samples, counts = samples_of(documents, Tokenizer(VOCABULARY), OPTIONS)
+    most = OPTIONS.dupe_factor * 13  # each pass makes one sample of the long sentence
+    assert 40 - most <= counts.unused_tokens < 40
+    assert samples.lengths.max() == 16
+
+
+@pytest.mark.parametrize(
+    ("counts", "words"),
+    [
+        (TextCounts(100, 2, 10, 0, 50, 1, 1), []),
+        (TextCounts(100, 4, 10, 1, 50, 2, 3), ["[UNK]", "truncated", "characters", "documents"]),
+        (TextCounts(0, 0, 0, 0, 0, 0, 0), []),
+    ],
+)
+def test_more_than_a_few_percent_are_warned_of(counts: TextCounts, words: list[str]) -> None:
+    losses = list(counts.losses())
+    assert len(losses) == len(words)
+    assert all(word in loss for word, loss in zip(words, losses, strict=True))
+    counts.require_enough(Path("text"))
+
+
+def write_text(path: Path, words: str, count: int = 30) -> Path:
+    letters = "abcdefgh"
+    documents = (
+        f"{words} {letters[number % 8]}\n{letters[number // 8]} {letters[number % 3]}\n" for number in range(count)
+    )
+    path.write_text("\n".join(documents))
+    return path
+
+
+def test_losses_are_reported_by_every_command(run: Run, tmp_path: Path) -> None:
+    vocab, text = tmp_path / "vocab.txt", write_text(tmp_path / "text.txt", "a b c x")
+    vocab.write_bytes(VOCABULARY.content)
+    flags = ["--max-seq-length", "16", "--max-predictions-per-seq", "2"]
+    printed = run("prepare", "--text", text, "--vocab", vocab, "--out", tmp_path / "prepared", *flags)
+    assert "14.3 % [UNK]" in printed
+    assert "warning: " in printed
+    for place in (tmp_path / "own", tmp_path / "own2"):
+        printed = run("from-text", "--text", text, "--vocab", vocab, "--out", place, "--max-seq-length", "16")
+        assert "14.3 % [UNK]" in printed
+    dataset = open_dataset(tmp_path / "own" / "train")
+    assert dataset.info.text.unknown_tokens * 7 == dataset.info.text.tokens
+    # Other forms of the data set keep the counts, however many shards they have.
+    convert(dataset, tmp_path / "packed", "packed")
+    shuffle(dataset, tmp_path / "shuffled", shards=3, seed=1)
+    for folder in (tmp_path / "own" / "train", tmp_path / "packed", tmp_path / "shuffled"):
+        printed = run("verify", folder)
+        assert open_dataset(folder).info.text == dataset.info.text
+        assert "14.3 % [UNK]" in printed
+        assert "warning: 14.3 % of the tokens are [UNK]" in printed
+
+
+def test_text_that_is_mostly_lost_is_refused_unless_that_is_accepted(run: Run, tmp_path: Path) -> None:
+    vocab, text = tmp_path / "vocab.txt", write_text(tmp_path / "text.txt", "x y x y x y x y x y")
+    vocab.write_bytes(VOCABULARY.content)
+    for command in ("prepare", "from-text"):
+        arguments = [command, "--text", text, "--vocab", vocab, "--out", tmp_path / command]
+        assert "--accept-losses" in run(*arguments, fails=True)
+        assert not (tmp_path / command).exists()
+        assert "[UNK]" in run(*arguments, "--accept-losses")
+
+
+def test_shards_of_a_preparation_add_up(tmp_path: Path) -> None:
+    (tmp_path / "vocab.txt").write_bytes(VOCABULARY.content)
+    texts = tuple(write_text(tmp_path / f"{count}.txt", "a x", count) for count in (8, 16))
+    dataset = prepare(Job(texts, tmp_path / "vocab.txt", OPTIONS), tmp_path / "out")
+    assert dataset.info.text == TextCounts(24 * 8, 0, 24, 0, 24 * 5, 24, 0)
+    again = prepare(Job(texts, tmp_path / "vocab.txt", OPTIONS), tmp_path / "out")  # keeps the existing shards
+    assert again.info == dataset.info
+
+
+def test_a_cased_vocabulary_with_lower_case_is_warned_of_and_recorded(run: Run, tmp_path: Path) -> None:
+    vocab, text = tmp_path / "vocab.txt", write_text(tmp_path / "text.txt", "a B c")
+    vocab.write_bytes(VOCABULARY.content + b"A\nB\nC\nAbc\n")
+    arguments = ["prepare", "--text", text, "--vocab", vocab, "--max-seq-length", "16"]
+    assert "does not fit" in run(*arguments, "--out", tmp_path / "lower")
+    assert "warning: the normalization of the text does not fit the vocabulary" in run("verify", tmp_path / "lower")
+    for options in ({}, {"--strip-accents": "False"}):
+        out = tmp_path / f"cased{len(options)}"
+        flags = [word for option in (options | {"--do-lower-case": "False"}).items() for word in option]
+        assert "does not fit" not in run(*arguments, *flags, "--out", out)
+        printed = run("verify", out)
+        assert "capital letters kept, accents kept" in printed
+        assert "warning" not in printed
+
+
+def test_long_lines_without_spaces_lose_nothing(tmp_path: Path) -> None:
+    """Text of a script without spaces and with one line for each document, such as Chinese paragraphs."""
+    rng = np.random.default_rng(3)
+    ideographs = [chr(0x4E00 + number) for number in range(40)]
+    paragraphs = ["".join(rng.choice(ideographs, 400)) for _ in range(30)]
+    text, vocab = tmp_path / "text.txt", tmp_path / "vocab.txt"
+    text.write_text("\n\n".join(paragraphs), encoding="utf-8")
+    vocab.write_text("\n".join([*SPECIAL, *ideographs]), encoding="utf-8")
+    write_own_text(OwnText((text,), vocab=vocab, max_seq_length=64), tmp_path / "out")
+    dataset = open_dataset(tmp_path / "out" / "train")
+    assert dataset.info.text.unused_tokens < 0.01 * dataset.info.text.tokens
+    labels = dataset.take(np.arange(len(dataset))).next_sentence_labels
+    assert 0.3 < labels.mean() < 0.8  # a document of one sentence would have random next sentences only
