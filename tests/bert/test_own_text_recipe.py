@@ -1,16 +1,22 @@
 """The recipe for the user's own text derives settings from the data, and explicit settings override them."""
 
+import json
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
-from bert.checkpoints.weights import save_weights
+from bert.checkpoints.sources import open_source
+from bert.checkpoints.weights import save_weights, text_metadata
+from bert.convert import convert
 from bert.guards.preflight import check
 from bert.model import BertForPreTraining
 from bert.train import parse
 from dataloading.dataset.folder import open_dataset
-from dataloading.options import OwnText
+from dataloading.options import Normalization, NormalizationOptions, OwnText
 from dataloading.preparation.own_text import write_own_text
+from dataloading.text.tokenization import Tokenizer
+from dataloading.text.vocabulary import Vocabulary
 from tests.bert.checkpoints.test_initial import save_pretrained
 from tests.programs import PATIENCE_S, Program
 
@@ -76,7 +82,63 @@ def test_without_data_nothing_follows_and_the_check_names_them(tmp_path: Path) -
 def test_a_run_trains_to_the_end_and_has_succeeded(own: Path, tmp_path: Path) -> None:
     """A run with this recipe trains on all samples even if it reaches its target earlier, and then succeeds."""
     settings = "--training.max-samples=160", "--evaluation.target=0.001", "--training.seed=1"
-    run = Program("bert.train", arguments(own, *settings, f"--log.results={tmp_path}"))
+    saved = tmp_path / "weights.safetensors"
+    run = Program("bert.train", arguments(own, *settings, f"--log.results={tmp_path}", f"--save-checkpoint={saved}"))
     assert run.wait(PATIENCE_S) == 0, run.output
+    assert open_source(saved).normalization == open_dataset(own / "train").info.normalization == Normalization()
     assert run.output.count("\neval ") == 5
     assert "\nend: success after 160 samples" in run.output
+
+
+@pytest.mark.slow
+def test_the_normalization_of_data_vocabulary_and_checkpoint_must_agree(own: Path, tmp_path: Path) -> None:
+    folder = save_pretrained(tmp_path / "theirs", own / "vocab.txt", rows=100)
+    results = f"--log.results={tmp_path}"
+    check(parse(arguments(own, f"--data.initial-checkpoint={folder}", results)), 1)
+    (folder / "tokenizer.json").unlink()
+    (folder / "vocab.txt").write_bytes((own / "vocab.txt").read_bytes())
+    (folder / "tokenizer_config.json").write_text(json.dumps({"do_lower_case": True, "strip_accents": False}))
+    with pytest.raises(ValueError, match=r"normalized in different ways .*accents stripped.*accents kept"):
+        check(parse(arguments(own, f"--data.initial-checkpoint={folder}", results)), 1)
+    stated = save_text_model(tmp_path / "ours.safetensors", own, Normalization(do_lower_case=False))
+    with pytest.raises(ValueError, match=r"normalized in different ways .*capital letters kept"):
+        check(parse(arguments(own, f"--data.initial-checkpoint={stated}", results)), 1)
+
+
+def save_text_model(path: Path, own: Path, normalization: Normalization) -> Path:
+    """Save random weights as a run saves them that was trained on text with this normalization."""
+    vocabulary = Vocabulary.read(own / "vocab.txt")
+    model = parse(arguments(own)).model
+    save_weights(BertForPreTraining(model), path, text_metadata(vocabulary.sha256, normalization))
+    return path
+
+
+@pytest.mark.slow
+def test_an_exported_model_splits_text_as_its_training_did(own: Path, tmp_path: Path) -> None:
+    """The weights state the normalization. A vocabulary beside them that states another one is refused."""
+    from transformers import AutoTokenizer
+
+    vocabulary = Vocabulary.read(own / "vocab.txt")
+    for number, normalization in enumerate(
+        (Normalization(), Normalization(strip_accents=False), Normalization(False, False))
+    ):
+        stated = save_text_model(tmp_path / f"{number}.safetensors", own, normalization)
+        out = tmp_path / f"{number}"
+        (tmp_path / "vocab.txt").write_bytes(vocabulary.content)
+        convert(stated, "hugging-face", out, vocab=tmp_path / "vocab.txt")
+        text = "One T\u00e9n s\u00e9ven, Item 9 \u6771\u4eac"
+        ours = Tokenizer(vocabulary, **asdict(normalization)).encode_lines([text])[0]
+        assert AutoTokenizer.from_pretrained(out)(text, add_special_tokens=False)["input_ids"] == ours.tolist()
+        again = tmp_path / f"{number}-again.safetensors"
+        convert(stated, "safetensors", again)
+        assert open_source(again).normalization == normalization
+    other = tmp_path / "2.safetensors"
+    with pytest.raises(ValueError, match="was trained on text with capital letters kept"):
+        convert(other, "hugging-face", tmp_path / "other", vocab=own / "vocab.txt")  # beside a tokenizer_config.json
+    convert(
+        other,
+        "hugging-face",
+        tmp_path / "other",
+        vocab=own / "vocab.txt",
+        normalization=NormalizationOptions(True, True),
+    )
