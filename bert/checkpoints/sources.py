@@ -249,7 +249,8 @@ def _checked(tensor: Tensor, path: Path, name: str) -> Tensor:
     if tensor.dtype not in _DTYPES:
         raise ValueError(f"{path} holds {name} as {tensor.dtype}: expected weights in fp32, fp64, fp16 or bf16")
     weight = tensor.float()
-    if not weight.isfinite().all():
+    # aminmax propagates NaN, and needs neither memory nor a tenth of isfinite's time.
+    if weight.numel() and not torch.stack(weight.aminmax()).isfinite().all():
         raise ValueError(f"{path}: {name} has NaN or infinity in fp32: fetch or make the checkpoint again")
     return weight
 

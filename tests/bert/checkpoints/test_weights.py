@@ -223,6 +223,12 @@ def test_an_untied_decoder_is_refused(theirs: Path):
         open_source(theirs)
 
 
+def test_an_empty_decoder_is_refused(theirs: Path):
+    rewritten("cls.predictions.decoder.weight", torch.ones(0, 8))(theirs / "model.safetensors")
+    with pytest.raises(ValueError, match=r"decoder\.weight is not bert\.embeddings"):
+        open_source(theirs)
+
+
 def test_a_decoder_that_is_not_finite_is_no_untied_one(theirs: Path):
     words = torch.full((30, 8), torch.nan)
     for name in ("cls.predictions.decoder.weight", "bert.embeddings.word_embeddings.weight"):
