@@ -9,7 +9,7 @@ from bert import evaluate
 from bert.checkpoints.weights import save_weights
 from bert.evaluation import Evaluator
 from dataloading.dataset.folder import open_dataset
-from dataloading.text.tokenization import Vocabulary
+from dataloading.text.vocabulary import Vocabulary
 from tests.bert.small_models import CPU, OF_SMALL_RUN, PLAIN, drawn_model
 from tests.conftest import SmallRun
 from tests.distributed.ranks import Ranks
