@@ -83,7 +83,7 @@ def checkpoint_accuracy(config: "Config") -> float | None:
     from bert.parallel.mesh import join_mesh
     from bert.parallel.tensor.shards import tensor_parallel
 
-    dataset = check_evaluation(config)
+    dataset, ignored_id = check_evaluation(config)
     samples = len(dataset)
     if config.dry_run:
         say(f"{config.recipe}: ready, {samples:,} samples would be evaluated")
@@ -105,11 +105,12 @@ def checkpoint_accuracy(config: "Config") -> float | None:
     model = divided_model(whole, mesh, tensor_parallel(config.model, mesh), config.parallel.virtual_stages)
     # A warm-up is not needed, because no benchmark clock runs and every batch is used only once. If the precision is fp8,
     # products are in bf16 here, because FP8 is only for training.
-    evaluator = Evaluator(dataset, mesh, config.evaluation.batch_size)
+    evaluator = Evaluator(dataset, mesh, config.evaluation.batch_size, ignored_id)
     autocast = torch.autocast(mesh.device.type, torch.bfloat16, enabled=config.training.precision != "fp32")
     accuracy = evaluator(model, autocast, report)
     if mesh.is_main:
         counts = f"{accuracy.correct:,} of {accuracy.count:,} masked tokens of {samples:,} samples"
+        counts += "" if ignored_id is None else ", without [UNK]"
         say(f"masked-LM accuracy {accuracy.value:.5f}: {counts}, in {time.perf_counter() - started:.1f} s")
     return accuracy.value
 

@@ -34,15 +34,16 @@ class Evaluator:
 
     Samples are sorted by length, and each copy of the model takes every ``data_size``-th sample. Shares are therefore
     balanced, and the samples of a batch have similar lengths. Samples are read only once, in the background after
-    ``read_ahead``, and stay on the device.
+    ``read_ahead``, and stay on the device. Masked tokens with the id ``ignored_id`` are not counted.
     """
 
-    def __init__(self, dataset: Dataset, mesh: Mesh, batch_size: int) -> None:
+    def __init__(self, dataset: Dataset, mesh: Mesh, batch_size: int, ignored_id: int | None = None) -> None:
         # The sort is stable so that samples of equal length have the same order on all ranks; otherwise some samples
         # would be evaluated twice and others never.
         by_length = np.argsort(-dataset.lengths.astype(np.int64), kind="stable")
         share = by_length[mesh.data_rank :: mesh.data_size]
         self.samples = len(dataset)
+        self._ignored_id = ignored_id
         self._dataset, self._device, self._counted = dataset, mesh.device, mesh.counts_losses
         self._indices = [share[start : start + batch_size] for start in range(0, len(share), batch_size)]
         self._shape_buckets: list[ShapeBucket] = []
@@ -92,7 +93,8 @@ class Evaluator:
     ) -> Accuracy:
         """Evaluate the model without dropout and return the accuracy over all ranks.
 
-        After each batch, ``report`` is called with the fraction of this rank's batches that have been queued.
+        After each batch, ``report`` is called with the fraction of this rank's batches that have been queued. Raises
+        ``ValueError`` on all ranks if every masked token is ignored.
         """
         if not self._batches:
             batches = self._read.result() if self._read is not None else self._read_all()
@@ -104,7 +106,13 @@ class Evaluator:
             count(batch)
             report(done / len(self._batches))
         model.train()
-        return Accuracy(*all_reduce_(self._counts).tolist())
+        accuracy = Accuracy(*all_reduce_(self._counts).tolist())
+        if self._ignored_id is not None and accuracy.count == 0:
+            raise ValueError(
+                f"{self._dataset.folder}: every masked token is [UNK], so the vocabulary does not fit the text: prepare the "
+                "data with a vocabulary of this text, or set evaluation.unknown_tokens to count these tokens"
+            )
+        return accuracy
 
     def _count(self, model: BertForPreTraining, autocast: torch.autocast, batch: Batch) -> None:
         with autocast:
@@ -122,5 +130,8 @@ class Evaluator:
         batches = []
         for indices in self._indices:
             samples = self._dataset.take(indices)
-            batches.append(batch_of(samples, shape_bucket=shape_bucket_of(samples, self._shape_buckets)))
+            batch = batch_of(samples, shape_bucket=shape_bucket_of(samples, self._shape_buckets))
+            if self._ignored_id is not None:  # label these tokens like empty slots
+                batch.masked_lm_ids[batch.masked_lm_ids == self._ignored_id] = -1
+            batches.append(batch)
         return [batch.pin() for batch in batches] if self._device.type == "cuda" else batches

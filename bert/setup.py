@@ -52,7 +52,7 @@ def build_run(
     # On a GPU, the host's clock would measure only the launches.
     stopwatch = DeviceStopwatch() if mesh.device.type == "cuda" else Stopwatch()
     shape_buckets = choose_shapes(config, inputs.train, mesh)
-    evaluator = Evaluator(inputs.evaluation, mesh, config.evaluation.batch_size)
+    evaluator = Evaluator(inputs.evaluation, mesh, config.evaluation.batch_size, inputs.ignored_id)
     step, step_seconds = _warmed_up_step(
         config, inputs.train, mesh, seed, stopwatch, shape_buckets, log, evaluator, capturer
     )

@@ -1,10 +1,11 @@
 """Hugging Face's format of a BERT: names of weights, and a folder with a tokenizer that ``transformers`` can load."""
 
 import json
+import re
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
@@ -12,12 +13,15 @@ from torch import Tensor
 
 from bert.checkpoints.weights import Weight, write_safetensors
 from bert.configuration.sections import ModelConfig
-from console.files import atomic_path, read_bounded, sync
+from console.files import atomic_path, read_bounded, shown, sync
 from dataloading.options import Normalization
 from dataloading.text.tokenization import MAX_CHARACTERS_PER_WORD
 from dataloading.text.vocabulary import Vocabulary
 
-_MOST_CONFIG_BYTES = 1 << 20
+SHARDS_SUFFIX = ".safetensors.index.json"
+"""End of the name of the file that says which file holds each tensor, if there are several files."""
+_MOST_JSON_BYTES = 1 << 20
+_SHARD = re.compile(r"[\w-][\w.-]{0,200}\.safetensors", re.ASCII)
 
 _HUGGING_FACE = {
     "embeddings.word": "bert.embeddings.word_embeddings.weight",
@@ -141,6 +145,7 @@ def _write_json(path: Path, content: Mapping[str, object]) -> None:
 
 _Count = Annotated[int, msgspec.Meta(gt=0, lt=1 << 31)]
 _Fraction = Annotated[float, msgspec.Meta(ge=0, lt=1)]
+_Content = TypeVar("_Content", bound=msgspec.Struct)
 
 
 class _Stated(msgspec.Struct, rename=_THEIR_NAMES):
@@ -158,7 +163,15 @@ class _Stated(msgspec.Struct, rename=_THEIR_NAMES):
     # Only these values are supported. The tanh form replaces an exact GELU and differs by up to 5e-4 (docs/checkpoints.md).
     model_type: Literal["bert"] | None = None
     position_embedding_type: Literal["absolute"] | None = None
-    hidden_act: Annotated[str, msgspec.Meta(pattern="^gelu")] | None = None
+    hidden_act: Annotated[str, msgspec.Meta(pattern="^gelu(?!_10$)")] | None = None  # gelu_10 clips
+    # These must be absent or false: with any of them, transformers computes something else.
+    is_decoder: bool | None = None
+    add_cross_attention: bool | None = None
+    quantization_config: dict[str, Any] | None = None
+
+
+class _Index(msgspec.Struct):
+    weight_map: dict[str, str]
 
 
 def stated_configuration(path: Path) -> dict[str, int | float]:
@@ -169,9 +182,32 @@ def stated_configuration(path: Path) -> dict[str, int | float]:
     if not path.is_file():
         return {}
     remedy = "expected the config.json of a Hugging Face BERT with absolute positions and GELU"
+    stated = _decoded(path, _Stated, remedy)
+    for name in ("is_decoder", "add_cross_attention", "quantization_config"):
+        if getattr(stated, name):
+            raise ValueError(
+                f"{path}: {name} is {shown(getattr(stated, name))}, expected an encoder, whose tokens attend in both "
+                "directions and whose weights are not quantized: choose another checkpoint"
+            )
+    values = {each.name: getattr(stated, each.name, None) for each in fields(ModelConfig)}
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def read_shards(index: Path) -> dict[str, Path]:
+    """Map the name of each tensor to the file that holds it, as an index states. Raises ``ValueError`` for a wrong index."""
+    remedy = "expected the index of safetensors files in the same folder; fetch the folder again"
+    files = {}
+    for tensor, name in _decoded(index, _Index, remedy).weight_map.items():
+        if not _SHARD.fullmatch(name):
+            raise ValueError(f"{index}: {shown(name)} is not the name of a safetensors file; {remedy}")
+        files[tensor] = index.with_name(name)
+    if absent := sorted(file.name for file in {*files.values()} if not file.is_file()):
+        raise ValueError(f"{index} names files that are missing ({', '.join(absent[:3])}); {remedy}")
+    return files
+
+
+def _decoded(path: Path, kind: type[_Content], remedy: str) -> _Content:
     try:
-        stated = msgspec.json.decode(read_bounded(path, _MOST_CONFIG_BYTES, remedy), type=_Stated)
+        return msgspec.json.decode(read_bounded(path, _MOST_JSON_BYTES, remedy), type=kind)
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
         raise ValueError(f"{path}: {error}; {remedy}") from None
-    values = msgspec.structs.asdict(stated)
-    return {name: value for name, value in values.items() if value is not None and not isinstance(value, str)}

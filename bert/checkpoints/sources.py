@@ -15,16 +15,19 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from bert.checkpoints.hugging_face import hugging_face_names, stated_configuration
+from bert.checkpoints.hugging_face import SHARDS_SUFFIX, hugging_face_names, read_shards, stated_configuration
 from bert.checkpoints.tensorflow import INDEX_SUFFIX, MAGIC, TensorBundle, tf1_name
 from bert.checkpoints.weights import VOCABULARY, Weight, read_header, stated_model, stated_normalization
 from bert.configuration.sections import ModelConfig
 from bert.model import parameter_shapes
-from console.files import open_regular, sha256_of
+from console.files import open_regular, sha256_of, shown
 from dataloading.options import Normalization
 
 _HEADS = ("pooler", "next_sentence", "transform", "decoder_bias")
 """Prefixes of the names of the pooler's and the heads' weights."""
+_WRAPPERS = ("_orig_mod", "module")
+"""Parts of names that torch.compile and DistributedDataParallel add."""
+_DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 _PICKLE = (
     "is a pickle file, which can run any code when it is read: have transformers (from_pretrained, then save_pretrained) "
     "write it as model.safetensors"
@@ -44,7 +47,7 @@ class CheckpointSource:
     """Weights by their names in this program."""
     model: ModelConfig
     digest: Callable[[], str]
-    """Function that reads the checkpoint's main file and returns text with the file's digest."""
+    """Function that reads the checkpoint's main files and returns text with their digests."""
     vocabulary_sha256: str | None = None
     """Digest of the vocabulary that the model was trained with, if known."""
     normalization: Normalization | None = None
@@ -63,6 +66,8 @@ def open_source(path: Path, num_attention_heads: int | None = None, whole: bool 
         return _open_safetensors(_weights_file(path), num_attention_heads, whole)
     if not path.exists():
         raise ValueError(f"{path}: no such file or folder, and no {path.name}{INDEX_SUFFIX} beside it")
+    if path.name.endswith(SHARDS_SUFFIX):
+        return _open_safetensors(path, num_attention_heads, whole)
     with open_regular(path) as file:
         start = file.read(16)
         file.seek(-min(8, path.stat().st_size), 2)
@@ -87,10 +92,14 @@ def _open_tensorflow(prefix: Path, heads: int | None) -> CheckpointSource:
         entry = bundle.readable(variable := tf1_name(name))
         if entry is None:
             return None
+
+        def read() -> Tensor:
+            return _checked(torch.from_numpy(bundle.array(variable)), bundle.data_file(entry.shard), variable)
+
         if not variable.endswith("/kernel"):
-            return Weight(entry.shape, lambda: torch.from_numpy(bundle.array(variable)))
+            return Weight(entry.shape, read)
         # TensorFlow stores dense weights as [in, out]. The transpose is a view, which becomes contiguous when it is written.
-        return Weight(entry.shape[::-1], lambda: torch.from_numpy(bundle.array(variable).T))
+        return Weight(entry.shape[::-1], lambda: read().T)
 
     layers = _layers(r"bert/encoder/layer_(\d+)/", bundle.entries)
     weights, missing = _found(find, hugging_face_names(layers))
@@ -109,50 +118,80 @@ def _open_tensorflow(prefix: Path, heads: int | None) -> CheckpointSource:
 
 
 def _weights_file(folder: Path) -> Path:
-    path = folder / "model.safetensors"
-    if path.is_file():
-        return path
+    # Like transformers, prefer the single file if the folder also has shards.
+    for name in ("model.safetensors", "model" + SHARDS_SUFFIX):
+        if (folder / name).is_file():
+            return folder / name
     names = sorted(each.name for each in folder.iterdir())
-    if "pytorch_model.bin" in names:
-        raise ValueError(f"{folder / 'pytorch_model.bin'} {_PICKLE}")
+    for name in names:
+        if re.fullmatch(r"pytorch_model.*\.bin", name):
+            raise ValueError(f"{folder / name} {_PICKLE}")
     indices = [name.removesuffix(INDEX_SUFFIX) for name in names if name.endswith(INDEX_SUFFIX)]
     hint = f"; for a TensorFlow checkpoint name its prefix: {folder / indices[0]}" if indices else ""
     raise ValueError(f"{folder} holds no model.safetensors{hint}")
 
 
 def _open_safetensors(path: Path, heads: int | None, whole: bool) -> CheckpointSource:
-    shapes, metadata = read_header(path)
-    is_ours = "embeddings.word" in shapes
-    layers = _layers(r"layers\.(\d+)\." if is_ours else r"(?:bert\.)?encoder\.layer\.(\d+)\.", shapes)
+    files, found, metadata = _stored(path)
+    is_ours = "embeddings.word" in map(_unwrapped, found)
+    found = _renamed(found, _unwrapped if is_ours else _name_of_today, path)
+    layers = _layers(r"layers\.(\d+)\." if is_ours else r"bert\.encoder\.layer\.(\d+)\.", found)
     names = hugging_face_names(layers)
     if is_ours:
         names = {name: (name,) for name in names}
         stated = stated_model(metadata, str(path))
     else:
         stated = stated_configuration(path.with_name("config.json"))
-    keys = {key if is_ours else _name_of_today(key): key for key in shapes}
-    weights, missing = _found(
-        lambda name: Weight(shapes[key], partial(_read, path, key)) if (key := keys.get(name)) else None, names
-    )
+    weights, missing = _found(found.get, names)
     if not (is_ours or whole):
         missing = {name: theirs for name, theirs in missing.items() if not name.startswith(_HEADS)}
     _require_whole(str(path), missing)
     if not is_ours:
-        _require_tied(path, shapes)
+        _require_tied(path, found)
     model = _model_of(weights, layers, _heads(str(path), stated.get("num_attention_heads"), heads), str(path))
     for name in ("num_hidden_layers", "hidden_size", "intermediate_size", "vocab_size", "max_position_embeddings"):
-        found = getattr(model, name)
-        if stated.get(name, found) != found:
+        actual = getattr(model, name)
+        if stated.get(name, actual) != actual:
             source = "its metadata" if is_ours else "config.json"
-            raise ValueError(f"{source} states {name} {stated[name]}, but the weights in {path} have {found}")
+            raise ValueError(f"{source} states {name} {stated[name]}, but the weights in {path} have {actual}")
     return CheckpointSource(
         kind="safetensors file of this program" if is_ours else "Hugging Face checkpoint",
         weights=weights,
         model=replace(model, **stated),
-        digest=lambda: f"sha256 of {path.name}: {sha256_of(path)}",
+        digest=lambda: ", ".join(f"sha256 of {file.name}: {sha256_of(file)}" for file in files),
         vocabulary_sha256=metadata.get(VOCABULARY) if is_ours else None,
         normalization=stated_normalization(metadata, str(path)) if is_ours else None,
     )
+
+
+def _stored(path: Path) -> tuple[list[Path], dict[str, Weight], dict[str, str]]:
+    """Return the files of a safetensors checkpoint, its tensors by their names there, and the metadata of a single file."""
+    if not path.name.endswith(SHARDS_SUFFIX):
+        shapes, metadata = read_header(path)
+        return [path], {name: Weight(shape, partial(_read, path, name)) for name, shape in shapes.items()}, metadata
+    shards = read_shards(path)
+    files = sorted({*shards.values()})
+    headers = {file: read_header(file)[0] for file in files}
+    for name, file in shards.items():
+        if name not in headers[file]:
+            raise ValueError(f"{file} lacks {shown(name)}, which {path.name} expects there: fetch the folder again")
+    tensors = {name: Weight(headers[file][name], partial(_read, file, name)) for name, file in shards.items()}
+    return [path, *files], tensors, {}
+
+
+def _renamed(tensors: Mapping[str, Weight], rename: Callable[[str], str], source: Path) -> dict[str, Weight]:
+    names: dict[str, str] = {}
+    for name in tensors:
+        other = names.setdefault(rename(name), name)
+        if other != name:
+            raise ValueError(
+                f"{source} holds the same weight as {shown(other)} and as {shown(name)}: remove one of them"
+            )
+    return {renamed: tensors[name] for renamed, name in names.items()}
+
+
+def _unwrapped(name: str) -> str:
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
 def _heads(source: str, stated: float | None, given: int | None) -> int:
@@ -170,6 +209,7 @@ def _heads(source: str, stated: float | None, given: int | None) -> int:
 
 
 def _name_of_today(name: str) -> str:
+    name = _unwrapped(name)
     # Older files of Hugging Face have TensorFlow's names.
     name = re.sub(r"LayerNorm\.gamma$", "LayerNorm.weight", re.sub(r"LayerNorm\.beta$", "LayerNorm.bias", name))
     # Names in files of a bare BertModel have no prefix.
@@ -201,18 +241,25 @@ def _joined(parts: list[Weight]) -> Weight:
 
 def _read(path: Path, name: str) -> Tensor:
     with safe_open(path, "pt") as file:
-        tensor = file.get_tensor(name)
-    if not tensor.is_floating_point():
-        raise ValueError(f"{path} holds {name} as {tensor.dtype}: expected floating point weights")
-    return tensor
+        return _checked(file.get_tensor(name), path, name)
 
 
-def _require_tied(path: Path, shapes: Mapping[str, tuple[int, ...]]) -> None:
+def _checked(tensor: Tensor, path: Path, name: str) -> Tensor:
+    """Return a weight as fp32. Raises ``ValueError`` if it is of another kind than usual, or not finite."""
+    if tensor.dtype not in _DTYPES:
+        raise ValueError(f"{path} holds {name} as {tensor.dtype}: expected weights in fp32, fp64, fp16 or bf16")
+    weight = tensor.float()
+    # aminmax propagates NaN, and needs neither memory nor a tenth of isfinite's time.
+    if weight.numel() and not torch.stack(weight.aminmax()).isfinite().all():
+        raise ValueError(f"{path}: {name} has NaN or infinity in fp32: fetch or make the checkpoint again")
+    return weight
+
+
+def _require_tied(path: Path, tensors: Mapping[str, Weight]) -> None:
     """Raise ``ValueError`` if a stored decoder differs from the word table, because the decoder would be ignored."""
     for copy, original in _TIED.items():
-        kept = next((name for name in (original, original.removeprefix("bert.")) if name in shapes), None)
-        if kept and copy in shapes and not torch.equal(_read(path, copy), _read(path, kept)):
-            raise ValueError(f"{path}: {copy} is not {kept}, but this model has the two tied")
+        if {copy, original} <= tensors.keys() and not torch.equal(tensors[copy].read(), tensors[original].read()):
+            raise ValueError(f"{path}: {copy} is not {original}, but this model has the two tied")
 
 
 def _layers(pattern: str, names: Iterable[str]) -> int:

@@ -81,6 +81,7 @@ class Config:
             ("resume", self.resume is not None),
         ):
             refuse(is_set, f"{name} is set {division}")
+        refuse(not self.evaluation.unknown_tokens, f"evaluation.unknown_tokens is off {division}")
         refuse(
             self.evaluation.target != 0.720,
             f"evaluation.target is {self.evaluation.target}, expected 0.720 {division}",

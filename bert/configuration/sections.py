@@ -241,6 +241,9 @@ class EvaluationConfig:
     """Number of training samples between evaluations. None: the MLPerf formula for the global batch size."""
     batch_size: int = 64
     """Number of sequences that a rank evaluates at once."""
+    unknown_tokens: bool = True
+    """Count masked tokens that are [UNK], as the benchmark does. They are easy to guess if the vocabulary lacks many words
+    of the text."""
 
     def __post_init__(self) -> None:
         refuse(not 0 < self.target < 1, f"evaluation.target is {self.target}: expected a fraction between 0 and 1")

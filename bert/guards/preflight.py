@@ -44,6 +44,8 @@ class Inputs:
     vocabulary_sha256: str
     normalization: Normalization | None
     """Normalization of the text, or None if no input states it."""
+    ignored_id: int | None
+    """Id of [UNK] if evaluations leave it out."""
     result: Path
     metrics: Path
     schedule: EvaluationSchedule
@@ -77,18 +79,24 @@ def check(config: Config, world_size: int, local_size: int = 0) -> Inputs:
     _check_places(config)
     # The run number is only a proposal until the log is created.
     files = choose_files(result_folder(config), config.log.run)
-    return Inputs(train, evaluation, vocabulary.sha256, normalization, *files, _schedule(config), plan)
+    ignored_id, schedule = _ignored_id(config, vocabulary), _schedule(config)
+    return Inputs(train, evaluation, vocabulary.sha256, normalization, ignored_id, *files, schedule, plan)
 
 
-def check_evaluation(config: Config) -> Dataset:
+def check_evaluation(config: Config) -> tuple[Dataset, int | None]:
     """Open the evaluation set and check everything that could stop an evaluation of the initial checkpoint.
 
-    Raises ``ValueError`` if a check fails. Needs neither the training set nor a folder for results.
+    Also return the id of [UNK] if the evaluation leaves it out. Raises ``ValueError`` if a check fails. Needs neither the
+    training set nor a folder for results.
     """
     if config.data.initial_checkpoint is None:
         raise ValueError("data.initial_checkpoint is not set: name the file or folder whose weights to evaluate")
-    (evaluation,), *_ = _open_inputs(config, [config.data.evaluation])
-    return evaluation
+    (evaluation,), vocabulary, _ = _open_inputs(config, [config.data.evaluation])
+    return evaluation, _ignored_id(config, vocabulary)
+
+
+def _ignored_id(config: Config, vocabulary: Vocabulary) -> int | None:
+    return None if config.evaluation.unknown_tokens else vocabulary.ids["[UNK]"]
 
 
 def result_folder(config: Config) -> Path:

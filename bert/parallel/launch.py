@@ -6,10 +6,14 @@ is imported.
 
 import os
 import re
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 
 from console.processes import run
+
+_INTERACTIVE_STEP = "4294967290"
+"""Number of the step in which salloc runs the user's shell (SLURM_INTERACTIVE_STEP in slurm.h)."""
 
 
 @dataclass(frozen=True)
@@ -46,13 +50,15 @@ class Launch:
             names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
         elif "OMPI_COMM_WORLD_RANK" in os.environ:
             names = tuple(f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))
-        elif "SLURM_STEP_ID" in os.environ and "SLURM_PROCID" in os.environ:
-            # A batch script also has a SLURM_PROCID, but is not a step.
-            tasks, nodes = _environment("SLURM_NTASKS", 1), _environment("SLURM_NNODES", 1)
+        elif _is_slurm_task():
+            # In an interactive step, SLURM_NTASKS and SLURM_NNODES may be the job's numbers.
+            sizes = ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"), ("SLURM_STEP_NUM_NODES", "SLURM_NNODES")
+            of_tasks, of_nodes = (step if step in os.environ else job for step, job in sizes)
+            tasks, nodes = _environment(of_tasks, 1), _environment(of_nodes, 1)
             rank, local_rank = _environment("SLURM_PROCID", 0), _environment("SLURM_LOCALID", 0)
             # If hosts have different numbers of tasks, the mean is not the size of any host.
             local_size = tasks // nodes if nodes > 0 and tasks % nodes == 0 else 0
-            return cls(rank, tasks, local_rank, local_size, "SLURM_PROCID", "SLURM_NTASKS")
+            return cls(rank, tasks, local_rank, local_size, "SLURM_PROCID", of_tasks)
         else:
             return cls()
         rank, world_size, local_rank, local_size = (
@@ -61,12 +67,32 @@ class Launch:
         return cls(rank, world_size, local_rank, local_size, names[0], names[1])
 
 
+def _is_slurm_task() -> bool:
+    """Tell whether srun started this process as a task, and not a shell in which the user started it."""
+    # A batch script also has a SLURM_PROCID, but is not a step.
+    if "SLURM_STEP_ID" not in os.environ or "SLURM_PROCID" not in os.environ:
+        return False
+    if os.environ.get("MASTER_ADDR") or os.environ["SLURM_STEP_ID"] == _INTERACTIVE_STEP:
+        return bool(os.environ.get("MASTER_ADDR"))
+    # Tasks that are started from the shell of `srun --pty` inherit its variables, but have no terminal.
+    has_pty = "SLURM_PTY_PORT" in os.environ or "SLURM_PTY_WIN_COL" in os.environ
+    return not (has_pty and _has_terminal())
+
+
+def _has_terminal() -> bool:
+    """Tell whether this process belongs to a terminal, even if its input and output do not."""
+    with suppress(OSError):
+        os.close(os.open("/dev/tty", os.O_RDWR | os.O_NOCTTY))
+        return True
+    return False
+
+
 def lost_launcher() -> str:
     """Return a sentence if the launcher of this process has ended, or "" if it is running or there is none.
 
     Only launchers that outlive their processes count: a shell may end before a process that it started in the background.
     """
-    launched = any(name in os.environ for name in ("TORCHELASTIC_RUN_ID", "OMPI_COMM_WORLD_RANK", "SLURM_STEP_ID"))
+    launched = "TORCHELASTIC_RUN_ID" in os.environ or "OMPI_COMM_WORLD_RANK" in os.environ or _is_slurm_task()
     if not launched or os.getppid() == _parent():
         return ""
     return f"its launcher, process {_parent()}, is gone: killed, perhaps because memory ran out"

@@ -26,6 +26,8 @@ from bert.parallel.master_port import master_port, require_free_port
 from bert.parallel.single import all_gather_single
 
 _LONGEST_PAUSE_S = 1.0
+_RESOLUTION_S = 10.0
+"""Time for the resolver to recover from a temporary failure."""
 _IDENTITY_BYTES = 256
 _DESCRIPTORS = 1024
 """File descriptors for everything except connections between ranks: files, pipes, libraries, devices, other clients."""
@@ -44,10 +46,10 @@ class Identity:
 def join_group(launch: Launch, device: torch.device, timeout: timedelta, arrival: timedelta) -> list[Identity]:
     """Meet the other ranks and create the default process group; return every rank's identity, by rank.
 
-    Raises ``ValueError`` if the environment is incomplete or not all ranks arrive within ``arrival``.
+    Raises ``ValueError`` if the environment is incomplete or wrong, or if not all ranks arrive within ``arrival``.
     """
     for name in ("MASTER_ADDR", "MASTER_PORT"):
-        if name not in os.environ:
+        if not os.environ.get(name):
             raise ValueError(
                 f"{launch.world_size_variable}={launch.world_size}, but {name} is not set: export rank 0's address as "
                 "MASTER_ADDR and a free port there as MASTER_PORT"
@@ -78,6 +80,7 @@ def _open_store(launch: Launch, timeout: timedelta) -> Store:
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         return next(rendezvous("env://", launch.rank, launch.world_size, timeout=timeout))[0]
     address, port = os.environ["MASTER_ADDR"], master_port()
+    _require_resolvable(address)
 
     def answers() -> bool:
         with suppress(OSError), socket.create_connection((address, port), timeout=5):
@@ -92,6 +95,29 @@ def _open_store(launch: Launch, timeout: timedelta) -> Store:
         )
     # PyTorch's rendezvous would wait here for all ranks and would not say which ones are missing.
     return TCPStore(address, port, None, launch.rank == 0, timeout, wait_for_workers=False, multi_tenant=True)
+
+
+def _require_resolvable(address: str) -> None:
+    """Raise ``ValueError`` if this host cannot resolve MASTER_ADDR within some seconds, or at once if it is malformed."""
+    reason = ""
+
+    def resolves() -> bool:
+        nonlocal reason
+        try:
+            return bool(socket.getaddrinfo(address, None, type=socket.SOCK_STREAM))
+        except OSError as error:
+            reason = error.strerror or str(error)
+            return False
+
+    try:
+        if _in_time(resolves, _RESOLUTION_S):
+            return
+    except UnicodeError as error:  # a part of the name is empty or too long
+        reason = str(error)
+    raise ValueError(
+        f"MASTER_ADDR is {address!r}, which this host cannot resolve ({reason}): set it to the name or address of rank 0's "
+        "host, as all hosts know it"
+    )
 
 
 @contextmanager

@@ -48,6 +48,16 @@ def test_every_weight_of_a_checkpoint_of_tensorflows(folder: Path, name: str):
         open_source(folder / name)
 
 
+def test_a_weight_that_is_not_finite_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    """Checksums do not help against a model that has diverged."""
+    monkeypatch.setattr(TensorBundle, "array", lambda *_: np.full((8, 8), np.inf, np.float32))
+    weight = open_source(folder / "tf1", 2).weights["layers.1.query_key_value.weight"]
+    with pytest.raises(
+        ValueError, match=r"tf1\.data-00000-of-00001: bert/encoder/layer_1/.*/kernel has NaN or infinity"
+    ):
+        weight.read()
+
+
 def test_what_is_not_supported_is_refused_by_name(folder: Path, tmp_path: Path):
     with pytest.raises(ValueError, match="word_embeddings is a partitioned variable"):
         open_source(folder / "tf1_sliced")

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, replace
@@ -128,6 +129,9 @@ def rewritten(name: str, tensor: Tensor | None) -> Callable[[Path], object]:
         (rewritten("pooler.bias", None), {}, r"weights\.safetensors lacks pooler\.bias"),
         (rewritten("pooler.bias", torch.zeros(4)), {}, r"pooler\.bias has the shape \(4,\), expected \(8,\)"),
         (rewritten("pooler.bias", torch.ones(8, dtype=torch.int32)), {}, r"pooler\.bias as torch\.int32"),
+        (rewritten("pooler.bias", torch.ones(8).to(torch.float8_e4m3fn)), {}, r"pooler\.bias as torch\.float8"),
+        (rewritten("pooler.bias", torch.full((8,), torch.nan)), {}, r"safetensors: pooler\.bias has NaN or inf"),
+        (rewritten("pooler.bias", torch.full((8,), 1e300, dtype=torch.float64)), {}, r"pooler\.bias has NaN or inf"),
         (Path.stat, {"vocab_size": 31}, r"of 30 tokens, but model\.vocab_size is 31"),
     ],
 )
@@ -219,6 +223,20 @@ def test_an_untied_decoder_is_refused(theirs: Path):
         open_source(theirs)
 
 
+def test_an_empty_decoder_is_refused(theirs: Path):
+    rewritten("cls.predictions.decoder.weight", torch.ones(0, 8))(theirs / "model.safetensors")
+    with pytest.raises(ValueError, match=r"decoder\.weight is not bert\.embeddings"):
+        open_source(theirs)
+
+
+def test_a_decoder_that_is_not_finite_is_no_untied_one(theirs: Path):
+    words = torch.full((30, 8), torch.nan)
+    for name in ("cls.predictions.decoder.weight", "bert.embeddings.word_embeddings.weight"):
+        rewritten(name, words)(theirs / "model.safetensors")
+    with pytest.raises(ValueError, match=r"model\.safetensors: .*\.weight has NaN or infinity"):
+        open_source(theirs)
+
+
 @pytest.mark.parametrize(
     ("config", "message"),
     [
@@ -235,6 +253,11 @@ def test_an_untied_decoder_is_refused(theirs: Path):
         ('{"num_attention_heads": 2, "position_embedding_type": "relative_key"}', "position_embedding_type"),
         ('{"num_attention_heads": 2, "hidden_act": "relu"}', "hidden_act"),
         ('{"num_attention_heads": 2, "hidden_act": ["\\u001b"]}', "hidden_act"),
+        ('{"num_attention_heads": 2, "hidden_act": "gelu_10"}', "hidden_act"),
+        ('{"num_attention_heads": 2, "is_decoder": true}', "is_decoder is True"),
+        ('{"num_attention_heads": 2, "is_decoder": 1}', "is_decoder"),
+        ('{"num_attention_heads": 2, "add_cross_attention": true}', "add_cross_attention is True"),
+        ('{"num_attention_heads": 2, "quantization_config": {"quant_method": "fp8"}}', "quantization_config is"),
     ],
 )
 def test_a_configuration_that_does_not_fit(theirs: Path, config: str, message: str):
@@ -243,10 +266,94 @@ def test_a_configuration_that_does_not_fit(theirs: Path, config: str, message: s
         open_source(theirs)
 
 
+def renamed(path: Path, rename: Callable[[str], str]) -> None:
+    save_file({rename(name): tensor for name, tensor in load_file(path).items()}, path, read_header(path)[1])
+
+
+@pytest.mark.parametrize("prefix", ["module.", "_orig_mod.", "module._orig_mod.", "_orig_mod.module.module."])
+def test_prefixes_of_wrappers_are_taken_off(saved: Path, theirs: Path, prefix: str):
+    """The bare folder also lacks "bert.", as a wrapped ``BertModel`` does."""
+    bare = shutil.copytree(theirs, theirs.with_name("bare"))
+    for path, rename in (
+        (saved, lambda name: prefix + name),
+        (theirs / "model.safetensors", lambda name: prefix + name),
+        (bare / "model.safetensors", lambda name: prefix + name.removeprefix("bert.")),
+    ):
+        renamed(path, rename)
+        model = drawn_model(CONFIG, 1)
+        assert load_initial_weights(model, path) == []
+        assert all(map(torch.equal, model.parameters(), drawn_model(CONFIG, 0).parameters()))
+
+
+@pytest.mark.parametrize("other", ["module.bert.pooler.dense.bias", "pooler.dense.bias"])
+def test_one_weight_under_two_names_is_refused(theirs: Path, other: str):
+    rewritten(other, torch.ones(8))(theirs / "model.safetensors")
+    with pytest.raises(ValueError, match=r"holds the same weight as .*pooler\.dense\.bias and as "):
+        open_source(theirs)
+
+
+@pytest.fixture
+def sharded(theirs: Path) -> Path:
+    """Return the folder of ``theirs`` as transformers saves it in several files."""
+    from_pretrained(theirs).save_pretrained(folder := theirs.with_name("sharded"), max_shard_size="3KB")
+    assert len(list(folder.glob("model-0*"))) > 2
+    return folder
+
+
+INDEX = "model.safetensors.index.json"
+
+
+@pytest.mark.parametrize("named", ["", INDEX])
+def test_weights_in_several_files(sharded: Path, tmp_path: Path, named: str):
+    source = open_source(sharded / named)
+    expected = open_source(tmp_path / "theirs")
+    assert source.model == expected.model
+    assert source.weights.keys() == expected.weights.keys()
+    assert all(torch.equal(weight.read(), expected.weights[name].read()) for name, weight in source.weights.items())
+    before = source.digest()
+    last = max(sharded.glob("model-0*"))
+    renamed(last, lambda name: f"module.{name}")
+    assert source.digest() != before
+    shutil.copy(tmp_path / "theirs" / "model.safetensors", sharded)
+    assert open_source(sharded).digest() == expected.digest()  # transformers prefers the single file, too
+
+
+def misplaced(folder: Path, **changes: Any) -> None:
+    """Change the files in which the index looks for weights."""
+    index = json.loads((folder / INDEX).read_text())
+    (folder / INDEX).write_text(json.dumps(index | {"weight_map": index["weight_map"] | changes}))
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (
+            lambda folder: max(folder.glob("model-0*")).unlink(),
+            r"index\.json names files that are missing \(model-0",
+        ),
+        (lambda folder: os.truncate(max(folder.glob("model-0*")), 50), "not a whole safetensors file"),
+        (lambda folder: misplaced(folder, more=min(folder.glob("model-0*")).name), "safetensors lacks more, which"),
+        (lambda folder: misplaced(folder, more="../theirs/model.safetensors"), "is not the name of a safetensors file"),
+        (lambda folder: misplaced(folder, more="/etc/passwd"), "is not the name of a safetensors file"),
+        (lambda folder: misplaced(folder, more=f"{'x' * 300}.safetensors"), "is not the name of a safetensors file"),
+        (lambda folder: misplaced(folder, more=3), "index.json"),
+        (lambda folder: (folder / INDEX).write_text('{"weight_map": {}}'), "index.json lacks bert"),
+        (lambda folder: (folder / INDEX).write_text("{}"), "weight_map"),
+        (lambda folder: (folder / INDEX).write_text("[" * 100_000), "index.json"),
+        (lambda folder: (folder / INDEX).write_text(" " * 2_000_000), "2,000,000 bytes, expected at most"),
+    ],
+)
+def test_a_folder_of_several_files_that_is_damaged(sharded: Path, spoil: Callable[[Path], object], message: str):
+    spoil(sharded)
+    with pytest.raises(ValueError, match=message):
+        open_source(sharded)
+
+
 @pytest.mark.parametrize("content", [b"PK\x03\x04" + bytes(99), b"\x80\x02" + bytes(99)], ids=["zip", "pickle"])
-def test_pickles_are_refused(tmp_path: Path, content: bytes):
-    (tmp_path / "pytorch_model.bin").write_bytes(content)
-    for path in (tmp_path, tmp_path / "pytorch_model.bin"):
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "pytorch_model-00001-of-00002.bin"])
+def test_pickles_are_refused(tmp_path: Path, content: bytes, name: str):
+    (tmp_path / name).write_bytes(content)
+    for path in (tmp_path, tmp_path / name):
         with pytest.raises(ValueError, match="is a pickle file, which can run any code"):
             open_source(path)
 

@@ -9,6 +9,7 @@ from bert import evaluate
 from bert.checkpoints.weights import save_weights
 from bert.evaluation import Evaluator
 from dataloading.dataset.folder import open_dataset
+from dataloading.text.vocabulary import Vocabulary
 from tests.bert.small_models import CPU, OF_SMALL_RUN, PLAIN, drawn_model
 from tests.conftest import SmallRun
 from tests.distributed.ranks import Ranks
@@ -59,6 +60,19 @@ def test_the_accuracy_of_a_checkpoint_and_whether_it_is_as_expected(
     verdict = f"as expected: {expected}" if status == 0 else f"expected {expected} within {tolerance}, found "
     assert said.splitlines()[-1].startswith(verdict)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_unknown_tokens_may_be_left_out(
+    settings: list[str], small_run: SmallRun, capsys: pytest.CaptureFixture[str]
+) -> None:
+    labels = small_run.evaluation.masked_lm_ids
+    known = int((labels != Vocabulary.from_file(small_run.folder / "vocab.txt").ids["[UNK]"]).sum())
+    assert known < len(labels)
+    for option, counts in (("", f"{len(labels)} masked tokens"), ("no-", f"{known} masked tokens")):
+        assert evaluate.main([*settings, f"--evaluation.{option}unknown-tokens"]) == 0
+        said = capsys.readouterr().out
+        assert f" of {counts} of 50 samples" in said
+        assert ("without [UNK]" in said) == bool(option)
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,9 +16,11 @@ from dataloading.batches.loader import batch_of
 from dataloading.dataset.folder import Dataset, open_dataset
 from tests.bert.recording import Recording, recordable_attention
 from tests.bert.small_models import OF_SMALL_RUN, PLAIN, drawn_model
-from tests.conftest import SmallRun
+from tests.conftest import SmallRun, write_small_dataset
 
 pytestmark = pytest.mark.oldest_torch
+UNKNOWN = 1
+"""Id of [UNK] in the vocabulary of ``SmallRun``."""
 
 
 @pytest.fixture(autouse=True)
@@ -37,8 +40,10 @@ def model() -> BertForPreTraining:
     return drawn_model(OF_SMALL_RUN, 3)
 
 
-def evaluator(dataset: Dataset, batch_size: int, rank: int = 0, world_size: int = 1) -> Evaluator:
-    return Evaluator(dataset, Mesh(rank, world_size, 0, torch.device("cpu")), batch_size)
+def evaluator(
+    dataset: Dataset, batch_size: int, rank: int = 0, world_size: int = 1, ignored_id: int | None = None
+) -> Evaluator:
+    return Evaluator(dataset, Mesh(rank, world_size, 0, torch.device("cpu")), batch_size, ignored_id)
 
 
 @pytest.mark.parametrize(("batch_size", "most"), [(1, 16), (3, 16), (64, 2)])
@@ -71,6 +76,41 @@ def test_accuracy_is_counted_exactly_and_captured_in_few_graphs(
         capturer.replays.clear()
         assert captured(model, PLAIN) == expected
         assert len(capturer.replays) == -(-len(dataset) // batch_size), "every batch has been captured"
+
+
+def with_unknown(small_run: SmallRun, folder: Path, every: int) -> Dataset:
+    """Write the evaluation set with [UNK] in place of every n-th masked token."""
+    labels = small_run.evaluation.masked_lm_ids.copy()
+    labels[::every] = UNKNOWN
+    write_small_dataset(folder, replace(small_run.evaluation, masked_lm_ids=labels), small_run.folder / "vocab.txt")
+    return open_dataset(folder)
+
+
+@pytest.mark.parametrize("warm", [False, True])
+def test_unknown_tokens_are_left_out_if_they_do_not_count(
+    small_run: SmallRun, model: BertForPreTraining, tmp_path: Path, warm: bool
+) -> None:
+    """The model predicts [UNK] more often than any word."""
+    with torch.no_grad():
+        model.decoder_bias[UNKNOWN] = 0.2
+    dataset = with_unknown(small_run, tmp_path / "some", every=3)
+    batch = batch_of(dataset.take(np.arange(len(dataset))))
+    with torch.no_grad():
+        predicted = model.eval().masked_lm_logits(model.head_inputs(batch)[1]).argmax(-1)
+    is_right, is_known = predicted == batch.masked_lm_ids, batch.masked_lm_ids != UNKNOWN
+    for ignored_id, counted in ((None, torch.ones_like(is_known)), (UNKNOWN, is_known)):
+        evaluate = evaluator(dataset, 16, ignored_id=ignored_id)
+        if warm:
+            evaluate.warm_up(model, PLAIN, Recording())
+        assert evaluate(model, PLAIN) == Accuracy(int((is_right & counted).sum()), int(counted.sum()))
+    assert 0 < int((is_right & is_known).sum()) < int(is_right.sum()), "the two accuracies differ"
+
+
+def test_a_set_without_known_tokens_is_refused(small_run: SmallRun, model: BertForPreTraining, tmp_path: Path) -> None:
+    dataset = with_unknown(small_run, tmp_path / "none", every=1)
+    assert evaluator(dataset, 16)(model, PLAIN).count > 0
+    with pytest.raises(ValueError, match=r"none: every masked token is \[UNK\], so the vocabulary does not fit"):
+        evaluator(dataset, 16, ignored_id=UNKNOWN)(model, PLAIN)
 
 
 @pytest.mark.parametrize("world_size", [3, 64])

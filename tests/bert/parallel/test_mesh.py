@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 
 from bert.configuration.sections import ParallelConfig
-from bert.parallel import rendezvous
+from bert.parallel import launch, rendezvous
 from bert.parallel.launch import Launch
-from bert.parallel.master_port import require_free_port
+from bert.parallel.master_port import free_port, require_free_port
 from bert.parallel.mesh import TIMEOUT, Mesh, join_mesh, require_whole_copies
 from bert.parallel.reduction.gradients import Communicators
 from bert.parallel.rendezvous import Identity, allow_descriptors, group_by_host
@@ -60,6 +60,7 @@ SRUN = {
         (SRUN | MPIRUN | TORCHRUN, (5, 8, 1, 4)),
         ({name: value for name, value in SRUN.items() if name != "SLURM_STEP_ID"}, (0, 1, 0, 0)),
         (SRUN | {"SLURM_NNODES": "3"}, (7, 8, 3, 0)),
+        (SRUN | {"SLURM_STEP_NUM_TASKS": "16", "SLURM_STEP_NUM_NODES": "4", "SLURM_NTASKS": "?"}, (7, 16, 3, 4)),
     ],
 )
 def test_a_launcher_is_read(
@@ -69,6 +70,47 @@ def test_a_launcher_is_read(
         monkeypatch.setenv(name, value)
     launch = Launch.from_environment()
     assert (launch.rank, launch.world_size, launch.local_rank, launch.local_size) == expected
+
+
+@pytest.mark.parametrize("has_terminal", [True, False])
+def test_a_shell_of_slurms_starts_a_single_process(monkeypatch: pytest.MonkeyPatch, has_terminal: bool) -> None:
+    """Tasks of a step without a terminal, which was started from such a shell, are no single processes."""
+    monkeypatch.setattr(launch, "_has_terminal", lambda: has_terminal)
+    for name, value in SRUN.items():
+        monkeypatch.setenv(name, value)
+    assert Launch.from_environment().world_size == 8
+    monkeypatch.setenv("SLURM_PTY_PORT", "34889")
+    assert Launch.from_environment().world_size == (1 if has_terminal else 8)
+    monkeypatch.setenv("MASTER_ADDR", "node0")
+    assert Launch.from_environment().world_size == 8
+    monkeypatch.delenv("MASTER_ADDR")
+    monkeypatch.setenv("SLURM_STEP_ID", "4294967290")
+    assert Launch.from_environment() == Launch()
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_an_address_that_cannot_be_resolved_is_named(monkeypatch: pytest.MonkeyPatch, rank: int) -> None:
+    """A resolver that fails for a moment is asked again, but not for a name that no host can have."""
+    environment = {"RANK": rank, "WORLD_SIZE": 2, "MASTER_ADDR": "a..b", "MASTER_PORT": free_port()}
+    for name, value in environment.items():
+        monkeypatch.setenv(name, str(value))
+    with pytest.raises(ValueError, match=r"MASTER_ADDR is 'a\.\.b', .*\(.*label empty"):
+        join_mesh("cpu")
+    failures = [socket.gaierror(socket.EAI_AGAIN, "Temporary failure in name resolution")] * 3
+
+    def resolve(*_: object, **__: object) -> list[str]:
+        if failures:
+            raise failures.pop()
+        return ["an address"]
+
+    monkeypatch.setattr(socket, "getaddrinfo", resolve)
+    rendezvous._require_resolvable("node0")
+    assert not failures
+    failures += [socket.gaierror(socket.EAI_NONAME, "Name or service not known")]
+    monkeypatch.setattr(rendezvous, "_RESOLUTION_S", -1)
+    monkeypatch.setenv("MASTER_ADDR", "nowhere")
+    with pytest.raises(ValueError, match=r"MASTER_ADDR is 'nowhere', .*\(Name or service not known\): set it to"):
+        join_mesh("cpu")
 
 
 @pytest.mark.parametrize(
