@@ -24,6 +24,7 @@ from dataloading.preparation.pretraining_data import samples_info, samples_of
 from dataloading.shards.formats import write_shard
 from dataloading.text.documents import divide_lines, read_lines
 from dataloading.text.losses import TextCounts
+from dataloading.text.sentences import sentence_splitter
 from dataloading.text.tokenization import Tokenizer
 from dataloading.text.vocabulary import (
     SPECIAL_TOKENS,
@@ -32,7 +33,6 @@ from dataloading.text.vocabulary import (
     Vocabulary,
     find_normalization,
 )
-from dataloading.text.wikipedia import sentence_splitter
 
 FEWEST_DOCUMENTS = 20
 """Smallest number of documents that gives a meaningful evaluation set."""

@@ -27,6 +27,7 @@ from pathlib import Path
 from console.files import atomic_path, read_bounded, read_json, write_atomically
 from dataloading.jobs import Made, Report, begun, make_files
 from dataloading.options import ExtractionOptions, Sentences
+from dataloading.text.sentences import sentence_splitter
 
 JOB_NAME = "extract.json"
 _HELD_OUT = "held-out"
@@ -72,8 +73,6 @@ _REMOVED: tuple[str | re.Pattern[str], ...] = (
     *("}</graph>", "</graph>", "</references>"),
     re.compile(r"<poem [^>]*>"),
 )
-
-_SENTENCE_END = re.compile(r"(?<=[.!?])\s+(?=[A-Z0-9\"(])")
 
 
 def find_inputs(paths: Sequence[Path]) -> list[Path]:
@@ -254,27 +253,6 @@ def gathered(training: Sequence[str]) -> bytes:
     return joined(training).removeprefix("\ufeff".encode()).removesuffix(b"\n")
 
 
-def sentence_splitter(sentences: Sentences) -> Callable[[str], list[str]]:
-    """Return a function that splits a line into sentences. Raises ``ValueError`` if nltk or its data is missing."""
-    if sentences == "plain":
-        return _split_plainly
-    try:
-        from nltk.tokenize import sent_tokenize  # pyright: ignore[reportMissingImports]
-
-        # nltk looks for its data only when it is called.
-        sent_tokenize("")
-    except ImportError:
-        raise ValueError(
-            "sentences is punkt, and the package nltk is not installed: pip install nltk, or use plain"
-        ) from None
-    except LookupError:
-        raise ValueError(
-            "sentences is punkt, and nltk finds no data for it: python -m nltk.downloader punkt_tab (with nltk before 3.9: "
-            "punkt), and set NLTK_DATA when it is not in one of nltk's own places; or use plain"
-        ) from None
-    return sent_tokenize
-
-
 def _lines(text: str) -> list[str]:
     """Return the lines of ``text``, with every line ending replaced by a line feed."""
     # splitlines() would also split at form feeds and Unicode's separators.
@@ -299,11 +277,6 @@ def _clean_line(line: str) -> str:
     for rule in _REMOVED:
         line = line.replace(rule, "") if isinstance(rule, str) else rule.sub("", line)
     return line
-
-
-def _split_plainly(line: str) -> list[str]:
-    text = line.strip()
-    return _SENTENCE_END.split(text) if text else []
 
 
 def joined(articles: Sequence[str]) -> bytes:

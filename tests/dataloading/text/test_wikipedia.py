@@ -10,6 +10,7 @@ import pytest
 
 from dataloading.jobs import JobProgress
 from dataloading.options import ExtractionOptions, Sentences
+from dataloading.text.sentences import sentence_splitter
 from dataloading.text.wikipedia import (
     _plan,
     articles,
@@ -19,7 +20,6 @@ from dataloading.text.wikipedia import (
     gathered,
     hold_out,
     segment,
-    sentence_splitter,
 )
 from tests.conftest import REPOSITORY
 
