@@ -35,7 +35,7 @@ KNOWN: Mapping[str, tuple[int, str]] = {
 """Size in bytes and MD5 sum, by file name. For the other parts of the text, the downloader stores a list of MD5 sums."""
 
 _PART = re.compile(r"part-(\d{5})-of-(\d{5})")
-_WIKI = re.compile(r"wiki_\d\d")
+_WIKI = re.compile(r"wiki_\d\d(\.bz2)?")
 _CHECKPOINT = re.compile(r"(.+)\.(?:index|data-\d{5}-of-(\d{5}))")
 _LISTED = re.compile(r"([0-9a-fA-F]{32}) [ *](.+)")
 _MAX_LIST_BYTES = 64 << 20
@@ -68,7 +68,7 @@ class Inputs:
     evaluation: tuple[Path, ...] = ()
     """The file eval.txt."""
     articles: tuple[Path, ...] = ()
-    """WikiExtractor's files. They are used if there is no preprocessed text."""
+    """WikiExtractor's files. They are used if there is no preprocessed text. Extraction refuses compressed files."""
     lists: tuple[Path, ...] = ()
     """Lists of MD5 sums that were found beside the data."""
 

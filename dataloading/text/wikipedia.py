@@ -20,8 +20,10 @@ import hashlib
 import json
 import random
 import re
+import string
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from itertools import chain
 from pathlib import Path
 
 from console.files import atomic_path, read_bounded, read_json, write_atomically
@@ -74,18 +76,28 @@ _REMOVED: tuple[str | re.Pattern[str], ...] = (
     re.compile(r"<poem [^>]*>"),
 )
 
+_NOT_IN_TEXT = re.compile("[\0\ud800-\udfff]")
+"""Characters that JSON can escape, but the text of a shard cannot contain."""
+
 
 def find_inputs(paths: Sequence[Path]) -> list[Path]:
     """Return the WikiExtractor files in ``paths``: each file, and ``wiki_??`` and ``*/wiki_??`` in each folder."""
     files: list[Path] = []
     for path in paths:
         # The order of the files determines each file's part, and the seed for drawing articles from the file.
-        within = [path] if path.is_file() else sorted([*path.glob("*/wiki_??"), *path.glob("wiki_??")], key=str)
+        names = ("*/wiki_??", "wiki_??", "*/wiki_??.bz2", "wiki_??.bz2")
+        within = [path] if path.is_file() else sorted(chain.from_iterable(map(path.glob, names)), key=str)
         if not within:
             raise ValueError(f"{path}: no wiki_?? or */wiki_?? there; expected WikiExtractor's files or their folder")
         files += within
     if not files:
         raise ValueError("no input named; expected WikiExtractor's files or their folder")
+    if packed := [file for file in files if file.suffix == ".bz2" and file.with_suffix("") not in files]:
+        raise ValueError(
+            f"{packed[0]}: {len(packed):,} of {len(files):,} input files are compressed; unpack them with bunzip2, or run "
+            "WikiExtractor without --compress"
+        )
+    files = [file for file in files if file.suffix != ".bz2"]
     if len({file.resolve() for file in files}) < len(files):
         raise ValueError("an input is named twice; its articles would repeat")
     return files
@@ -113,9 +125,15 @@ def extract(
         records = [_record_of(task) for task in tasks]
         evaluation = [article for record in records for article in record["evaluation"]]
         md5s = (hashlib.md5(article.rstrip().encode(), usedforsecurity=False).hexdigest() for article in evaluation)
+        trained = sum(record["articles"] for record in records)
+        if not trained:
+            raise ValueError(
+                f"no article with text is left for training, and {len(evaluation):,} are held out; name files of articles "
+                "with text, or use fewer evaluation_articles"
+            )
         write_atomically(out / "eval.txt", joined(evaluation))
         write_atomically(out / "eval.md5", "".join(f"{md5}\n" for md5 in md5s).encode())
-    return len(tasks), sum(record["articles"] for record in records), len(evaluation)
+    return len(tasks), trained, len(evaluation)
 
 
 @dataclass(frozen=True)
@@ -170,7 +188,8 @@ def _make_part(task: _Task) -> Made:
         for path, (count, seed) in zip(task.inputs, task.held_out, strict=True):
             content = read_bounded(path, _MAX_INPUT_BYTES, "give WikiExtractor's files, of 1 MB by default")
             try:
-                training, held_out = hold_out(segment(clean(articles(_decoded(content))), split), count, seed)
+                cleaned = clean(articles(plain_format(_decoded(content))))
+                training, held_out = hold_out(segment(cleaned, split), count, seed)
             except ValueError as error:
                 raise ValueError(f"{path}: {error}") from None
             file.write(gathered(training))
@@ -192,6 +211,41 @@ def _decoded(content: bytes) -> str:
         return content.decode()
     except UnicodeDecodeError as error:
         raise ValueError(f"is not UTF-8 at byte {error.start:,}; expected the text that WikiExtractor writes") from None
+
+
+def plain_format(text: str) -> str:
+    """Return the text of a WikiExtractor file in the plain format, to which the output of ``--json`` is converted.
+
+    Raises ``ValueError`` for any other text.
+    """
+    beginning = text.lstrip("\ufeff" + string.whitespace)
+    if beginning.startswith("{"):
+        # json.loads() refuses a byte order mark.
+        lines = enumerate(_lines(text.removeprefix("\ufeff")), 1)
+        return "".join(_plain_article(line, number) for number, line in lines if line.strip())
+    if "<doc" in beginning:
+        return text
+    found = f"begins with {beginning[:60]!r}" if beginning else "holds no text"
+    raise ValueError(
+        f"{found}; expected WikiExtractor's output: <doc ...>, text and </doc>, or with --json an object on each line. Run "
+        "WikiExtractor on a dump of Wikipedia; give other text to from-text or prepare"
+    )
+
+
+def _plain_article(line: str, number: int) -> str:
+    try:
+        article = json.loads(line)
+    except (ValueError, RecursionError):
+        article = None
+    text, title = (article.get("text"), article.get("title", "")) if isinstance(article, dict) else (None, "")
+    if not isinstance(text, str) or not isinstance(title, str) or _NOT_IN_TEXT.search(text):
+        raise ValueError(
+            f"line {number:,} is {line[:60].rstrip()!r}...; expected a whole JSON object with the strings title and text; "
+            "run WikiExtractor again"
+        )
+    # `articles` drops the line after <doc>. The text of WikiExtractor 2 begins with the title and an empty line.
+    title_line = "" if f"{text}\n".startswith(f"{title}\n\n") else "\n"
+    return f"<doc>\n{title_line}{text}\n</doc>\n"
 
 
 def articles(text: str) -> str:

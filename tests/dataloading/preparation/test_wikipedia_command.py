@@ -296,6 +296,17 @@ def test_articles_of_the_dump_are_made_text_in_parts_too(stand_in: StandIn, tmp_
     assert made[0] == made[1]
 
 
+def test_articles_without_text_and_compressed_articles_are_refused(run: Run, tmp_path: Path) -> None:
+    articles = tmp_path / "articles" / "AA"
+    articles.mkdir(parents=True)
+    words = ["wikipedia", tmp_path / "articles", "--out", tmp_path / "out", "--sentences", "plain"]
+    (articles / "wiki_00").write_text('<doc id="0" url="u" title="A">\nA\n\n\n</doc>\n')
+    assert "no article with text" in run(*words, "--evaluation-articles", "0", fails=True)
+    (articles / "wiki_01.bz2").write_bytes(b"BZh9")
+    assert "wiki_01.bz2: 1 of 2 input files are compressed" in run(*words, fails=True)
+    assert not (tmp_path / "out" / "train").exists()
+
+
 def test_what_was_made_from_something_else_is_left_alone(
     run: Run, own: StandIn, whole: dict[str, object], tmp_path: Path
 ) -> None:

@@ -1,9 +1,11 @@
 """WikiExtractor files become the same text shards, byte for byte, as by the reference's scripts, also after a stop."""
 
+import json
 import re
 import shutil
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -111,6 +113,93 @@ def test_a_file_that_is_no_text_is_named(tmp_path: Path, content: bytes, message
         extract([tmp_path / "text"], tmp_path / "out", PLAIN, jobs=jobs)
     assert not (tmp_path / "out" / "eval.txt").exists()
     assert not list((tmp_path / "out").glob("**/*.partial"))
+
+
+ARTICLES = [
+    ("River", "A [[river|river]] flows. It opens.\nSecond paragraph <ref>x</ref> here.\n"),
+    ("Empty", ""),
+    ("Éclair", "Éclair\nis a <br>cake.\r\n\n- Good? Yes!\u2028\x1cNo."),
+    ("Tags", 'One <doc id=1> two\ndropped line\nthree </doc> four\n{"text": 5}\n[[Category:Tags]]'),
+    ("House", "\nHouse\n\nends here without a line feed"),
+]
+
+
+def plain_article(number: int, title: str, text: str) -> str:
+    return (
+        f'<doc id="{number}" url="https://example.org/?curid={number}" title="{title}">\n{title}\n\n{text}\n\n</doc>\n'
+    )
+
+
+def json_article(number: int, title: str, text: str, *, version: int, ascii_only: bool = False) -> str:
+    """Return an article in the form of WikiExtractor 2, whose text begins with the title, or 3."""
+    whole = {2: f"{title}\n\n{text}" if text else f"{title}\n", 3: text}[version]
+    article = {"id": str(number), "revid": "1", "url": "u", "title": title, "text": whole}
+    return json.dumps(article, ensure_ascii=ascii_only) + "\n"
+
+
+@pytest.mark.parametrize(("version", "ascii_only"), [(2, False), (3, True), (3, False)])
+def test_json_output_gives_the_bytes_of_the_plain_output(version: int, ascii_only: bool, tmp_path: Path) -> None:
+    json_form = partial(json_article, version=version, ascii_only=ascii_only)
+    for form, article in (("plain", plain_article), ("json", json_form)):
+        for file in ("AA/wiki_00", "AA/wiki_01"):
+            (tmp_path / form / file).parent.mkdir(parents=True, exist_ok=True)
+            content = "".join(article(number, *each) for number, each in enumerate(ARTICLES))
+            (tmp_path / form / file).write_text(f"\ufeff{content}" if file.endswith("0") else content, newline="")
+        extract([tmp_path / form], tmp_path / f"{form}-out", replace(PLAIN, evaluation_articles=3))
+    outputs = [tmp_path / f"{form}-out" / "part-00000-of-00001" for form in ("plain", "json")]
+    assert outputs[0].read_bytes().count(b"\n") > 20
+    for path in (outputs[0], outputs[0].with_name("eval.txt")):
+        assert (tmp_path / "json-out" / path.name).read_bytes() == path.read_bytes()
+
+
+GOOD = json_article(1, "Good", "Some text.", version=3)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("", "holds no text"),
+        (" \n\ufeff\n", "holds no text"),
+        ("<mediawiki>\n<page/>\n", "begins with '<mediawiki>"),
+        ("<!doctype html><p>x", "begins with '<!doctype"),
+        ("Some words.\n", "begins with 'Some words"),
+        ("[1]\n", "begins with"),
+        (f"{GOOD}\n{GOOD[:30]}", "line 3 is .*expected a whole JSON object"),
+        (GOOD + "[]\n", "line 2 is "),
+        (GOOD + '{"title": "x"}\n', "line 2 is "),
+        ('{"title": "x", "text": ["<doc id=1>"]}\n', "line 1 is "),
+        ('{"title": 5, "text": "x"}\n', "line 1 is "),
+        ('{"text": "x\\ud800"}\n', "line 1 is "),
+        ('{"text": "x\\u0000"}\n', "line 1 is "),
+        ('{"a": ' + 100_000 * "[", "line 1 is "),
+        ('{"a": ' + 10_000 * "1" + "}", "line 1 is "),
+    ],
+)
+def test_another_file_among_the_inputs_is_named(content: str, message: str, tmp_path: Path) -> None:
+    shutil.copytree(TEXT, tmp_path / "text")
+    (tmp_path / "text" / "AB" / "wiki_01").write_text(content)
+    with pytest.raises(ValueError, match=f"AB/wiki_01: (?:{message})"):
+        extract([tmp_path / "text"], tmp_path / "out", replace(PLAIN, evaluation_articles=0))
+    assert not (tmp_path / "out" / "eval.txt").exists()
+
+
+def test_no_text_for_training_is_an_error(tmp_path: Path) -> None:
+    file = tmp_path / "wiki_00"
+    for text, held_out in (("", 0), ("\n[[Category:Empty]]\n", 0), ("Some text.", 2)):
+        file.write_text(plain_article(0, "A", text))
+        with pytest.raises(ValueError, match="no article with text is left for training"):
+            extract([file], tmp_path / f"out{len(text)}", replace(PLAIN, evaluation_articles=held_out))
+        assert not list(tmp_path.glob("out*/eval*"))
+
+
+def test_compressed_files_are_named_unless_they_are_unpacked_beside(tmp_path: Path) -> None:
+    for name in ("wiki_00.bz2", "wiki_01.bz2", "wiki_01"):
+        (tmp_path / name).write_bytes(b"BZh9")
+    for given in (tmp_path, tmp_path / "wiki_00.bz2"):
+        with pytest.raises(ValueError, match=r"wiki_00.bz2: 1 of \d input files are compressed; unpack"):
+            find_inputs([given])
+    (tmp_path / "wiki_00").write_text("x")
+    assert find_inputs([tmp_path]) == [tmp_path / "wiki_00", tmp_path / "wiki_01"]
 
 
 def test_what_is_whole_is_kept_and_the_rest_made_again(tmp_path: Path) -> None:
