@@ -4,35 +4,24 @@ import glob
 import hashlib
 import json
 import string
-import unicodedata
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import accumulate, chain, groupby
 from pathlib import Path
 
-import tokenizers
-from tokenizers.models import WordPiece
 from tokenizers.normalizers import BertNormalizer
-from tokenizers.pre_tokenizers import BertPreTokenizer
-from tokenizers.trainers import WordPieceTrainer
 
 from console.files import sha256_of, write_atomically
 from dataloading.dataset.folder import Dataset, index_shards, new_folder, shard_name
 from dataloading.options import OwnText, PretrainingOptions
+from dataloading.preparation.learned_vocabulary import learn_vocabulary
 from dataloading.preparation.pretraining_data import samples_info, samples_of
 from dataloading.shards.formats import write_shard
 from dataloading.text.documents import divide_lines, read_lines
 from dataloading.text.losses import TextCounts
 from dataloading.text.sentences import sentence_splitter
 from dataloading.text.tokenization import Tokenizer
-from dataloading.text.vocabulary import (
-    SPECIAL_TOKENS,
-    TOKENIZER_CONFIG,
-    FoundNormalization,
-    Vocabulary,
-    find_normalization,
-)
+from dataloading.text.vocabulary import TOKENIZER_CONFIG, FoundNormalization, Vocabulary, find_normalization
 
 FEWEST_DOCUMENTS = 20
 """Smallest number of documents that gives a meaningful evaluation set."""
@@ -42,9 +31,6 @@ _SHARD_CHARACTERS = 27 << 20
 """Characters of text per shard, as in a part of the benchmark's text. A shard takes 30 bytes of memory per character."""
 
 _SEED_OF_EVALUATION = 54321
-
-_FREQUENT = 20
-"""Minimum number of occurrences of each character in a learned vocabulary's alphabet."""
 
 Document = list[str]
 """List of sentences."""
@@ -144,32 +130,6 @@ def split_documents(documents: Sequence[Document], share: float) -> TextSplit:
         evaluation=[document for digest, document in different.items() if digest in held_out],
         repeated=len(documents) - len(different),
     )
-
-
-def learn_vocabulary(lines: Sequence[str], size: int, normalizer: BertNormalizer) -> list[str]:
-    """Learn at most ``size`` tokens. Return the special tokens, characters and learned pieces in id order.
-
-    ``lower`` lower-cases the text and strips accents. The alphabet is passed to the trainer as sorted special tokens.
-    Otherwise the trainer would number the characters differently in each run, and the learned pieces depend on the numbers.
-    """
-    text = [normalizer.normalize_str(line) for line in lines]
-    counts = Counter(chain.from_iterable(text))
-    alphabet = sorted(
-        character
-        for character, count in counts.items()
-        if count >= _FREQUENT and not character.isspace() and unicodedata.category(character) != "Cc"
-    )
-    # Include each character as a continuation as well, so that a word of known characters is never [UNK].
-    fixed = [*SPECIAL_TOKENS, *alphabet, *(f"##{character}" for character in alphabet)]
-    if size <= len(fixed):
-        raise ValueError(f"a vocabulary of {size} has no room for more than its {len(fixed)} characters: ask for more")
-    tokenizer = tokenizers.Tokenizer(WordPiece(unk_token="[UNK]"))
-    tokenizer.pre_tokenizer = BertPreTokenizer()
-    # limit_alphabet is 0 because the special tokens already include the alphabet.
-    trainer = WordPieceTrainer(vocab_size=size, special_tokens=fixed, limit_alphabet=0, show_progress=False)
-    tokenizer.train_from_iterator(text, trainer)
-    ids = tokenizer.get_vocab()
-    return sorted(ids, key=ids.__getitem__)
 
 
 def _documents(paths: Sequence[Path], own: OwnText) -> list[Document]:

@@ -130,7 +130,7 @@ def test_lines_are_split_into_sentences(tmp_path: Path) -> None:
         ({"evaluation_share": 0.0}, "evaluation_share is 0.0"),
         ({"evaluation_share": float("nan")}, "evaluation_share is nan"),
         ({"max_seq_length": 4}, "max_seq_length is 4"),
-        ({"vocab_size": 10}, "a vocabulary of 10 has no room"),
+        ({"vocab_size": 5}, "a vocabulary of 5 has no room"),
         ({"vocab": Path("empty")}, "empty holds neither vocab.txt nor tokenizer.json"),
         ({"vocab": Path("absent")}, "absent: No such file"),
         ({"text": (Path("absent"),)}, "absent: there is no such file"),

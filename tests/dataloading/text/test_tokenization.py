@@ -7,11 +7,9 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers.normalizers import BertNormalizer
 
 from benchmarks.data_stages import reference_prepare
 from dataloading.options import Normalization
-from dataloading.preparation.own_text import learn_vocabulary
 from dataloading.text.tokenization import Tokenizer, split_words
 from dataloading.text.vocabulary import Vocabulary
 
@@ -104,18 +102,3 @@ def test_a_bad_vocabulary_is_refused(tmp_path: Path, content: bytes, message: st
     with pytest.raises(ValueError, match=message) as caught:
         Tokenizer(Vocabulary.from_file(path))
     assert str(path) in str(caught.value)
-
-
-LINES = ["The loader reads the sample, and the reader loads it again.", "Loading and reading are both work."] * 30
-
-
-def test_a_learned_vocabulary_is_the_same_every_time_and_knows_its_text() -> None:
-    tokens = learn_vocabulary(LINES, 70, BertNormalizer())
-    assert tokens == learn_vocabulary(LINES, 70, BertNormalizer())
-    assert tokens[:5] == SPECIAL_TOKENS
-    assert len(tokens) == len(set(tokens)) == 70
-    assert "the" in tokens
-    ids, _ = Tokenizer(Vocabulary.of_tokens(tokens, Path("vocab.txt"))).encode_lines(LINES)
-    assert tokens.index("[UNK]") not in ids
-    with pytest.raises(ValueError, match="no room"):
-        learn_vocabulary(LINES, 20, BertNormalizer())

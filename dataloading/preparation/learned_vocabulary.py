@@ -1,0 +1,76 @@
+"""Learning of a WordPiece vocabulary from text."""
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from itertools import chain
+
+import tokenizers
+from tokenizers.models import WordPiece
+from tokenizers.normalizers import BertNormalizer
+from tokenizers.pre_tokenizers import BertPreTokenizer
+from tokenizers.trainers import WordPieceTrainer
+
+from dataloading.text.tokenization import MAX_CHARACTERS_PER_WORD
+from dataloading.text.vocabulary import SPECIAL_TOKENS
+
+_FREQUENT = 1 / 20_000
+"""Smallest share of the text's characters that gives a character priority over every longer piece."""
+
+
+def learn_vocabulary(lines: Iterable[str], size: int, normalizer: BertNormalizer) -> list[str]:
+    """Learn at most ``size`` tokens. Return the special tokens, characters and longer pieces in id order.
+
+    A word with an unknown character is [UNK], so frequent characters come first, and rarer ones in up to half of the
+    vocabulary. Longer pieces are learned for the remaining room, and if the text has too few pieces, all other characters
+    follow. A character counts separately at the beginning of a word and, with "##" before it, inside a word.
+    Raises ``ValueError`` if there is no room for any character.
+    """
+    room = size - len(SPECIAL_TOKENS)
+    if room < 1:
+        raise ValueError(
+            f"a vocabulary of {size} has no room for more than the {len(SPECIAL_TOKENS)} special tokens: ask for more"
+        )
+    words = _count_words(lines, normalizer)
+    counts: Counter[str] = Counter()
+    for word, count in words.items():
+        for form in _forms(word):
+            counts[form] += count
+    forms = sorted(counts, key=lambda form: (-counts[form], form))
+    frequent = sum(count >= _FREQUENT * counts.total() for count in counts.values())
+    kept = min(room, max(frequent, size // 2))
+    known = [*SPECIAL_TOKENS, *sorted(forms[:kept])]
+    return [*known, *_longer_pieces(words, known, size), *forms[kept:]][:size]
+
+
+def _count_words(lines: Iterable[str], normalizer: BertNormalizer) -> Counter[str]:
+    # Split each distinct part between blanks only once, because that is slow.
+    parts = Counter(chain.from_iterable(normalizer.normalize_str(line).split() for line in lines))
+    split = BertPreTokenizer().pre_tokenize_str
+    words: Counter[str] = Counter()
+    for part, count in parts.items():
+        for word, _ in split(part):
+            if len(word) <= MAX_CHARACTERS_PER_WORD:  # longer words are [UNK]
+                words[word] += count
+    return words
+
+
+def _forms(word: str) -> list[str]:
+    return [word[0], *(f"##{character}" for character in word[1:])]
+
+
+def _longer_pieces(words: Counter[str], known: Sequence[str], size: int) -> list[str]:
+    """Learn pieces from the words of ``known`` characters, until there are ``size`` tokens or no more pieces."""
+    forms = set(known)
+    learnable = Counter({word: count for word, count in words.items() if forms.issuperset(_forms(word))})
+    # The trainer expects each character in its initial form, too.
+    extra = sorted({form[2:] for form in known if form.startswith("##")} - forms)
+    # The forms are special tokens, and the alphabet is empty. The trainer would otherwise number the characters differently
+    # in each run, and the learned pieces depend on the numbers.
+    fixed = [*known, *extra]
+    trainer = WordPieceTrainer(
+        vocab_size=size + len(extra), special_tokens=fixed, limit_alphabet=0, show_progress=False
+    )
+    tokenizer = tokenizers.Tokenizer(WordPiece(unk_token="[UNK]"))
+    tokenizer.train_from_iterator(learnable.elements(), trainer)
+    ids = tokenizer.get_vocab()
+    return sorted(ids, key=ids.__getitem__)[len(fixed) :]

@@ -1,0 +1,103 @@
+"""Learned vocabularies: they know the characters of the text, and are the same in every process."""
+
+import os
+import subprocess
+import sys
+from itertools import product
+from pathlib import Path
+
+import pytest
+from tokenizers.normalizers import BertNormalizer
+
+from dataloading.preparation.learned_vocabulary import learn_vocabulary
+from dataloading.text.tokenization import Tokenizer
+from dataloading.text.vocabulary import SPECIAL_TOKENS, Vocabulary
+from tests.conftest import REPOSITORY
+
+ENGLISH = ["The loader reads the sample, and the reader loads it again.", "Loading and reading are both work."] * 30
+IDEOGRAPHS = [chr(code_point) for code_point in range(0x4E00, 0x4E00 + 600)]
+CHINESE = [" ".join(IDEOGRAPHS[: 600 // share]) for share in range(1, 30)]
+"""Ideographs of which the first 20 are in all lines, and half are in one line only."""
+HANGUL = [chr(0xAC00 + first) + chr(0xAC00 + (7 * first) % 500) for first in range(500)]
+TEXTS = {
+    "English": ENGLISH,
+    "Chinese": CHINESE,
+    "Korean": HANGUL,
+    "mixed": ENGLISH + CHINESE + HANGUL + ["q\u0301 \U0001f600"],
+}
+
+
+def learn(lines: list[str], size: int, *, lower: bool = True) -> list[str]:
+    return learn_vocabulary(lines, size, BertNormalizer(lowercase=lower))
+
+
+def unknown_share(tokens: list[str], lines: list[str], *, lower: bool = True) -> float:
+    ids, _ = Tokenizer(Vocabulary.of_tokens(tokens, Path("vocab.txt")), lower).encode_lines(lines)
+    return float((ids == tokens.index("[UNK]")).mean())
+
+
+@pytest.mark.parametrize("name", TEXTS)
+@pytest.mark.parametrize("lower", [True, False])
+def test_no_character_is_unknown_if_there_is_room(name: str, lower: bool) -> None:
+    lines = TEXTS[name]
+    tokens = learn(lines, 5000, lower=lower)
+    assert tokens[:5] == list(SPECIAL_TOKENS)
+    assert len(set(tokens)) == len(tokens) <= 5000
+    assert unknown_share(tokens, lines, lower=lower) == 0
+    assert ("the" in tokens) == (lines[0] == ENGLISH[0])
+
+
+@pytest.mark.parametrize("size", [6, 40, 60, 400])
+def test_the_most_frequent_characters_are_kept_if_the_vocabulary_is_small(size: int) -> None:
+    assert set(learn(CHINESE, size)[5:]) == set(IDEOGRAPHS[: size - 5])
+    assert len(learn(TEXTS["mixed"], size)) == size
+
+
+def test_frequent_characters_come_before_longer_pieces() -> None:
+    tokens = learn(ENGLISH, 60)
+    assert unknown_share(tokens, ENGLISH) == 0
+    assert "the" in tokens
+    # In this text, "w" begins words only.
+    assert "w" in tokens
+    assert "##w" not in tokens
+
+
+def test_rare_characters_come_before_longer_pieces_in_half_of_the_vocabulary() -> None:
+    words = " ".join(map("".join, product("bdfgk", "aeiou", "lmnrst")))
+    lines = [*[words] * 50, " ".join(IDEOGRAPHS)]
+    tokens = learn(lines, 100)
+    assert sum(len(token.removeprefix("##")) == 1 for token in tokens) == 50
+    assert len(tokens) == 100
+    assert unknown_share(learn(lines, 1000), lines) == 0
+
+
+@pytest.mark.parametrize("size", [0, 5])
+def test_a_vocabulary_without_room_for_characters_is_refused(size: int) -> None:
+    with pytest.raises(ValueError, match=f"a vocabulary of {size} has no room"):
+        learn(ENGLISH, size)
+
+
+def test_words_that_are_always_unknown_take_no_room() -> None:
+    tokens = learn([*ENGLISH, "\u0416" * 201], 500)
+    assert not any("\u0436" in token for token in tokens)
+    assert learn(["", " \t"], 100) == list(SPECIAL_TOKENS)
+
+
+@pytest.mark.slow
+def test_other_processes_learn_the_same() -> None:
+    code = """
+from tests.dataloading.preparation.test_learned_vocabulary import TEXTS, learn
+print([learn(TEXTS[name], size) for name in TEXTS for size in (60, 300, 900)])
+"""
+    outputs = [
+        subprocess.run(
+            [sys.executable, "-c", code],
+            check=True,
+            cwd=REPOSITORY,
+            env=os.environ | {"PYTHONHASHSEED": seed, "RAYON_NUM_THREADS": seed},
+            stdout=subprocess.PIPE,
+            text=True,
+        ).stdout
+        for seed in ("1", "2")
+    ]
+    assert outputs[0] == outputs[1] == f"{[learn(TEXTS[name], size) for name in TEXTS for size in (60, 300, 900)]}\n"
