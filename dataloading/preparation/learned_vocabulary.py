@@ -6,18 +6,17 @@ from itertools import chain
 
 import tokenizers
 from tokenizers.models import WordPiece
-from tokenizers.normalizers import BertNormalizer
-from tokenizers.pre_tokenizers import BertPreTokenizer
 from tokenizers.trainers import WordPieceTrainer
 
-from dataloading.text.tokenization import MAX_CHARACTERS_PER_WORD
+from dataloading.options import Normalization
+from dataloading.text.tokenization import MAX_CHARACTERS_PER_WORD, split_words
 from dataloading.text.vocabulary import SPECIAL_TOKENS
 
 _FREQUENT = 1 / 20_000
 """Smallest share of the text's characters that gives a character priority over every longer piece."""
 
 
-def learn_vocabulary(lines: Iterable[str], size: int, normalizer: BertNormalizer) -> list[str]:
+def learn_vocabulary(lines: Iterable[str], size: int, normalization: Normalization) -> list[str]:
     """Learn at most ``size`` tokens. Return the special tokens, characters and longer pieces in id order.
 
     A word with an unknown character is [UNK], so frequent characters come first, and rarer ones in up to half of the
@@ -30,28 +29,17 @@ def learn_vocabulary(lines: Iterable[str], size: int, normalizer: BertNormalizer
         raise ValueError(
             f"a vocabulary of {size} has no room for more than the {len(SPECIAL_TOKENS)} special tokens: ask for more"
         )
-    words = _count_words(lines, normalizer)
+    words = Counter(chain.from_iterable(split_words(line, normalization) for line in lines))
+    words = Counter({word: count for word, count in words.items() if len(word) <= MAX_CHARACTERS_PER_WORD})
     counts: Counter[str] = Counter()
     for word, count in words.items():
         for form in _forms(word):
             counts[form] += count
     forms = sorted(counts, key=lambda form: (-counts[form], form))
-    frequent = sum(count >= _FREQUENT * counts.total() for count in counts.values())
-    kept = min(room, max(frequent, size // 2))
+    enough = _FREQUENT * counts.total()
+    kept = min(room, max(size // 2, sum(count >= enough for count in counts.values())))
     known = [*SPECIAL_TOKENS, *sorted(forms[:kept])]
     return [*known, *_longer_pieces(words, known, size), *forms[kept:]][:size]
-
-
-def _count_words(lines: Iterable[str], normalizer: BertNormalizer) -> Counter[str]:
-    # Split each distinct part between blanks only once, because that is slow.
-    parts = Counter(chain.from_iterable(normalizer.normalize_str(line).split() for line in lines))
-    split = BertPreTokenizer().pre_tokenize_str
-    words: Counter[str] = Counter()
-    for part, count in parts.items():
-        for word, _ in split(part):
-            if len(word) <= MAX_CHARACTERS_PER_WORD:  # longer words are [UNK]
-                words[word] += count
-    return words
 
 
 def _forms(word: str) -> list[str]:

@@ -9,8 +9,6 @@ from dataclasses import asdict, dataclass, replace
 from itertools import accumulate, chain, groupby
 from pathlib import Path
 
-from tokenizers.normalizers import BertNormalizer
-
 from console.files import sha256_of, write_atomically
 from dataloading.dataset.folder import Dataset, index_shards, new_folder, shard_name
 from dataloading.options import OwnText, PretrainingOptions
@@ -146,13 +144,8 @@ def _vocabulary(own: OwnText, documents: Sequence[Document]) -> tuple[Vocabulary
         return given, find_normalization(given, own.vocab, own.normalization)
     known = {name: value for name, value in asdict(own.normalization).items() if value is not None}
     normalization = PretrainingOptions(**({"do_lower_case": not own.cased} | known)).normalization
-    normalizer = BertNormalizer(
-        lowercase=normalization.do_lower_case,
-        strip_accents=normalization.strip_accents,
-        handle_chinese_chars=normalization.tokenize_chinese_chars,
-    )
     lines = [sentence for document in documents for sentence in document]
-    tokens = learn_vocabulary(lines, own.vocab_size, normalizer)
+    tokens = learn_vocabulary(lines, own.vocab_size, normalization)
     return Vocabulary.of_tokens(tokens, Path("vocab.txt")), FoundNormalization(normalization, "set by the options")
 
 

@@ -1,7 +1,7 @@
 """Conversion of WikiExtractor files to text shards, byte-identical to the reference's clean-up scripts.
 
-The scripts are in mlcommons/training, bert; the docstrings of the functions name the corresponding scripts. Four steps turn
-each file into sentences:
+The scripts are in mlcommons/training, bert; the docstrings of the functions name the corresponding scripts. Output of
+WikiExtractor's ``--json`` is first converted to its plain format. Four steps turn each file into sentences:
 
     articles     keep the articles' lines without the titles, and put an empty line before each article
     clean        remove the remaining wiki markup, line by line

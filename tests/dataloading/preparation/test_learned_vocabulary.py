@@ -7,8 +7,8 @@ from itertools import product
 from pathlib import Path
 
 import pytest
-from tokenizers.normalizers import BertNormalizer
 
+from dataloading.options import Normalization
 from dataloading.preparation.learned_vocabulary import learn_vocabulary
 from dataloading.text.tokenization import Tokenizer
 from dataloading.text.vocabulary import SPECIAL_TOKENS, Vocabulary
@@ -28,7 +28,7 @@ TEXTS = {
 
 
 def learn(lines: list[str], size: int, *, lower: bool = True) -> list[str]:
-    return learn_vocabulary(lines, size, BertNormalizer(lowercase=lower))
+    return learn_vocabulary(lines, size, Normalization(lower, lower))
 
 
 def unknown_share(tokens: list[str], lines: list[str], *, lower: bool = True) -> float:
