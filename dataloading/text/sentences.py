@@ -7,7 +7,7 @@ from itertools import pairwise
 
 from dataloading.options import Sentences
 
-# Unicode 17's property Sentence_Terminal from U+0080 to U+FFFF, without the one dot leader. The terminals of the higher
+# Unicode 18's property Sentence_Terminal from U+0080 to U+FFFF, without the one dot leader. The terminals of the higher
 # planes belong to rare scripts, and `re` searches for them seven times as slowly.
 _TERMINALS = (
     r"\u0589\u061d-\u061f\u06d4\u0700-\u0702\u07f9\u0837\u0839\u083d\u083e\u0964\u0965\u104a\u104b\u1362\u1367\u1368"
