@@ -28,8 +28,8 @@ class ExtractionOptions:
 
     sentences: Sentences = "punkt"
     """punkt: the reference's sentence tokenizer, from the package nltk. plain: end a sentence after . ! or ? if
-    a space and a capital, digit, double quote or round bracket follow. plain needs no package, but its text differs from
-    the benchmark's."""
+    a space and a capital, digit, quote or bracket follow, and after the sentence ends of other scripts. plain needs no
+    package, but its text differs from the benchmark's."""
     evaluation_articles: int = 10_000
     """Articles to hold out for the evaluation set."""
     part_bytes: int = REFERENCE_PART_BYTES
