@@ -91,7 +91,7 @@ def write_folder(
             parts[name] = Weight(shape, lambda each=weight, count=count, at=place: each.read().chunk(count)[at])
     with atomic_path(out) as folder:
         folder.mkdir()
-        _write_json(folder / "config.json", _configuration(model))
+        _write_json(folder / "config.json", _configuration(model) | {"pad_token_id": vocabulary.ids["[PAD]"]})
         _write_tokenizer(folder, model, vocabulary, normalization)
         # transformers rejects a file without a format in its metadata.
         write_safetensors(folder / "model.safetensors", parts, {"format": "pt"} | dict(metadata))
@@ -106,7 +106,6 @@ def _configuration(model: ModelConfig) -> dict[str, object]:
         "model_type": "bert",
         **{_THEIR_NAMES.get(name, name): value for name, value in asdict(model).items()},
         "hidden_act": "gelu_new",  # the tanh form, as in the reference and this model
-        "pad_token_id": 0,
         "tie_word_embeddings": True,
     }
 

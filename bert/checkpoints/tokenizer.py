@@ -5,12 +5,8 @@ from pathlib import Path
 from bert.checkpoints.sources import CheckpointSource
 from console.program import complain, say
 from dataloading.options import AS_STATED, Normalization, NormalizationOptions
-from dataloading.text.vocabulary import (
-    TOKENIZER,
-    FoundNormalization,
-    Vocabulary,
-    find_normalization,
-)
+from dataloading.text.tokenizer_files import TOKENIZER
+from dataloading.text.vocabulary import FoundNormalization, Vocabulary, find_normalization
 
 
 def tokenizer_of(

@@ -19,7 +19,8 @@ from dataloading.text.documents import divide_lines, read_lines
 from dataloading.text.losses import TextCounts
 from dataloading.text.sentences import sentence_splitter
 from dataloading.text.tokenization import Tokenizer
-from dataloading.text.vocabulary import TOKENIZER_CONFIG, FoundNormalization, Vocabulary, find_normalization
+from dataloading.text.tokenizer_files import TOKENIZER_CONFIG
+from dataloading.text.vocabulary import FoundNormalization, Vocabulary, find_normalization
 
 FEWEST_DOCUMENTS = 20
 """Smallest number of documents that gives a meaningful evaluation set."""
@@ -146,7 +147,9 @@ def _vocabulary(own: OwnText, documents: Sequence[Document]) -> tuple[Vocabulary
     normalization = PretrainingOptions(**({"do_lower_case": not own.cased} | known)).normalization
     lines = [sentence for document in documents for sentence in document]
     tokens = learn_vocabulary(lines, own.vocab_size, normalization)
-    return Vocabulary.of_tokens(tokens, Path("vocab.txt")), FoundNormalization(normalization, "set by the options")
+    return Vocabulary.of_tokens(tokens, Path("vocab.txt")), FoundNormalization(
+        normalization, "of the learned vocabulary"
+    )
 
 
 def _write(

@@ -6,44 +6,29 @@ lower-cased and loses its accents is stated by a tokenizer's files, if there are
 
 import hashlib
 import unicodedata
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
-from console.files import read_bounded, read_json
+from console.files import read_bounded
 from dataloading.options import Normalization, NormalizationOptions
 from dataloading.text.documents import decode_text
+from dataloading.text.tokenizer_files import MAX_TOKENS, TOKENIZER, read_tokens, stated_normalization
 
 _MAX_VOCABULARY_BYTES = 64 << 20
 """Limit on the size of a vocabulary file: a thousand bytes for each of 65,536 tokens."""
 
-MAX_TOKENS = 1 << 16
-"""Largest number of tokens. Ids are stored in 16 bits."""
-
 SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
-
-TOKENIZER, TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
-"""Files of transformers that state the normalization. The first one also holds the vocabulary."""
 
 _ENOUGH = 0.05
 """Share of the tokens that a normalization must make useless to count as wrong for the vocabulary. Vocabularies that were
 learned from lower-cased text have a few tokens with capital letters that were added later, such as markers and names."""
 
-_OTHERWISE = "To split the text as BERT does all the same, name a vocab.txt in another folder"
-
 _MOST_PADDING = 1024
 """Largest multiple to which a table is padded: 128 rows on each of eight ranks."""
-
-_BERT_TOKENIZERS = (
-    "BertTokenizer",
-    "DistilBertTokenizer",
-    "ElectraTokenizer",
-    "PreTrainedTokenizer",
-    "TokenizersBackend",
-)
-"""Classes of transformers that split text as BERT's tokenizer does. Each may have the suffix Fast."""
 
 
 @dataclass(frozen=True)
@@ -54,9 +39,9 @@ class Vocabulary:
 
     @classmethod
     def read(cls, path: Path) -> Self:
-        """Read a vocabulary file, or the vocabulary of a model's folder. Raises ``ValueError`` if there is none."""
+        """Read a vocabulary file, or a tokenizer.json or its folder. Raises ``ValueError`` if there is no vocabulary."""
         if not path.is_dir():
-            return cls.from_file(path)
+            return cls.from_file(path) if path.suffix != ".json" else cls._of(list(chain(*read_tokens(path))), path)
         if (found := cls.from_folder(path)) is None:
             raise ValueError(f"{path} holds neither vocab.txt nor {TOKENIZER}; name a BERT's vocabulary")
         return found
@@ -92,7 +77,7 @@ class Vocabulary:
         listed = cls.from_file(text) if text.is_file() else None
         if not described.is_file():
             return listed
-        rows, added = _rows_of(described)
+        rows, added = read_tokens(described)
         if listed is not None and listed.ids != {token: index for index, token in enumerate(rows) if token}:
             raise ValueError(f"{text} and {TOKENIZER} beside it number tokens differently; delete the wrong one")
         return cls._of([*rows, *added], described)
@@ -240,93 +225,3 @@ def find_normalization(vocabulary: Vocabulary, path: Path, given: NormalizationO
     sources += [] if "do_lower_case" in known else ["guessed from the vocabulary"]
     normalization = Normalization(**(asdict(vocabulary.guess_normalization()) | known))
     return FoundNormalization(normalization, ", ".join(sources), "do_lower_case" in stated)
-
-
-def stated_normalization(folder: Path, decided: Collection[str] = ()) -> tuple[dict[str, bool], str]:
-    """Return the fields of `Normalization` that a tokenizer's files in a folder state, and the names of these files.
-
-    Raises ``ValueError`` if the files describe a tokenizer that splits text in another way than BERT's, or if they disagree
-    about a field that is not ``decided`` otherwise.
-    """
-    stated: dict[str, bool] = {}
-    names = [name for name in (TOKENIZER, TOKENIZER_CONFIG) if (folder / name).is_file()]
-    for name in names:
-        path = folder / name
-        found = read_json(path, _MAX_VOCABULARY_BYTES, "expected a tokenizer of Hugging Face's")
-        found = found if isinstance(found, dict) else {}
-        fields = (
-            _of_tokenizer(found, path) if name == TOKENIZER else _of_tokenizer_config(found, path, TOKENIZER in names)
-        )
-        for field in fields.keys() & stated.keys() - set(decided):
-            if fields[field] != stated[field]:
-                raise ValueError(
-                    f"{folder}: {' and '.join(names)} disagree about {field}; set --{field.replace('_', '-')}"
-                )
-        stated = fields | stated
-    return stated, " and ".join(names) if stated else ""
-
-
-def _of_tokenizer(found: dict[str, Any], path: Path) -> dict[str, bool]:
-    if "normalizer" not in found:
-        return {}
-    normalizer, words = (found.get(name) or {} for name in ("normalizer", "pre_tokenizer"))
-    kinds = tuple(part.get("type") if isinstance(part, dict) else part for part in (normalizer, words))
-    if kinds != ("BertNormalizer", "BertPreTokenizer") or normalizer.get("clean_text") is False:
-        raise ValueError(
-            f"{path}: text is prepared by {kinds[0] or 'nothing'} and {kinds[1] or 'nothing'}; expected BertNormalizer, "
-            f"which cleans the text, and BertPreTokenizer. {_OTHERWISE}"
-        )
-    names = {"lowercase": "do_lower_case", "strip_accents": "strip_accents"}
-    names["handle_chinese_chars"] = "tokenize_chinese_chars"
-    return _booleans({ours: normalizer.get(theirs) for theirs, ours in names.items()}, path)
-
-
-def _of_tokenizer_config(found: dict[str, Any], path: Path, is_described: bool) -> dict[str, bool]:
-    """``is_described`` means that a tokenizer.json says how text is split, whatever class reads it."""
-    kind = str(found.get("tokenizer_class") or "BertTokenizer")
-    is_other = kind.removesuffix("Fast") not in _BERT_TOKENIZERS or found.get("do_basic_tokenize") is False
-    if is_other and not is_described:
-        raise ValueError(
-            f"{path}: a {kind}, do_basic_tokenize {found.get('do_basic_tokenize', True)}; expected a BertTokenizer. "
-            f"{_OTHERWISE}"
-        )
-    return _booleans({name: found.get(name) for name in asdict(Normalization())}, path)
-
-
-def _booleans(fields: Mapping[str, object], path: Path) -> dict[str, bool]:
-    if odd := [
-        f"{name} {value!r}" for name, value in fields.items() if value is not None and not isinstance(value, bool)
-    ]:
-        raise ValueError(f"{path}: {', '.join(odd)}; expected true, false or null")
-    return {name: value for name, value in fields.items() if isinstance(value, bool)}
-
-
-def _rows_of(path: Path) -> tuple[list[str], list[str]]:
-    """Return the tokens of a ``tokenizer.json`` in id order, and the added tokens with ids after them."""
-    tokenizer = read_json(path, _MAX_VOCABULARY_BYTES, "expected a tokenizer of Hugging Face's")
-    tokenizer = tokenizer if isinstance(tokenizer, dict) else {}
-    model = tokenizer.get("model")
-    model = model if isinstance(model, dict) else {}
-    ids, prefix = model.get("vocab"), model.get("continuing_subword_prefix", "##")
-    if model.get("type") != "WordPiece" or prefix != "##" or not isinstance(ids, dict):
-        raise ValueError(f"{path}: no WordPiece vocabulary with ##; expected a tokenizer of BERT's")
-    added = tokenizer.get("added_tokens")
-    listed = {each.get("content"): each.get("id") for each in added or [] if isinstance(each, dict)}
-    extra = {token: index for token, index in listed.items() if token not in ids}
-    return _ordered(ids, 0, path), _ordered(extra, 1 + max(ids.values(), default=-1), path)
-
-
-def _ordered(ids: Mapping[Any, Any], first: int, path: Path) -> list[str]:
-    """Return tokens by id from ``first``. Ids without a token get an empty one."""
-    for token, index in ids.items():
-        # Compare types, because True and 1.0 are equal to 1.
-        if not isinstance(token, str) or type(index) is not int or not first <= index < MAX_TOKENS:
-            raise ValueError(
-                f"{path}: the token {token!r} has the id {index!r}; expected {first} to {MAX_TOKENS - 1:,}"
-            )
-    if len(set(ids.values())) < len(ids):
-        raise ValueError(f"{path}: two tokens have the same id; expected a tokenizer of BERT's")
-    rows = [""] * (1 + max(ids.values(), default=first - 1) - first)
-    for token, index in ids.items():
-        rows[index - first] = token
-    return rows

@@ -143,11 +143,11 @@ def tokenizer(**changes: Any) -> dict[str, Any]:
         (tokenizer(normalizer={"type": "Lowercase"}), {}, "expected BertNormalizer"),
         (tokenizer(normalizer=None), {}, "expected BertNormalizer"),
         (tokenizer(pre_tokenizer={"type": "Whitespace"}), {}, "BertPreTokenizer"),
-        (tokenizer(normalizer={"type": "BertNormalizer", "lowercase": "no"}), {}, "expected true, false or null"),
+        (tokenizer(normalizer={"type": "BertNormalizer", "lowercase": "no"}), {}, "got `str`"),
         (tokenizer(), {"do_lower_case": True}, "disagree about do_lower_case; set --do-lower-case"),
         (None, {"tokenizer_class": "BertJapaneseTokenizer"}, "expected a BertTokenizer"),
-        (None, {"do_basic_tokenize": False}, "do_basic_tokenize False"),
-        (None, {"do_lower_case": 1}, "expected true, false or null"),
+        (None, {"do_basic_tokenize": False}, "do_basic_tokenize false"),
+        (None, {"do_lower_case": 1}, "got `int`"),
     ],
 )
 def test_another_kind_of_tokenizer_is_refused(
@@ -163,10 +163,13 @@ def test_another_kind_of_tokenizer_is_refused(
 @pytest.mark.parametrize(
     ("model", "message"),
     [
-        ({"type": "BPE", "vocab": {"a": 0}}, "no WordPiece vocabulary"),
-        ({"type": "WordPiece", "continuing_subword_prefix": "@@", "vocab": {"a": 0}}, "no WordPiece vocabulary"),
+        ({"type": "BPE", "vocab": {"a": 0}}, "expected WordPiece"),
+        (
+            {"type": "WordPiece", "continuing_subword_prefix": "@@", "vocab": {"a": 0}},
+            "expected WordPiece",
+        ),
         ({"type": "WordPiece", "vocab": {"a": 1 << 40}}, "has the id 1099511627776"),
-        ({"type": "WordPiece", "vocab": {"a": True}}, "has the id True"),
+        ({"type": "WordPiece", "vocab": {"a": True}}, "got `bool`"),
         ({"type": "WordPiece", "vocab": {"a": 3, "b": 3}}, "two tokens have the same id"),
         (tokenizer()["model"] | {"vocab": tokenizer()["model"]["vocab"] | {"seven": 999}}, "number tokens differently"),
     ],
@@ -178,6 +181,30 @@ def test_a_tokenizer_without_a_vocabulary_for_bert_is_refused(
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer(model=model)))
     with pytest.raises(ValueError, match=message):
         Vocabulary.read(folder)
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
+@pytest.mark.parametrize(
+    "content",
+    [
+        *(b"", b"[]", b"null", b'{"model":', b"[" * 100_000, b"\xff", b'{"model": [], "do_lower_case": []}'),
+        b'{"model": {"type": "WordPiece", "vocab": []}, "tokenizer_class": 3}',
+        b'{"model": {"type": "WordPiece", "vocab": {"\\u001b": -1}}, "do_basic_tokenize": "\\u001b"}',
+    ],
+)
+def test_hostile_files_are_refused_in_one_line(tmp_path: Path, name: str, content: bytes) -> None:
+    folder = write(tmp_path / "model", PLAIN)
+    (folder / name).write_bytes(content)
+    with pytest.raises(ValueError, match=name) as caught:
+        find_normalization(Vocabulary.read(folder), folder, AS_STATED)
+    assert str(caught.value).isprintable()
+
+
+def test_a_tokenizer_can_be_named_itself(tmp_path: Path) -> None:
+    path = tmp_path / "tokenizer.json"
+    path.write_text(json.dumps(tokenizer()))
+    assert Vocabulary.read(path).tokens == tuple(PLAIN)
+    assert not find_normalization(Vocabulary.read(path), path, AS_STATED).normalization.do_lower_case
 
 
 def test_tokens_that_were_added_to_a_tokenizer_have_rows(tmp_path: Path) -> None:
