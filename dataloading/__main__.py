@@ -15,7 +15,7 @@ import tyro
 from console.commands import Commands
 from console.interruption import end_in_order
 from console.program import complain, say
-from dataloading.options import ExtractionOptions, Layout, OwnText, PretrainingOptions
+from dataloading.options import AS_STATED, ExtractionOptions, Layout, OwnText, PretrainingOptions
 
 if TYPE_CHECKING:
     from dataloading.dataset.folder import Dataset
@@ -69,12 +69,15 @@ def _prepare(
         accept_losses: Go on if more than half of a text would be lost.
     """
     from dataloading.preparation.prepare import Job, prepare
-    from dataloading.text.vocabulary import Vocabulary
+    from dataloading.text.vocabulary import Vocabulary, find_normalization
 
-    if not Vocabulary.read(vocab).fits(options.normalization):
+    found = find_normalization(Vocabulary.read(vocab), vocab, AS_STATED)
+    if found.normalization != options.normalization:
         # Say this before hours of work. The reference lower-cases by default, so it is no error.
         complain(
-            f"{vocab} does not fit text with {options.normalization}; see --do-lower-case, --strip-accents", "warning"
+            f"the text gets {options.normalization}, but {vocab} is for {found}; see --do-lower-case, --strip-accents and "
+            "--tokenize-chinese-chars",
+            "warning",
         )
     job = Job(text, vocab, options, one_call, accept_losses)
     dataset = prepare(job, out, jobs=jobs, report=_reporter("samples"))

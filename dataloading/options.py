@@ -143,7 +143,7 @@ class OwnText:
     vocab_size: int = 2048
     """Maximum number of tokens in a learned vocabulary."""
     cased: bool = False
-    """Keep capital letters and accents in a learned vocabulary. Has no effect with a given vocabulary."""
+    """Keep capital letters and accents, which a learned vocabulary otherwise lacks."""
     accept_losses: bool = False
     """Go on if more than half of the text would be lost."""
     documents: Literal["blank-lines", "files"] = "blank-lines"

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from console.files import sha256_of, write_atomically
 from dataloading.dataset.folder import Dataset, index_shards, new_folder, shard_name
-from dataloading.options import OwnText, PretrainingOptions
+from dataloading.options import NormalizationOptions, OwnText, PretrainingOptions
 from dataloading.preparation.learned_vocabulary import learn_vocabulary
 from dataloading.preparation.pretraining_data import samples_info, samples_of
 from dataloading.shards.formats import write_shard
@@ -33,7 +33,6 @@ _SEED_OF_EVALUATION = 54321
 
 Document = list[str]
 """List of sentences."""
-
 
 _INVISIBLE = "\u00ad\u200b\u200c\u200d\u200e\u200f\u2060\ufeff" + string.whitespace + "\u00a0\u3000"
 """Characters without a shape. A line of them looks empty, and ends a document."""
@@ -140,11 +139,12 @@ def _documents(paths: Sequence[Path], own: OwnText) -> list[Document]:
 
 
 def _vocabulary(own: OwnText, documents: Sequence[Document]) -> tuple[Vocabulary, FoundNormalization]:
+    given = {"do_lower_case": False} if own.cased else {}
+    given |= {name: value for name, value in asdict(own.normalization).items() if value is not None}
     if own.vocab is not None:
-        given = Vocabulary.read(own.vocab)
-        return given, find_normalization(given, own.vocab, own.normalization)
-    known = {name: value for name, value in asdict(own.normalization).items() if value is not None}
-    normalization = PretrainingOptions(**({"do_lower_case": not own.cased} | known)).normalization
+        vocabulary = Vocabulary.read(own.vocab)
+        return vocabulary, find_normalization(vocabulary, own.vocab, NormalizationOptions(**given))
+    normalization = PretrainingOptions(**given).normalization
     lines = [sentence for document in documents for sentence in document]
     tokens = learn_vocabulary(lines, own.vocab_size, normalization)
     return Vocabulary.of_tokens(tokens, Path("vocab.txt")), FoundNormalization(
