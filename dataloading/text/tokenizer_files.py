@@ -87,14 +87,14 @@ def read_tokens(path: Path) -> tuple[list[str], list[str]]:
 
 
 def _ordered(ids: Mapping[str, int], first: int, path: Path) -> list[str]:
-    """Return tokens by id from ``first``."""
+    """Return tokens by id from ``first``, without blanks around them."""
     if wrong := [f"{token!r} has the id {index}" for token, index in ids.items() if not first <= index < MAX_TOKENS]:
         raise ValueError(f"{path}: {shown(wrong[0])}; expected {first} to {MAX_TOKENS - 1:,}")
     if len(set(ids.values())) < len(ids):
         raise ValueError(f"{path}: two tokens have the same id; {_REMEDY}")
     rows = [""] * (1 + max(ids.values(), default=first - 1) - first)
     for token, index in ids.items():
-        rows[index - first] = token
+        rows[index - first] = token.strip()  # as in vocab.txt; no word has blanks
     return rows
 
 

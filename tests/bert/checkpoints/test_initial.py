@@ -115,7 +115,7 @@ def test_another_shape_is_named_with_its_setting(
     [
         (r'"other": \1', r"theirs was trained with another vocabulary .* than .*vocab\.txt"),
         ('"word3": 7', r"tokenizer\.json: two tokens have the same id"),
-        (r'"wor\\nd3": \1', r"tokenizer\.json: the token 'wor.*' has blanks"),
+        (r'"wor\\nd3": \1', r"tokenizer\.json: the token 'wor.*' holds a line feed"),
     ],
 )
 def test_a_folder_with_another_or_a_broken_vocabulary_gets_one_line(

@@ -217,6 +217,17 @@ def test_tokens_that_were_added_to_a_tokenizer_have_rows(tmp_path: Path) -> None
     assert Vocabulary.read(folder).tokens == (*PLAIN, "", "[E1]")
 
 
+def test_lines_that_only_python_or_nobody_sees_are_rows(tmp_path: Path) -> None:
+    """Published vocabularies have Unicode's line separators and control characters as tokens."""
+    odd = ["\u2028", "\x85", "\u3000", "\x1c", "\u2029a"]
+    folder = write(tmp_path / "model", [*PLAIN, *odd, "last"])
+    vocabulary = Vocabulary.read(folder)
+    assert vocabulary.ids["last"] == len(PLAIN) + len(odd)
+    ids = {token: index for index, token in enumerate([*PLAIN, *odd, "last"])}
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer(model={"type": "WordPiece", "vocab": ids})))
+    assert Vocabulary.read(folder).sha256 == vocabulary.sha256
+
+
 def test_carriage_returns_inside_lines_are_refused(tmp_path: Path) -> None:
     (tmp_path / "vocab.txt").write_bytes("\n".join([*PLAIN, "a\rb"]).encode())
     with pytest.raises(ValueError, match="holds a carriage return"):
