@@ -124,6 +124,7 @@ def test_caches(tmp_path: Path, name: str, state: str) -> None:
 
 DAMAGED = Output("", "x\nerror: part_0.hdf5: digest differs\n", "python failed with status 1")
 SILENT = Output(trouble="python gave no answer within 3600 s")
+LOSSY = Output("one: whole, 10 samples\n", "warning: 14.3 % of the tokens are [UNK]; use another vocabulary\n")
 PLACE = "ok data: lies on ext4 at /"
 
 
@@ -134,6 +135,11 @@ PLACE = "ok data: lies on ext4 at /"
         ("", {"data": "one"}, [PLACE, "warn data: was not read"]),
         ("", {"data": "one", "quick": False, "answers": {"dataloading verify": DAMAGED}}, [PLACE, "fail data: part_0"]),
         ("", {"data": "one", "quick": False, "answers": {"dataloading verify": SILENT}}, [PLACE, "fail data: 3600 s"]),
+        (
+            "",
+            {"data": "one", "quick": False, "answers": {"dataloading verify": LOSSY}},
+            [PLACE, "ok data: one: whole", "warn data: 14.3 % of the tokens"],
+        ),
         (
             "",
             {"data": "one", "answers": {"df --output": "Type Mounted on\noverlay /\n"}},
