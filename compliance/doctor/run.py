@@ -225,12 +225,10 @@ def _data(run: ExaminedRun, host: ExaminedHost) -> Iterator[Diagnosis]:
             arguments = ("-m", "dataloading", "verify", str(folder.absolute()))
             output = host.python(*arguments, timeout_s=VERIFY_TIMEOUT_S)
             yield _last_line("data", output, "copy it again, or make it again (docs/data.md)")
-            warnings = [
-                line for line in output.errors.splitlines() if line.startswith("warning: ") and not output.trouble
-            ]
-            for line in warnings:
-                found, _, remedy = line.removeprefix("warning: ").partition("; ")
-                yield warn("data", f"{folder.name}: {found}", remedy)
+            for line in output.errors.splitlines():
+                if line.startswith("warning: "):  # about lost text
+                    found, _, remedy = line.removeprefix("warning: ").partition("; ")
+                    yield warn("data", f"{folder.name}: {found}", remedy)
 
 
 def _last_line(subject: str, output: Output, remedy: str) -> Diagnosis:
