@@ -18,6 +18,7 @@ from dataloading.preparation.own_text import write_own_text
 from dataloading.text.tokenization import Tokenizer
 from dataloading.text.vocabulary import Vocabulary
 from tests.bert.checkpoints.test_initial import save_pretrained
+from tests.bert.small_models import drawn_model
 from tests.programs import PATIENCE_S, Program
 
 
@@ -108,8 +109,8 @@ def test_the_normalization_of_data_vocabulary_and_checkpoint_must_agree(own: Pat
 def save_text_model(path: Path, own: Path, normalization: Normalization) -> Path:
     """Save random weights as a run saves them that was trained on text with this normalization."""
     vocabulary = Vocabulary.read(own / "vocab.txt")
-    model = parse(arguments(own)).model
-    save_weights(BertForPreTraining(model), path, text_metadata(vocabulary.sha256, normalization))
+    model = drawn_model(parse(arguments(own)).model, seed=0)
+    save_weights(model, path, text_metadata(vocabulary.sha256, normalization))
     return path
 
 
