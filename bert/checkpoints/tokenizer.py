@@ -30,6 +30,8 @@ def tokenizer_of(
             "set --vocab to the model's vocabulary"
         )
     vocabulary.require_table(found.model.vocab_size, named)
+    if (extra := found.model.vocab_size - vocabulary.size) > 0:
+        say(f"the word embedding table has {extra:,} more rows than {named}, which count as padding")
     normalization = find_normalization(vocabulary, path, given)
     if found.normalization is not None and given == AS_STATED:
         normalization = _confirmed(found.normalization, normalization, source)

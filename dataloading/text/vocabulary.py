@@ -41,7 +41,9 @@ class Vocabulary:
     def read(cls, path: Path) -> Self:
         """Read a vocabulary file, or a tokenizer.json or its folder. Raises ``ValueError`` if there is no vocabulary."""
         if not path.is_dir():
-            return cls.from_file(path) if path.suffix != ".json" else cls._of(list(chain(*read_tokens(path))), path)
+            return (
+                cls.from_file(path) if path.suffix != ".json" else cls.of_tokens(list(chain(*read_tokens(path))), path)
+            )
         if (found := cls.from_folder(path)) is None:
             raise ValueError(f"{path} holds neither vocab.txt nor {TOKENIZER}; name a BERT's vocabulary")
         return found
@@ -51,8 +53,8 @@ class Vocabulary:
         """Read a file with one token a line. Blank and repeated lines keep their ids, as in transformers and TensorFlow.
 
         The benchmark's script gives such lines no ids, but its vocabulary has none. Blanks around a token are dropped, as
-        in that script. Raises ``ValueError`` if the file cannot be read, is not
-        UTF-8, lacks a special token, or has too many tokens for 16 bits.
+        in that script. Raises ``ValueError`` if the file cannot be read, is not UTF-8, lacks a special token, or has too
+        many tokens for 16 bits.
         """
         remedy = (
             "name a BERT vocabulary, one token a line; `python -m dataloading wikipedia` puts the benchmark's in place"
@@ -64,7 +66,7 @@ class Vocabulary:
         # A line ends at this character for Python and transformers, but not for TensorFlow, so the ids would be ambiguous.
         if number := next((number for number, line in enumerate(lines, 1) if "\r" in line), 0):
             raise ValueError(f"{path}: line {number:,} holds a carriage return; end each line with a line feed")
-        return cls._of([line.strip() for line in lines], path)
+        return cls.of_tokens([line.strip() for line in lines], path)
 
     @classmethod
     def from_folder(cls, folder: Path) -> Self | None:
@@ -80,15 +82,11 @@ class Vocabulary:
         rows, added = read_tokens(described)
         if listed is not None and listed.ids != {token: index for index, token in enumerate(rows) if token}:
             raise ValueError(f"{text} and {TOKENIZER} beside it number tokens differently; delete the wrong one")
-        return cls._of([*rows, *added], described)
+        return cls.of_tokens([*rows, *added], described)
 
     @classmethod
     def of_tokens(cls, tokens: Sequence[str], path: Path) -> Self:
         """Return the vocabulary with these tokens. ``path`` is for error messages."""
-        return cls._of(list(tokens), path)
-
-    @classmethod
-    def _of(cls, tokens: list[str], path: Path) -> Self:
         if missing := [token for token in SPECIAL_TOKENS if token not in tokens]:
             raise ValueError(
                 f"{path}: {len(tokens):,} tokens without {', '.join(missing)}; "
