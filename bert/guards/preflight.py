@@ -182,7 +182,8 @@ def _common_normalization(stated: Mapping[str, Normalization | None]) -> Normali
         named = "; ".join(f"{name}: {normalization}" for name, normalization in known.items())
         raise ValueError(
             f"the text of these inputs was normalized in different ways ({named}): make the samples with the settings "
-            "of the checkpoint and the vocabulary (--do-lower-case, --strip-accents, --tokenize-chinese-chars)"
+            "of the checkpoint and the vocabulary (--do-lower-case, --strip-accents, --tokenize-chinese-chars), or correct "
+            "the file that is wrong"
         )
     return next(iter(known.values()), None)
 

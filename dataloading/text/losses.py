@@ -39,43 +39,38 @@ class TextCounts:
         return self != type(self)()
 
     def __str__(self) -> str:
-        return (
-            f"{self.characters:,} characters, {_percent(self.dropped_characters, self.characters)} dropped; "
-            f"{self.documents:,} documents, {_percent(self.dropped_documents, self.documents)} dropped; "
-            f"{self.tokens:,} tokens, {_percent(self.unknown_tokens, self.tokens)} [UNK], "
-            f"{_percent(self.unused_tokens, self.tokens)} truncated in all samples"
+        lost = [f"{_percent(lost, total)} {name}" for lost, total, name, *_ in self._kinds() if lost]
+        counts = f"{self.characters:,} characters, {self.documents:,} documents, {self.tokens:,} tokens"
+        return f"{counts}; {'lost: ' + ', '.join(lost) if lost else 'nothing lost'}"
+
+    def _kinds(self) -> Iterator[tuple[int, int, str, str, str]]:
+        """Yield the lost and the total number of each kind, its name, its description, and a remedy."""
+        yield (
+            *(self.unknown_tokens, self.tokens, "of the tokens are [UNK]"),
+            ", because the vocabulary does not fit the text",
+            "use a vocabulary for the text's language, or a larger one",
+        )
+        yield (
+            *(self.unused_tokens, self.tokens, "of the tokens are truncated in all samples"),
+            "",
+            "put one sentence on a line, or make longer samples (--max-seq-length)",
+        )
+        yield (
+            *(self.dropped_characters, self.characters, "of the characters are dropped"),
+            ", which are control characters, or U+FFFD from a wrong decoding",
+            "decode the text again from its source",
+        )
+        yield (
+            *(self.dropped_documents, self.documents, "of the documents are dropped"),
+            ", because they have no words or repeat other documents",
+            "bring different documents",
         )
 
     def losses(self, above: float = _NOTABLE) -> Iterator[str]:
         """Yield a sentence with a remedy for each kind of loss of more than a share ``above`` of the text."""
-        for lost, total, what, remedy in (
-            (
-                self.unknown_tokens,
-                self.tokens,
-                "of the tokens are [UNK], because the vocabulary does not fit the text",
-                "use a vocabulary for the text's language, or a larger one",
-            ),
-            (
-                self.unused_tokens,
-                self.tokens,
-                "of the tokens are truncated in all samples",
-                "put one sentence on a line, or make longer samples (--max-seq-length)",
-            ),
-            (
-                self.dropped_characters,
-                self.characters,
-                "of the characters are control characters, or U+FFFD from a wrong decoding, and are dropped",
-                "decode the text again from its source",
-            ),
-            (
-                self.dropped_documents,
-                self.documents,
-                "of the documents have no words or repeat other documents, and are dropped",
-                "bring different documents",
-            ),
-        ):
+        for lost, total, name, description, remedy in self._kinds():
             if lost > above * total:
-                yield f"{_percent(lost, total)} {what}; {remedy}"
+                yield f"{_percent(lost, total)} {name}{description}; {remedy}"
 
     def require_enough(self, source: Path) -> None:
         """Raise ``ValueError`` if more than half of the text is lost."""
@@ -84,4 +79,5 @@ class TextCounts:
 
 
 def _percent(part: int, total: int) -> str:
-    return f"{100 * part / max(1, total):.1f} %"
+    percent = 100 * part / max(1, total)
+    return f"{percent:.1f} %" if percent >= 0.1 else "less than 0.1 %"

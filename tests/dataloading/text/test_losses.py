@@ -99,11 +99,11 @@ def test_losses_are_reported_by_every_command(run: Run, tmp_path: Path) -> None:
     vocab.write_bytes(VOCABULARY.content)
     flags = ["--max-seq-length", "16", "--max-predictions-per-seq", "2"]
     printed = run("prepare", "--text", text, "--vocab", vocab, "--out", tmp_path / "prepared", *flags)
-    assert "14.3 % [UNK]" in printed
+    assert "14.3 % of the tokens are [UNK]" in printed
     assert "warning: " in printed
     for place in (tmp_path / "own", tmp_path / "own2"):
         printed = run("from-text", "--text", text, "--vocab", vocab, "--out", place, "--max-seq-length", "16")
-        assert "14.3 % [UNK]" in printed
+        assert "14.3 % of the tokens are [UNK]" in printed
     dataset = open_dataset(tmp_path / "own" / "train")
     assert dataset.info.text.unknown_tokens * 7 == dataset.info.text.tokens
     # Other forms of the data set keep the counts, however many shards they have.
@@ -112,7 +112,7 @@ def test_losses_are_reported_by_every_command(run: Run, tmp_path: Path) -> None:
     for folder in (tmp_path / "own" / "train", tmp_path / "packed", tmp_path / "shuffled"):
         printed = run("verify", folder)
         assert open_dataset(folder).info.text == dataset.info.text
-        assert "14.3 % [UNK]" in printed
+        assert "14.3 % of the tokens are [UNK]" in printed
         assert "warning: 14.3 % of the tokens are [UNK]" in printed
 
 
