@@ -30,8 +30,9 @@ from dataloading.text.tokenization import (
     TokenizedDocuments,
     Tokenizer,
     count_dropped,
+    count_marks,
     cut_sentences,
-    tokenize_documents,
+    group_tokens,
 )
 from dataloading.text.vocabulary import Vocabulary
 
@@ -70,18 +71,23 @@ def samples_of(
     Sentences with more than ``longest_sentence`` tokens are cut; the reference does not cut sentences.
     """
     vocabulary, lines = tokenizer.vocabulary, list(chain.from_iterable(documents))
-    tokenized = tokenize_documents(documents, tokenizer)
+    token_ids, line_offsets = tokenizer.encode_lines(lines)
+    tokenized = group_tokens(documents, token_ids, line_offsets)
     if longest_sentence is not None:
         tokenized = cut_sentences(tokenized, longest_sentence, vocabulary)
     used_T = np.zeros(len(tokenized.token_ids), np.bool_)
     samples = create_samples(tokenized, options, vocabulary, used_T)
+    unknown = np.flatnonzero(token_ids == vocabulary.ids["[UNK]"])
+    with_unknown = np.unique(np.searchsorted(line_offsets, unknown, side="right") - 1)
     counts = TextCounts(
         characters=sum(map(len, lines)),
         dropped_characters=count_dropped(lines),
         documents=len(documents),
         dropped_documents=len(documents) - (len(tokenized.document_offsets) - 1),
-        tokens=len(tokenized.token_ids),
-        unknown_tokens=int(np.count_nonzero(tokenized.token_ids == vocabulary.ids["[UNK]"])),
+        tokens=len(token_ids),
+        unknown_tokens=len(unknown),
+        unknown_characters=sum(tokenizer.count_unknown(lines[line]) for line in with_unknown.tolist()),
+        stripped_marks=count_marks(lines) if tokenizer.normalization.strip_accents else 0,
         unused_tokens=len(used_T) - int(np.count_nonzero(used_T)),
     )
     return samples, counts

@@ -23,12 +23,16 @@ class TextCounts:
     characters: _Count = 0
     dropped_characters: _Count = 0
     """Control characters, format characters, and U+FFFD, which stands for bytes that could not be decoded."""
+    stripped_marks: _Count = 0
+    """Accents and vowel signs, if accents are stripped."""
     documents: _Count = 0
     dropped_documents: _Count = 0
     """Documents without a word, and repeated documents."""
     tokens: _Count = 0
     unknown_tokens: _Count = 0
     """Words that the vocabulary cannot express, which become [UNK]."""
+    unknown_characters: _Count = 0
+    """Characters of these words."""
     unused_tokens: _Count = 0
     """Tokens that are in no sample, because they were truncated whenever a sample was made from their sentence."""
 
@@ -39,38 +43,51 @@ class TextCounts:
         return self != type(self)()
 
     def __str__(self) -> str:
-        lost = [f"{_percent(lost, total)} {name}" for lost, total, name, *_ in self._kinds() if lost]
+        lost = [description for share, description, _ in self._kinds() if share]
         counts = f"{self.characters:,} characters, {self.documents:,} documents, {self.tokens:,} tokens"
         return f"{counts}; {'lost: ' + ', '.join(lost) if lost else 'nothing lost'}"
 
-    def _kinds(self) -> Iterator[tuple[int, int, str, str, str]]:
-        """Yield the lost and the total number of each kind, its name, its description, and a remedy."""
+    def _kinds(self) -> Iterator[tuple[float, str, str]]:
+        """Yield the lost share of the text, a description of the loss, and its cause with a remedy."""
+        tokens, characters, documents = (max(1, count) for count in (self.tokens, self.characters, self.documents))
+        share = self.unknown_tokens / tokens
+        of_characters = self.unknown_characters / characters
         yield (
-            *(self.unknown_tokens, self.tokens, "of the tokens are [UNK]"),
-            ", because the vocabulary does not fit the text",
-            "use a vocabulary for the text's language, or a larger one",
+            max(share, of_characters),
+            f"{_percent(share)} of the tokens, with {_percent(of_characters)} of the characters, are [UNK]",
+            "the vocabulary lacks them, or words have more than 200 characters: use a vocabulary for the text's "
+            "language, or a larger one",
         )
+        share = self.unused_tokens / tokens
         yield (
-            *(self.unused_tokens, self.tokens, "of the tokens are truncated in all samples"),
-            "",
+            share,
+            f"{_percent(share)} of the tokens are truncated in all samples",
             "put one sentence on a line, or make longer samples (--max-seq-length)",
         )
+        share = self.stripped_marks / characters
         yield (
-            *(self.dropped_characters, self.characters, "of the characters are dropped"),
-            ", which are control characters, or U+FFFD from a wrong decoding",
-            "decode the text again from its source",
+            share,
+            f"{_percent(share)} of the characters are accents or vowel signs and are stripped",
+            "set --strip-accents False, unless the vocabulary lacks them",
         )
+        share = self.dropped_characters / characters
         yield (
-            *(self.dropped_documents, self.documents, "of the documents are dropped"),
-            ", because they have no words or repeat other documents",
-            "bring different documents",
+            share,
+            f"{_percent(share)} of the characters are dropped",
+            "they are control characters, or U+FFFD from a wrong decoding: decode the text again from its source",
+        )
+        share = self.dropped_documents / documents
+        yield (
+            share,
+            f"{_percent(share)} of the documents are dropped",
+            "they have no words or repeat other documents: bring different documents",
         )
 
     def losses(self, above: float = _NOTABLE) -> Iterator[str]:
         """Yield a sentence with a remedy for each kind of loss of more than a share ``above`` of the text."""
-        for lost, total, name, description, remedy in self._kinds():
-            if lost > above * total:
-                yield f"{_percent(lost, total)} {name}{description}; {remedy}"
+        for share, description, remedy in self._kinds():
+            if share > above:
+                yield f"{description}; {remedy}"
 
     def require_enough(self, source: Path) -> None:
         """Raise ``ValueError`` if more than half of the text is lost."""
@@ -78,6 +95,5 @@ class TextCounts:
             raise ValueError(f"{source}: {'; '.join(lost)}, or set --accept-losses to go on")
 
 
-def _percent(part: int, total: int) -> str:
-    percent = 100 * part / max(1, total)
-    return f"{percent:.1f} %" if percent >= 0.1 else "less than 0.1 %"
+def _percent(share: float) -> str:
+    return f"{100 * share:.1f} %" if share >= 0.001 or not share else "less than 0.1 %"

@@ -55,6 +55,11 @@ class Tokenizer:
         lengths = np.array([len(ids) // 2 for ids in encoded], np.int64)  # an id has two bytes
         return np.frombuffer(b"".join(encoded), np.uint16), np.concatenate(([0], lengths.cumsum()))
 
+    def count_unknown(self, line: str) -> int:
+        """Count the characters of the words in a line that are [UNK]."""
+        unknown = np.uint16(self.vocabulary.ids["[UNK]"]).tobytes()
+        return sum(len(word) for word in split_words(line, self.normalization) if self._word_ids[word] == unknown)
+
 
 class _WordIds(dict[str, bytes]):
     """Cache of each word's ids, as the bytes of a uint16 array. Joining the words' bytes gives the ids of a line."""
@@ -97,6 +102,12 @@ def count_dropped(lines: Iterable[str]) -> int:
     return sum(len(line) - len(line.translate(tables[line.isascii()])) for line in lines if not line.isprintable())
 
 
+def count_marks(lines: Iterable[str]) -> int:
+    """Count the accents and vowel signs that are stripped from lines if accents are."""
+    decomposed = (unicodedata.normalize("NFD", line) for line in lines if not line.isascii())
+    return sum(len(line) - len(line.translate(_MARKS)) for line in decomposed)
+
+
 class _CharacterMap(dict[int, str | None]):
     """Table for ``str.translate`` that calls ``rule`` once for each distinct character."""
 
@@ -134,6 +145,7 @@ def _split_and_strip_accents(character: str) -> str | None:
 
 
 _CONTROLS = _CharacterMap(_drop_controls)
+_MARKS = _CharacterMap(lambda character: None if unicodedata.category(character) == "Mn" else character)
 _CLEAN = _CharacterMap(partial(_clean, separate_ideographs=True))
 _CLEAN_TOGETHER = _CharacterMap(partial(_clean, separate_ideographs=False))
 _SPLIT = _CharacterMap(_split)
@@ -155,7 +167,13 @@ class TokenizedDocuments:
 def tokenize_documents(documents: Iterable[Sequence[str]], tokenizer: Tokenizer) -> TokenizedDocuments:
     """Return documents as flat token ids, without empty sentences and documents. Raises ``ValueError`` without tokens."""
     documents = list(documents)
-    token_ids, line_offsets = tokenizer.encode_lines(list(chain.from_iterable(documents)))
+    return group_tokens(documents, *tokenizer.encode_lines(list(chain.from_iterable(documents))))
+
+
+def group_tokens(
+    documents: Sequence[Sequence[str]], token_ids: NDArray[np.uint16], line_offsets: NDArray[np.int64]
+) -> TokenizedDocuments:
+    """Return the documents whose lines have these ``token_ids`` [T], line after line, and ``line_offsets`` [lines + 1]."""
     if not len(token_ids):
         raise ValueError("the text has no tokens (only blanks and control characters); expected sentences, one a line")
     line_lengths = np.diff(line_offsets)

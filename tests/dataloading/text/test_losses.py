@@ -55,11 +55,18 @@ def test_what_is_lost_is_counted() -> None:
     _, counts = samples_of(documents, Tokenizer(VOCABULARY), OPTIONS)
     assert (counts.characters, counts.dropped_characters) == (len("".join(chain.from_iterable(documents))), 3)
     assert (counts.documents, counts.dropped_documents) == (3, 1)
-    assert (counts.tokens, counts.unknown_tokens) == (2 + 1 + 2 + 21 + 1, 2)
+    assert (counts.tokens, counts.unknown_tokens, counts.unknown_characters) == (2 + 1 + 2 + 21 + 1, 2, 4)
     # One sentence of 21 tokens does not fit into a sample of 16 tokens, but its pieces do.
     assert counts.unused_tokens > 0
     _, counts = samples_of(documents, Tokenizer(VOCABULARY), OPTIONS, longest_sentence=6)
     assert counts.unused_tokens == 0
+
+
+def test_accents_count_as_lost_if_they_are_stripped() -> None:
+    documents = [["\u00e9\u00e9 ab", "e\u0301a"], ["\u0e19\u0e49\u0e33 \u6771"]]
+    for strip, marks in ((True, 4), (False, 0)):
+        _, counts = samples_of(documents, Tokenizer(VOCABULARY, True, strip), OPTIONS)
+        assert counts.stripped_marks == marks
 
 
 def test_unused_tokens_are_those_in_no_sample() -> None:
@@ -71,18 +78,25 @@ def test_unused_tokens_are_those_in_no_sample() -> None:
 
 
 @pytest.mark.parametrize(
-    ("counts", "words"),
+    ("lost", "words"),
     [
-        (TextCounts(100, 2, 10, 0, 50, 1, 1), []),
-        (TextCounts(100, 4, 10, 1, 50, 2, 3), ["[UNK]", "truncated", "characters", "documents"]),
-        (TextCounts(0, 0, 0, 0, 0, 0, 0), []),
+        ({}, []),
+        ({"dropped_characters": 3, "stripped_marks": 3, "unknown_characters": 3, "unknown_tokens": 1}, []),
+        ({"dropped_characters": 4}, ["are dropped"]),
+        ({"stripped_marks": 4}, ["--strip-accents False"]),
+        ({"dropped_documents": 1}, ["documents"]),
+        ({"unknown_tokens": 2, "unused_tokens": 2}, ["[UNK]", "truncated"]),
+        # A single unknown word can be a large part of the text.
+        ({"unknown_tokens": 1, "unknown_characters": 4}, ["[UNK]"]),
     ],
 )
-def test_more_than_a_few_percent_are_warned_of(counts: TextCounts, words: list[str]) -> None:
+def test_more_than_a_few_percent_are_warned_of(lost: dict[str, int], words: list[str]) -> None:
+    counts = TextCounts(characters=100, documents=10, tokens=50, **lost)
     losses = list(counts.losses())
     assert len(losses) == len(words)
     assert all(word in loss for word, loss in zip(words, losses, strict=True))
     counts.require_enough(Path("text"))
+    assert list(TextCounts().losses()) == []
 
 
 def write_text(path: Path, words: str, count: int = 30) -> Path:
@@ -99,11 +113,11 @@ def test_losses_are_reported_by_every_command(run: Run, tmp_path: Path) -> None:
     vocab.write_bytes(VOCABULARY.content)
     flags = ["--max-seq-length", "16", "--max-predictions-per-seq", "2"]
     printed = run("prepare", "--text", text, "--vocab", vocab, "--out", tmp_path / "prepared", *flags)
-    assert "14.3 % of the tokens are [UNK]" in printed
+    assert "14.3 % of the tokens, with 8.3 % of the characters, are [UNK]" in printed
     assert "warning: " in printed
     for place in (tmp_path / "own", tmp_path / "own2"):
         printed = run("from-text", "--text", text, "--vocab", vocab, "--out", place, "--max-seq-length", "16")
-        assert "14.3 % of the tokens are [UNK]" in printed
+        assert "14.3 % of the tokens, with 8.3 % of the characters, are [UNK]" in printed
     dataset = open_dataset(tmp_path / "own" / "train")
     assert dataset.info.text.unknown_tokens * 7 == dataset.info.text.tokens
     # Other forms of the data set keep the counts, however many shards they have.
@@ -112,8 +126,8 @@ def test_losses_are_reported_by_every_command(run: Run, tmp_path: Path) -> None:
     for folder in (tmp_path / "own" / "train", tmp_path / "packed", tmp_path / "shuffled"):
         printed = run("verify", folder)
         assert open_dataset(folder).info.text == dataset.info.text
-        assert "14.3 % of the tokens are [UNK]" in printed
-        assert "warning: 14.3 % of the tokens are [UNK]" in printed
+        assert "14.3 % of the tokens, with 8.3 % of the characters, are [UNK]" in printed
+        assert "warning: 14.3 % of the tokens" in printed
 
 
 def test_text_that_is_mostly_lost_is_refused_unless_that_is_accepted(run: Run, tmp_path: Path) -> None:
@@ -130,7 +144,9 @@ def test_shards_of_a_preparation_add_up(tmp_path: Path) -> None:
     (tmp_path / "vocab.txt").write_bytes(VOCABULARY.content)
     texts = tuple(write_text(tmp_path / f"{count}.txt", "a x", count) for count in (8, 16))
     dataset = prepare(Job(texts, tmp_path / "vocab.txt", OPTIONS), tmp_path / "out")
-    assert dataset.info.text == TextCounts(24 * 8, 0, 24, 0, 24 * 5, 24, 0)
+    assert dataset.info.text == TextCounts(
+        characters=24 * 8, documents=24, tokens=24 * 5, unknown_tokens=24, unknown_characters=24
+    )
     again = prepare(Job(texts, tmp_path / "vocab.txt", OPTIONS), tmp_path / "out")  # keeps the existing shards
     assert again.info == dataset.info
 
