@@ -9,6 +9,7 @@ longest-match search. The ids of each distinct word are cached.
 import re
 import unicodedata
 from array import array
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -28,6 +29,7 @@ _CACHED_WORDS = 1 << 20
 """Number of words after which the cache is cleared. For English, the cache takes at most about 150 MB."""
 
 _ASCII_CONTROLS = dict.fromkeys((*range(9), 11, 12, *range(14, 32), 127))  # tab, LF and CR count as blanks
+_NON_ASCII = re.compile(r"[^\0-\x7f]")
 _ASCII_WORD = re.compile(r"[0-9A-Za-z]+|\S")  # all other ASCII symbols are punctuation
 
 
@@ -104,8 +106,12 @@ def count_dropped(lines: Iterable[str]) -> int:
 
 def count_marks(lines: Iterable[str]) -> int:
     """Count the accents and vowel signs that are stripped from lines if accents are."""
-    decomposed = (unicodedata.normalize("NFD", line) for line in lines if not line.isascii())
-    return sum(len(line) - len(line.translate(_MARKS)) for line in decomposed)
+    # Few characters are distinct, and in most languages few are not ASCII.
+    characters = Counter(chain.from_iterable(_NON_ASCII.findall(line) for line in lines if not line.isascii()))
+    return sum(
+        count * [unicodedata.category(part) for part in unicodedata.normalize("NFD", character)].count("Mn")
+        for character, count in characters.items()
+    )
 
 
 class _CharacterMap(dict[int, str | None]):
@@ -145,7 +151,6 @@ def _split_and_strip_accents(character: str) -> str | None:
 
 
 _CONTROLS = _CharacterMap(_drop_controls)
-_MARKS = _CharacterMap(lambda character: None if unicodedata.category(character) == "Mn" else character)
 _CLEAN = _CharacterMap(partial(_clean, separate_ideographs=True))
 _CLEAN_TOGETHER = _CharacterMap(partial(_clean, separate_ideographs=False))
 _SPLIT = _CharacterMap(_split)
