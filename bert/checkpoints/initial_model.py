@@ -56,7 +56,7 @@ def check_initial_weights(path: Path, config: Config, vocabulary: "Vocabulary") 
     configuration, but no weights except a decoder that is stored beside the word table. A Hugging Face folder
     may lack the heads, but only in the open division.
     """
-    from dataloading.text.vocabulary import Vocabulary
+    from dataloading.text.vocabulary import Vocabulary, read_stated
 
     # A closed run starts from the benchmark's checkpoint, which has both heads.
     source = _open(path, config.model, whole=not path.is_dir() or config.log.division == "closed")
@@ -68,15 +68,7 @@ def check_initial_weights(path: Path, config: Config, vocabulary: "Vocabulary") 
             f"({vocabulary.sha256[:12]}...): set data.vocab to the model's vocabulary, and make the samples with it"
         )
     vocabulary.require_table(source.model.vocab_size, config.data.vocab)
-    return source.normalization or (None if theirs is None else _stated_normalization(theirs, path))
-
-
-def _stated_normalization(vocabulary: "Vocabulary", folder: Path) -> "Normalization | None":
-    from dataloading.options import AS_STATED
-    from dataloading.text.vocabulary import find_normalization
-
-    found = find_normalization(vocabulary, folder, AS_STATED)
-    return found.normalization if found.is_stated else None
+    return source.normalization or (read_stated(path) if path.is_dir() else None)
 
 
 @torch.no_grad()

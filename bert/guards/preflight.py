@@ -27,8 +27,8 @@ from compliance.log.schedule import EvaluationSchedule, evaluation_interval
 from dataloading.batches.loader_choice import check_loader
 from dataloading.batches.plan import BatchPlan
 from dataloading.dataset.folder import Dataset, open_dataset
-from dataloading.options import AS_STATED, Normalization
-from dataloading.text.vocabulary import Vocabulary, find_normalization
+from dataloading.options import Normalization
+from dataloading.text.vocabulary import Vocabulary, read_stated
 from kernels import choose
 
 _LOGS_BYTES = 16 << 20
@@ -160,8 +160,7 @@ def _open_inputs(config: Config, folders: Sequence[Path]) -> tuple[list[Dataset]
     if not datasets[-1].masked_counts.any():
         raise ValueError(f"{datasets[-1].folder}: no token is masked, so there is nothing to predict: prepare it again")
     normalizations = {str(dataset.folder): dataset.info.normalization for dataset in datasets}
-    beside = find_normalization(vocabulary, config.data.vocab, AS_STATED)
-    normalizations[str(config.data.vocab)] = beside.normalization if beside.is_stated else None
+    normalizations[str(config.data.vocab)] = read_stated(config.data.vocab)
     if (start := config.data.initial_checkpoint) is not None:
         normalizations[str(start)] = check_initial_weights(start, config, vocabulary)
     normalization = _common_normalization(normalizations)

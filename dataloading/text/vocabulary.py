@@ -209,13 +209,10 @@ def find_normalization(vocabulary: Vocabulary, path: Path, given: NormalizationO
     The options ``given`` come first, then what a tokenizer's files beside the vocabulary state, then a guess. Raises
     ``ValueError`` if these files describe another kind of tokenizer.
     """
-    folder = path if path.is_dir() else path.parent
+    folder = _folder(path)
     options = {name: value for name, value in asdict(given).items() if value is not None}
     stated, files = stated_normalization(folder, options)
-    known = stated | options
-    if "do_lower_case" in known:
-        # The rule of transformers and of the reference, if nothing is stated about accents.
-        known = {"strip_accents": known["do_lower_case"]} | known
+    known = _with_accents(stated | options)
     if stated:
         known = {"tokenize_chinese_chars": True} | known  # the default of transformers
     sources = [f"set by {', '.join(options)}"] if options else []
@@ -223,3 +220,18 @@ def find_normalization(vocabulary: Vocabulary, path: Path, given: NormalizationO
     sources += [] if "do_lower_case" in known else ["guessed from the vocabulary"]
     normalization = Normalization(**(asdict(vocabulary.guess_normalization()) | known))
     return FoundNormalization(normalization, ", ".join(sources), "do_lower_case" in stated)
+
+
+def read_stated(path: Path) -> Normalization | None:
+    """Return the normalization that a tokenizer's files beside a vocabulary, or in a folder, state. None if they do not."""
+    stated, _ = stated_normalization(_folder(path))
+    return Normalization(**_with_accents(stated)) if "do_lower_case" in stated else None
+
+
+def _folder(path: Path) -> Path:
+    return path if path.is_dir() else path.parent
+
+
+def _with_accents(known: dict[str, bool]) -> dict[str, bool]:
+    """Add the rule of transformers and of the reference, if nothing is known about accents."""
+    return {"strip_accents": known["do_lower_case"]} | known if "do_lower_case" in known else known
