@@ -37,13 +37,14 @@ def verify(dataset: Dataset, visit: Callable[[ShardRecord], None] = lambda _: No
     ``visit`` is called after each shard. Needs 8 bytes of memory per sample.
     """
     marked_digests: list[NDArray[np.uint64]] = [np.empty(0, np.uint64)]
-    multiset_digest = 0
+    multiset_digest = random_next = 0
 
     def examine(shard: ShardRecord, samples: Samples) -> None:
-        nonlocal multiset_digest
+        nonlocal multiset_digest, random_next
         digests = samples.sample_digests()
         multiset_digest = (multiset_digest + int(digests.sum(dtype=np.uint64))) % (1 << 64)
         marked_digests.append((digests & ~_LONG_MARK) | (samples.lengths >= _LONG_ENOUGH).astype(np.uint64))
+        random_next += int(samples.next_sentence_labels.sum(dtype=np.int64))
         visit(shard)
 
     dataset.verify(examine)
@@ -53,6 +54,7 @@ def verify(dataset: Dataset, visit: Callable[[ShardRecord], None] = lambda _: No
         f"normalization: {dataset.info.normalization or 'not recorded'}",
         f"text: {dataset.info.text or 'not recorded'}",
         describe_samples(dataset),
+        _describe_next_sentences(random_next / max(1, len(dataset))),
         _describe_repeats(dataset.folder, np.concatenate(marked_digests)),
         f"multiset digest: {multiset_digest:016x}",
     ]
@@ -118,6 +120,16 @@ def describe_samples(dataset: Dataset) -> str:
     return (
         f"samples: {count:,}; neither the benchmark's training set ({TRAINING_SAMPLES:,}) "
         f"nor its evaluation set ({EVALUATION_SAMPLES:,})"
+    )
+
+
+def _describe_next_sentences(random_share: float) -> str:
+    found = f"next sentences: {100 * random_share:.0f} % random"
+    # Half of the pairs are drawn at random on purpose, and documents of one sentence have no other pairs.
+    return (
+        f"{found}; most documents have a single sentence, so a model learns nothing of next ones"
+        if random_share > 0.9
+        else found
     )
 
 

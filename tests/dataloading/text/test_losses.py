@@ -166,6 +166,17 @@ def test_a_cased_vocabulary_with_lower_case_is_warned_of_and_recorded(run: Run, 
         assert "warning" not in printed
 
 
+def test_documents_of_one_sentence_are_found_by_their_pairs(run: Run, tmp_path: Path) -> None:
+    text, vocab = tmp_path / "text.txt", tmp_path / "vocab.txt"
+    vocab.write_bytes(VOCABULARY.content)
+    for sentences, found in ((1, "100 % random; most documents have a single sentence"), (2, "% random\n")):
+        words = (f"a b {letter} {other}" for letter in "abcdefgh" for other in "abcd")
+        text.write_text("\n\n".join("\n".join([line] * sentences) for line in words))
+        out = tmp_path / f"{sentences}"
+        run("prepare", "--text", text, "--vocab", vocab, "--out", out, "--max-seq-length", "32")
+        assert found in run("verify", out)
+
+
 def test_long_lines_without_spaces_lose_nothing(tmp_path: Path) -> None:
     """Text of a script without spaces and with one line for each document, such as Chinese paragraphs."""
     rng = np.random.default_rng(3)
