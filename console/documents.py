@@ -1,4 +1,4 @@
-"""JSON files that one command writes for another: a dataclass with the file's format, version and digest."""
+"""JSON files of a known type. Those that one command writes for another have a format, a version and a digest."""
 
 import hashlib
 from collections.abc import Callable
@@ -11,6 +11,17 @@ import msgspec
 from console.files import read_bounded, shown, write_atomically
 
 Content = TypeVar("Content")
+
+
+def read_typed(path: Path, kind: type[Content], limit: int, remedy: str) -> Content:
+    """Read a JSON file of at most ``limit`` bytes as a dataclass or struct. Fields that ``kind`` lacks are ignored.
+
+    Raises ``ValueError``, in one line that ends with ``remedy``, if the file cannot be read or is of another type.
+    """
+    try:
+        return msgspec.json.decode(read_bounded(path, limit, remedy), type=kind)
+    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path}: {shown(error)}; {remedy}") from None
 
 
 class _Document(msgspec.Struct):

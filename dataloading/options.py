@@ -60,6 +60,13 @@ class Normalization:
         )
 
     @classmethod
+    def of(
+        cls, do_lower_case: bool = True, strip_accents: bool | None = None, tokenize_chinese_chars: bool = True
+    ) -> Self:
+        """Return a normalization. By default, accents are stripped if text is lower-cased (reference, transformers)."""
+        return cls(do_lower_case, do_lower_case if strip_accents is None else strip_accents, tokenize_chinese_chars)
+
+    @classmethod
     def recorded(cls, options: Mapping[str, object]) -> Self | None:
         """Return the normalization that a data set or a checkpoint records, or None if it records none."""
         lower = options.get("do_lower_case")
@@ -84,6 +91,7 @@ class NormalizationOptions:
 
 
 AS_STATED = NormalizationOptions()
+"""No settings: what is known about the vocabulary holds."""
 
 
 @dataclass(frozen=True)
@@ -121,8 +129,7 @@ class PretrainingOptions:
 
     @property
     def normalization(self) -> Normalization:
-        strip_accents = self.do_lower_case if self.strip_accents is None else self.strip_accents
-        return Normalization(self.do_lower_case, strip_accents, self.tokenize_chinese_chars)
+        return Normalization.of(self.do_lower_case, self.strip_accents, self.tokenize_chinese_chars)
 
     @property
     def recorded(self) -> dict[str, int | float | bool | str]:

@@ -5,7 +5,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import asdict, fields
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal
 
 import msgspec
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
@@ -13,7 +13,8 @@ from torch import Tensor
 
 from bert.checkpoints.weights import Weight, write_safetensors
 from bert.configuration.sections import ModelConfig
-from console.files import atomic_path, read_bounded, shown, sync
+from console.documents import read_typed
+from console.files import atomic_path, shown, sync
 from dataloading.options import Normalization
 from dataloading.text.tokenization import MAX_CHARACTERS_PER_WORD
 from dataloading.text.vocabulary import Vocabulary
@@ -144,7 +145,6 @@ def _write_json(path: Path, content: Mapping[str, object]) -> None:
 
 _Count = Annotated[int, msgspec.Meta(gt=0, lt=1 << 31)]
 _Fraction = Annotated[float, msgspec.Meta(ge=0, lt=1)]
-_Content = TypeVar("_Content", bound=msgspec.Struct)
 
 
 class _Stated(msgspec.Struct, rename=_THEIR_NAMES):
@@ -181,7 +181,7 @@ def stated_configuration(path: Path) -> dict[str, int | float]:
     if not path.is_file():
         return {}
     remedy = "expected the config.json of a Hugging Face BERT with absolute positions and GELU"
-    stated = _decoded(path, _Stated, remedy)
+    stated = read_typed(path, _Stated, _MOST_JSON_BYTES, remedy)
     for name in ("is_decoder", "add_cross_attention", "quantization_config"):
         if getattr(stated, name):
             raise ValueError(
@@ -196,17 +196,10 @@ def read_shards(index: Path) -> dict[str, Path]:
     """Map the name of each tensor to the file that holds it, as an index states. Raises ``ValueError`` for a wrong index."""
     remedy = "expected the index of safetensors files in the same folder; fetch the folder again"
     files = {}
-    for tensor, name in _decoded(index, _Index, remedy).weight_map.items():
+    for tensor, name in read_typed(index, _Index, _MOST_JSON_BYTES, remedy).weight_map.items():
         if not _SHARD.fullmatch(name):
             raise ValueError(f"{index}: {shown(name)} is not the name of a safetensors file; {remedy}")
         files[tensor] = index.with_name(name)
     if absent := sorted(file.name for file in {*files.values()} if not file.is_file()):
         raise ValueError(f"{index} names files that are missing ({', '.join(absent[:3])}); {remedy}")
     return files
-
-
-def _decoded(path: Path, kind: type[_Content], remedy: str) -> _Content:
-    try:
-        return msgspec.json.decode(read_bounded(path, _MOST_JSON_BYTES, remedy), type=kind)
-    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path}: {error}; {remedy}") from None

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from bert.checkpoints.hugging_face import SHARDS_SUFFIX, hugging_face_names, read_shards, stated_configuration
 from bert.checkpoints.tensorflow import INDEX_SUFFIX, MAGIC, TensorBundle, tf1_name
-from bert.checkpoints.weights import VOCABULARY, Weight, read_header, stated_model, stated_normalization
+from bert.checkpoints.weights import VOCABULARY, Weight, read_header, stated_model, trained_normalization
 from bert.configuration.sections import ModelConfig
 from bert.model import parameter_shapes
 from console.files import open_regular, sha256_of, shown
@@ -160,7 +160,7 @@ def _open_safetensors(path: Path, heads: int | None, whole: bool) -> CheckpointS
         model=replace(model, **stated),
         digest=lambda: ", ".join(f"sha256 of {file.name}: {sha256_of(file)}" for file in files),
         vocabulary_sha256=metadata.get(VOCABULARY) if is_ours else None,
-        normalization=stated_normalization(metadata, str(path)) if is_ours else None,
+        normalization=trained_normalization(metadata, str(path)) if is_ours else None,
     )
 
 

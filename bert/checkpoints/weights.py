@@ -6,6 +6,7 @@ import struct
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 from safetensors import SafetensorError, safe_open
@@ -15,6 +16,8 @@ from bert.configuration.sections import ModelConfig
 from bert.model import BertForPreTraining
 from console.files import atomic_path
 from dataloading.options import Normalization
+
+_Content = TypeVar("_Content")
 
 
 @dataclass(frozen=True)
@@ -46,12 +49,17 @@ def stated_model(metadata: Mapping[str, str], source: str) -> dict[str, int | fl
 
     Raises ``ValueError`` if the fields are invalid.
     """
-    if MODEL not in metadata:
-        return {}
+    found = _stated(metadata, MODEL, ModelConfig, source)
+    return {} if found is None else asdict(found)
+
+
+def _stated(metadata: Mapping[str, str], key: str, kind: type[_Content], source: str) -> _Content | None:
+    if key not in metadata:
+        return None
     try:
-        return asdict(msgspec.json.decode(metadata[MODEL], type=ModelConfig))
+        return msgspec.json.decode(metadata[key], type=kind)
     except (msgspec.MsgspecError, RecursionError) as error:
-        raise ValueError(f"{source} does not state its model as this program does: {error}") from None
+        raise ValueError(f"{source} does not state its {key} as this program does: {error}") from None
 
 
 def text_metadata(vocabulary_sha256: str | None, normalization: Normalization | None) -> dict[str, str]:
@@ -60,14 +68,9 @@ def text_metadata(vocabulary_sha256: str | None, normalization: Normalization | 
     return known if normalization is None else known | {NORMALIZATION: json.dumps(asdict(normalization))}
 
 
-def stated_normalization(metadata: Mapping[str, str], source: str) -> Normalization | None:
+def trained_normalization(metadata: Mapping[str, str], source: str) -> Normalization | None:
     """Return the normalization in a file's metadata, or None. Raises ``ValueError`` if it is invalid."""
-    if NORMALIZATION not in metadata:
-        return None
-    try:
-        return msgspec.json.decode(metadata[NORMALIZATION], type=Normalization)
-    except (msgspec.MsgspecError, RecursionError) as error:
-        raise ValueError(f"{source} does not state its normalization as this program does: {error}") from None
+    return _stated(metadata, NORMALIZATION, Normalization, source)
 
 
 def write_safetensors(path: Path, weights: Mapping[str, Weight], metadata: Mapping[str, str]) -> None:

@@ -83,14 +83,10 @@ def _is_current(folder: Path, tokenizer: Tokenizer, options: PretrainingOptions)
         return False
     dataset = open_dataset(folder)
     dataset.verify()
-    recorded = _recorded(options)
+    recorded, found = _recorded(options), dataset.info.options
     # Earlier versions recorded fewer settings.
-    is_same = all(recorded.get(name) == value for name, value in dataset.info.options.items())
-    if (
-        "python" not in dataset.info.options
-        or not is_same
-        or dataset.info.vocabulary_sha256 != tokenizer.vocabulary.sha256
-    ):
+    is_same = "python" in found and recorded | found == recorded
+    if not is_same or dataset.info.vocabulary_sha256 != tokenizer.vocabulary.sha256:
         raise ValueError(f"{folder} holds other data than the demo of this Python: delete it, or name another --out")
     return True
 

@@ -77,7 +77,8 @@ def make_shards(
     with begun(out, JOB_NAME, description, finished="part_*", alone=part is None):
         if jobs > 1:
             # Compile the core before forking, so that the processes share it.
-            samples_of([["a", "b"], ["c"]], _tokenizer(job.vocab, info), job.options)
+            tokenizer = _tokenizer(job.vocab, info.vocabulary_sha256, job.options.normalization)
+            samples_of([["a", "b"], ["c"]], tokenizer, job.options)
         make_files(partial(_make_shard, job, info, out), mine, jobs, report)
     return info
 
@@ -92,21 +93,16 @@ def _make_shard(job: Job, info: DatasetInfo, out: Path, index: int) -> Made:
         if replace(found, text=info.text) != info:
             raise ValueError(f"{path}: made from another text or with other settings; delete it, or name another --out")
         return path.name, count, True
-    samples, counts = samples_of(read_documents(texts), _tokenizer(job.vocab, info), job.options)
+    tokenizer = _tokenizer(job.vocab, info.vocabulary_sha256, job.options.normalization)
+    samples, counts = samples_of(read_documents(texts), tokenizer, job.options)
     if not job.accept_losses:
         counts.require_enough(texts[0])
     write_shard(path, samples, replace(info, text=counts))
     return path.name, len(samples), False
 
 
-def _tokenizer(vocab: Path, info: DatasetInfo) -> Tokenizer:
-    normalization = info.normalization
-    assert normalization is not None  # `samples_info` records it
-    return _cached_tokenizer(vocab, info.vocabulary_sha256, normalization)
-
-
 @lru_cache(maxsize=1)
-def _cached_tokenizer(vocab: Path, sha256: str, normalization: Normalization) -> Tokenizer:
+def _tokenizer(vocab: Path, sha256: str, normalization: Normalization) -> Tokenizer:
     """Return the tokenizer that a process uses for all of its texts, so that the texts share its cache of words."""
     vocabulary = Vocabulary.read(vocab)
     if vocabulary.sha256 != sha256:

@@ -78,12 +78,17 @@ def _other_kind(content: bytes) -> str:
 
 
 def text_lines(content: bytes, path: Path) -> list[str]:
-    """Split the ``content`` of a UTF-8 file into stripped lines. ``path`` is for error messages.
+    """Split the ``content`` of a UTF-8 file into stripped lines. ``path`` is for error messages."""
+    return stripped_lines(decode_text(content, path))
+
+
+def stripped_lines(text: str) -> list[str]:
+    """Split text into lines without blanks around them.
 
     Only line feeds end a line, and all carriage returns are dropped, as in TensorFlow's
     ``BufferedInputStream::ReadLine``.
     """
-    lines = decode_text(content, path).replace("\r", "").split("\n")
+    lines = text.replace("\r", "").split("\n")
     if not lines[-1]:  # the text after the last line feed
         lines.pop()
     return [line.strip() for line in lines]

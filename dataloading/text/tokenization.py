@@ -43,10 +43,8 @@ class Tokenizer:
         strip_accents: bool | None = None,
         tokenize_chinese_chars: bool = True,
     ) -> None:
-        """Make a tokenizer. By default, accents are stripped if text is lower-cased, as in the reference."""
         self.vocabulary = vocabulary
-        strip_accents = do_lower_case if strip_accents is None else strip_accents
-        self.normalization = Normalization(do_lower_case, strip_accents, tokenize_chinese_chars)
+        self.normalization = Normalization.of(do_lower_case, strip_accents, tokenize_chinese_chars)
         self._word_ids = _WordIds(vocabulary)
 
     def encode_lines(self, lines: Sequence[str]) -> tuple[NDArray[np.uint16], NDArray[np.int64]]:

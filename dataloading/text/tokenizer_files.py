@@ -2,12 +2,12 @@
 
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import TypeVar
 
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from console.files import read_bounded, shown
+from console.documents import read_typed
+from console.files import shown
 
 TOKENIZER, TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
 """Files that state the normalization. The first one also holds the vocabulary."""
@@ -27,8 +27,6 @@ _BERT_TOKENIZERS = (
     "TokenizersBackend",
 )
 """Classes of transformers that split text as BERT's tokenizer does. Each may have the suffix Fast."""
-
-_Content = TypeVar("_Content", bound=msgspec.Struct)
 
 
 class _Model(msgspec.Struct):
@@ -76,7 +74,7 @@ def read_tokens(path: Path) -> tuple[list[str], list[str]]:
 
     Ids without a token get an empty one. Raises ``ValueError`` if the tokenizer is not WordPiece, or an id is impossible.
     """
-    tokenizer = _read(path, _Tokenizer)
+    tokenizer = read_typed(path, _Tokenizer, _MAX_BYTES, _REMEDY)
     model = tokenizer.model
     if (model.type, model.continuing_subword_prefix) != ("WordPiece", "##"):
         found = f"{model.type} with pieces like {model.continuing_subword_prefix}ing"
@@ -121,7 +119,7 @@ def stated_normalization(folder: Path, decided: Collection[str] = ()) -> tuple[d
 
 
 def _normalizer(path: Path) -> _Normalizer | None:
-    tokenizer = _read(path, _Tokenizer)
+    tokenizer = read_typed(path, _Tokenizer, _MAX_BYTES, _REMEDY)
     normalizer, words = tokenizer.normalizer, tokenizer.pre_tokenizer
     if isinstance(normalizer, UnsetType):
         return None
@@ -135,17 +133,10 @@ def _normalizer(path: Path) -> _Normalizer | None:
 
 
 def _configuration(path: Path, is_described: bool) -> _Configuration:
-    found = _read(path, _Configuration)
+    found = read_typed(path, _Configuration, _MAX_BYTES, _REMEDY)
     kind = found.tokenizer_class or "BertTokenizer"
     is_other = kind.removesuffix("Fast") not in _BERT_TOKENIZERS or found.do_basic_tokenize is False
     if is_other and not is_described:
         basic = ", with do_basic_tokenize false" if found.do_basic_tokenize is False else ""
         raise ValueError(f"{path}: a {shown(kind)}{basic}; expected a BertTokenizer. {_OTHERWISE}")
     return found
-
-
-def _read(path: Path, kind: type[_Content]) -> _Content:
-    try:
-        return msgspec.json.decode(read_bounded(path, _MAX_BYTES, _REMEDY), type=kind)
-    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path}: {shown(error)}; {_REMEDY}") from None

@@ -5,9 +5,10 @@ lower-cased and loses its accents is stated by a tokenizer's files, if there are
 """
 
 import hashlib
+import re
 import unicodedata
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from itertools import chain
 from pathlib import Path
@@ -15,7 +16,7 @@ from typing import Self
 
 from console.files import read_bounded
 from dataloading.options import Normalization, NormalizationOptions
-from dataloading.text.documents import decode_text
+from dataloading.text.documents import decode_text, stripped_lines
 from dataloading.text.tokenizer_files import MAX_TOKENS, TOKENIZER, read_tokens, stated_normalization
 
 _MAX_VOCABULARY_BYTES = 64 << 20
@@ -60,13 +61,11 @@ class Vocabulary:
             "name a BERT vocabulary, one token a line; `python -m dataloading wikipedia` puts the benchmark's in place"
         )
         text = decode_text(read_bounded(path, _MAX_VOCABULARY_BYTES, remedy), path)
-        lines = text.replace("\r\n", "\n").split("\n")
-        if not lines[-1]:  # the text after the last line feed
-            lines.pop()
         # A line ends at this character for Python and transformers, but not for TensorFlow, so the ids would be ambiguous.
-        if number := next((number for number, line in enumerate(lines, 1) if "\r" in line), 0):
+        if alone := re.search(r"\r(?!\n)", text):
+            number = text.count("\n", 0, alone.start()) + 1
             raise ValueError(f"{path}: line {number:,} holds a carriage return; end each line with a line feed")
-        return cls.of_tokens([line.strip() for line in lines], path)
+        return cls.of_tokens(stripped_lines(text), path)
 
     @classmethod
     def from_folder(cls, folder: Path) -> Self | None:
@@ -163,7 +162,7 @@ class Vocabulary:
             )
 
     def guess_normalization(self) -> Normalization:
-        """Guess the normalization of the text that the vocabulary was learned from: the one that keeps most tokens."""
+        """Guess how text must be normalized so that it can contain nearly all tokens of this vocabulary."""
         lower = not self.cased
         strip = lower and self.fits(Normalization())
         ideographs = [token for token in self.ids if any(map(is_ideograph, token))]
@@ -212,26 +211,25 @@ def find_normalization(vocabulary: Vocabulary, path: Path, given: NormalizationO
     folder = _folder(path)
     options = {name: value for name, value in asdict(given).items() if value is not None}
     stated, files = stated_normalization(folder, options)
-    known = _with_accents(stated | options)
+    known = stated | options
     if stated:
         known = {"tokenize_chinese_chars": True} | known  # the default of transformers
+    guess = vocabulary.guess_normalization()
+    if "do_lower_case" in known:
+        normalization = Normalization.of(**({"tokenize_chinese_chars": guess.tokenize_chinese_chars} | known))
+    else:
+        normalization = replace(guess, **known)
     sources = [f"set by {', '.join(options)}"] if options else []
     sources += [f"stated by {files} in {folder}"] if stated else []
     sources += [] if "do_lower_case" in known else ["guessed from the vocabulary"]
-    normalization = Normalization(**(asdict(vocabulary.guess_normalization()) | known))
     return FoundNormalization(normalization, ", ".join(sources), "do_lower_case" in stated)
 
 
 def read_stated(path: Path) -> Normalization | None:
     """Return the normalization that a tokenizer's files beside a vocabulary, or in a folder, state. None if they do not."""
     stated, _ = stated_normalization(_folder(path))
-    return Normalization(**_with_accents(stated)) if "do_lower_case" in stated else None
+    return Normalization.of(**stated) if "do_lower_case" in stated else None
 
 
 def _folder(path: Path) -> Path:
     return path if path.is_dir() else path.parent
-
-
-def _with_accents(known: dict[str, bool]) -> dict[str, bool]:
-    """Add the rule of transformers and of the reference, if nothing is known about accents."""
-    return {"strip_accents": known["do_lower_case"]} | known if "do_lower_case" in known else known
