@@ -40,18 +40,18 @@ def correctness(context: Context) -> None:
     model = drawn_model(context.scale.model, context.device)
     for dtype in (torch.float32, torch.bfloat16):
         for case in cases(model, _awkward_lengths(context), 101, dtype, counting=True):
-            for name in OPS[case.op].implementations:
+            for name in context.implementations(case.op):
                 # The reference implementation is the definition itself, so there is nothing to check.
                 if name != "reference":
                     title = f"{case.op}, {name}, {str(dtype).removeprefix('torch.')}"
                     context.report.attempt(title, partial(_error_row, title, case, name, dtype))
     for case in fp8_cases(model, sum(_awkward_lengths(context))):
-        for name in OPS[case.op].implementations:
+        for name in context.implementations(case.op):
             title = f"{case.title}, {name}"
             context.report.attempt(title, partial(_fp8_error_row, title, case, name))
-    for name in lamb_step.implementations:
+    for name in context.implementations(lamb_step.name):
         context.report.attempt(f"lamb_step, {name}", partial(_lamb_error_row, context, name))
-    for name in accumulate_weight_gradient.implementations:
+    for name in context.implementations(accumulate_weight_gradient.name):
         title = f"{accumulate_weight_gradient.name}, {name}"
         context.report.attempt(title, partial(_sum_error_row, context, title, name))
     # A row has no figure if the implementation is not usable on this device, which is not an error.
@@ -161,18 +161,18 @@ def kernels(context: Context) -> None:
     model = drawn_model(context.scale.model, context.device)
     made = cases(model, lengths, masked, context.low_precision)
     for case in made:
-        names = list(OPS[case.op].implementations)
+        names = context.implementations(case.op)
         # At the tiny scale the reference is fast enough to show that it works.
         if case.op.startswith("varlen") and not context.tiny:
             names.remove("reference")  # it processes one sequence at a time, which takes seconds and shows nothing
         _time(context, case, {name: partial(call, case.op, name) for name in names}, ceilings)
     for case in fp8_cases(model, sum(lengths)):
-        for name in OPS[case.op].implementations:
+        for name in context.implementations(case.op):
             title = f"{case.title}, {name}"
             report.attempt(title, partial(_fp8_time_row, context, title, case, name, ceilings))
         # Compare after each op, so that a part that is cut off has compared all ops that it has timed.
         _compare(context, case.op, case.title)
-    for name in lamb_step.implementations:
+    for name in context.implementations(lamb_step.name):
         report.attempt(f"lamb_step, {name}", partial(_lamb_time_row, context, name, ceilings))
     _compare(context, lamb_step.name, lamb_step.name)
     for case in made:

@@ -3,7 +3,8 @@
 Shape legend: T tokens, S sequences, M masked tokens, D hidden, F intermediate, V vocabulary, H heads, E head size.
 """
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import numpy as np
@@ -22,6 +23,7 @@ from cluster.model.histogram import drawn_lengths, length_counts
 from dataloading.batches.loader import Batch, batch_of
 from dataloading.batches.plan import ShapeBucket
 from dataloading.shards.samples import Samples, synthetic_samples
+from kernels import OPS
 
 
 @dataclass(frozen=True)
@@ -49,6 +51,12 @@ class Context:
     device: torch.device
     scale: Scale
     report: PartReport
+    without: Mapping[str, str] = field(default_factory=dict)
+    """Ops that run without their usual implementations, and the implementation of each that takes their place."""
+
+    def implementations(self, op: str) -> list[str]:
+        """Return the implementations of an op that are checked and timed."""
+        return [self.without[op]] if op in self.without else list(OPS[op].implementations)
 
     @property
     def tiny(self) -> bool:
