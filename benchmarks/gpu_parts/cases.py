@@ -2,14 +2,12 @@
 
 Parameters are fp32 views of a flat buffer, even if autocast runs the matrix products in 16 bits. All other arguments have
 the types that the model passes. Shape legend in ``kernels/__init__.py``.
-
-The FP8 ops have no gradients. Their cases have exact float64 results. These ops only ever increase ``amax``, so repeated
-calls with the same input give the same result.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Any, cast
 
 import torch
@@ -21,9 +19,13 @@ from bert.configuration.sections import ModelConfig
 from bert.layers import EncoderLayer, LayerNorm
 from bert.model import BertForPreTraining
 from bert.optimizer import FlatParameters
-from kernels import OPS
+from kernels import OPS, Dropout, LambSegments, LambState
 from kernels.reference.fp8 import E4M3, E5M2, padded
+from kernels.registry import Implementation
 from kernels.tuning.examples import Size, example_inputs
+
+_TOKENS = 64
+"""Products of training have a multiple of this many rows, because shape buckets and batches have."""
 
 
 @dataclass(frozen=True)
@@ -38,53 +40,61 @@ class LeastWork:
 
 @dataclass(frozen=True)
 class Case:
-    """Arguments of one call. Floating-point tensors require gradients; the model's own tensors are ``nn.Parameter``."""
+    """Arguments of one call. If the op has gradients, floating-point tensors require them."""
 
     op: str
     arguments: tuple[object, ...]
-    autocast: torch.dtype | None
-    """Type of the matrix products under autocast, or None for no autocast."""
-    work: LeastWork
+    dtype: torch.dtype
+    """Type of matrix products and of the residual stream."""
+    work: LeastWork = LeastWork()
+    named: Mapping[str, object] = field(default_factory=dict)
+    autocast: bool = False
+    """Whether the op is called under autocast to ``dtype``."""
+    gradients: bool = False
+    variant: str = ""
+    """Label that distinguishes cases of the same op."""
 
-    def fresh(self) -> "Case":
-        """Return this case with new leaf tensors, because the old leaves hold the gradients of earlier calls."""
-        return replace(self, arguments=tuple(map(_leaf, self.arguments)))
-
-    def exact(self) -> "Case":
-        return replace(self, arguments=tuple(_leaf(value, torch.float64) for value in self.arguments), autocast=None)
+    @property
+    def title(self) -> str:
+        return f"{self.op}{self.variant}"
 
     @property
     def leaves(self) -> list[Tensor]:
         return [value for value in self.arguments if isinstance(value, Tensor) and value.requires_grad]
 
+    def without_dropout(self) -> "Case":
+        return replace(self, arguments=tuple(None if isinstance(x, Dropout) else x for x in self.arguments))
+
+    @contextmanager
+    def as_in_training(self) -> Iterator[None]:
+        """Set autocast, which determines the types that the op receives, and autograd."""
+        device = next(value.device.type for value in self.arguments if isinstance(value, Tensor))
+        with (
+            torch.autocast(device, self.dtype if self.autocast else None, enabled=self.autocast),
+            torch.set_grad_enabled(self.gradients and torch.is_grad_enabled()),
+        ):
+            yield
+
     def outputs(self, function: Callable[..., object]) -> list[Tensor]:
         """Call a function with the arguments, and return its results except None."""
-        device = self.leaves[0].device.type
-        with torch.autocast(device, self.autocast, enabled=self.autocast is not None):
-            # As in training, autocast determines the types that the op receives.
-            returned = function(*self.arguments)
+        with self.as_in_training():
+            returned = function(*self.arguments, **self.named)
         outputs = returned if isinstance(returned, tuple) else (returned,)
         return [cast("Tensor", output) for output in outputs if output is not None]
 
     def upstream(self, function: Callable[..., object]) -> Tensor:
-        """Draw a random gradient for the first output. A fixed seed gives all implementations the same gradient."""
+        """Draw a random gradient for the first output."""
         with torch.no_grad():
-            output = self.outputs(function)[0]
-        generator = torch.Generator(output.device).manual_seed(1)
-        return torch.randn(output.shape, generator=generator, device=output.device).to(output.dtype)
+            return torch.randn_like(self.outputs(function)[0])
 
-    def forward_and_gradients(self, function: Callable[..., object], upstream: Tensor) -> list[Tensor]:
-        """Return a function's results, followed by the gradients of its first result with respect to the leaves."""
-        outputs = self.outputs(function)
-        gradients = torch.autograd.grad(outputs[0], self.leaves, upstream.to(outputs[0].dtype))
-        return [*(output.detach() for output in outputs), *gradients]
+    def forward_and_gradients(self, function: Callable[..., object], upstream: Tensor) -> None:
+        torch.autograd.grad(self.outputs(function)[0], self.leaves, upstream)
 
 
-def _leaf(value: object, dtype: torch.dtype | None = None) -> object:
+def _leaf(value: object) -> object:
     if not (isinstance(value, Tensor) and value.is_floating_point()):
         return value
-    made = value.detach().to(dtype or value.dtype)
-    return nn.Parameter(made) if isinstance(value, nn.Parameter) else made.requires_grad_()
+    return value if isinstance(value, nn.Parameter) else value.detach().requires_grad_()
 
 
 @torch.no_grad()
@@ -106,12 +116,12 @@ def drawn_model(config: ModelConfig, device: torch.device) -> BertForPreTraining
 def cases(
     model: BertForPreTraining, lengths: Sequence[int], masked: int, dtype: torch.dtype, *, counting: bool = False
 ) -> list[Case]:
-    """Return a case for each op as the model calls it in training, with ``masked`` masked tokens.
+    """Return a case for each op with gradients as the model calls it in training, with ``masked`` masked tokens.
 
     ``dtype`` is the type of matrix products and of the residual stream. A length may be 0. The labels of the last two masked
     tokens are -1, which marks unused slots. With ``counting``, correct predictions are also counted, as in evaluation.
     """
-    autocast = dtype if dtype.itemsize < 4 else None
+    autocast = dtype.itemsize < 4
     config, layer, tables, norm = model.config, model.layers[0], model.embeddings, model.transform_norm
     assert isinstance(layer, EncoderLayer)
     device, hidden, wide = model.decoder_bias.device, config.hidden_size, config.intermediate_size
@@ -119,7 +129,7 @@ def cases(
         tuple(lengths), max(lengths), masked, hidden, config.num_attention_heads, wide, vocabulary=config.vocab_size
     )
     # The output type of a norm under autocast differs between devices and types, so it is determined by a call.
-    with torch.autocast(device.type, dtype, enabled=autocast is not None):
+    with torch.autocast(device.type, dtype, enabled=autocast):
         after_norm = F.layer_norm(
             torch.zeros(1, hidden, dtype=dtype, device=device), (hidden,), norm.weight, norm.bias
         ).dtype
@@ -139,7 +149,7 @@ def cases(
         arguments, _ = example_inputs(op, device, dtype, size)
         # `example_inputs` returns the arguments in the order of the op's parameters.
         placed = (weights.get(place, value) for place, value in enumerate(arguments))
-        return Case(op, tuple(map(_leaf, placed)), autocast, work)
+        return Case(op, tuple(map(_leaf, placed)), dtype, work, autocast=autocast, gradients=True)
 
     loss = case(
         "masked_lm_loss", LeastWork((decoder, 3 * decoder)), {1: tables.word, 2: model.decoder_bias, 5: counting}
@@ -169,65 +179,32 @@ def cases(
         ),
         case("bias_gelu", LeastWork(moved=(2 * wide_row, 5 * wide_row)), {1: layer.intermediate.bias}),
         # The masked-LM head's input is the output of a norm, whose type may differ from the residual stream's.
-        replace(loss, arguments=(_leaf(states, after_norm), *others)),
+        replace(loss, arguments=(_leaf(states.to(after_norm)), *others)),
     ]
 
 
-def call(op: str, name: str, *arguments: object, **settings: object) -> Any:
-    """Call one implementation of an op. Raises ``NotUsableError`` if it cannot take these arguments."""
-    chosen = OPS[op].implementations[name]
-    if reasons := chosen.unsupported_reasons(op, *arguments, **settings):
-        raise NotUsableError("; ".join(reasons))
-    return chosen.function(op)(*arguments, **settings)
-
-
-@dataclass(frozen=True)
-class Fp8Case:
-    """Arguments of one call, its exact result, and its least work."""
-
-    op: str
-    arguments: tuple[object, ...]
-    exact: Callable[[], list[Tensor]]
-    """Function that computes the result in float64, without transposed copies. FP8 results include their scale."""
-    flop: float = 0.0
-    moved: float = 0.0
-    variant: str = ""
-    """Label that distinguishes cases of the same op."""
-
-    @property
-    def title(self) -> str:
-        return f"{self.op}{self.variant}"
-
-    def results(self, function: Callable[..., object]) -> list[Tensor]:
-        """Return the results of a function without transposed copies. Raises ``ValueError`` if a copy is wrong."""
-        # In-place ops return None and write their results to the last two arguments.
-        returned = function(*self.arguments)
-        written = self.arguments[-2:] if returned is None else (returned,)
-        outputs = [cast("Tensor", each) for each in (returned if isinstance(returned, tuple) else written)]
-        if len(outputs) > 1:
-            rows = outputs[0]
-            # The remaining columns are padding, which adds zeros to the products.
-            transposed = outputs.pop(1)[:, : len(rows)]
-            if not torch.equal(transposed.t().float(), rows.float()):
-                raise ValueError("the transposed copy is another tensor")
-        return [output.float() for output in outputs]
-
-
-def fp8_cases(model: BertForPreTraining, tokens: int) -> list[Fp8Case]:
+def fp8_cases(model: BertForPreTraining, lengths: Sequence[int]) -> list[Case]:
     """Return cases for the FP8 ops as an encoder layer calls them: bf16 activations, fp32 parameters, small gradients."""
     config, layer = model.config, model.layers[0]
     assert isinstance(layer, EncoderLayer)
     device, hidden, wide = model.decoder_bias.device, config.hidden_size, config.intermediate_size
     weight, bias = layer.intermediate.weight.detach(), layer.intermediate.bias  # as ``bert.products.fp8`` passes them
-    size = Size((tokens,), hidden=hidden, intermediate=wide)
+    norm = {1: layer.attention_output.bias, 3: layer.attention_norm.weight, 4: layer.attention_norm.bias}
+    tokens, heads = sum(lengths), config.num_attention_heads
+    size = Size(tuple(lengths), max(lengths), hidden=hidden, heads=heads, intermediate=wide)
 
     def case(
-        op: str, exact: Callable[..., list[Tensor]], placed: Mapping[int, object], variant: str = "", **work: float
-    ) -> Fp8Case:
+        op: str,
+        placed: Mapping[int, object],
+        moved: float = 0.0,
+        flop: float = 0.0,
+        variant: str = "",
+        size: Size = size,
+    ) -> Case:
         """Return a case with fixed values, such as scales, for the arguments at the given positions."""
         drawn, _ = example_inputs(op, device, torch.bfloat16, size)
         arguments = tuple(placed.get(place, value) for place, value in enumerate(drawn))
-        return Fp8Case(op, arguments, partial(exact, *arguments), variant=variant, **work)
+        return Case(op, arguments, torch.bfloat16, LeastWork((flop, 0), (moved, 0)), variant=variant)
 
     def scalar(value: float) -> Tensor:
         return torch.full((), value, device=device)
@@ -237,46 +214,92 @@ def fp8_cases(model: BertForPreTraining, tokens: int) -> list[Fp8Case]:
         return (1e-6 * torch.randn(shape, generator=generator, device=device)).bfloat16()
 
     def in_fp8(rows: int, dtype: torch.dtype) -> Tensor:
-        # The number of tokens is padded, because a weight's gradient is a product that contracts over the tokens.
-        return torch.randn(rows, padded(tokens), generator=generator, device=device).to(dtype)
+        # A weight's gradient is a product that contracts over the tokens.
+        return torch.randn(rows, padded(of_products), generator=generator, device=device).to(dtype)
 
     generator = torch.Generator(device).manual_seed(0)
     # This scale brings the small gradients into the range of E5M2.
     upward = scalar(2.0**30)
     halves = {2: scalar(0.5), 3: scalar(0.25)}
-    of_a_weight = {**halves, 0: in_fp8(wide, E5M2), 1: in_fp8(hidden, E4M3), 4: torch.float32}
-    cells, wide_cells, flop = tokens * hidden, tokens * wide, 2.0 * tokens * hidden * wide
+    of_products = -(-tokens // _TOKENS) * _TOKENS
+    aligned = replace(size, lengths=(of_products,))
+    of_a_weight = {**halves, 0: in_fp8(wide, E5M2), 1: in_fp8(hidden, E4M3), 4: torch.float32, 6: False}
+    cells, wide_cells, flop = tokens * hidden, tokens * wide, 2.0 * of_products * hidden * wide
     backward = {0: gradient(tokens, wide), 2: bias, 3: upward}
+    heads_THE = tokens, heads, hidden // heads
+    attention_backward = {0: gradient(*heads_THE), 7: Dropout(0.1, torch.tensor([1, 2], device=device), 3), 8: upward}
+    norm_backward = {0: gradient(tokens, hidden), 1: gradient(tokens, hidden), 8: upward}
+    norm_backward |= {3: norm[1], 5: norm[3]}
     return [
         # Bytes moved: 2 or 4 read for each element, and 1 written for each FP8 copy.
-        case("cast_fp8", _cast, {1: scalar(64.0)}, moved=3 * cells),
-        case("cast_transpose_fp8", _cast, {1: scalar(64.0)}, moved=4 * cells),
-        case("cast_transpose_into_fp8", _cast, {0: weight, 1: scalar(256.0)}, moved=6 * wide * hidden),
-        case("cast_transpose_sum_fp8", _cast_sum, {0: gradient(tokens, 3 * hidden), 1: upward}, moved=12 * cells),
-        case("bias_gelu_cast_fp8", _gelu, {1: bias, 2: scalar(32.0)}, moved=4 * wide_cells),
-        case("bias_gelu_backward_cast_fp8", _gelu_backward, backward, moved=6 * wide_cells),
-        case("scaled_matmul", _product, halves, flop=flop),
-        case("scaled_matmul", _product, of_a_weight, " of a weight's gradient", flop=flop),
+        case("cast_fp8", {1: scalar(64.0)}, 3 * cells),
+        case("cast_transpose_fp8", {1: scalar(64.0)}, 4 * cells),
+        case("cast_transpose_into_fp8", {0: weight, 1: scalar(256.0)}, 6 * wide * hidden),
+        case("cast_transpose_sum_fp8", {0: gradient(tokens, 3 * hidden), 1: upward}, 12 * cells),
+        case("bias_gelu_cast_fp8", {1: bias, 2: scalar(32.0)}, 4 * wide_cells),
+        case("bias_gelu_backward_cast_fp8", backward, 6 * wide_cells),
+        case("attention_cast_fp8", {4: scalar(64.0)}),
+        case("attention_backward_cast_fp8", attention_backward),
+        case("add_norm_cast_fp8", {**norm, 7: scalar(32.0)}, 8 * cells),
+        case("add_norm_backward_cast_fp8", norm_backward, 12 * cells),
+        case("scaled_matmul", halves, flop=flop, size=aligned),
+        case("scaled_matmul", of_a_weight, flop=flop, variant=" of a weight's gradient", size=aligned),
     ]
 
 
-def _cast(x: Tensor, scale: Tensor, *_: object) -> list[Tensor]:
-    return [x.double() * scale]
+def update_cases(model: BertForPreTraining, lengths: Sequence[int]) -> list[Case]:
+    """Return cases for LAMB in the middle of a training, with many segments, and for the sums of weight gradients."""
+    config, device = model.config, model.decoder_bias.device
+    hidden, wide, tokens = config.hidden_size, config.intermediate_size, sum(lengths)
+    size, generator = Size(tuple(lengths), hidden=hidden, intermediate=wide), torch.Generator(device).manual_seed(0)
+    made = []
+    for op in ("sum_of_squares", "lamb_step", "lamb_directions", "lamb_apply"):
+        drawn, named = example_inputs(op, device, torch.float32, size)
+        made.append(Case(op, tuple(_in_the_middle(value, generator) for value in drawn), torch.float32, named=named))
+        if op == "lamb_apply":
+            weights, state, segments, _ = made[-1].arguments
+            squares_2A = torch.rand(2, sum(segments.adapted), generator=generator, dtype=torch.float64, device=device)
+            made[-1] = replace(made[-1], arguments=(weights, state, segments, 1 + squares_2A))
+    total, *operands = example_inputs("accumulate_weight_gradient", device, torch.bfloat16, size)[0]
+    work = LeastWork((2.0 * tokens * hidden * wide, 0))
+    added = Case("accumulate_weight_gradient", (total.normal_(generator=generator), *operands), torch.bfloat16, work)
+    # If the old values are read, the result is NaN.
+    written = replace(
+        added, arguments=(torch.full_like(total, torch.nan), *operands, True), variant=" of the first batch"
+    )
+    return [*made, added, written]
 
 
-def _cast_sum(x: Tensor, scale: Tensor, *_: object) -> list[Tensor]:
-    return [x.double() * scale, x.double().sum(0)]
+def _in_the_middle(value: Any, generator: torch.Generator) -> Any:
+    """Fill LAMB's moments, and cut its vector into 400 segments, of which two of three have a trust ratio."""
+    if isinstance(value, LambState):
+        filled = LambState.zeros_like(value.momentum_P)
+        filled.momentum_P.normal_(generator=generator)
+        filled.variance_P.uniform_(generator=generator)
+        filled.update_P.normal_(generator=generator)
+        return filled
+    if isinstance(value, LambSegments):
+        size = sum(value.sizes)
+        cuts = torch.randperm(size - 1, generator=torch.Generator().manual_seed(0))[:399].add(1).sort().values.tolist()
+        sizes = tuple(after - before for before, after in pairwise([0, *cuts, size]))
+        return LambSegments(sizes, tuple(index % 3 > 0 for index in range(len(sizes))))
+    return value
 
 
-def _gelu(product: Tensor, bias: Tensor, scale: Tensor, _: Tensor) -> list[Tensor]:
-    return [F.gelu(product.double() + bias.detach().double(), approximate="tanh") * scale]
+def call(op: str, name: str, *arguments: object, **settings: object) -> Any:
+    """Call one implementation of an op. Raises ``NotUsableError`` if it cannot take these arguments."""
+    chosen = OPS[op].implementations[name]
+    if reasons := chosen.unsupported_reasons(op, *arguments, **settings):
+        raise NotUsableError("; ".join(reasons))
+    if op == "attention_backward_cast_fp8":
+        return _attention_both_ways(chosen, *arguments)
+    return chosen.function(op)(*arguments, **settings)
 
 
-def _gelu_backward(upstream: Tensor, product: Tensor, bias: Tensor, scale: Tensor, _: Tensor) -> list[Tensor]:
-    y = (product.double() + bias.detach().double()).requires_grad_()
-    (slope,) = torch.autograd.grad(F.gelu(y, approximate="tanh"), y, upstream.double())
-    return _cast_sum(slope, scale)
-
-
-def _product(a: Tensor, b: Tensor, inverse_a: Tensor, inverse_b: Tensor, *_: object) -> list[Tensor]:
-    return [(a.double() * inverse_a) @ (b.double() * inverse_b).t()]
+def _attention_both_ways(chosen: Implementation, *arguments: Any) -> Any:
+    """Call the backward pass with the tensors of a forward pass, which only the same implementation can make."""
+    gradient, qkv, bounds, _context, _lse, _kept, *others = arguments
+    longest, dropout, scale, amax = others
+    forward = chosen.function("attention_cast_fp8")
+    context, _cast, _transposed, *saved = forward(qkv, bounds, longest, dropout, scale, torch.zeros_like(amax))
+    return chosen.function("attention_backward_cast_fp8")(gradient, qkv, bounds, context, *saved, *others)

@@ -1,10 +1,12 @@
-"""Check every implementation of every op against a float64 oracle, time it, and compare it with its floor and with peers.
+"""Check every implementation of every op against float64, time it, and compare it with its floor and with peers.
 
 Shape legend in ``kernels/__init__.py``.
 """
 
 import importlib
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 
@@ -12,23 +14,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.gpu_parts.cases import Case, Fp8Case, call, cases, drawn_model, fp8_cases
+from benchmarks.gpu_parts.accuracy import largest_ratio, outcome
+from benchmarks.gpu_parts.cases import Case, call, cases, drawn_model, fp8_cases, update_cases
 from benchmarks.gpu_parts.report import Figure, NotUsableError
 from benchmarks.gpu_parts.scale import Context, samples_of
 from benchmarks.gpu_parts.timing import Ceilings, measured, timed_row
 from bert.configuration.recipes import RECIPES
+from bert.execution.cuda_graphs import replay_of
 from bert.model import BertForPreTraining
 from bert.optimizer import FlatParameters, Lamb
-from kernels import (
-    OPS,
-    Dropout,
-    LambHyperparameters,
-    LambSegments,
-    LambState,
-    accumulate_weight_gradient,
-    lamb_step,
-)
+from kernels import OPS, lamb_step, scaled_matmul
 from kernels.reference.ops import summed_embeddings
+from kernels.tuning import autotune
 
 _LAMB_BYTES = 36
 """Bytes that a step moves for each parameter: gradient norm (4 read), moments and direction (16 read, 8 written, and 4 to
@@ -36,24 +33,19 @@ zero the gradient), parameter update (4 written). Reading a tensor again hits th
 
 
 def correctness(context: Context) -> None:
-    """Compare errors with the limit that the tests use: twice the error of plain PyTorch in the same types."""
-    model = drawn_model(context.scale.model, context.device)
-    for dtype in (torch.float32, torch.bfloat16):
-        for case in cases(model, _awkward_lengths(context), 101, dtype, counting=True):
-            for name in context.implementations(case.op):
-                # The reference implementation is the definition itself, so there is nothing to check.
-                if name != "reference":
-                    title = f"{case.op}, {name}, {str(dtype).removeprefix('torch.')}"
-                    context.report.attempt(title, partial(_error_row, title, case, name, dtype))
-    for case in fp8_cases(model, sum(_awkward_lengths(context))):
+    """Compare errors with those that plain PyTorch makes in the same types (``largest_ratio``)."""
+    model, lengths = drawn_model(context.scale.model, context.device), _awkward_lengths(context)
+    made = [
+        replace(case, variant=f" in {str(dtype).removeprefix('torch.')}")
+        for dtype in (torch.float32, torch.bfloat16)
+        for case in cases(model, lengths, 101, dtype, counting=True)
+    ]
+    for case in (*made, *fp8_cases(model, lengths), *update_cases(model, lengths)):
         for name in context.implementations(case.op):
-            title = f"{case.title}, {name}"
-            context.report.attempt(title, partial(_fp8_error_row, title, case, name))
-    for name in context.implementations(lamb_step.name):
-        context.report.attempt(f"lamb_step, {name}", partial(_lamb_error_row, context, name))
-    for name in context.implementations(accumulate_weight_gradient.name):
-        title = f"{accumulate_weight_gradient.name}, {name}"
-        context.report.attempt(title, partial(_sum_error_row, context, title, name))
+            # The reference implementation is the definition itself, so there is nothing to check.
+            if name != "reference":
+                title = f"{case.title}, {name}"
+                context.report.attempt(title, partial(_error_row, title, case, name))
     # A row has no figure if the implementation is not usable on this device, which is not an error.
     checked = [row for row in context.report.rows if row.figure is not None]
     worst = max((row.figure or 0 for row in checked), default=None)
@@ -68,88 +60,36 @@ def _awkward_lengths(context: Context) -> list[int]:
     return longer + [1 + 5 * i % 23 for i in range(8 if context.tiny else 200)] + [0, 0]
 
 
-def _error_row(title: str, case: Case, name: str, dtype: torch.dtype) -> Figure:
-    """Return the row of one implementation. Dropout is off unless the implementation draws the same masks as the oracle."""
-    if name != "triton":
-        arguments = tuple(None if isinstance(value, Dropout) else value for value in case.arguments)
-        case = replace(case, arguments=arguments)
-    definition = OPS[case.op].definition
-    ours = partial(call, case.op, name)
-    # The oracle, plain PyTorch and our implementation get the same upstream gradient.
-    upstream = case.upstream(ours)
-    oracle = case.exact().forward_and_gradients(definition, upstream)
-    plain = case.fresh().forward_and_gradients(definition, upstream)
-    return judged(title, oracle, plain, case.fresh().forward_and_gradients(ours, upstream), dtype)
+def _error_row(title: str, case: Case, name: str) -> Figure:
+    """Return the row of one implementation. Dropout is off unless the implementation draws the same masks."""
+    if not OPS[case.op].implementations[name].repeatable:
+        case = case.without_dropout()
+    arguments, definition = (case.arguments, dict(case.named)), OPS[case.op].definition
+
+    def in_training(function: Callable[..., object], *args: object, **kwargs: object) -> object:
+        with case.as_in_training():
+            return function(*args, **kwargs)
+
+    with _uninitialized_memory_is_nan():
+        ours = outcome(partial(in_training, partial(call, case.op, name)), arguments).tensors
+    plain = outcome(partial(in_training, definition), arguments).tensors
+    exact = outcome(definition, arguments, torch.float64).tensors
+    # A result in bf16 may be rounded the other way, and sums in fp32 may be added in another order.
+    free = (torch.finfo(case.dtype).eps if case.dtype.itemsize < 4 else 0) + 16 * torch.finfo(torch.float32).eps
+    ratio, place = largest_ratio(ours, plain, exact, free)
+    verdict = "right" if ratio <= 1 else "WRONG"
+    return Figure(title, figure=ratio, unit="of allowed error", note=f"{verdict}, worst in tensor {place}")
 
 
-def _fp8_error_row(title: str, case: Fp8Case, name: str) -> Figure:
-    """Return the row of one FP8 implementation. The limit allows rounding to either neighbouring FP8 number."""
-    plain = case.results(OPS[case.op].definition)
-    return judged(title, case.exact(), plain, case.results(partial(call, case.op, name)), torch.float32)
-
-
-def judged(title: str, oracle: list[Tensor], plain: list[Tensor], ours: list[Tensor], dtype: torch.dtype) -> Figure:
-    """Return a row with the worst ratio of our error to the allowed error, over the output and every gradient."""
-    ratios: list[float] = []
-    for exact, expected, got in zip(oracle, plain, ours, strict=True):
-        if not exact.is_floating_point():  # a tie may change the count of correct predictions by one
-            ratios.append(float((exact - got).abs() > 1))
-            continue
-        scale = exact.abs().max().clamp(min=1e-30)
-        # Subtract in fp64, because a difference in a narrower type would be rounded.
-        errors = [((x.double() - exact).abs().max() / scale).item() for x in (expected, got)]
-        ratios.append(
-            errors[1] / (2 * errors[0] + torch.finfo(dtype).eps)
-        )  # plain PyTorch's error may be 0, so add eps
-    # NaN compares as false with everything, so it is treated as the worst ratio.
-    worst = max(range(len(ratios)), key=lambda index: ratios[index] if ratios[index] == ratios[index] else float("inf"))
-    place = "output" if worst == 0 else f"result {worst} of {len(ratios) - 1}"
-    verdict = "right" if ratios[worst] <= 1 else "WRONG"  # a NaN is also WRONG
-    return Figure(title, figure=ratios[worst], unit="of allowed error", note=f"{verdict}, worst in the {place}")
-
-
-def _lamb_error_row(context: Context, name: str) -> Figure:
-    """Return the row of five LAMB steps on 400 segments of 2 to 60,000 elements. It compares parameters and both moments."""
-    steps = partial(_lamb_steps, context)
-    oracle, plain = (steps(lamb_step.definition, dtype) for dtype in (torch.float64, torch.float32))
-    ours = steps(partial(call, lamb_step.name, name), torch.float32)
-    return judged(f"lamb_step, {name}", oracle, plain, ours, torch.float32)
-
-
-def _sum_error_row(context: Context, title: str, name: str) -> Figure:
-    """Return the row of a weight gradient over two bf16 micro-batches. The first micro-batch overwrites the buffer."""
-    generator = torch.Generator(context.device).manual_seed(0)
-    tokens, width = (40, 16) if context.tiny else (12_000, 1024)
-    drawn = torch.randn(4, tokens, width, generator=generator, device=context.device)
-
-    def of_two(function: Callable[..., Tensor], dtype: torch.dtype) -> list[Tensor]:
-        first, x, second, y = drawn.bfloat16().to(dtype).unbind()
-        # The buffer holds NaN. If the first micro-batch reads the buffer instead of overwriting it, the result is NaN.
-        total = drawn.new_full((width, width), torch.nan, dtype=torch.promote_types(dtype, torch.float32))
-        function(total, first, x, True)
-        return [function(total, second, y)]
-
-    definition = accumulate_weight_gradient.definition
-    oracle, plain = of_two(definition, torch.float64), of_two(definition, torch.bfloat16)
-    ours = of_two(partial(call, accumulate_weight_gradient.name, name), torch.bfloat16)
-    return judged(title, oracle, plain, ours, torch.float32)
-
-
-def _lamb_steps(context: Context, function: Callable[..., Tensor], dtype: torch.dtype) -> list[Tensor]:
-    """Return parameters and both moments after five steps. Two of every three segments use a trust ratio."""
-    generator = torch.Generator().manual_seed(0)
-    sizes = torch.randint(2, 60 if context.tiny else 60_000, (400,), generator=generator).tolist()
-    segments = LambSegments(tuple(sizes), tuple(index % 3 > 0 for index in range(len(sizes))))
-    draws = torch.Generator(context.device).manual_seed(0)
-    parameters = torch.randn(sum(sizes), generator=draws, device=context.device).to(dtype)
-    state = LambState.zeros_like(parameters)
-    hyperparameters = LambHyperparameters(0.9, 0.999, 1e-6, 0.01, 1.0)
-    rate = torch.tensor(3.5e-4, device=context.device)
-    for index in range(5):
-        gradients = torch.randn(sum(sizes), generator=draws, device=context.device).to(dtype)
-        step = torch.tensor(index + 1, device=context.device)
-        function(parameters, gradients, state, segments, hyperparameters, step=step, learning_rate=rate)
-    return [parameters, state.momentum_P, state.variance_P]
+@contextmanager
+def _uninitialized_memory_is_nan() -> Iterator[None]:
+    """Fill new tensors with NaN, because old memory may hold the right result of an earlier call."""
+    with warnings.catch_warnings(action="ignore"):  # that some operators have no deterministic form does not matter
+        torch._C._set_deterministic_algorithms(True, warn_only=True)
+        try:
+            yield
+        finally:
+            torch._C._set_deterministic_algorithms(False)
 
 
 def kernels(context: Context) -> None:
@@ -160,18 +100,12 @@ def kernels(context: Context) -> None:
     lengths, masked = samples.lengths.tolist(), len(samples.masked_lm_ids)
     model = drawn_model(context.scale.model, context.device)
     made = cases(model, lengths, masked, context.low_precision)
-    for case in made:
-        names = context.implementations(case.op)
-        # At the tiny scale the reference is fast enough to show that it works.
-        if case.op.startswith("varlen") and not context.tiny:
-            names.remove("reference")  # it processes one sequence at a time, which takes seconds and shows nothing
-        _time(context, case, {name: partial(call, case.op, name) for name in names}, ceilings)
-    for case in fp8_cases(model, sum(lengths)):
-        for name in context.implementations(case.op):
-            title = f"{case.title}, {name}"
-            report.attempt(title, partial(_fp8_time_row, context, title, case, name, ceilings))
-        # Compare after each op, so that a part that is cut off has compared all ops that it has timed.
-        _compare(context, case.op, case.title)
+    for case in (*made, *fp8_cases(model, lengths), update_cases(model, lengths)[-2]):
+        # FP8 attention is timed below, with the passes before and after it.
+        if not case.op.startswith("attention"):
+            _time(context, case, _implementations(context, case), ceilings)
+    name = "attention between FP8 products"
+    report.attempt(name, partial(_attention_row, context, name, made[1]))
     for name in context.implementations(lamb_step.name):
         report.attempt(f"lamb_step, {name}", partial(_lamb_time_row, context, name, ceilings))
     _compare(context, lamb_step.name, lamb_step.name)
@@ -182,15 +116,25 @@ def kernels(context: Context) -> None:
 _DIRECTIONS = ("forward", "both ways")
 
 
-def _time(context: Context, case: Case, sides: dict[str, Callable[..., object]], ceilings: Ceilings) -> None:
-    for both_ways, direction in enumerate(_DIRECTIONS):
+def _implementations(context: Context, case: Case) -> dict[str, Callable[..., object]]:
+    names = context.implementations(case.op)
+    # The reference attention takes seconds, one sequence at a time, and shows nothing but that it works.
+    slow = case.op.startswith("varlen") and not context.tiny
+    return {name: partial(call, case.op, name) for name in names if not (slow and name == "reference")}
+
+
+def _time(context: Context, case: Case, sides: Mapping[str, Callable[..., object]], ceilings: Ceilings) -> None:
+    for direction in _DIRECTIONS if case.gradients else ("",):
+        what = f"{case.title} {direction}".strip()
         for name, side in sides.items():
-            title = f"{case.op} {direction}, {name}"
+            title = f"{what}, {name}"
             ours = OPS[case.op].implementations.get(name)
             capturable = ours is None or ours.capturable
-            measure = partial(_time_row, context, title, case, side, ceilings, bool(both_ways), capturable)
+            both_ways = direction == _DIRECTIONS[1]
+            measure = partial(_time_row, context, title, case, side, ceilings, both_ways, capturable)
             context.report.attempt(title, measure)
-        _compare(context, case.op, f"{case.op} {direction}")
+        # Compare after each op, so that a part that is cut off has compared all ops that it has timed.
+        _compare(context, case.op, what)
 
 
 def _compare(context: Context, op: str, what: str) -> None:
@@ -220,32 +164,29 @@ def _time_row(
     both_ways: bool,
     capturable: bool,
 ) -> Figure:
-    upstream = case.upstream(side)
-
-    def both() -> None:
-        case.forward_and_gradients(side, upstream)
-
-    @torch.no_grad()
-    def forward() -> None:
-        case.outputs(side)
-
+    if both_ways:
+        work = partial(case.forward_and_gradients, side, case.upstream(side))
+    else:
+        work = torch.no_grad()(partial(case.outputs, side))
     # The L2 cache is cold, because other kernels of a training step replace its content.
-    work, repeats = both if both_ways else forward, 3 * context.scale.repeats
-    seconds = measured(work, context.device, repeats, cold=True, capturable=capturable)
+    seconds = measured(work, context.device, 3 * context.scale.repeats, cold=True, capturable=capturable)
     flop, moved = case.work.flop[both_ways], case.work.moved[both_ways]
-    floor, ceiling = ceilings.floor(flop, moved)
+    floor, ceiling = ceilings.floor(flop, moved, fp8=case.op == scaled_matmul.name)
     # Use the unit of the ceiling that limits this row.
     amount, unit = (moved, "TB/s") if not flop or "copy" in ceiling else (flop, "TFLOP/s")
     note = ceiling if capturable or not context.on_gpu else f"{ceiling}; not captured: it times the host as well"
     return timed_row(title, seconds, amount / 1e12, unit, floor, note)
 
 
-def _fp8_time_row(context: Context, title: str, case: Fp8Case, name: str, ceilings: Ceilings) -> Figure:
-    function = partial(call, case.op, name)
-    seconds = measured(lambda: function(*case.arguments), context.device, 3 * context.scale.repeats, cold=True)
-    floor, ceiling = ceilings.floor(case.flop, case.moved, fp8=True)
-    amount, unit = (case.flop, "TFLOP/s") if case.flop else (case.moved, "TB/s")
-    return timed_row(title, seconds, amount / 1e12, unit, floor, ceiling)
+def _attention_row(context: Context, name: str, case: Case) -> Figure:
+    """Return the row of self-attention and the casts around it, in the form that training would choose in FP8."""
+    requests = [autotune.CallKind.of(op, case.arguments, {}) for op in (case.op, "attention_cast_fp8")]
+    choices = autotune.tune(requests, partial(replay_of, context.device) if context.on_gpu else autotune.run_once)
+    if not choices:
+        raise NotUsableError("there is only one form")
+    (taken, milliseconds), *others = choices[0].milliseconds.items()
+    peer = others[0][1] / milliseconds if others else None
+    return Figure(name, milliseconds, peer=peer, note=f"{taken}; {choices[0]}", page=True)
 
 
 def _lamb_time_row(context: Context, name: str, ceilings: Ceilings) -> Figure:

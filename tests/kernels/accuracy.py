@@ -1,76 +1,16 @@
 """Accuracy rule for implementations of ops: at most twice plain PyTorch's error, measured against float64."""
 
-import dataclasses
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from benchmarks.gpu_parts.accuracy import Arguments, Outcome, outcome, rms, same_bits
+
+__all__ = ["CPU", "Outcome", "assert_same_fp8", "assert_within_twice", "outcome", "same_bits"]
+
 CPU = torch.device("cpu")
-Arguments = tuple[Sequence[Any], dict[str, Any]]
-
-
-class Outcome(NamedTuple):
-    """Tensors that a call returns or writes, and the gradients of its inputs."""
-
-    results: list[Tensor]
-    gradients: list[Tensor]
-
-    @property
-    def tensors(self) -> list[Tensor]:
-        return [*self.results, *self.gradients]
-
-
-def tensors_of(value: Any, omitted: str = "") -> Iterator[Tensor]:
-    """Yield the tensors in a tuple or in the fields of a dataclass, except the ``omitted`` field."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, (tuple, list)):
-        for each in value:
-            yield from tensors_of(each, omitted)
-    elif dataclasses.is_dataclass(value):
-        for field in dataclasses.fields(value):
-            if field.name != omitted:
-                yield from tensors_of(getattr(value, field.name), omitted)
-
-
-def outcome(function: Callable[..., Any], arguments: Arguments, dtype: torch.dtype | None = None) -> Outcome:
-    """Call a function with copies of the arguments, cast to ``dtype`` if given, and backpropagate fixed gradients."""
-    args, kwargs = arguments
-    args = [_copy(value, dtype) for value in args]
-    kwargs = {name: _copy(value, dtype) for name, value in kwargs.items()}
-    inputs = [*tensors_of(args, "update_P"), *tensors_of(list(kwargs.values()))]  # LAMB's scratch values do not matter
-    before = [tensor.detach().clone() for tensor in inputs]
-    returned = list(tensors_of(function(*args, **kwargs)))
-    written = [now.detach() for now, then in zip(inputs, before, strict=True) if not same_bits(now, then)]
-    outputs = [output for output in returned if output.requires_grad]
-    leaves = [tensor for tensor in inputs if tensor.requires_grad]
-    generator = torch.Generator().manual_seed(1)
-    upstream = [torch.randn(output.shape, generator=generator).to(output.dtype) for output in outputs]
-    gradients = torch.autograd.grad(outputs, leaves, upstream) if outputs else map(torch.zeros_like, leaves)
-    return Outcome([tensor.detach() for tensor in (*returned, *written)], list(gradients))
-
-
-def _copy(value: Any, dtype: torch.dtype | None) -> Any:
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        names = [field.name for field in dataclasses.fields(value)]
-        return dataclasses.replace(value, **{name: _copy(getattr(value, name), dtype) for name in names})
-    if not isinstance(value, Tensor):
-        return value
-    # Do not convert FP8 tensors and integer tensors.
-    wide = dtype if dtype is not None and value.is_floating_point() and value.element_size() > 1 else value.dtype
-    # Keep views as views, so that strides are tested.
-    copied = value.detach().to(wide, copy=value.is_contiguous())
-    return copied.requires_grad_(value.requires_grad)
-
-
-def same_bits(now: Tensor, then: Tensor) -> bool:
-    return torch.equal(*(tensor.detach().reshape(-1).contiguous().view(torch.uint8) for tensor in (now, then)))
-
-
-def rms(x: Tensor) -> float:
-    return (x.double().norm() / max(1, x.numel()) ** 0.5).item()
 
 
 def assert_within_twice(
