@@ -25,8 +25,9 @@ from typing import NamedTuple, NoReturn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from benchmarks.gpu_parts.page import page
 from benchmarks.gpu_parts.part import LOST
-from benchmarks.gpu_parts.report import CUT_OFF, Figure, PartReport, page
+from benchmarks.gpu_parts.report import CUT_OFF, Figure, PartReport
 from console.program import RaisingParser
 
 

@@ -3,7 +3,7 @@
 Shape legend in ``kernels/__init__.py``.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from benchmarks.gpu_parts.page import OURS
 from benchmarks.gpu_parts.report import Figure, NotUsableError
 from benchmarks.gpu_parts.scale import Context, micro_batches, samples_of
 from benchmarks.gpu_parts.step import rate, recipe
@@ -23,33 +24,35 @@ from bert.model import BertForPreTraining
 from dataloading.batches.loader import Batch
 from kernels.reference.ops import summed_embeddings
 
-OURS = "this repository, unpadded"
+_EAGER = "Hugging Face, padded, SDPA"
 
 
 def peers(context: Context) -> None:
     """Measure a training step of each peer. All peers use fp32 weights under bf16 autocast and PyTorch's fused AdamW."""
     sides: dict[str, Callable[[Context, int], Callable[[], None]]] = {
         "plain PyTorch varlen, unpadded": _plain_varlen,
-        "Hugging Face, padded, SDPA": _hugging_face,
-        "Hugging Face, padded, SDPA, torch.compile": partial(_hugging_face, compiled=True),
+        _EAGER: _hugging_face,
+        f"{_EAGER}, torch.compile": partial(_hugging_face, compiled=True),
     }
     ceilings = Ceilings.of(context)
-    config = recipe("h100_1x1", gradient_accumulation_steps=1)
-    context.report.attempt(OURS, partial(rate, context, OURS, config, context.scale.sequences, ceilings))
+    for precision, name in OURS.items():
+        config = recipe("h100_1x1", gradient_accumulation_steps=1, precision=precision.lower())
+        context.report.attempt(name, partial(rate, context, name, config, context.scale.sequences, ceilings))
     for name, side in sides.items():
         context.report.attempt(name, partial(_peer_row, context, name, side))
-    context.report.attempt("ours against the fastest peer", partial(_against_fastest, context, list(sides)))
+    for precision in OURS:
+        name = f"ours in {precision} against the fastest peer"
+        context.report.attempt(name, partial(_against_fastest, context, name, OURS[precision], list(sides)))
 
 
-def _against_fastest(context: Context, names: list[str]) -> Figure:
+def _against_fastest(context: Context, name: str, ours: str, peers: Sequence[str]) -> Figure:
     # A peer that is not installed has no figure.
-    rates = {name: row.figure for name in names if (row := context.report.row(name)) and row.figure}
-    ours = context.report.row(OURS)
-    if not (ours and ours.figure and rates):
+    rates = {peer: row.figure for peer in peers if (row := context.report.row(peer)) and row.figure}
+    row = context.report.row(ours)
+    if not (row and row.figure and rates):
         raise NotUsableError("one side was not measured")
-    fastest = max(rates, key=lambda name: rates[name])
-    name, ratio = "ours against the fastest peer", ours.figure / rates[fastest]
-    return Figure(name, ours.milliseconds, ours.figure, ours.unit, ours.share, ratio, fastest, page=True)
+    fastest = max(rates, key=lambda peer: rates[peer])
+    return replace(row, name=name, peer=row.figure / rates[fastest], note=fastest, seconds=[])
 
 
 def _peer_row(context: Context, name: str, side: Callable[[Context, int], Callable[[], None]]) -> Figure:
@@ -59,15 +62,13 @@ def _peer_row(context: Context, name: str, side: Callable[[Context, int], Callab
         sequences, seconds = context.scale.sequences // parts, []
         with suppress(torch.OutOfMemoryError):
             seconds = measured(side(context, sequences), context.device, context.scale.repeats, cold=False)
-        if not seconds:
-            # Release the memory that PyTorch has cached for the failed attempt.
-            release(context.device)
-            continue
-        row = timed_row(name, seconds, sequences, "sequences/s", note=f"{sequences} sequences at once", page=True)
-        ours = context.report.row(OURS)
-        if ours and ours.figure and row.figure:
-            row = replace(row, note=f"ours is {ours.figure / row.figure:.2f}x as fast; {row.note}")
-        return row
+        if seconds:
+            # Transformers asks on the host whether the mask masks anything.
+            waits = "; the host waits for the device in every step" if name == _EAGER else ""
+            note = f"{sequences} sequences at once{waits}"
+            return timed_row(name, seconds, sequences, "sequences/s", note=note, page=True)
+        # Release the memory that PyTorch has cached for the failed attempt.
+        release(context.device)
     return Figure(name, note="does not fit the device's memory", page=True)
 
 

@@ -1,4 +1,4 @@
-"""Rows that a part measures, the file of a part, and the table of all parts that is printed last.
+"""Rows that a part measures, and the file of a part.
 
 The file is rewritten after every row, so that no row is lost if the part is cut off. This module does not import PyTorch,
 because the process that starts and ends the parts also writes these files.
@@ -7,16 +7,12 @@ because the process that starts and ends the parts also writes these files.
 import json
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 CUT_OFF = "cut off"
 """Value of the field ``error`` while a part runs. It remains in the file if the part is killed."""
-
-_COLUMNS = ("part", "what", "ms", "figure", "", "of ceiling", "x peer", "note")
-# Width of each column, which fits the usual cells. Longer cells are cut, so that a row fits into a terminal.
-_WIDEST = (13, 58, 9, 9, 18, 10, 6, 62)
 
 _OWN_PACKAGES = ("benchmarks", "bert", "dataloading", "kernels")
 
@@ -197,34 +193,3 @@ def _json_value(value: object) -> object:
     if isinstance(value, list):
         return [_json_value(each) for each in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def page(folder: Path, parts: Sequence[str]) -> str:
-    """Return a Markdown table of the important rows and the failed rows, and a line with the outcome of each part."""
-    lines: list[tuple[str, ...]] = [_COLUMNS]
-    for part in parts:
-        path = folder / f"{part}.json"
-        # A part that has not run has no file.
-        if not path.exists():
-            continue
-        report = PartReport.load(path)
-        for row in report.rows:
-            if row.page or row.failed:
-                peer = "" if row.peer is None else f"{row.peer:.2f}"
-                figures = number(row.milliseconds), number(row.figure), row.unit, percent(row.share), peer
-                lines.append((part, row.name, *figures, row.note))
-        state = "complete" if report.complete else "NOT COMPLETE"
-        failed = f", {len(report.failures)} FAILED" if report.failures else ""
-        ending = f"{state}: {len(report.rows)} rows{failed}, {report.took:.0f} s"
-        about = report.about
-        where = f"{about.get('device')}, {str(about.get('commit'))[:10]}, {about.get('date')}"
-        lines.append((part, ending, "", "", "", "", "", report.error or where))
-    shown = [[_cell(text, most) for text, most in zip(line, _WIDEST, strict=True)] for line in lines]
-    widths = [max(map(len, column)) for column in zip(*shown, strict=True)]
-    shown.insert(1, ["-" * width for width in widths])
-    return "\n".join(f"| {' | '.join(map(str.ljust, line, widths))} |" for line in shown)
-
-
-def _cell(text: str, most: int) -> str:
-    text = text.replace("|", "/")  # a vertical bar would end the cell
-    return text if len(text) <= most else f"{text[: most - 3]}..."

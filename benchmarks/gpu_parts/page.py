@@ -1,0 +1,153 @@
+"""The report of all parts as Markdown: what decides most comes first, and all important rows last."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+from benchmarks.gpu_parts.report import Figure, PartReport, number, percent
+
+OURS = {"bf16": "this repository, unpadded, bf16", "FP8": "this repository, unpadded, FP8"}
+"""Rows of part ``peers`` that are compared with all its other rates."""
+
+_MOST_ROWS = 10
+_WIDEST = 90
+"""Characters of the longest cell. Longer cells are cut, so that tables stay legible in a terminal."""
+
+
+def page(folder: Path, parts: Sequence[str], *, every_row: bool = False) -> str:
+    """Return the report of the parts that have a file in the folder, optionally with all important rows at the end."""
+    paths = {part: folder / f"{part}.json" for part in parts}
+    reports = {part: PartReport.load(path) for part, path in paths.items() if path.exists()}
+    sections = {
+        "Wrong or failed": _failures(reports),
+        "Training on one device, in one run": _rates(_rows(reports, "peers")),
+        "Ceilings of that run": _ceilings(_rows(reports, "peers")),
+        "The slowest ops": _ops(_rows(reports, "kernels")),
+        "Where a step's time goes": _split(_rows(reports, "step")),
+        "Parts": _parts(reports),
+        "All important rows": _important(reports) if every_row else "",
+    }
+    title = next((f"# {each.about.get('device')}" for each in reports.values()), "# Nothing was measured")
+    return "\n\n".join([title, *(f"## {name}\n\n{table}" for name, table in sections.items() if table)])
+
+
+def _rows(reports: Mapping[str, PartReport], part: str) -> list[Figure]:
+    return reports[part].rows if part in reports else []
+
+
+def _parts(reports: Mapping[str, PartReport]) -> str:
+    header = "part", "outcome", "seconds", "commit", "date", "PyTorch", "Triton", "without"
+    lines = []
+    for part, report in reports.items():
+        about, versions = report.about, report.about.get("versions", {})
+        assert isinstance(versions, Mapping)
+        failed = f", {len(report.failures)} FAILED" if report.failures else ""
+        state = "complete" if report.complete else f"NOT COMPLETE, {report.error}"
+        replaced = about.get("without") or {}
+        assert isinstance(replaced, Mapping)
+        without = ", ".join(f"{op} (instead {name})" for op, name in replaced.items())
+        packages = (str(versions.get(name, "")) for name in ("torch", "triton"))
+        # The part that checks the kernels and the part that checks a log sum up their rows in one.
+        verdicts = [f", {row.note}" for row in report.rows if row.name in ("largest error", "log") and not row.failed]
+        outcome = f"{state}: {len(report.rows)} rows{failed}{''.join(verdicts)}"
+        commit, date = str(about.get("commit", ""))[:10], str(about.get("date", ""))
+        lines.append((part, outcome, f"{report.took:.0f}", commit, date, *packages, without))
+    return _table(header, lines)
+
+
+def _failures(reports: Mapping[str, PartReport]) -> str:
+    lines = [(part, row.name, row.note) for part, report in reports.items() for row in report.failures]
+    return _table(("part", "what", "why"), lines)
+
+
+def _rates(rows: Sequence[Figure]) -> str:
+    """Return the training rates, and how many times as fast ours are."""
+    rates = {row.name: row for row in rows if row.unit == "sequences/s" and row.figure and row.peer is None}
+    ours = {precision: rates[name].figure for precision, name in OURS.items() if name in rates}
+    header = "", "sequences/s", "of the bf16 ceiling", *(f"ours in {precision} is" for precision in ours), ""
+    return _table(
+        header,
+        (
+            (
+                row.name,
+                number(row.figure),
+                percent(row.share),
+                *(f"{rate / row.figure:.2f} x" for rate in ours.values() if rate and row.figure),
+                row.note,
+            )
+            for row in rates.values()
+        ),
+    )
+
+
+def _ceilings(rows: Sequence[Figure]) -> str:
+    return _table(
+        ("ceiling", "rate", "unit"),
+        (
+            (row.name.removeprefix("ceiling: "), number(row.figure), row.unit)
+            for row in rows
+            if row.name.startswith("ceiling") and row.figure
+        ),
+    )
+
+
+def _ops(rows: Sequence[Figure]) -> str:
+    """Return the slowest ops, with the time that they would take at the device's ceiling."""
+    timed = sorted((row for row in rows if row.page and row.milliseconds), key=lambda row: -(row.milliseconds or 0))
+    return _table(
+        ("op", "ms", "floor, ms", "of the floor", "x fastest other", "taken"),
+        (
+            (
+                row.name,
+                number(row.milliseconds),
+                number(row.share * row.milliseconds if row.share and row.milliseconds else None),
+                percent(row.share),
+                number(row.peer),
+                row.note,
+            )
+            for row in timed[:_MOST_ROWS]
+        ),
+    )
+
+
+def _split(rows: Sequence[Figure]) -> str:
+    found = []
+    for precision in ("bf16", "fp8"):
+        prefix = f"split, {precision}: "
+        of_step = [row for row in rows if row.name.startswith(prefix)]
+        slowest = sorted(of_step, key=lambda row: -(row.figure or 0))[:_MOST_ROWS]
+        found += [(precision, row.name.removeprefix(prefix), number(row.figure), percent(row.share)) for row in slowest]
+    return _table(("step in", "kernel", "us a sequence", "of the step"), found)
+
+
+def _important(reports: Mapping[str, PartReport]) -> str:
+    lines = [
+        (
+            part,
+            row.name,
+            number(row.milliseconds),
+            number(row.figure),
+            row.unit,
+            percent(row.share),
+            number(row.peer),
+            row.note,
+        )
+        for part, report in reports.items()
+        for row in report.rows
+        if row.page
+    ]
+    return _table(("part", "what", "ms", "figure", "", "of ceiling", "x peer", "note"), lines)
+
+
+def _table(header: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
+    """Return a Markdown table with columns of equal width, or nothing if there are no lines."""
+    shown = [[_cell(text) for text in line] for line in (header, *lines)]
+    if len(shown) == 1:
+        return ""
+    widths = [max(map(len, column)) for column in zip(*shown, strict=True)]
+    shown.insert(1, ["-" * max(1, width) for width in widths])
+    return "\n".join(f"| {' | '.join(map(str.ljust, line, widths))} |" for line in shown)
+
+
+def _cell(text: str) -> str:
+    text = text.replace("|", "/")  # a vertical bar would end the cell
+    return text if len(text) <= _WIDEST else f"{text[: _WIDEST - 3]}..."
