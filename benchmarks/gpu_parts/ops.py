@@ -23,7 +23,7 @@ from bert.configuration.recipes import RECIPES
 from bert.execution.cuda_graphs import replay_of
 from bert.model import BertForPreTraining
 from bert.optimizer import FlatParameters, Lamb
-from kernels import OPS, lamb_step, scaled_matmul
+from kernels import OPS, attention_cast_fp8, lamb_step, scaled_matmul
 from kernels.reference.ops import summed_embeddings
 from kernels.tuning import autotune
 
@@ -180,7 +180,9 @@ def _time_row(
 
 def _attention_row(context: Context, name: str, case: Case) -> Figure:
     """Return the row of self-attention and the casts around it, in the form that training would choose in FP8."""
-    requests = [autotune.CallKind.of(op, case.arguments, {}) for op in (case.op, "attention_cast_fp8")]
+    site = torch.ones((), device=context.device), torch.zeros((), device=context.device)
+    calls = {case.op: case.arguments, attention_cast_fp8.name: (*case.arguments, *site)}
+    requests = [autotune.CallKind.of(op, arguments, {}) for op, arguments in calls.items()]
     choices = autotune.tune(requests, partial(replay_of, context.device) if context.on_gpu else autotune.run_once)
     if not choices:
         raise NotUsableError("there is only one form")

@@ -1,10 +1,9 @@
-"""A machine that has PyTorch, Triton and NumPy and nothing of this project: no installed package, no ``.git``, another path."""
+"""An environment like that of a borrowed machine: few packages, nothing of this project, no ``.git``, another path."""
 
 import importlib.metadata
 import os
 import shutil
 import subprocess
-import sys
 import venv
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -31,11 +30,15 @@ class BareEnvironment:
         wanted = {one for name in complete for one in _with_requirements(name)} | {*alone}
         for name in wanted:
             distribution = importlib.metadata.distribution(name)
-            for top in {file.parts[0] for file in distribution.files or () if file.parts[0] not in ("..", "__pycache__")}:
+            for top in {
+                file.parts[0] for file in distribution.files or () if file.parts[0] not in ("..", "__pycache__")
+            }:
                 (link := packages / top).unlink(missing_ok=True)
                 link.symlink_to(Path(str(distribution.locate_file(top))))
         for room in ("benchmarks", "bert", "cluster", "compliance", "console", "dataloading", "kernels"):
-            shutil.copytree(REPOSITORY / room, folder / "copy" / room, ignore=shutil.ignore_patterns("__pycache__", "results"))
+            shutil.copytree(
+                REPOSITORY / room, folder / "copy" / room, ignore=shutil.ignore_patterns("__pycache__", "results")
+            )
         shutil.copy(REPOSITORY / "pyproject.toml", folder / "copy")
         return cls(folder)
 
@@ -46,7 +49,13 @@ class BareEnvironment:
         variables = {"PATH": os.environ["PATH"], "HOME": str(home), "OMP_NUM_THREADS": "1"}
         line = [str(python), *arguments]
         return subprocess.run(
-            line, cwd=self.folder / "copy", env=variables, capture_output=True, text=True, check=False, timeout=PATIENCE_S
+            line,
+            cwd=self.folder / "copy",
+            env=variables,
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=PATIENCE_S,
         )
 
 

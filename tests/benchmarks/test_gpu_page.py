@@ -1,0 +1,76 @@
+"""The report of the GPU benchmark, from files of parts with made-up figures."""
+
+from pathlib import Path
+
+from benchmarks.gpu_parts.page import OURS, page
+from benchmarks.gpu_parts.report import Figure, PartReport
+
+PARTS = ("correctness", "step", "peers", "kernels")
+
+
+def write(folder: Path, part: str, *rows: Figure, error: str | None = None, **about: object) -> None:
+    report = PartReport(
+        folder / f"{part}.json", {"device": "Made-up GPU", "commit": "c" * 40, "date": "2030-01-02", **about}
+    )
+    report.add(*rows, quiet=True)
+    report.end(error)
+
+
+def tables(text: str) -> dict[str, list[list[str]]]:
+    """Return the cells of each section's table, without the header."""
+    sections = (section.split("\n") for section in text.split("\n## ")[1:])
+    return {
+        name: [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("|")][2:]
+        for name, *lines in sections
+    }
+
+
+def test_rates_are_compared_with_both_of_ours_in_one_run(tmp_path: Path) -> None:
+    rates = {OURS["bf16"]: 900.0, OURS["FP8"]: 1200.0, "padded": 300.0}
+    found = [Figure(name, 1.0, rate, "sequences/s", share=rate / 2000, page=True) for name, rate in rates.items()]
+    against = Figure("ours in bf16 against the fastest peer", 1.0, 900.0, "sequences/s", peer=3.0, page=True)
+    write(tmp_path, "peers", Figure("ceiling: bf16 product", 1.0, 800.0, "TFLOP/s"), *found, against)
+    shown = tables(page(tmp_path, PARTS))
+    assert [line[:5] for line in shown["Training on one device, in one run"]] == [
+        [OURS["bf16"], "900", "45.0 %", "1.00 x", "1.33 x"],
+        [OURS["FP8"], "1,200", "60.0 %", "0.75 x", "1.00 x"],
+        ["padded", "300", "15.0 %", "3.00 x", "4.00 x"],
+    ]
+    assert shown["Ceilings of that run"] == [["bf16 product", "800", "TFLOP/s"]]
+
+
+def test_the_ten_slowest_ops_have_a_floor_and_the_ten_longest_kernels_a_share(tmp_path: Path) -> None:
+    ops = [Figure(f"op {index}", float(index), share=0.25, peer=2.0, page=True) for index in range(1, 13)]
+    write(tmp_path, "kernels", *ops, Figure("op 99, triton", 99.0))
+    split = [
+        Figure(f"split, fp8: kernel {index}", 1.0, float(index), "us a sequence", share=0.01) for index in range(12)
+    ]
+    write(tmp_path, "step", *split)
+    shown = tables(page(tmp_path, PARTS))
+    assert [line[0] for line in shown["The slowest ops"]] == [f"op {index}" for index in range(12, 2, -1)]
+    assert shown["The slowest ops"][0][1:5] == ["12", "3", "25.0 %", "2"]
+    assert shown["Where a step's time goes"][0] == ["fp8", "kernel 11", "11", "1.0 %"]
+    assert len(shown["Where a step's time goes"]) == 10
+
+
+def test_failures_come_first_and_parts_say_what_they_ran_without(tmp_path: Path) -> None:
+    wrong = Figure("dense_gelu, triton", figure=3.0, note="WRONG | worst in tensor 0")
+    largest = Figure("largest error", figure=3.0, note="2 checked, 1 wrong", page=True)
+    write(tmp_path, "correctness", wrong, largest, versions={"torch": "2.11.0", "triton": "3.6.0"})
+    write(tmp_path, "kernels", error="cut off at its limit of 9 s", without={"dense_gelu": "reference"})
+    text = page(tmp_path, PARTS)
+    shown = tables(text)
+    assert text.startswith("# Made-up GPU\n\n## Wrong or failed")
+    assert shown["Wrong or failed"] == [["correctness", "dense_gelu, triton", "WRONG / worst in tensor 0"]]
+    correctness, kernels = shown["Parts"]
+    assert correctness[1] == "complete: 2 rows, 1 FAILED, 2 checked, 1 wrong"
+    assert correctness[3:] == ["c" * 10, "2030-01-02", "2.11.0", "3.6.0", ""]
+    assert kernels[1] == "NOT COMPLETE, cut off at its limit of 9 s: 0 rows"
+    assert kernels[-1] == "dense_gelu (instead reference)"
+    assert "All important rows" not in shown
+    [row] = tables(page(tmp_path, PARTS, every_row=True))["All important rows"]
+    assert row[:2] == ["correctness", "largest error"]
+
+
+def test_an_empty_folder_is_a_report_of_nothing(tmp_path: Path) -> None:
+    assert page(tmp_path, PARTS) == "# Nothing was measured"
