@@ -104,7 +104,7 @@ class Op(Generic[Parameters, Returned]):
             self._observer(self, args, kwargs)
 
     def takes(self, name: str, *args: Parameters.args, **kwargs: Parameters.kwargs) -> bool:
-        """Return whether the implementation ``name`` is chosen for these arguments. Another choice may be unusable.
+        """Return whether the implementation ``name`` is chosen for these arguments. If not, the choice need not be usable.
 
         Raises ``ValueError`` with the reasons if ``name`` is the explicit choice and cannot compute the call.
         """

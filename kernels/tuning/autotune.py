@@ -194,6 +194,7 @@ def tune(
     kinds = {(request.op, request.signature): request for request in requests}
     choices = []
     for request in kinds.values():
+        # Attention between FP8 products is timed with the casts of its results, whichever pass makes them.
         cast = in_fp8 and request.op == varlen_self_attention.name and request.gradients
         if OPS[request.op].asked == AUTO or (cast and attention_cast_fp8.asked == AUTO):
             choices.append(_measure(request, cast, repeatable, timed))

@@ -69,6 +69,7 @@ class FakeCuda:
 def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
     fake = FakeCuda()
     monkeypatch.setattr(cuda_graphs, "_spare_streams", {})
+    monkeypatch.setattr(cuda_graphs, "_failed", [])
     monkeypatch.setattr(torch.cuda, "Stream", fake.new_stream)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda _: fake.current)
     for name in ("stream", "graph"):
@@ -91,6 +92,7 @@ def test_draws_work_after_a_failed_capture(cuda: FakeCuda) -> None:
         replay_of(DEVICE, synchronize)
     assert not cuda.draws_fail
     assert cuda.current is cuda.default
+    assert len(cuda_graphs._failed) == 1, "PyTorch still refers to the graph"
     replay_of(DEVICE, nothing)
     assert cuda.streams == 1, "the stream is used again"
 
