@@ -93,11 +93,27 @@ class Op(Generic[Parameters, Returned]):
 
         Warns if a GPU does not use the first implementation of its order.
         """
-        if self._observer is not None:
-            self._observer(self, args, kwargs)
+        self.show(*args, **kwargs)
         chosen = self.chosen(*args, **kwargs)
         self._warn_of_fall_back(chosen, *args, **kwargs)
         return chosen
+
+    def show(self, *args: Parameters.args, **kwargs: Parameters.kwargs) -> None:
+        """Pass the arguments to the observer, if any, as a call does."""
+        if self._observer is not None:
+            self._observer(self, args, kwargs)
+
+    def takes(self, name: str, *args: Parameters.args, **kwargs: Parameters.kwargs) -> bool:
+        """Return whether the implementation ``name`` is chosen for these arguments. If not, the choice need not be usable.
+
+        Raises ``ValueError`` with the reasons if ``name`` is the explicit choice and cannot compute the call.
+        """
+        if self.asked != AUTO:
+            return self.asked == name and self.chosen(*args, **kwargs).name == name
+        order = self.orders[device_type(*args, **kwargs)]
+        usable = [each.name for each in order if not self.unsupported_reasons(each, *args, **kwargs)]
+        measured = self._fastest(*args, **kwargs)
+        return usable[:1] == [name] if measured is None else measured == name and name in usable
 
     def chosen(self, *args: Parameters.args, **kwargs: Parameters.kwargs) -> Implementation:
         """Return the implementation for these arguments.
@@ -113,7 +129,7 @@ class Op(Generic[Parameters, Returned]):
                     f"set it to {AUTO} or to another of {', '.join(self.implementations)}"
                 )
             return asked
-        measured = self._measured.get(signature(*args, **kwargs)) if self._measured else None
+        measured = self._fastest(*args, **kwargs)
         against = []
         # Try the measured implementation first. The sort is stable, so the other implementations keep their order.
         for each in sorted(self.orders[device_type(*args, **kwargs)], key=lambda each: each.name != measured):
@@ -200,6 +216,9 @@ class Op(Generic[Parameters, Returned]):
             yield
         finally:
             self.ask_for(before)
+
+    def _fastest(self, *args: Any, **kwargs: Any) -> str | None:
+        return self._measured.get(signature(*args, **kwargs)) if self._measured else None
 
     def _warn_of_fall_back(self, chosen: Implementation, *args: Any, **kwargs: Any) -> None:
         first = self.orders["cuda"][0]

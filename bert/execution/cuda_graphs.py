@@ -6,11 +6,11 @@ run, so batches are copied into static buffers, and all other tensors that a ste
 """
 
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
 from typing import Self
+from weakref import finalize
 
 import torch
 
@@ -19,6 +19,11 @@ from dataloading.batches.loader import Batch
 from dataloading.batches.plan import ShapeBucket
 
 Function = Callable[[], None]
+
+_spare_streams: dict[torch.device, list[torch.cuda.Stream]] = {}
+"""Streams of ``replay_of`` on which no live graph was captured."""
+_failed: list[torch.cuda.CUDAGraph] = []
+"""Graphs of failed captures, to which PyTorch's allocator refers until the process ends."""
 
 
 class CudaCapturer:
@@ -30,13 +35,16 @@ class CudaCapturer:
 
     Close the capturer before its process groups are destroyed, or use it as a context manager: NCCL hangs when it
     destroys a communicator that a graph still refers to.
+
+    Graphs that do not end together need different streams: in PyTorch 2.13, resetting a graph frees the cuBLAS workspaces
+    of its stream, although other graphs that were captured on the stream still write to them.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self._stream = torch.cuda.Stream(device)
+    def __init__(self, device: torch.device, stream: torch.cuda.Stream | None = None) -> None:
+        self._stream = stream or torch.cuda.Stream(device)
         self._pool = torch.cuda.graph_pool_handle()
         self._waiting: list[tuple[torch.cuda.CUDAGraph, Function]] = []
-        self._graphs = ExitStack()
+        self._graphs: list[torch.cuda.CUDAGraph] = []
 
     def __enter__(self) -> Self:
         return self
@@ -46,7 +54,8 @@ class CudaCapturer:
 
     def close(self) -> None:
         """Reset all graphs. Replaying them afterwards raises an error."""
-        self._graphs.close()
+        for graph in self._graphs:
+            graph.reset()
 
     def prepare(self, function: Function) -> Function:
         """Run the function on the side stream and return a callable that replays its graph, once ``capture`` has run.
@@ -62,9 +71,12 @@ class CudaCapturer:
             function()
         before.wait_stream(self._stream)
         graph = torch.cuda.CUDAGraph()
-        self._graphs.callback(graph.reset)
+        self._graphs.append(graph)
         self._waiting.append((graph, function))
-        return graph.replay
+        return partial(self._replay, graph)
+
+    def _replay(self, graph: torch.cuda.CUDAGraph) -> None:
+        graph.replay()
 
     def capture(self) -> None:
         for graph, function in self._waiting:
@@ -80,11 +92,24 @@ def replay_of(device: torch.device, function: Function) -> Function:
 
     Errors of the capture are raised. PyTorch (2.13) keeps the memory pool of a failed capture until the process ends.
     """
+    # In PyTorch 2.11, each stream keeps a cuBLAS workspace of 32 MiB until the process ends, so streams are used again.
+    # Capturers in training take streams of the default priority, which come from another pool.
+    spare = _spare_streams.setdefault(device, [])
+    stream = spare.pop() if spare else torch.cuda.Stream(device, priority=-1)
+    capturer = CudaCapturer(device, stream)
+    finalize(capturer, spare.append, stream)  # the replay keeps the capturer alive
     # A failed capture leaves its own stream current; leaving this block restores the previous stream.
     with torch.cuda.stream(torch.cuda.current_stream(device)):
-        capturer = CudaCapturer(device)
         replay = capturer.prepare(function)
-        capturer.capture()
+        try:
+            capturer.capture()
+        except Exception:
+            capturer.close()
+            _failed.extend(capturer._graphs)
+            # In PyTorch 2.11, all random draws fail after a failed capture until another capture succeeds.
+            with torch.cuda.graph(torch.cuda.CUDAGraph(), stream=stream, capture_error_mode="thread_local"):
+                torch.zeros((), device=device)
+            raise
     return replay
 
 

@@ -149,6 +149,22 @@ class _PassesNorm(torch.autograd.Function):
         return residual_gradient_TD, input_gradient_TD, *[None] * 6, *of_vectors, *others
 
 
+@torch.no_grad()  # as in the forward pass of an autograd function
+def _makes_casts(
+    name: str, qkv_T3HE: Tensor, cu_seqlens: Tensor, max_seqlen: int, dropout: Dropout | None, site: Site
+) -> bool:
+    """Return whether the attention ``name`` is also the choice for attention with casts, forward and backward.
+
+    ``kernels.tuning.autotune`` times attention with and without casts, so the call is shown to it in either case.
+    """
+    forward = qkv_T3HE, cu_seqlens, max_seqlen, dropout, site.scale, site.amax
+    attention_cast_fp8.show(*forward)
+    context_THE, heads = qkv_T3HE[:, 0], qkv_T3HE.shape[2]
+    kept = context_THE, qkv_T3HE.new_empty(heads, 0), qkv_T3HE.new_empty(0)
+    backward = context_THE, qkv_T3HE, cu_seqlens, *kept, max_seqlen, dropout, site.scale, site.amax
+    return attention_cast_fp8.takes(name, *forward) and attention_backward_cast_fp8.takes(name, *backward)
+
+
 class FusedLayer(Fp8Layer):
     """FP8 encoder layer that takes plain hidden states, or hidden states with casts from the previous layer.
 
@@ -207,13 +223,14 @@ class FusedLayer(Fp8Layer):
         # ``decided`` also shows this call to the autotuner, unlike ``chosen``. If attention makes the casts, the op itself
         # is never called.
         chosen = varlen_self_attention.decided(stand_in, cu_seqlens, max_seqlen, dropout)
-        # If the implementation makes no casts, the next product makes them in a separate pass.
-        if chosen.name not in attention_cast_fp8.implementations:
+        site = self._attention_output.input
+        # If attention makes no casts, the next product makes them in a separate pass.
+        if not _makes_casts(chosen.name, stand_in.detach(), cu_seqlens, max_seqlen, dropout, site):
             qkv_T3HE = apply_passes(dense, x_TD, *casts, bias_N).unflatten(-1, (3, heads, -1))
             context_TD = varlen_self_attention(qkv_T3HE, cu_seqlens, max_seqlen, dropout).flatten(1)
             return HiddenStates(hidden.residual_TD, context_TD, None, None)
         # Attention makes the casts for the next product, with that product's scale.
-        product = x_TD, *casts, self.query_key_value.weight, bias_N, dense, self._attention_output.input
+        product = x_TD, *casts, self.query_key_value.weight, bias_N, dense, site
         outputs = _ProductAttention.apply(*product, heads, cu_seqlens, max_seqlen, dropout)
         return HiddenStates(hidden.residual_TD, *outputs)
 

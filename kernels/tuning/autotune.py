@@ -15,6 +15,7 @@ import json
 import logging
 import statistics
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -24,13 +25,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels.ops import OPS, attention_cast_fp8, cast_transpose_fp8, cast_transpose_sum_fp8, varlen_self_attention
+from kernels.ops import (
+    OPS,
+    attention_backward_cast_fp8,
+    attention_cast_fp8,
+    cast_transpose_fp8,
+    cast_transpose_sum_fp8,
+    varlen_self_attention,
+)
 from kernels.reference.fp8 import E4M3, E5M2
 from kernels.registry import AUTO, Implementation, Op, device_type, signature
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 Work = Callable[[], None]
 Timing = Callable[[Callable[[], object]], float]
+Run = Callable[["CallKind", Arguments], None]
 
 SAME = 0.03
 """Times that differ by less than this fraction count as equal, and the implementation that comes first is taken."""
@@ -39,6 +48,9 @@ HEAD_START_CYCLES = 2_000_000
 """Clock cycles (about a millisecond) that the device waits while the host queues the work, so that launch latency does
 not count."""
 _LAST_RESORT = "reference"  # measured only if no other implementation works, because it takes seconds at full size
+_WITH = " with "
+FUSED, SEPARATE = f"{_WITH}fused casts", f"{_WITH}separate casts"
+"""Ways to cast attention's results for FP8 products, which follow the implementation's name in a choice."""
 _LOG = logging.getLogger(__name__)
 
 
@@ -128,6 +140,10 @@ class KernelChoice:
     """Median time of each implementation that ran. The chosen implementation comes first, then the others by time."""
     errors: dict[str, str]
     """Reason of the failure, for each implementation that failed to run or could not be captured."""
+    cast_signature: str = ""
+    """Signature of the calls of ``attention_cast_fp8`` that this choice of attention also decides, or an empty string.
+
+    If it is not empty, the names above end in ``FUSED`` or ``SEPARATE``."""
 
     def __str__(self) -> str:
         times = [f"{name} {milliseconds:.3g} ms" for name, milliseconds in self.milliseconds.items()]
@@ -174,30 +190,35 @@ def tune(
     calls a given function and returns its seconds; the default is a ``Timer`` on the device of the request.
     """
     requests = list(requests)
-    # In FP8, Triton's attention also casts its results, as encoder layers need. Other implementations need separate
-    # passes for these casts, so their times include the passes.
     in_fp8 = any(request.op == attention_cast_fp8.name for request in requests)
-    kinds = {(request.op, request.signature): request for request in requests if OPS[request.op].asked == AUTO}
+    kinds = {(request.op, request.signature): request for request in requests}
     choices = []
     for request in kinds.values():
-        between_products = in_fp8 and request.op == varlen_self_attention.name and request.gradients
-        run = _run_between_fp8_products if between_products else _run
-        if choice := _measure(request, run, repeatable, timed):
-            choices.append(choice)
-    return choices
+        # Attention between FP8 products is timed with the casts of its results, whichever pass makes them.
+        cast = in_fp8 and request.op == varlen_self_attention.name and request.gradients
+        if OPS[request.op].asked == AUTO or (cast and attention_cast_fp8.asked == AUTO):
+            choices.append(_measure(request, cast, repeatable, timed))
+    return [choice for choice in choices if choice is not None]
 
 
 def apply(choices: Iterable[KernelChoice]) -> None:
     """Make ``auto`` take the fastest implementations and avoid those that failed. This replaces earlier choices."""
-    choices = list(choices)
+    taken, dropped = defaultdict[str, dict[str, str]](dict), defaultdict[str, dict[str, str]](dict)
+    for choice in choices:
+        for form, why in choice.errors.items():
+            op = attention_cast_fp8.name if form.endswith(FUSED) else choice.op
+            dropped[op][form.partition(_WITH)[0]] = why
+        for form in list(choice.milliseconds)[:1]:
+            name = taken[choice.op][choice.signature] = form.partition(_WITH)[0]
+            if choice.cast_signature:
+                # The definition of attention with casts makes separate casts.
+                taken[attention_cast_fp8.name][choice.cast_signature] = name if form.endswith(FUSED) else _LAST_RESORT
     for op in OPS.values():
-        of_op = [choice for choice in choices if choice.op == op.name]
-        taken = {choice.signature: next(iter(choice.milliseconds)) for choice in of_op if choice.milliseconds}
-        op.prefer(taken, {name: why for choice in of_op for name, why in choice.errors.items()})
+        op.prefer(taken[op.name], dropped[op.name])
 
 
 def _measure(
-    request: CallKind, run: Callable[..., None], repeatable: Callable[[Work], Work], timed: Timing | None
+    request: CallKind, cast: bool, repeatable: Callable[[Work], Work], timed: Timing | None
 ) -> KernelChoice | None:
     """Time the implementations that the run may use for one kind of call.
 
@@ -211,23 +232,25 @@ def _measure(
         # By default, fork_rng would create a CUDA context on every device.
         with torch.random.fork_rng(devices):
             arguments = request.arguments()
-            candidates = _candidates(request, arguments)
-            if len(candidates) < 2:
+            forms = _forms(request, arguments, cast)
+            if len(forms) < 2:
                 return None
-            for each in candidates:
-                if each.name == _LAST_RESORT and works:
+            for name, run in forms.items():
+                if name.partition(_WITH)[0] == _LAST_RESORT and works:
                     break
                 try:
-                    works[each.name] = repeatable(partial(run, each, request, arguments))
+                    works[name] = repeatable(partial(run, request, arguments))
                 except torch.OutOfMemoryError:
                     raise
                 except Exception as error:  # an error in a library must not stop the run
-                    errors[each.name] = _first_line(error)
-                    _LOG.warning("%s=%s is not used: %s", request.op, each.name, errors[each.name])
+                    errors[name] = _first_line(error)
+                    _LOG.warning("%s=%s is not used: %s", request.op, name, errors[name])
             if len(works) == 1 and not errors:
                 return None
             seconds = medians(works, timed or Timer(request.device))
             works.clear()
+            with request.state(), torch.no_grad():
+                cast_signature = signature(*_cast_call(request, arguments)) if cast else ""
             del arguments  # so that empty_cache below frees their memory
     except torch.OutOfMemoryError:
         _LOG.warning("%s is not measured: too little memory is left for its arguments", request.label)
@@ -239,7 +262,7 @@ def _measure(
     taken = next((name for name, each in seconds.items() if each <= best * (1 + SAME)), None)
     by_time = sorted(seconds, key=lambda name: (name != taken, seconds[name]))
     milliseconds = {name: 1e3 * seconds[name] for name in by_time}
-    return KernelChoice(request.op, request.signature, request.label, milliseconds, errors)
+    return KernelChoice(request.op, request.signature, request.label, milliseconds, errors, cast_signature)
 
 
 def _candidates(request: CallKind, arguments: Arguments) -> list[Implementation]:
@@ -248,10 +271,31 @@ def _candidates(request: CallKind, arguments: Arguments) -> list[Implementation]
     args, kwargs = arguments
     order = op.orders[device_type(*args, **kwargs)]
     with request.state():
-        usable = [each for each in order if not op.unsupported_reasons(each, *args, **kwargs)]
+        usable = [
+            each
+            for each in order
+            if op.asked in (AUTO, each.name) and not op.unsupported_reasons(each, *args, **kwargs)
+        ]
     names = [each.name for each in usable]
     # On a CPU, Triton runs in its interpreter. It comes after the reference, and is too slow to be measured.
     return usable[: names.index(_LAST_RESORT) + 1] if _LAST_RESORT in names else usable
+
+
+def _forms(request: CallKind, arguments: Arguments, cast: bool) -> dict[str, Run]:
+    """Return the functions to measure: one for each implementation or, with ``cast``, for each way of making the casts."""
+    candidates = _candidates(request, arguments)
+    if not cast:
+        return {each.name: partial(_run, each) for each in candidates}
+    asked = {attention_cast_fp8.asked, attention_backward_cast_fp8.asked} - {AUTO}
+    forms: dict[str, Run] = {}
+    for each in candidates:
+        casting = attention_cast_fp8.implementations.get(each.name)
+        call = _cast_call(request, arguments)
+        if casting and asked <= {each.name} and not attention_cast_fp8.unsupported_reasons(casting, *call):
+            forms[each.name + FUSED] = partial(_run_with_fused_casts, casting)
+        if asked <= {_LAST_RESORT}:
+            forms[each.name + SEPARATE] = partial(_run_with_separate_casts, each)
+    return forms
 
 
 def _run(implementation: Implementation, request: CallKind, arguments: Arguments) -> None:
@@ -267,19 +311,26 @@ def _run(implementation: Implementation, request: CallKind, arguments: Arguments
         torch.autograd.grad(outputs, leaves, [torch.ones_like(output) for output in outputs], allow_unused=True)
 
 
-def _run_between_fp8_products(implementation: Implementation, request: CallKind, arguments: Arguments) -> None:
-    """Run self-attention forward and backward, including the casts for the FP8 products before and after it."""
-    (qkv_T3HE, cu_seqlens, max_seqlen, dropout), _ = arguments
-    scale, amax = (torch.ones((), device=request.device) for _ in range(2))
-    if casting := attention_cast_fp8.implementations.get(implementation.name):
-        qkv_T3HE = qkv_T3HE.detach()
-        forward, backward = map(casting.function, ("attention_cast_fp8", "attention_backward_cast_fp8"))
-        context_THE, _, _, *kept = forward(qkv_T3HE, cu_seqlens, max_seqlen, dropout, scale, amax)
-        inputs = torch.ones_like(context_THE), qkv_T3HE, cu_seqlens, context_THE, *kept
-        backward(*inputs, max_seqlen, dropout, scale, amax)
-        return
+def _cast_call(request: CallKind, arguments: Arguments) -> tuple[Any, ...]:
+    """Return the arguments of ``attention_cast_fp8`` for a call of ``varlen_self_attention``."""
+    (qkv_T3HE, *others), _ = arguments
+    return qkv_T3HE.detach(), *others, *(torch.ones((), device=request.device) for _ in range(2))
+
+
+def _run_with_fused_casts(implementation: Implementation, request: CallKind, arguments: Arguments) -> None:
+    """Run self-attention whose kernels also make the casts for the FP8 products before and after it."""
+    forward, backward = map(implementation.function, ("attention_cast_fp8", "attention_backward_cast_fp8"))
+    call = qkv_T3HE, cu_seqlens, *others = _cast_call(request, arguments)
+    context_THE, _, _, *kept = forward(*call)
+    backward(torch.ones_like(context_THE), qkv_T3HE, cu_seqlens, context_THE, *kept, *others)
+
+
+def _run_with_separate_casts(implementation: Implementation, request: CallKind, arguments: Arguments) -> None:
+    """Run self-attention and, in separate passes, the casts for the FP8 products before and after it."""
+    (qkv_T3HE, *_), _ = arguments
+    *_, scale, amax = _cast_call(request, arguments)
     with request.state():
-        context_THE = implementation.function(request.op)(qkv_T3HE, cu_seqlens, max_seqlen, dropout)
+        context_THE = implementation.function(request.op)(*arguments[0])
         cast_transpose_fp8(context_THE.detach().flatten(1), scale, amax, E4M3)
         (gradient_T3HE,) = torch.autograd.grad(context_THE, qkv_T3HE, torch.ones_like(context_THE))
         cast_transpose_sum_fp8(gradient_T3HE.flatten(1), scale, amax, E5M2)

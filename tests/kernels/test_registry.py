@@ -78,6 +78,27 @@ def test_auto_takes_what_was_measured_where_it_can(op: Op[[Tensor, float], Tenso
     assert op(ones, 2.0).tolist() == [3, 3, 3]
 
 
+def test_what_is_taken_can_be_asked_although_it_cannot_run(op: Op[[Tensor, float], Tensor]) -> None:
+    """An encoder layer asks whether attention makes its casts. If not, the op's own choice does not have to be usable."""
+    ones = torch.ones(3)
+    assert [name for name in op.implementations if op.takes(name, ones, 2.0)] == ["fast"]
+    op.prefer({signature(ones, 2.0): "picky"})
+    assert not any(op.takes(name, ones, 2.0) for name in op.implementations)
+    with op.using("picky"):
+        assert not op.takes("fast", ones, 2.0)
+        with pytest.raises(ValueError, match="scaled=picky cannot be used: never works"):
+            op.takes("picky", ones, 2.0)
+
+
+@pytest.mark.parametrize("name", ["attention_cast_fp8", "attention_backward_cast_fp8"])
+def test_attention_with_casts_that_reads_lengths_is_refused_by_its_name(name: str):
+    with FakeTensorMode(), captured(), OPS[name].using("reference"):
+        qkv = torch.zeros(8, 3, 2, 64, device="cuda")
+        assert not OPS[name].takes("triton", qkv)
+        with pytest.raises(ValueError, match=f"{name}=reference cannot be used: it reads values .* set it to auto"):
+            OPS[name].takes("reference", qkv)
+
+
 @pytest.mark.oldest_torch
 def test_calls_are_told_apart_by_all_that_may_decide():
     x = torch.ones(3, 8)

@@ -1,6 +1,6 @@
 """Fused FP8 layers give the same results, bit for bit, as the layers that they replace."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -13,11 +13,14 @@ from torch import Tensor
 
 from bert.configuration.sections import ModelConfig
 from bert.model import BertForPreTraining
+from bert.products import fp8_layer
 from bert.products.fp8 import Fp8Layer, Fp8State
 from bert.products.fp8_layer import FusedLayer
 from dataloading.batches.loader import Batch, batch_of
 from dataloading.shards.samples import synthetic_samples
 from kernels import OPS
+from kernels.registry import Implementation
+from kernels.tuning import autotune
 from tests.bert.small_models import fp8_model, gradients, mean_loss
 
 CONFIG = ModelConfig(4, 64, 2, 128, 128, 32, hidden_dropout=0.0, attention_dropout=0.0, initializer_range=0.04)
@@ -83,6 +86,57 @@ def test_attention_that_makes_casts_changes_nothing_and_drops_the_same(autocast:
     with definitions("varlen_self_attention", "varlen_attention", "dropout_add_layer_norm", "embedding_layer_norm"):
         plain = trained(DROPPING, batch, autocast, fused=False)
         assert_same(trained(DROPPING, batch, autocast, fused=True), plain)
+
+
+@pytest.mark.parametrize("op", ["attention_cast_fp8", "attention_backward_cast_fp8"])
+def test_casts_are_separate_if_their_implementation_is_not_that_of_attention(
+    monkeypatch: pytest.MonkeyPatch, op: str
+) -> None:
+    batch = small_batch()
+    with definitions("varlen_self_attention", "varlen_attention", "dropout_add_layer_norm", "embedding_layer_norm"):
+        together = trained(DROPPING, batch, True, fused=True)
+        monkeypatch.delattr(fp8_layer, "_ProductAttention")
+        with OPS[op].using("triton"):
+            assert_same(trained(DROPPING, batch, True, fused=True), together)
+
+
+@pytest.mark.parametrize(("fused", "separate"), [(1.0, 2.0), (2.0, 1.0)])
+def test_a_layer_takes_the_form_of_attention_that_was_measured_to_be_faster(
+    monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest, fused: float, separate: float
+) -> None:
+    """Layers show both forms to the tuner, whichever they take. On a CPU, stand-ins take the place of Triton's kernels."""
+    ops, called = ("varlen_self_attention", "attention_cast_fp8", "attention_backward_cast_fp8"), list[str]()
+
+    def call(op: str, *args: Any) -> Any:
+        called.append(op)
+        return OPS[op].definition(*args)
+
+    request.addfinalizer(lambda: autotune.apply([]))
+    triton = Implementation("triton", lambda: {op: (partial(call, op), None) for op in ops})
+    losses = set[float]()
+    with definitions():
+        for op in ops:
+            order = triton, OPS[op].implementations["reference"]
+            monkeypatch.setattr(OPS[op], "asked", "auto")
+            monkeypatch.setattr(OPS[op], "orders", {"cpu": order, "cuda": order})
+            monkeypatch.setitem(OPS[op].implementations, "triton", triton)
+        model, batch = made(CONFIG, fused=True)[0], small_batch()
+
+        def took(work: Callable[[], object]) -> float:
+            called.clear()
+            work()
+            return fused if ops[1] in called else separate
+
+        for _ in range(3):
+            with autotune.observed() as requests:
+                losses.add(mean_loss(model, batch).item())
+            (choice,) = autotune.tune([request for request in requests if request.op in ops[:2]], timed=took)
+            assert len(choice.milliseconds) == 2
+            autotune.apply(autotune.from_json(autotune.to_json([choice])))
+            called.clear()
+            mean_loss(model, batch)
+            assert (ops[1] in called) == (fused < separate)
+    assert len(losses) == 1
 
 
 def test_evaluation_computes_with_the_scales_of_training_and_leaves_the_state_alone() -> None:

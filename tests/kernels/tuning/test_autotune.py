@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels import OPS, dropout_add_layer_norm, lamb_step
+from kernels import OPS, choose, dropout_add_layer_norm, lamb_step
 from kernels.registry import Implementation, Op
-from kernels.tuning.autotune import ROUNDS, CallKind, Work, apply, from_json, observed, to_json, tune
+from kernels.tuning.autotune import ROUNDS, CallKind, KernelChoice, Work, apply, from_json, observed, to_json, tune
 from kernels.tuning.examples import example_inputs
 
 CPU = torch.device("cpu")
@@ -141,34 +141,109 @@ def test_only_a_choice_is_measured(monkeypatch: pytest.MonkeyPatch):
     assert op.calls == []
 
 
-@pytest.mark.parametrize("in_fp8", [False, True])
-def test_casts_between_fp8_products_count_for_what_does_not_make_them(monkeypatch: pytest.MonkeyPatch, in_fp8: bool):
-    """A library's attention needs separate FP8 casts, whose time counts. Triton's attention casts its output itself."""
-    spent: list[float] = []
+PLAIN, CAST, BACKWARD = "varlen_self_attention", "attention_cast_fp8", "attention_backward_cast_fp8"
+FUSED, SEPARATE, LIBRARY = "triton with fused casts", "triton with separate casts", "library with separate casts"
 
-    def charged(function: Callable[..., Any], seconds: float) -> Callable[..., Any]:
-        return lambda *args, **kwargs: spent.append(seconds) or function(*args, **kwargs)
 
-    def timed(work: Callable[[], object]) -> float:
-        spent.clear()
+class Attention:
+    """Attention that seems to take the given seconds, or fails if they are negative. A separate cast takes one second."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, triton: float, library: float, with_casts: float) -> None:
+        self._spent: list[float] = []
+        cast = [self._implementation("reference", 1.0)]
+        fused = [self._implementation("triton", with_casts / 2), OPS[CAST].implementations["reference"]]
+        plain = [self._implementation("triton", triton), self._implementation("library", library)]
+        orders = {
+            PLAIN: plain,
+            CAST: fused,
+            BACKWARD: fused,
+            "cast_transpose_fp8": cast,
+            "cast_transpose_sum_fp8": cast,
+        }
+        for op, order in orders.items():
+            monkeypatch.setattr(OPS[op], "orders", {"cpu": order, "cuda": order})
+            monkeypatch.setattr(OPS[op], "implementations", {each.name: each for each in order})
+        self.plain_call, self.cast_call = (example_inputs(op, CPU, torch.float32)[0] for op in (PLAIN, CAST))
+
+    def _implementation(self, name: str, seconds: float) -> Implementation:
+        def charged(op: str, *args: Any) -> Any:
+            self._spent.append(seconds)
+            if seconds < 0:
+                raise RuntimeError("no such kernel")
+            return OPS[op].definition(*args)
+
+        return Implementation(name, lambda: {op: (partial(charged, op), None) for op in OPS})
+
+    def _timed(self, work: Callable[[], object]) -> float:
+        self._spent.clear()
         work()
-        return sum(spent)
+        return sum(self._spent)
 
-    def implementation(name: str, seconds: float, *ops: str) -> Implementation:
-        return Implementation(name, lambda: {op: (charged(OPS[op].definition, seconds), None) for op in ops})
+    def choose(self, in_fp8: bool = True) -> list[KernelChoice]:
+        """Measure the calls, and make the choice as another process does."""
+        requests = [CallKind.of(PLAIN, self.plain_call, {})]
+        with torch.no_grad():
+            requests += [CallKind.of(CAST, self.cast_call, {})] * in_fp8
+        choices = tune(requests, timed=self._timed)
+        apply(from_json(to_json(choices)))
+        return choices
 
-    plain, fused = "varlen_self_attention", ("attention_cast_fp8", "attention_backward_cast_fp8")
-    attention = implementation("triton", 6.0, plain), implementation("library", 5.0, plain)
-    monkeypatch.setitem(OPS, plain, Op(OPS[plain].definition, {"cpu": attention}))
-    monkeypatch.setitem(OPS[fused[0]].implementations, "triton", implementation("triton", 3.0, *fused))
-    for op in ("cast_transpose_fp8", "cast_transpose_sum_fp8"):
-        monkeypatch.setitem(OPS[op].implementations, "reference", implementation("reference", 1.0, op))
-        OPS[op].ask_for("reference")
-    called = [plain, fused[0]] if in_fp8 else [plain]
-    requests = [CallKind.of(name, *example_inputs(name, CPU, torch.float32)) for name in called]
-    choice = tune(requests, timed=timed)[0]
-    expected = {"triton": 6000.0, "library": 7000.0} if in_fp8 else {"library": 5000.0, "triton": 6000.0}
-    assert list(choice.milliseconds.items()) == list(expected.items())
+    def taken(self) -> tuple[str, bool]:
+        """Return the chosen attention, and whether it also makes the casts."""
+        name = OPS[PLAIN].chosen(*self.plain_call).name
+        with torch.no_grad():
+            return name, OPS[CAST].takes(name, *self.cast_call)
+
+
+@pytest.mark.parametrize(
+    ("library", "with_casts", "milliseconds", "taken"),
+    [
+        (5.0, 6.0, {FUSED: 6000.0, LIBRARY: 7000.0, SEPARATE: 8000.0}, ("triton", True)),
+        (9.0, 8.125, {FUSED: 8125.0, SEPARATE: 8000.0, LIBRARY: 11000.0}, ("triton", True)),
+        (9.0, 9.0, {SEPARATE: 8000.0, FUSED: 9000.0, LIBRARY: 11000.0}, ("triton", False)),
+        (3.0, 9.0, {LIBRARY: 5000.0, SEPARATE: 8000.0, FUSED: 9000.0}, ("library", False)),
+        (9.0, -1.0, {SEPARATE: 8000.0, LIBRARY: 11000.0}, ("triton", False)),
+    ],
+    ids=["fused", "equal", "separate", "library", "broken"],
+)
+def test_attention_makes_the_casts_for_fp8_products_if_that_is_fastest(
+    monkeypatch: pytest.MonkeyPatch,
+    library: float,
+    with_casts: float,
+    milliseconds: dict[str, float],
+    taken: tuple[str, bool],
+):
+    attention = Attention(monkeypatch, 6.0, library, with_casts)
+    choice = attention.choose()[0]
+    assert list(choice.milliseconds.items()) == list(milliseconds.items())
+    assert all(name in str(choice) for name in (FUSED, SEPARATE, LIBRARY))
+    assert attention.taken() == taken
+
+
+def test_without_fp8_casts_do_not_count(monkeypatch: pytest.MonkeyPatch):
+    (choice,) = Attention(monkeypatch, 6.0, 5.0, 6.0).choose(in_fp8=False)
+    assert list(choice.milliseconds.items()) == [("library", 5000.0), ("triton", 6000.0)]
+
+
+@pytest.mark.parametrize(
+    ("asked", "measured", "taken"),
+    [
+        ({CAST: "reference"}, [LIBRARY, SEPARATE], ("library", False)),
+        ({BACKWARD: "reference"}, [LIBRARY, SEPARATE], ("library", False)),
+        ({PLAIN: "triton"}, [SEPARATE, FUSED], ("triton", False)),
+        ({CAST: "triton"}, [], ("triton", True)),
+        ({PLAIN: "triton", CAST: "triton"}, [], ("triton", True)),
+    ],
+    ids=str,
+)
+def test_explicit_choices_restrict_how_attention_is_measured(
+    monkeypatch: pytest.MonkeyPatch, asked: dict[str, str], measured: list[str], taken: tuple[str, bool]
+):
+    attention = Attention(monkeypatch, 6.0, 5.0, 9.0)
+    choose(asked)
+    found = [name for choice in attention.choose() if choice.op == PLAIN for name in choice.milliseconds]
+    assert found == measured
+    assert attention.taken() == taken
 
 
 def test_what_does_not_fit_into_memory_is_neither_measured_nor_dropped(
