@@ -43,34 +43,34 @@ L2 cache."""
 @triton.jit(do_not_specialize_on_alignment=SCALARS)
 def _cast_kernel(
     x, scale, amax, q, transposed, partials, rows, columns,
-    LARGEST: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, EVICTION: tl.constexpr = "",
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, EVICTION: tl.constexpr = "",
 ):  # fmt: skip
     """Cast one tile, and write its transpose and column sums unless ``transposed`` and ``partials`` are None."""
     value = _tile(x, rows, columns, ROWS, COLUMNS, EVICTION)
-    _write(value, scale, amax, q, transposed, partials, rows, columns, LARGEST, ROWS, COLUMNS, EVICTION)
+    _write(value, scale, amax, q, transposed, partials, rows, columns, ROWS, COLUMNS, EVICTION)
 
 
 @triton.jit(do_not_specialize_on_alignment=SCALARS)
 def _gelu_kernel(
     product, bias, scale, amax, q, transposed, rows, columns,
-    LARGEST: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Cast one tile of ``gelu(product + bias)``, and write its transpose."""
     y = _tile(product, rows, columns, ROWS, COLUMNS, "") + _bias(bias, columns, ROWS, COLUMNS)
     gate, _ = gelu_gates(y)
-    _write(y * gate, scale, amax, q, transposed, None, rows, columns, LARGEST, ROWS, COLUMNS, "")
+    _write(y * gate, scale, amax, q, transposed, None, rows, columns, ROWS, COLUMNS, "")
 
 
 @triton.jit(do_not_specialize_on_alignment=SCALARS)
 def _gelu_backward_kernel(
     output_gradient, product, bias, scale, amax, q, transposed, partials, rows, columns,
-    LARGEST: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Cast one tile of the gradient of ``product`` in ``gelu(product + bias)``; write its transpose and column sums."""
     upstream = _tile(output_gradient, rows, columns, ROWS, COLUMNS, "")
     y = _tile(product, rows, columns, ROWS, COLUMNS, "") + _bias(bias, columns, ROWS, COLUMNS)
     gradient = upstream * gelu_derivative(y)
-    _write(gradient, scale, amax, q, transposed, partials, rows, columns, LARGEST, ROWS, COLUMNS, "")
+    _write(gradient, scale, amax, q, transposed, partials, rows, columns, ROWS, COLUMNS, "")
 
 
 @triton.jit
@@ -111,7 +111,7 @@ def _bias(bias, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 @triton.jit
 def _write(
     value, scale, amax, q, transposed, partials, rows, columns,
-    LARGEST: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, EVICTION: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, EVICTION: tl.constexpr,
 ):  # fmt: skip
     """Write a tile's cast, transpose and column sums, and raise ``amax``, which points to the bits of an fp32 number.
 
@@ -122,7 +122,7 @@ def _write(
     # of the transpose.
     value = tl.where(inside, value, 0.0)
     raise_amax(amax, tl.max(value.to(tl.int32, bitcast=True) & 0x7FFFFFFF))
-    cast = quantized(value * tl.load(scale), LARGEST, q.dtype.element_ty)
+    cast = quantized(value * tl.load(scale), q.dtype.element_ty)
     tl.store(places, cast, mask=inside, eviction_policy=EVICTION)
     columns, padded_rows = aligned(columns), aligned(rows)
     first_row, first_column = _first(columns, ROWS, COLUMNS)
@@ -214,7 +214,7 @@ def _launch(
     assert columns % ALIGNMENT == 0
     kernel[(-(-rows // _ROWS) * -(-columns // _COLUMNS),)](
         *(x.contiguous() for x in inputs), scale, amax.view(torch.int32), q_RC, *results, rows, columns,
-        LARGEST=LARGEST[q_RC.dtype], ROWS=_ROWS, COLUMNS=_COLUMNS, num_warps=_WARPS, num_stages=_STAGES, **options,
+        ROWS=_ROWS, COLUMNS=_COLUMNS, num_warps=_WARPS, num_stages=_STAGES, **options,
     )  # fmt: skip
 
 
@@ -227,7 +227,7 @@ def configurations() -> list[Configuration]:
     """Return BERT-Large's configurations: activations and gradients in bf16, weights in fp32, biases in either."""
 
     def configuration(name: str, kernel: triton.JITFunction, types: dict[str, str], fp8: torch.dtype) -> Configuration:
-        fixed: dict[str, object] = {"LARGEST": LARGEST[fp8], "ROWS": _ROWS, "COLUMNS": _COLUMNS}
+        fixed: dict[str, object] = {"ROWS": _ROWS, "COLUMNS": _COLUMNS}
         fixed |= {parameter: None for parameter, kind in types.items() if kind == "None"}
         fixed["EVICTION"] = _ONCE if types.get("x") == "*fp32" else ""  # only weights are fp32
         types = {"scale": "*fp32", "amax": "*i32", "partials": "*fp32", "rows": "i32", "columns": "i32", **types}

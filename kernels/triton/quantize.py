@@ -6,9 +6,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.reference.fp8 import ALIGNMENT, E4M3, E5M2, capability_reasons, padded
+from kernels.reference.fp8 import ALIGNMENT, E4M3, E5M2, LARGEST, capability_reasons, padded
 
 _INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+_LARGEST_E4M3, _LARGEST_E5M2 = tl.constexpr(LARGEST[E4M3]), tl.constexpr(LARGEST[E5M2])
 
 POINTERS = {E4M3: "*fp8e4nv", E5M2: "*fp8e5"}
 """Triton pointer type for each torch dtype."""
@@ -50,7 +51,7 @@ def raise_amax(amax, largest):
 @triton.jit
 def cast_rows(
     value, scale, amax, q, transposed, sums, start, rows, stop, tokens,
-    STRIDE: tl.constexpr, SIZE: tl.constexpr, LARGEST: tl.constexpr,
+    STRIDE: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
     """Write the cast, the transposed cast and the column sums of fp32 ``value`` [rows, SIZE], and raise ``amax``.
 
@@ -61,7 +62,7 @@ def cast_rows(
     live, column = rows < stop, tl.arange(0, SIZE)
     value = tl.where(live[:, None], value, 0.0)
     raise_amax(amax, tl.max(value.to(tl.int32, bitcast=True) & 0x7FFFFFFF))
-    cast = quantized(value * tl.load(scale), LARGEST, q.dtype.element_ty)
+    cast = quantized(value * tl.load(scale), q.dtype.element_ty)
     q += start.to(tl.int64) * STRIDE
     tl.store(q + (rows[:, None] * STRIDE + column[None, :]), cast, mask=live[:, None])
     places = transposed + start + (column[:, None] * aligned(tokens) + rows[None, :])
@@ -86,17 +87,18 @@ def cast_zeros(
 
 
 @triton.jit
-def quantized(value, LARGEST: tl.constexpr, DTYPE: tl.constexpr):
+def quantized(value, DTYPE: tl.constexpr):
     """Quantize ``value`` to FP8: rounded to nearest even, saturated; NaN stays NaN."""
-    value = tl.clamp(value, -LARGEST, LARGEST, propagate_nan=tl.PropagateNan.ALL)
-    # The interpreter's own conversion does not round to even, and converts NaN to a number.
+    # Triton compiles the conversion to ``cvt.rn.satfinite``, which does all of this. The interpreter's own conversion
+    # does not round to even, does not saturate, and converts NaN to a number.
     return _fp8_bits(value, DTYPE).to(DTYPE, bitcast=True) if _INTERPRETED else value.to(DTYPE)
 
 
 @triton.jit
 def _fp8_bits(value, DTYPE: tl.constexpr):
-    """Convert fp32 numbers within an FP8 type's range to the type's bits, uint8. Round to nearest even, as a GPU
-    does."""
+    """Convert fp32 numbers to the bits of an FP8 type, uint8, as ``cvt.rn.satfinite`` does on a GPU."""
+    LARGEST: tl.constexpr = _LARGEST_E5M2 if DTYPE.is_fp8e5() else _LARGEST_E4M3
+    value = tl.clamp(value, -LARGEST, LARGEST, propagate_nan=tl.PropagateNan.ALL)
     MANTISSA: tl.constexpr = DTYPE.fp_mantissa_width
     bits = value.to(tl.int32, bitcast=True)
     magnitude = bits & 0x7FFFFFFF

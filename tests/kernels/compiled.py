@@ -1,6 +1,9 @@
 """Registers, spilled bytes, shared memory and instructions of every Triton kernel, compiled without a GPU.
 
-    python -m tests.kernels.compiled        # prints them, and exits with 1 if a kernel spills or does not fit
+    python -m tests.kernels.compiled        # prints them
+
+The exit status is 1 if a kernel spills, does not fit, or overwrites a register that a matrix product still uses, for which
+``tests.kernels.wgmma`` searches.
 
 The function ``configurations()`` of each module in ``kernels/triton/`` lists the configurations that the module can choose.
 The numbers come from the compiler and cuobjdump that ship with Triton. Compiling everything takes minutes, so a file stores
@@ -9,6 +12,7 @@ compile configurations that the file lacks, but only the command adds them to th
 """
 
 import ast
+import functools
 import hashlib
 import importlib
 import inspect
@@ -27,6 +31,7 @@ from typing import TYPE_CHECKING
 
 import kernels.triton
 from kernels.configuration import SHARED_MEMORY_LIMITS, Configuration
+from tests.kernels import wgmma
 
 if TYPE_CHECKING:
     from triton.compiler import CompiledKernel
@@ -39,13 +44,15 @@ INSTRUCTIONS = {
     "cp.async": r"cp\.async\.c[ag]",
     "TMA": r"cp\.async\.bulk",
     "vectors": r"(?:ld|st)\.global\S*\.v4\.b32",
+    "satfinite": r"cvt\.rn\.satfinite\.e[45]m[23]x2\.f32",
     "f64": r"(?:add|sub|mul|fma|div|sqrt|min|max)\.\S*f64",
 }
 """Kinds of instructions that determine a kernel's speed, with their patterns in PTX: matrix products by the tensor cores of
-sm_80, sm_90 and sm_100, asynchronous copies, 16-byte accesses, and operations in double precision, which are slow."""
+sm_80, sm_90 and sm_100, asynchronous copies, 16-byte accesses, conversions to FP8 that saturate, and operations in double
+precision, which are slow."""
 
 NEGLIGIBLE_SPILL = 16
-"""Number of bytes that a thread may spill. Triton 3.6 spills this many in one kernel for sm_80; Triton 3.7 spills none."""
+"""Number of bytes that a thread may spill. Triton 3.6 spills up to this many in four kernels; Triton 3.7 spills none."""
 _ALIGNED = ["tt.divisibility", 16]
 
 
@@ -70,6 +77,10 @@ class Cost:
     makes no asynchronous copies."""
     instructions: str
     """Keys of ``INSTRUCTIONS`` that occur in the kernel, separated by spaces."""
+    products: int
+    """Number of asynchronous matrix products of sm_90 that were checked for hazards, in both versions of the kernel."""
+    hazards: list[str]
+    """Writes to registers that a product still needs."""
 
     def __str__(self) -> str:
         kernel = f"{self.module}: {self.kernel}, {self.configuration}, sm_{self.capability}, {self.num_warps} warps"
@@ -93,8 +104,7 @@ def digest(item: Item) -> str:
     """Return a digest of the kernel, its callees, its configuration, and the functions that compile and measure it."""
     _, chosen, _ = item
     settings = chosen.signature, chosen.constexprs, chosen.num_warps, chosen.num_stages, chosen.max_registers
-    measuring = (_code(inspect.getsource(each)) for each in (cost, compiled, figures))
-    parts = name_of(*item), chosen.kernel.cache_key, settings, INSTRUCTIONS, *measuring
+    parts = name_of(*item), chosen.kernel.cache_key, settings, INSTRUCTIONS, *_measuring()
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
 
 
@@ -139,13 +149,14 @@ def cost(module: str, configuration: Configuration, capability: int) -> Cost:
     both versions, because PyTorch's pointers are.
     """
     both = [compiled(configuration, capability, aligned) for aligned in (("*",), ("*", "i", "u"))]
-    registers, spilled, shared, in_flight = zip(*map(figures, both), strict=True)
+    registers, spilled, shared, in_flight, products, hazards = zip(*map(figures, both), strict=True)
     names = module, configuration.kernel.__name__, configuration.name
     worst = max(registers), max(spilled), max(shared), min(in_flight)
+    walked = sum(products), [*hazards[0], *hazards[1]]
     ptx = "".join(each.asm["ptx"] for each in both)
     # An instruction may be preceded by a predicate.
     kinds = (kind for kind, pattern in INSTRUCTIONS.items() if re.search(rf"^\s*(?:@!?%p\d+ )?{pattern}", ptx, re.M))
-    return Cost(*names, capability, configuration.num_warps, *worst, " ".join(kinds))
+    return Cost(*names, capability, configuration.num_warps, *worst, " ".join(kinds), *walked)
 
 
 def compiled(configuration: Configuration, capability: int, aligned_types: tuple[str, ...]) -> "CompiledKernel":
@@ -169,14 +180,16 @@ def compiled(configuration: Configuration, capability: int, aligned_types: tuple
     return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
 
 
-def figures(compiled: "CompiledKernel") -> tuple[int, int, int, int]:
-    """Return a kernel's registers per thread, spilled bytes, bytes of shared memory, and asynchronous copies in flight."""
+def figures(compiled: "CompiledKernel") -> tuple[int, int, int, int, int, list[str]]:
+    """Return a kernel's registers per thread, spilled bytes, bytes of shared memory, asynchronous copies in flight,
+    asynchronous matrix products of sm_90, and their hazards."""
     from triton import knobs
 
     with tempfile.NamedTemporaryFile(suffix=".cubin") as binary:
         binary.write(compiled.asm["cubin"])
         binary.flush()
-        command = [knobs.nvidia.cuobjdump.path, "-res-usage", binary.name]
+        sections = ["-res-usage", *(["-sass"] if "wgmma.mma_async" in compiled.asm["ptx"] else [])]
+        command = [knobs.nvidia.cuobjdump.path, *sections, binary.name]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         raise RuntimeError(f"cuobjdump failed: {done.stderr.strip()}")
@@ -185,7 +198,8 @@ def figures(compiled: "CompiledKernel") -> tuple[int, int, int, int]:
     used = re.search(r"REG:(\d+) STACK:(\d+)", done.stdout)
     if used is None:
         raise RuntimeError(f"cuobjdump printed no registers and stack: {done.stdout[:500]}")
-    return int(used[1]), int(used[2]), compiled.metadata.shared, max(map(int, waits), default=0)
+    in_flight = max(map(int, waits), default=0)
+    return int(used[1]), int(used[2]), compiled.metadata.shared, in_flight, *wgmma.hazards(done.stdout)
 
 
 def _items() -> list[Item]:
@@ -205,7 +219,15 @@ def _items() -> list[Item]:
         for name, module in modules.items()
         if hasattr(module, "configurations")
         for item in items_of(name, module.configurations(), SHARED_MEMORY_LIMITS)
+        + items_of(name, wgmma.variants(module.configurations()), (90,))
     ]
+
+
+@functools.cache
+def _measuring() -> tuple[str, ...]:
+    """Return the code of the functions that compile and measure, without comments."""
+    functions = (_code(inspect.getsource(each)) for each in (cost, compiled, figures))
+    return *functions, ast.unparse(ast.parse(inspect.getsource(wgmma)))
 
 
 def _code(source: str) -> str:
@@ -244,7 +266,11 @@ def main() -> int:
     sections = ",\n".join(f'"{version}": {{\n{its_own}\n}}' for version, its_own in rows.items())
     FILE.write_text(f"{{{sections}}}\n", encoding="utf-8")
     print(*costs.values(), sep="\n")
-    return int(not all(cost.fits for cost in costs.values()))
+    walked = [cost for cost in costs.values() if cost.products]
+    hazards = [f"{cost.module}: {cost.configuration}: {hazard}" for cost in walked for hazard in cost.hazards]
+    products = sum(cost.products for cost in walked)
+    print(*hazards, f"{len(hazards)} hazards of {products} asynchronous products in {2 * len(walked)} cubins", sep="\n")
+    return int(not walked or bool(hazards) or not all(cost.fits for cost in costs.values()))
 
 
 if __name__ == "__main__":

@@ -64,6 +64,15 @@ def test_kernels_have_the_instructions_that_they_should(found: dict[str, Any]) -
         ("lamb", "squares_kernel"),
     }
     assert {cost.kernel for cost, kinds in costs if "vectors" not in kinds} == {"squares_kernel"}, "of partial sums"
+    assert all(("satfinite" in kinds) == cost.module.endswith("fp8") for cost, kinds in costs), "no clamp comes before"
+
+
+def test_no_product_loses_a_register_before_it_has_finished(found: dict[str, Any]) -> None:
+    costs = [Cost(**cost) for cost in found["costs"]]
+    assert not [(cost, cost.hazards) for cost in costs if cost.hazards]
+    walked = [cost for cost in costs if cost.products]
+    assert walked == [cost for cost in costs if cost.capability == 90 and cost.kernel.startswith("attention_")]
+    assert {words for cost in walked for words in cost.configuration.split(", ")} >= {"casts", "fp16", "E = 16"}
 
 
 def test_the_file_of_costs_is_complete(found: dict[str, Any]) -> None:

@@ -35,7 +35,7 @@ def attention_backward_queries(
     cu_seqlens_q, cu_seqlens_k, queries, groups, kept_scale,
     QUERY_STRIDE: tl.constexpr, KEY_STRIDE: tl.constexpr, VALUE_STRIDE: tl.constexpr,
     QUERY_GRADIENT_STRIDE: tl.constexpr, HEADS: tl.constexpr, HEAD_SIZE: tl.constexpr, DROPOUT: tl.constexpr,
-    BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, LARGEST: tl.constexpr,
+    BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """Write the gradient of one block of queries of one head of one sequence, and ``delta``, fp32 [H, Q].
 
@@ -117,7 +117,7 @@ def attention_backward_queries(
         value = total.to(query.dtype.element_ty).to(tl.float32)
         cast_rows(
             value, scale, amax, cast, transposed, sums, start_q, rows, length_q, queries,
-            QUERY_GRADIENT_STRIDE, HEAD_SIZE, LARGEST,
+            QUERY_GRADIENT_STRIDE, HEAD_SIZE,
         )  # fmt: skip
 
 
@@ -127,7 +127,7 @@ def attention_backward_keys(
     sums, cu_seqlens_q, cu_seqlens_k, queries, keys, groups, kept_scale,
     QUERY_STRIDE: tl.constexpr, KEY_STRIDE: tl.constexpr, VALUE_STRIDE: tl.constexpr, KEY_GRADIENT_STRIDE: tl.constexpr,
     VALUE_GRADIENT_STRIDE: tl.constexpr, HEADS: tl.constexpr, HEAD_SIZE: tl.constexpr, DROPOUT: tl.constexpr,
-    BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, LARGEST: tl.constexpr,
+    BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """Write the gradients of one block of keys and values of one head of one sequence.
 
@@ -217,10 +217,10 @@ def attention_backward_keys(
         values = key_total.to(key.dtype.element_ty).to(tl.float32)
         cast_rows(
             values, scale, amax, cast + key_column, key_transposed, sums + key_column, start_k, positions, length_k,
-            keys, KEY_GRADIENT_STRIDE, HEAD_SIZE, LARGEST,
+            keys, KEY_GRADIENT_STRIDE, HEAD_SIZE,
         )  # fmt: skip
         values = value_total.to(value.dtype.element_ty).to(tl.float32)
         cast_rows(
             values, scale, amax, cast + value_column, value_transposed, sums + value_column, start_k, positions,
-            length_k, keys, VALUE_GRADIENT_STRIDE, HEAD_SIZE, LARGEST,
+            length_k, keys, VALUE_GRADIENT_STRIDE, HEAD_SIZE,
         )  # fmt: skip

@@ -31,7 +31,7 @@ def attention_forward(
     query, key, value, output, scale, amax, cast, transposed, lse, kept, cu_seqlens_q, cu_seqlens_k, state, queries,
     groups, stream, threshold, kept_scale,
     QUERY_STRIDE: tl.constexpr, KEY_STRIDE: tl.constexpr, VALUE_STRIDE: tl.constexpr, HEADS: tl.constexpr,
-    HEAD_SIZE: tl.constexpr, DROPOUT: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, LARGEST: tl.constexpr,
+    HEAD_SIZE: tl.constexpr, DROPOUT: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """Compute attention for one block of queries of one head of one sequence.
 
@@ -108,6 +108,4 @@ def attention_forward(
     store_rows(output, context, rows, length_q, STRIDE, HEAD_SIZE)
     if cast is not None:
         value = context.to(tl.float32)
-        cast_rows(
-            value, scale, amax, cast, transposed, None, start_q, rows, length_q, queries, STRIDE, HEAD_SIZE, LARGEST
-        )
+        cast_rows(value, scale, amax, cast, transposed, None, start_q, rows, length_q, queries, STRIDE, HEAD_SIZE)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from kernels.configuration import Configuration
-from kernels.reference.fp8 import E4M3, E5M2, LARGEST
+from kernels.reference.fp8 import E4M3, E5M2
 from kernels.reference.random import Dropout
 from kernels.triton.attention import launches
 from kernels.triton.attention.launches import Casts, empty_saved, launch_backward, launch_forward, smallest_block
@@ -125,8 +125,7 @@ def configurations() -> list[Configuration]:
         types |= dict.fromkeys(("cast", "transposed"), POINTERS[dtype])
         without = ("query_gradient", "key_gradient", "value_gradient")
         kept = {name: value for name, value in plain.constexprs.items() if name not in types}
-        constexprs = kept | {"LARGEST": LARGEST[dtype]}
-        constexprs |= {name: None for name in without if name in plain.signature}
+        constexprs = kept | {name: None for name in without if name in plain.signature}
         signature = {
             name: "constexpr" if name in constexprs else types.get(name, kind) for name, kind in plain.signature.items()
         }

@@ -14,7 +14,6 @@ import triton
 from torch import Tensor
 
 from kernels.configuration import SHARED_MEMORY_LIMITS, Configuration
-from kernels.reference.fp8 import LARGEST
 from kernels.reference.random import PLACES_A_DRAW
 from kernels.triton.attention.backward import attention_backward_keys, attention_backward_queries
 from kernels.triton.attention.forward import attention_forward
@@ -115,7 +114,7 @@ def launch_forward(
     if casts is not None and head_size in NARROW:
         launch = replace(launch, max_registers=NARROW[head_size])
     numbers = queries, _groups(max_seqlen), stream, threshold, kept_scale
-    constants = _constants(attention_forward, strides, strides, heads, head_size, state is not None, launch, casts)
+    constants = _constants(attention_forward, strides, strides, heads, head_size, state is not None, launch)
     # The host does not know the lengths, so the grid fits the longest sequence. The last index on axis 2 is for the rows
     # after all sequences.
     grid = (max(1, triton.cdiv(max_seqlen, launch.block_q)), heads, len(cu_seqlens_q))
@@ -153,13 +152,13 @@ def launch_backward(
     bounds, numbers = (cu_seqlens_q, cu_seqlens_k), (_groups(max_seqlen), kept_scale)
     # The kernel for queries writes delta, which the kernel for keys reads.
     launch = _launch("dq", output)
-    options = launch.options() | _constants(attention_backward_queries, *strides, *sizes, drawn, launch, of_queries)
+    options = launch.options() | _constants(attention_backward_queries, *strides, *sizes, drawn, launch)
     grid = (max(1, triton.cdiv(max_seqlen, launch.block_q)), heads, len(cu_seqlens_q))
     attention_backward_queries[grid](
         upstream, *qkv, output, lse, delta, kept, d_query, *_written(of_queries), *bounds, queries, *numbers, **options
     )
     launch = _launch("dkv", output)
-    options = launch.options() | _constants(attention_backward_keys, *strides, *sizes, drawn, launch, of_keys)
+    options = launch.options() | _constants(attention_backward_keys, *strides, *sizes, drawn, launch)
     grid = (max(1, triton.cdiv(max_seqlen, launch.block_k)), heads, len(cu_seqlens_q))
     rows = queries, len(qkv[1])
     attention_backward_keys[grid](
@@ -182,7 +181,7 @@ def configurations() -> list[Configuration]:
         case = f"{model}{', last layer' if last_layer else ''}{', dropout' if dropout else ''}, from sm_{capability}"
         for name, kernel in kernels.items():
             launch = _LAUNCHES[capability][name]
-            constants = _constants(kernel, strides, gradient_strides, heads, size, dropout, launch, None)
+            constants = _constants(kernel, strides, gradient_strides, heads, size, dropout, launch)
             constants |= dict.fromkeys(("scale", "amax", "cast", "transposed", "sums"))
             constants |= {} if dropout else {"state": None}
             types = dict.fromkeys(kernel.arg_names, "*bf16") | _TYPES
@@ -204,7 +203,6 @@ def _constants(
     head_size: int,
     dropout: bool,
     launch: _Launch,
-    casts: Casts | None,
 ) -> dict[str, Any]:
     """Return a kernel's compile-time constants. ``strides`` are the row strides of query, key and value."""
     names = ("QUERY", "KEY", "VALUE")
@@ -212,7 +210,6 @@ def _constants(
     constants |= {f"{name}_GRADIENT_STRIDE": stride for name, stride in zip(names, gradient_strides, strict=True)}
     constants |= {"HEADS": heads, "HEAD_SIZE": head_size, "DROPOUT": dropout}
     constants |= {"BLOCK_Q": launch.block_q, "BLOCK_K": launch.block_k}
-    constants |= {"LARGEST": 0.0 if casts is None else LARGEST[casts.rows.dtype]}
     return {name: value for name, value in constants.items() if name in kernel.arg_names}
 
 

@@ -28,6 +28,7 @@ from kernels.triton.norms.rows import (
     forward_grid,
     kept_places,
     load_fp32,
+    load_state,
     load_statistics,
     norm_configurations,
     norm_gradient,
@@ -71,7 +72,7 @@ def _embedding_norm_forward(
     normalised, mean, rstd = normalised_rows(summed, inside, eps, D)
     output = normalised * gain + shift
     if DROPOUT:
-        kept = kept_places(rows, state, threshold, stream, BLOCK)
+        kept = kept_places(rows, load_state(state), threshold, stream, BLOCK)
         output = tl.where(kept, output * scale, 0.0)
     tl.store(y + places, output, mask=live & inside)
     store_statistics(statistics, mean, rstd, rows, tokens)
@@ -103,7 +104,7 @@ def _embedding_norm_backward(
         summed = _summed_embeddings(word, position, segment, words, positions, segments, columns, live & inside, D)
         mean, rstd = load_statistics(statistics, rows, tokens)
         if DROPOUT:
-            kept = kept_places(rows, state, threshold, stream, BLOCK)
+            kept = kept_places(rows, load_state(state), threshold, stream, BLOCK)
             upstream = tl.where(kept, upstream * scale, 0.0)
         normalised = (summed - mean) * rstd
         dweight += upstream * normalised

@@ -31,6 +31,7 @@ from kernels.triton.norms.rows import (
     forward_grid,
     kept_places,
     load_fp32,
+    load_state,
     load_statistics,
     norm_configurations,
     norm_gradient,
@@ -97,7 +98,7 @@ def _add_norm_forward(
     state, tokens, eps, threshold, scale, stream,
     D: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, DROPOUT: tl.constexpr,
 ):  # fmt: skip
-    columns = columns_of(BLOCK)
+    columns, state = columns_of(BLOCK), load_state(state)
     inside = columns < D
     rows, live, places = places_of(tl.program_id(0) * ROWS, tokens, columns, D, ROWS)
     offset, gain = load_fp32(bias + columns, inside), load_fp32(weight + columns, inside)
@@ -119,7 +120,7 @@ def _add_norm_backward(
 
     Each program writes its sums of the gradients of bias, weight and norm_bias to ``partials`` [programs, 3, D].
     """
-    columns = columns_of(BLOCK)
+    columns, state = columns_of(BLOCK), load_state(state)
     inside = columns < D
     offset, gain = load_fp32(bias + columns, inside), load_fp32(weight + columns, inside)
     dbias = tl.zeros([ROWS, BLOCK // PLACES, PLACES], tl.float32)

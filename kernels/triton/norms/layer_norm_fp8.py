@@ -22,7 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.configuration import Configuration
-from kernels.reference.fp8 import E4M3, E5M2, LARGEST
+from kernels.reference.fp8 import E4M3, E5M2
 from kernels.reference.random import Dropout
 from kernels.triton.dropout import dropout_scalars
 from kernels.triton.inputs import mixed_reasons
@@ -35,6 +35,7 @@ from kernels.triton.norms.rows import (
     backward_programs,
     columns_of,
     load_fp32,
+    load_state,
     norm_configurations,
     places_of,
     store_statistics,
@@ -46,9 +47,8 @@ from kernels.triton.quantize import POINTERS, SCALARS, cast_reasons, fp8_pair, q
 WARPS = 16
 """Warps of the backward kernel per multiprocessor. ``layer_norm`` uses more, because it loads one row fewer per token."""
 
-_GROUP = 32
-_COLUMNS = 32
-"""Number of columns that are transposed at a time."""
+_TILE = {"GROUP": 32, "COLUMNS": 32}
+"""Rows that a program processes at a time, and columns that it transposes at a time."""
 
 
 @triton.jit(do_not_specialize=VARYING, do_not_specialize_on_alignment=SCALARS)
@@ -56,10 +56,10 @@ def _add_norm_cast_forward(
     x, bias, residual, weight, norm_bias, y, statistics, scale, amax, q, transposed,
     state, tokens, eps, threshold, kept_scale, stream,
     D: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, DROPOUT: tl.constexpr,
-    GROUP: tl.constexpr, COLUMNS: tl.constexpr, LARGEST: tl.constexpr,
+    GROUP: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Process GROUP rows like ``layer_norm``. Unless ``q`` is None, also write their FP8 cast and its transpose."""
-    columns = columns_of(BLOCK)
+    columns, state = columns_of(BLOCK), load_state(state)
     inside = columns < D
     offset, gain = load_fp32(bias + columns, inside), load_fp32(weight + columns, inside)
     shift = load_fp32(norm_bias + columns, inside)
@@ -79,7 +79,7 @@ def _add_norm_cast_forward(
         tl.store(y + places, output, mask=live & inside)
         store_statistics(statistics, mean, rstd, rows, tokens)
         if q is not None:
-            largest = _cast(output.to(tl.float32), multiplier, largest, q, places, live & inside, LARGEST)
+            largest = _cast(output.to(tl.float32), multiplier, largest, q, places, live & inside)
     if q is not None:
         raise_amax(amax, tl.max(largest))
         _transpose_rows(q, transposed, first, tokens, D, GROUP, COLUMNS)
@@ -90,14 +90,14 @@ def _add_norm_cast_backward(
     dy, shortcut_dy, x, bias, residual, weight, statistics, scale, amax, q, transposed, dresidual, partials,
     state, tokens, threshold, kept_scale, stream,
     D: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, DROPOUT: tl.constexpr,
-    GROUP: tl.constexpr, COLUMNS: tl.constexpr, LARGEST: tl.constexpr,
+    GROUP: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Write the FP8 cast of x's gradient, the transpose of the cast, and the gradient of residual.
 
     Each program writes its sums of the gradients of bias, weight and norm_bias to ``partials`` [programs, 3, D].
     ``shortcut_dy`` may be None.
     """
-    columns = columns_of(BLOCK)
+    columns, state = columns_of(BLOCK), load_state(state)
     inside = columns < D
     offset, gain = load_fp32(bias + columns, inside), load_fp32(weight + columns, inside)
     dbias = tl.zeros([ROWS, BLOCK // PLACES, PLACES], tl.float32)
@@ -125,16 +125,16 @@ def _add_norm_cast_backward(
             tl.store(dresidual + places, gradient, mask=live & inside)
             product_gradient = tl.where(live & inside, product_gradient, 0.0)
             value = product_gradient.to(x.dtype.element_ty).to(tl.float32)
-            largest = _cast(value, multiplier, largest, q, places, live & inside, LARGEST)
+            largest = _cast(value, multiplier, largest, q, places, live & inside)
         _transpose_rows(q, transposed, group * GROUP, tokens, D, GROUP, COLUMNS)
     raise_amax(amax, tl.max(largest))
     store_vectors(partials, dbias, dweight, dnorm_bias, columns, inside, D)
 
 
 @triton.jit
-def _cast(value, multiplier, largest, q, places, mask, LARGEST: tl.constexpr):
+def _cast(value, multiplier, largest, q, places, mask):
     """Write the cast of ``value`` to ``q``. Return the bits of the largest magnitudes so far, [ROWS, BLOCK / 8]."""
-    tl.store(q + places, quantized(value * multiplier, LARGEST, q.dtype.element_ty), mask=mask)
+    tl.store(q + places, quantized(value * multiplier, q.dtype.element_ty), mask=mask)
     return tl.maximum(largest, tl.max(value.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=2))
 
 
@@ -182,9 +182,9 @@ def _forward(
     y, statistics = x.new_empty(tokens, columns), x.new_empty(2, tokens, dtype=torch.float32)
     pair = fp8_pair(x[:0] if scale is None else x, E4M3)
     casts = (None,) * 4 if amax is None else (scale, amax.view(torch.int32), *pair)
-    _add_norm_cast_forward[(max(1, triton.cdiv(tokens, _GROUP)),)](
+    _add_norm_cast_forward[(max(1, triton.cdiv(tokens, _TILE["GROUP"])),)](
         *inputs, y, statistics, *casts, state, tokens, eps, threshold, kept_scale, stream,
-        **_options(layout, columns, state is not None, E4M3),
+        **layout.options(columns, state is not None), **_TILE,
     )  # fmt: skip
     return y, statistics, *pair
 
@@ -217,7 +217,7 @@ def _backward(
     The vectors are bias, weight and norm_bias.
     """
     (tokens, columns), layout = x.shape, Layout.of(x.shape[1])
-    whole = Layout(layout.block, _GROUP, layout.num_warps)
+    whole = Layout(layout.block, _TILE["GROUP"], layout.num_warps)
     programs = backward_programs(x.device, tokens, whole, WARPS)
     shortcut_dy = None if shortcut_dy is None else shortcut_dy.contiguous()
     inputs = (tensor.contiguous() for tensor in (x, bias, residual, weight, statistics))
@@ -225,7 +225,7 @@ def _backward(
     partials = x.new_empty(programs, 3, columns, dtype=torch.float32)
     _add_norm_cast_backward[(programs,)](
         dy.contiguous(), shortcut_dy, *inputs, scale, amax.view(torch.int32), *pair, dresidual, partials,
-        state, tokens, threshold, kept_scale, stream, **_options(layout, columns, state is not None, E5M2),
+        state, tokens, threshold, kept_scale, stream, **layout.options(columns, state is not None), **_TILE,
     )  # fmt: skip
     return *pair, dresidual, sums_over_programs(partials, weight.dtype)
 
@@ -234,10 +234,6 @@ def _backward(
 def _(*inputs: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     _, _, x, _, _, weight, *_ = inputs
     return *fp8_pair(x, E5M2), x.new_empty(x.shape), weight.new_empty(3, x.shape[1])
-
-
-def _options(layout: Layout, columns: int, dropout: bool, dtype: torch.dtype) -> dict[str, Any]:
-    return layout.options(columns, dropout) | {"GROUP": _GROUP, "COLUMNS": _COLUMNS, "LARGEST": LARGEST[dtype]}
 
 
 def add_norm_cast_fp8(
@@ -289,6 +285,5 @@ def configurations() -> list[Configuration]:
     for kernel, dtype in ((_add_norm_cast_forward, E4M3), (_add_norm_cast_backward, E5M2)):
         types = {"scale": "*fp32", "amax": "*i32", "kept_scale": "fp32", "shortcut_dy": "*bf16"}
         types |= dict.fromkeys(("q", "transposed"), POINTERS[dtype])
-        fixed = {"GROUP": _GROUP, "COLUMNS": _COLUMNS, "LARGEST": LARGEST[dtype]}
-        found += norm_configurations("bf16", kernel, types=types, fixed=fixed, capabilities=(90, 100))
+        found += norm_configurations("bf16", kernel, types=types, fixed=_TILE, capabilities=(90, 100))
     return found

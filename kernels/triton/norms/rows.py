@@ -55,13 +55,23 @@ def row_means(tile, D: tl.constexpr):
 
 
 @triton.jit
+def load_state(state):
+    """Load dropout's seed and step, or return two zeros if ``state`` is None.
+
+    A kernel with a pipelined loop loads them before the loop. Inside, Triton would copy them to shared memory in every
+    turn.
+    """
+    return (0, 0) if state is None else (tl.load(state), tl.load(state + 1))
+
+
+@triton.jit
 def kept_places(rows, state, threshold, stream, BLOCK: tl.constexpr):
-    """Return ``Dropout.mask`` for a tile, bool [ROWS, BLOCK / 8, 8].
+    """Return ``Dropout.mask`` for a tile, bool [ROWS, BLOCK / 8, 8]. ``state`` comes from ``load_state``.
 
     A draw is for 16 columns and a thread has eight, so two neighbouring threads make the same draw.
     """
     eights = tl.arange(0, BLOCK // PLACES)[None, :]
-    drawn = draw_kept(tl.load(state), tl.load(state + 1), stream, threshold, rows[:, None], eights // (DRAW // PLACES))
+    drawn = draw_kept(state[0], state[1], stream, threshold, rows[:, None], eights // (DRAW // PLACES))
     drawn >>= eights % (DRAW // PLACES) * PLACES
     return ((drawn[:, :, None] >> tl.arange(0, PLACES)[None, None, :]) & 1) != 0
 
