@@ -48,6 +48,7 @@ PARTS = {
     "peers": Part("peers:peers", 120),
     "fp8": Part("step:fp8", 70),
     "kernels": Part("ops:kernels", 80),
+    "memcheck": Part("memcheck:memcheck", 90),
     "memory": Part("step:memory", 60),
     "end-to-end": Part("end_to_end:end_to_end", 450),
 }
