@@ -89,7 +89,8 @@ def _samples(context: Context, config: "Config") -> int:
         row = report.attempt(name, partial(rate, context, name, config, micro, Ceilings(None, None, None)))
     if row is None or not row.figure:
         raise RuntimeError("the rate of the step could not be measured, so choose the number of samples with --samples")
-    return int(row.figure * min(_SECONDS, max(10.0, context.end - time.monotonic() - _START_S - _STOP_S)))
+    seconds = min(_SECONDS, max(10.0, context.end - time.monotonic() - _START_S - _STOP_S))
+    return min(config.training.max_samples, int(row.figure * seconds))
 
 
 def rows_of(metrics: "Metrics") -> list[Figure]:
