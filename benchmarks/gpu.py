@@ -1,24 +1,28 @@
 """Run all GPU measurements of this repository (docs/kernels.md).
 
-    python benchmarks/gpu.py [--part NAME,...] [--out FOLDER] [--seconds N]
+    python benchmarks/gpu.py [--part NAME,...] [--out FOLDER] [--seconds N] [--without OP[=IMPLEMENTATION],...]
+    python benchmarks/gpu.py --part end-to-end [--samples N] [-- SETTINGS of bert.train]
 
 Needs torch, triton and numpy. The parts peers and end-to-end report which other packages they need. Needs no network and no
 data set: samples are random tokens with Wikipedia's lengths. Without --part, all parts except end-to-end run. Each part
 runs in its own process with a share of the time. If a part fails or is cut off, the rows that it has measured are kept and
-the other parts still run. Figures go to FOLDER/PART.json; a table of the important rows is printed last. Exit status: 0 if
-everything was measured and is correct, 1 if not, 2 for wrong input, 128 + n after signal n.
+the other parts still run. A row that takes too long is ended. --without switches off an implementation that is wrong.
+Figures go to FOLDER/PART.json and FOLDER/report.md, whose first page is printed last. Exit status: 0 if everything was
+measured and is correct, 1 if not, 2 for wrong input, 128 + n after signal n.
 """
 
 import argparse
+import json
 import os
 import re
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from types import FrameType
 from typing import NamedTuple, NoReturn
@@ -29,6 +33,7 @@ from benchmarks.gpu_parts.page import page
 from benchmarks.gpu_parts.part import LOST
 from benchmarks.gpu_parts.report import CUT_OFF, Figure, PartReport
 from console.program import RaisingParser
+from console.version import commit
 
 
 class Part(NamedTuple):
@@ -39,16 +44,16 @@ class Part(NamedTuple):
 
 
 PARTS = {
-    "ceilings": Part("timing:ceilings", 30),
     "correctness": Part("ops:correctness", 100),
-    "step": Part("step:step", 90),
-    "kernels": Part("ops:kernels", 80),
-    "fp8": Part("step:fp8", 70),
+    "step": Part("step:step", 100),
     "peers": Part("peers:peers", 120),
+    "fp8": Part("step:fp8", 70),
+    "kernels": Part("ops:kernels", 80),
+    "memcheck": Part("memcheck:memcheck", 90),
     "memory": Part("step:memory", 60),
     "end-to-end": Part("end_to_end:end_to_end", 450),
 }
-"""Parts in the order in which they run. Later parts use the results of earlier parts."""
+"""Parts in the order in which they run: what decides most comes first. Later parts use the results of earlier parts."""
 
 ALONE = ("end-to-end",)
 """Parts that run only if --part names them."""
@@ -64,10 +69,12 @@ class Settings:
     device: str
     tiny: bool
     seconds: float
+    more: Mapping[str, object] = field(default_factory=dict)
+    """Further arguments of ``part.run``."""
 
 
 class StoppedError(Exception):
-    """Error that the signal handler raises, so that the running part is ended and the table is still printed."""
+    """Error that the signal handler raises, so that the running part is ended and the report is still written."""
 
     def __init__(self, number: int) -> None:
         super().__init__(f"cut off by {signal.Signals(number).name}")
@@ -84,20 +91,54 @@ def parse(arguments: Sequence[str]) -> Settings:
     parser.add_argument(
         "--seconds", type=float, default=SECONDS, metavar="N", help="time of all parts; by default %(default)s"
     )
+    other = "ops whose usual implementation another one replaces; by default the next one that is installed"
+    parser.add_argument("--without", action="append", default=[], metavar="OP[=IMPLEMENTATION],...", help=other)
+    parser.add_argument("--samples", type=int, metavar="N", help="of end-to-end; by default what its time permits")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="by default %(default)s")
     parser.add_argument("--tiny", action="store_true", help="small shapes: shows that the code runs")
-    chosen = parser.parse_args(arguments)
+    # argparse would also take stray words before -- for settings of bert.train.
+    cut = [*arguments, "--"].index("--")
+    chosen, training = parser.parse_args(arguments[:cut]), arguments[cut + 1 :]
     asked = [part for part in PARTS if part not in ALONE] if chosen.part == "all" else chosen.part.split(",")
     if unknown := [part for part in asked if part not in PARTS]:
         raise ValueError(f"--part: unknown {unknown[0]!r}, expected all, or some of {', '.join(PARTS)}")
     if not chosen.seconds > 0:
         raise ValueError(f"--seconds: {chosen.seconds:g}, expected more than 0")
+    if chosen.samples is not None and chosen.samples < 1:
+        raise ValueError(f"--samples: {chosen.samples}, expected 1 or more")
+    if (chosen.samples or training) and "end-to-end" not in asked:
+        raise ValueError("--samples and settings after -- need --part end-to-end")
     if chosen.device == "cpu" and not chosen.tiny:
         raise ValueError("--device cpu only tests the program: it needs --tiny")
     if chosen.tiny and not chosen.out:
         raise ValueError("--tiny only tests the program: name a folder for its figures by --out")
+    if not chosen.tiny and commit() == "unknown":
+        raise ValueError("the commit is unknown here, which every figure must name: set MLPERF_BERT_COMMIT to it")
+    without = replacements([text for given in chosen.without for text in given.split(",")], chosen.device)
     folder = _folder_of_the_gpu(chosen.out) if chosen.device == "cuda" else chosen.out
-    return Settings(list(dict.fromkeys(asked)), folder, chosen.device, chosen.tiny, chosen.seconds)
+    more = {"without": without, "samples": chosen.samples, "settings": training}
+    return Settings(list(dict.fromkeys(asked)), folder, chosen.device, chosen.tiny, chosen.seconds, more)
+
+
+def replacements(asked: Sequence[str], device: str) -> dict[str, str]:
+    """Return the ops of ``OP[=IMPLEMENTATION]`` texts, each with the implementation that takes the usual one's place."""
+    if not asked:
+        return {}
+    from kernels import OPS  # imports PyTorch, which takes seconds
+
+    chosen = {}
+    for text in asked:
+        op, _, name = text.partition("=")
+        if op not in OPS:
+            raise ValueError(f"--without: there is no op {op!r}, expected some of {', '.join(OPS)}")
+        installed = [each for each in OPS[op].orders[device] if each.requires is None or find_spec(each.requires)]
+        # An implementation that cannot be captured comes last, because steps then run operator by operator.
+        others = sorted(installed[1:], key=lambda each: not each.capturable)
+        names = [each.name for each in (installed if name else others)]
+        if not names or name not in (*names, ""):
+            raise ValueError(f"--without {text}: expected an installed implementation: {', '.join(names) or 'none is'}")
+        chosen[op] = name or names[0]
+    return chosen
 
 
 def _folder_of_the_gpu(out: Path | None) -> Path:
@@ -130,15 +171,15 @@ def run_part(part: str, function: str, settings: Settings, seconds: float) -> Pa
     path = settings.folder / f"{part}.json"
     # Rows of an earlier run must not count as rows of this run.
     path.unlink(missing_ok=True)
-    end, rows = time.monotonic() + seconds, -1
+    began, rows = time.monotonic(), -1
     while True:
         try:
-            status = _run(function, path, settings, end - time.monotonic())
+            status, how = _run(function, path, settings, began + seconds)
         except StoppedError as stopped:
-            _end(path, str(stopped))
+            _end(path, str(stopped), began)
             raise
         if status is None:
-            return _end(path, f"cut off at its limit of {seconds:.0f} s")
+            return _end(path, f"cut off at its limit of {seconds:.0f} s", began)
         report = PartReport.load(path)
         # Status 1 means that rows failed, which is a result. With any other status, the process died early.
         if status in (0, 1) and report.error != CUT_OFF:
@@ -146,23 +187,27 @@ def run_part(part: str, function: str, settings: Settings, seconds: float) -> Pa
         # If the process died during a row, that row has failed, and the next process continues after it. If it died
         # between two rows because the device was lost, the part is restarted, but only once at the same place.
         if report.measuring:
-            report.add(Figure(report.measuring, note=f"failed: the process ended with {_ending(status)}"))
+            row, report.measuring = Figure(report.measuring, note=f"failed: {how}"), None
+            report.took = time.monotonic() - began
+            report.add(row)
         elif status != LOST or len(report.rows) == rows:
-            return _end(path, f"the process ended with {_ending(status)}")
+            return _end(path, how, began)
         rows = len(report.rows)
 
 
-def _run(function: str, path: Path, settings: Settings, seconds: float) -> int | None:
-    """Run one process, and then end all of its child processes. Returns its exit status, or None if its time was up."""
-    program, scale = Path(__file__).parent / "gpu_parts" / "part.py", "tiny" if settings.tiny else "full"
-    command = [sys.executable, str(program), function, str(path), str(seconds), settings.device, scale]
+def _run(function: str, path: Path, settings: Settings, end: float) -> tuple[int | None, str]:
+    """Run one process, and then end all of its child processes.
+
+    Returns its exit status, or None if its time was up, and a text that says how it ended.
+    """
+    given = {"function": function, "file": str(path), "device_type": settings.device, "tiny": settings.tiny}
+    arguments = given | {"seconds": max(0.0, end - time.monotonic())} | dict(settings.more)
+    command = [sys.executable, str(Path(__file__).parent / "gpu_parts" / "part.py"), json.dumps(arguments)]
     # A process group of its own shields the part from Ctrl-C, and makes it possible to end all child processes at once.
     # process_group needs Python 3.11, the oldest supported version.
     process = subprocess.Popen(command, process_group=0)
     try:
-        return process.wait(max(0, seconds))
-    except subprocess.TimeoutExpired:
-        return None
+        return _wait(process, path, end)
     finally:
         # A part also starts compilers, so end the whole group.
         with suppress(ProcessLookupError):
@@ -170,10 +215,31 @@ def _run(function: str, path: Path, settings: Settings, seconds: float) -> int |
         process.wait()
 
 
-def _end(path: Path, error: str) -> PartReport:
-    """Record in a part's file why the part is incomplete and which row was being measured."""
+def _wait(process: subprocess.Popen[bytes], path: Path, end: float) -> tuple[int | None, str]:
+    """Wait until a process ends, its time is up, or its row takes too long. Returns the same as ``_run``."""
+    written, since, patience = None, 0.0, 0.0
+    while (left := end - time.monotonic()) > 0:
+        with suppress(subprocess.TimeoutExpired):
+            status = process.wait(min(left, 1.0))
+            return status, f"the process ended with {_ending(status)}"
+        now, content = time.monotonic(), path.read_bytes() if path.exists() else b""
+        if content != written:  # the file is written before and after every row
+            written, since, patience = content, now, _patience(end - now)
+        elif now - since > patience and PartReport.load(path).measuring:
+            return -signal.SIGKILL, f"ended after {now - since:.0f} s"
+    return None, ""
+
+
+def _patience(left: float) -> float:
+    """Return the seconds that a row may take if its part has ``left`` seconds: enough to compile a model, and then half."""
+    return max(60.0, left / 2)
+
+
+def _end(path: Path, error: str, began: float) -> PartReport:
+    """Record in a part's file why the part is incomplete, which row was being measured, and the time since it ``began``."""
     report = PartReport.load(path)
     place = f" while measuring {report.measuring}" if report.measuring else ""
+    report.took = time.monotonic() - began
     report.end(f"{error}{place}")
     return report
 
@@ -187,7 +253,7 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 def _stop(number: int, _frame: FrameType | None) -> NoReturn:
     for one in _SIGNALS:
-        signal.signal(one, signal.SIG_IGN)  # further signals must not interrupt printing the table
+        signal.signal(one, signal.SIG_IGN)  # further signals must not interrupt writing the report
     raise StoppedError(number)
 
 
@@ -201,7 +267,10 @@ def main(arguments: Sequence[str]) -> int:
         except StoppedError as stopped:
             # Shells report this status for a process that was ended by a signal.
             status = 128 + stopped.number
-        print(page(settings.folder, list(PARTS)))
+        (settings.folder / "report.md").write_text(
+            f"{page(settings.folder, PARTS, every_row=True)}\n", encoding="utf-8"
+        )
+        print(page(settings.folder, PARTS))
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -1,52 +1,96 @@
 """Start a timed run as a user does, on random samples with Wikipedia's lengths.
 
-Reports the run's rate, the drift of its step time, and the verdict on its log.
+Reports the run's rate, the drift of its step time, and the verdict on its log. The log, the metrics and the program's output
+stay beside the report.
 """
 
-import importlib.util
+import importlib.metadata
+import math
+import re
+import shutil
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
+import tomllib
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from benchmarks.gpu_parts.report import Figure, NotUsableError, PartReport
 from benchmarks.gpu_parts.scale import Context, clipped_lengths
+from benchmarks.gpu_parts.step import micro_batch_size, rate, rate_name
+from benchmarks.gpu_parts.timing import Ceilings
 
 if TYPE_CHECKING:
+    from bert.configuration.config import Config
     from compliance.log.records import Metrics
-
-NEEDS = ("h5py", "mlperf_logging", "msgspec", "rich", "safetensors", "tokenizers", "tyro")
-"""Packages besides PyTorch and NumPy that training, data sets and the log check import."""
 
 _REPOSITORY = Path(__file__).resolve().parents[2]
 _SECONDS = 300
-_LIKELY_RATE = 600.0
-"""Sequences/s to assume if the part ``step`` has not measured a rate."""
+_START_S, _STOP_S = 120, 40
+"""Seconds for data, start-up and captures, and seconds for the evaluation and the check of the log."""
 
 
 def end_to_end(context: Context) -> None:
     """Train the one-GPU recipe for about five minutes. Every model reaches the target of its only evaluation, at the end."""
-    # Check for missing packages before making the data, because the training program would fail only afterwards.
-    if missing := [name for name in NEEDS if importlib.util.find_spec(name) is None]:
+    # Look for missing packages and wrong settings before making the data, because the run would fail only afterwards.
+    if missing := missing_packages():
         raise NotUsableError(f"not installed, which training needs: {', '.join(missing)}")
-    # The evaluation set has the benchmark's size, because evaluation time is part of the result.
-    training, evaluation = (480, 50) if context.tiny else (_samples(context), 10_000)
+    from bert.train import parse
+
+    output = context.report.path.with_name("train.txt")
+    log, metrics = output.with_name("result_0.txt"), output.with_name("metrics_0.jsonl")
+    for path in (output, log, metrics):
+        path.unlink(missing_ok=True)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        _write_data(context, folder, {"train": training, "evaluation": evaluation})
-        _train(context, folder, training)
-        (log,) = folder.glob("results/*/bert/result_*.txt")
-        context.report.attempt("log", lambda: _verdict(log))
+        config = parse(_arguments(context, folder, samples=1))
+        samples = context.samples or (480 if context.tiny else _samples(context, config))
+        # The evaluation set has the benchmark's size, because evaluation time is part of the result. It must be so large
+        # that a model guesses some tokens.
+        counts = {
+            "train": min(samples, 200_000),
+            "evaluation": 500 if context.tiny else 10_000,
+        }  # training repeats its set
+        _write_data(context, folder, counts)
+        complaint = _train(context, folder, _arguments(context, folder, samples), output)
+    if log.exists():
+        context.report.attempt("log", lambda: _verdict(log.resolve()))
+    if complaint:
+        raise RuntimeError(complaint)
 
 
-def _samples(context: Context) -> int:
-    """Return the number of samples for five minutes of training at the rate that the part ``step`` has measured."""
-    rows = PartReport.load(context.report.path.with_name("step.json")).rows
-    rate = next((row.figure for row in rows if row.figure and row.unit == "sequences/s"), _LIKELY_RATE)
-    return int(rate * _SECONDS)
+def missing_packages() -> list[str]:
+    """Return packages that are not installed and that training requires, itself or through other packages."""
+    project = tomllib.loads((_REPOSITORY / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    required, missing, seen = [*project["dependencies"], *project["optional-dependencies"]["train"]], [], set()
+    for line in required:  # the loop adds to the list
+        name = re.split(r"[^\w.-]", line)[0].lower()
+        if name not in seen and ";" not in line:  # a requirement with a condition may not apply here
+            seen.add(name)
+            try:
+                required += importlib.metadata.requires(name) or []
+            except importlib.metadata.PackageNotFoundError:
+                missing.append(name)
+    return missing
+
+
+def _samples(context: Context, config: "Config") -> int:
+    """Return the number of samples that training takes in the part's time, at most five minutes, at its measured rate."""
+    micro = micro_batch_size(context, config)
+    name, report = rate_name(config, micro), context.report
+    before = PartReport.load(report.path.with_name("step.json"))
+    # The part `step` has measured the rate of such steps, or else measure it here.
+    alike = all(before.about.get(fact) == report.about.get(fact) for fact in ("device", "without"))
+    row = before.row(name) if alike else None
+    if row is None or not row.figure:
+        row = report.attempt(name, partial(rate, context, name, config, micro, Ceilings(None, None, None)))
+    if row is None or not row.figure:
+        raise RuntimeError("the rate of the step could not be measured, so choose the number of samples with --samples")
+    seconds = min(_SECONDS, max(10.0, context.end - time.monotonic() - _START_S - _STOP_S))
+    return min(config.training.max_samples, int(row.figure * seconds))
 
 
 def rows_of(metrics: "Metrics") -> list[Figure]:
@@ -59,9 +103,12 @@ def rows_of(metrics: "Metrics") -> list[Figure]:
         drift = statistics.median(milliseconds[-quarter:]) / statistics.median(milliseconds[:quarter])
         waiting = sum(record.data_wait_ms for record in steps) / sum(milliseconds)
         note = f"a step; {steps[-1].samples:,} samples in {steps[-1].time_s:.0f} s"
-        rate = statistics.median(record.sequences_per_s for record in steps)
+        speed = statistics.median(record.sequences_per_s for record in steps)
+        loss, skipped = steps[-1].loss, sum(record.skipped_steps for record in steps)
+        verdict = "" if math.isfinite(loss) else "WRONG, not finite: "
         rows += [
-            Figure("training", statistics.median(milliseconds), rate, "sequences/s", note=note, page=True),
+            Figure("loss", figure=loss, note=f"{verdict}from {steps[0].loss:.4f}, {skipped} steps skipped", page=True),
+            Figure("training", statistics.median(milliseconds), speed, "sequences/s", note=note, page=True),
             Figure("last quarter of the steps against the first", figure=drift, unit="x", note="step time", page=True),
             Figure("host waiting for data", share=waiting, note="of the time of all steps", page=True),
         ]
@@ -71,14 +118,14 @@ def rows_of(metrics: "Metrics") -> list[Figure]:
             Figure("evaluation", 1e3 * statistics.median(record.eval_s for record in evaluations), note=note, page=True)
         )
     if end is not None and end.time_s:
-        rate = end.samples / end.time_s
-        rows.append(Figure("inside the clock", figure=rate, unit="sequences/s", note="evaluation too", page=True))
+        speed = end.samples / end.time_s
+        rows.append(Figure("inside the clock", figure=speed, unit="sequences/s", note="evaluation too", page=True))
     return rows
 
 
 def _write_data(context: Context, folder: Path, counts: dict[str, int]) -> None:
     """Write a synthetic vocabulary, and data sets of ``counts`` samples with random tokens and Wikipedia's lengths."""
-    from benchmarks.inputs import synthetic_vocabulary, write_synthetic_set  # imported here: needs packages in NEEDS
+    from benchmarks.inputs import synthetic_vocabulary, write_synthetic_set  # needs packages that may be missing
 
     model = context.scale.model
     size, longest = (1024, 128) if context.tiny else (model.vocab_size, model.max_position_embeddings)
@@ -88,8 +135,10 @@ def _write_data(context: Context, folder: Path, counts: dict[str, int]) -> None:
         write_synthetic_set(folder / split, lengths, longest, vocabulary, shards=4, seed=seed)
 
 
-def _train(context: Context, folder: Path, samples: int) -> None:
-    """Start the run, and update the rows from its metrics until it ends. Raises ``RuntimeError`` if the run fails."""
+def _arguments(context: Context, folder: Path, samples: int) -> list[str]:
+    """Return the arguments for ``bert.train``. The caller's settings come after most of ours, so that they override them."""
+    from benchmarks.inputs import flags
+
     settings = {
         "training.device": context.device.type,
         "data.train": folder / "train",
@@ -103,30 +152,48 @@ def _train(context: Context, folder: Path, samples: int) -> None:
         # The closed division does not allow these settings.
         "log.division": "open",
         "log.system": "benchmark",
-        "log.results": folder / "results",
+        # After a signal, the run stops at the end of an interval.
+        "log.interval-steps": 10,
     }
-    recipe = "tiny_cpu" if context.tiny else "h100_1x1"
-    from benchmarks.inputs import flags
+    words = [word for pair in context.without.items() for word in pair]
+    without = ["--training.implementations", *words] if words else []
+    if context.on_gpu and not context.captures:
+        without.append("--training.no-cuda-graphs")
+    own = [*flags(settings), *without, *context.settings, *flags({"log.results": folder / "results", "log.run": 0})]
+    return ["tiny_cpu" if context.tiny else "h100_1x1", *own]
 
-    command = [sys.executable, "-m", "bert.train", recipe, *flags(settings)]
-    complaints = folder / "stderr.txt"
-    # Errors go to a file, because a pipe that nobody reads would fill up and block the run.
-    with complaints.open("w", encoding="utf-8") as errors:
-        process = subprocess.Popen(command, cwd=_REPOSITORY, stdout=subprocess.DEVNULL, stderr=errors)
-        while (status := process.poll()) is None:
+
+def _train(context: Context, folder: Path, arguments: list[str], output: Path) -> str | None:
+    """Train, and update the rows until the run ends or its time is up. Returns the reason if it was no success."""
+    stopped = False
+    with output.open("w", encoding="utf-8") as file:
+        command = [sys.executable, "-m", "bert.train", *arguments]
+        process = subprocess.Popen(command, cwd=_REPOSITORY, stdout=file, stderr=subprocess.STDOUT)
+        while process.poll() is None:
             time.sleep(0.2 if context.tiny else 5)
-            _add_rows(context, folder, quiet=True)
-    _add_rows(context, folder)
-    if status:
-        said = complaints.read_text(encoding="utf-8", errors="replace").strip().splitlines() or ["nothing"]
-        raise RuntimeError(f"bert.train ended with {status} and said: {said[-1]}")
+            _keep(context, folder, quiet=True)
+            left = context.end - time.monotonic()
+            if left < _STOP_S and not stopped:
+                # The run then ends its log as aborted, so that there is something to check.
+                process.terminate()
+                stopped = True
+            elif left < _STOP_S / 2:
+                process.kill()
+    _keep(context, folder)
+    if stopped:
+        return f"bert.train was stopped {_STOP_S} s before the part's limit: use fewer --samples or more --seconds"
+    said = output.read_text(encoding="utf-8", errors="replace").strip().splitlines() or ["nothing"]
+    return f"bert.train ended with {process.returncode} and said: {said[-1]}" if process.returncode else None
 
 
-def _add_rows(context: Context, folder: Path, *, quiet: bool = False) -> None:
-    from compliance.log.records import read_metrics  # imported here: needs packages in NEEDS
+def _keep(context: Context, folder: Path, *, quiet: bool = False) -> None:
+    """Copy the run's log and metrics beside the report, and update the rows from the metrics."""
+    from compliance.log.records import read_metrics  # needs packages that may be missing
 
-    for path in folder.glob("results/*/bert/metrics_*.jsonl"):
-        context.report.add(*rows_of(read_metrics(path)), quiet=quiet)
+    for path in (folder / "results").glob("*/bert/*_0.*"):
+        kept = Path(shutil.copy(path, context.report.path.parent))
+        if path.suffix == ".jsonl":
+            context.report.add(*rows_of(read_metrics(kept)), quiet=quiet)
 
 
 def _verdict(log: Path) -> Figure:

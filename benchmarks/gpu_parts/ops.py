@@ -183,7 +183,7 @@ def _attention_row(context: Context, name: str, case: Case) -> Figure:
     site = torch.ones((), device=context.device), torch.zeros((), device=context.device)
     calls = {case.op: case.arguments, attention_cast_fp8.name: (*case.arguments, *site)}
     requests = [autotune.CallKind.of(op, arguments, {}) for op, arguments in calls.items()]
-    choices = autotune.tune(requests, partial(replay_of, context.device) if context.on_gpu else autotune.run_once)
+    choices = autotune.tune(requests, partial(replay_of, context.device) if context.captures else autotune.run_once)
     if not choices:
         raise NotUsableError("there is only one form")
     (taken, milliseconds), *others = choices[0].milliseconds.items()

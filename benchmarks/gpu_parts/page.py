@@ -1,6 +1,6 @@
 """The report of all parts as Markdown: what decides most comes first, and all important rows last."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 
 from benchmarks.gpu_parts.report import Figure, PartReport, number, percent
@@ -13,7 +13,7 @@ _WIDEST = 90
 """Characters of the longest cell. Longer cells are cut, so that tables stay legible in a terminal."""
 
 
-def page(folder: Path, parts: Sequence[str], *, every_row: bool = False) -> str:
+def page(folder: Path, parts: Collection[str], *, every_row: bool = False) -> str:
     """Return the report of the parts that have a file in the folder, optionally with all important rows at the end."""
     paths = {part: folder / f"{part}.json" for part in parts}
     reports = {part: PartReport.load(path) for part, path in paths.items() if path.exists()}
@@ -41,14 +41,15 @@ def _parts(reports: Mapping[str, PartReport]) -> str:
         about, versions = report.about, report.about.get("versions", {})
         assert isinstance(versions, Mapping)
         failed = f", {len(report.failures)} FAILED" if report.failures else ""
-        state = "complete" if report.complete else f"NOT COMPLETE, {report.error}"
+        state = "complete" if report.complete else "NOT COMPLETE"
         replaced = about.get("without") or {}
         assert isinstance(replaced, Mapping)
         without = ", ".join(f"{op} (instead {name})" for op, name in replaced.items())
         packages = (str(versions.get(name, "")) for name in ("torch", "triton"))
         # The part that checks the kernels and the part that checks a log sum up their rows in one.
         verdicts = [f", {row.note}" for row in report.rows if row.name in ("largest error", "log") and not row.failed]
-        outcome = f"{state}: {len(report.rows)} rows{failed}{''.join(verdicts)}"
+        why = "" if report.complete else f", {report.error}"
+        outcome = f"{state}: {len(report.rows)} rows{failed}{''.join(verdicts)}{why}"
         commit, date = str(about.get("commit", ""))[:10], str(about.get("date", ""))
         lines.append((part, outcome, f"{report.took:.0f}", commit, date, *packages, without))
     return _table(header, lines)

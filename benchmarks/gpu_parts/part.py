@@ -1,43 +1,55 @@
 """Run a part of ``benchmarks/gpu.py`` in a separate process.
 
-    python benchmarks/gpu_parts/part.py MODULE:FUNCTION FILE SECONDS (cuda | cpu) (full | tiny)
+    python benchmarks/gpu_parts/part.py '{"function": "MODULE:FUNCTION", "file": FILE, "seconds": N, ...}'
 
-``FUNCTION`` gets a ``Context`` and adds rows to its report. A part that is started again with the same file continues after
-the existing rows. Exit status: 0 if all rows are correct, 1 if some failed, ``LOST`` if the device no longer responds.
+The argument is a JSON object with the arguments of ``run``. ``FUNCTION`` gets a ``Context`` and adds rows to its report. A
+part that is started again with the same file continues after the existing rows. Exit status: 0 if all rows are correct, 1 if
+some failed, ``LOST`` if the device no longer responds.
 """
 
 import gc
 import importlib
+import json
+import math
 import signal
 import sys
+import time
 import traceback
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 LOST = 3
-_GRACE = 30
+GRACE_S = 30
 """Seconds after its time limit at which a part ends itself. Usually the parent process ends it earlier."""
 
 
-def main(function: str, file: str, seconds: str, device: str, scale: str) -> int:
+def main(arguments: str) -> int:
+    given = json.loads(arguments)
     # An alarm ends the process even if Python code cannot run, for example inside a hanging kernel launch.
-    signal.alarm(int(float(seconds)) + _GRACE)
+    signal.alarm(math.ceil(given["seconds"]) + GRACE_S)
     try:
-        return run(function, Path(file), device, tiny=scale == "tiny")
+        return run(**given)
     finally:
         signal.alarm(0)
 
 
-def run(function: str, file: Path, device_type: str, *, tiny: bool) -> int:
+def run(
+    function: str, file: Path | str, device_type: str, *, tiny: bool, seconds: float = math.inf, **given: Any
+) -> int:
+    """Run a part, which should end within ``seconds``. The other arguments are fields of ``Context``."""
+    end = time.monotonic() + seconds
     import torch  # the import takes seconds, which count towards the part's time
 
     from benchmarks.conditions import conditions
     from benchmarks.gpu_parts.report import DeviceLostError, PartReport, first_line
     from benchmarks.gpu_parts.scale import FULL, TINY, Context
     from benchmarks.gpu_parts.timing import settle
+    from kernels import choose
     from kernels.products import set_product_precision
+    from kernels.registry import AUTO
 
     # Set the precision before any matrix product runs and before implementations are chosen.
     set_product_precision()
@@ -45,10 +57,11 @@ def run(function: str, file: Path, device_type: str, *, tiny: bool) -> int:
     # Device 0 is the first visible device, which the caller may have selected.
     device = torch.device(device_type, 0)
     # The report keeps rows that an earlier process of this part has measured.
-    report = PartReport.load(file)
+    report = PartReport.load(Path(file))
     report.settle = partial(settle, device)
     device_name = torch.cuda.get_device_name(device) if device_type == "cuda" else "cpu"
-    about = {"part": file.stem, "device": device_name, "cuda": torch.version.cuda}
+    context = Context(device, TINY if tiny else FULL, report, end=end, **given)
+    about = {"part": report.path.stem, "device": device_name, "cuda": torch.version.cuda, "without": context.without}
     report.about = about | conditions()
     # Write at the start, so that the file exists even if the process dies before the first row.
     report.write()
@@ -56,7 +69,8 @@ def run(function: str, file: Path, device_type: str, *, tiny: bool) -> int:
     try:
         measure = getattr(importlib.import_module(module), name)
         gc.freeze()  # imported objects are never freed, so the collection after each row can skip them
-        measure(Context(device, TINY if tiny else FULL, report))
+        choose(context.without)
+        measure(context)
         report.end(None)
     except DeviceLostError:
         traceback.print_exc()
@@ -66,6 +80,7 @@ def run(function: str, file: Path, device_type: str, *, tiny: bool) -> int:
         traceback.print_exc()
         report.end(first_line(error))
     finally:
+        choose(dict.fromkeys(context.without, AUTO))  # tests run parts in their own process
         gc.unfreeze()
     return 1 if report.failures or not report.complete else 0
 

@@ -3,7 +3,8 @@
 Shape legend: T tokens, S sequences, M masked tokens, D hidden, F intermediate, V vocabulary, H heads, E head size.
 """
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -53,6 +54,12 @@ class Context:
     report: PartReport
     without: Mapping[str, str] = field(default_factory=dict)
     """Ops that run without their usual implementations, and the implementation of each that takes their place."""
+    end: float = math.inf
+    """Value of ``time.monotonic`` at which the part should have ended."""
+    samples: int | None = None
+    """Number of training samples of the part ``end-to-end``, or None for as many as its time permits."""
+    settings: Sequence[str] = ()
+    """Arguments for ``bert.train`` in the part ``end-to-end``."""
 
     def implementations(self, op: str) -> list[str]:
         """Return the implementations of an op that are checked and timed."""
@@ -83,9 +90,16 @@ class Context:
         model = draw_model(config, self.mesh, seed=0)
         return {name: tensor.cpu() for name, tensor in model.state_dict().items()}
 
+    @property
+    def captures(self) -> bool:
+        """Whether steps are captured: on a GPU, unless an op has a replacement that no CUDA graph can capture."""
+        # Without attention that casts, a layer makes the casts in passes of their own and does not call the op.
+        called = {op: name for op, name in self.without.items() if not op.endswith("cast_fp8")}
+        return self.on_gpu and all(OPS[op].implementations[name].capturable for op, name in called.items())
+
     def capturer(self) -> CudaCapturer | None:
-        """Return the CUDA graph capturer that training uses, or None on a CPU."""
-        return CudaCapturer(self.device) if self.on_gpu else None
+        """Return the CUDA graph capturer that training uses, or None if steps are not captured."""
+        return CudaCapturer(self.device) if self.captures else None
 
     def model(self, config: ModelConfig | None = None) -> BertForPreTraining:
         """Build a model on the device. All models start from the same weights."""

@@ -36,15 +36,19 @@ _SHAPE_BUCKETS = 4
 
 def step(context: Context) -> None:
     """Measure captured steps on one GPU: of the one-GPU recipe, of 96 sequences at once, and of two eight-GPU recipes."""
-    ceilings, report = Ceilings.of(context), context.report
+    ceilings, report = Ceilings.of(context, page=True), context.report
     for index, (config, micro) in enumerate(_sizes(context)):
-        count = config.training.gradient_accumulation_steps
-        name = f"{micro * count} sequences as {count} x {micro}, {config.recipe}, {config.training.precision}"
+        name = rate_name(config, micro)
         # Phases are measured only for the first step, so that a failing stopwatch does not affect the other rates.
         report.attempt(name, partial(rate, context, name, config, micro, ceilings, phases=index == 0))
     for precision in ("bf16", "fp8"):
         name = f"split, {precision}"
         report.attempt(name, partial(_look_into, context, name, precision))
+
+
+def rate_name(config: Config, micro: int) -> str:
+    count = config.training.gradient_accumulation_steps
+    return f"{micro * count} sequences as {count} x {micro}, {config.recipe}, {config.training.precision}"
 
 
 def _sizes(context: Context) -> list[tuple[Config, int]]:
@@ -57,10 +61,13 @@ def _sizes(context: Context) -> list[tuple[Config, int]]:
         (recipe("h100_1x8"), 8),
         (recipe("dgxa100_1x8"), 8),
     ):
-        training = config.training
-        micro = training.global_batch_size // (training.gradient_accumulation_steps * gpus)
-        found.append((config, 2 if context.tiny else micro))
+        found.append((config, micro_batch_size(context, config, gpus)))
     return found
+
+
+def micro_batch_size(context: Context, config: Config, gpus: int = 1) -> int:
+    training = config.training
+    return 2 if context.tiny else training.global_batch_size // (training.gradient_accumulation_steps * gpus)
 
 
 def _look_into(context: Context, name: str, precision: Precision) -> None:
@@ -108,8 +115,8 @@ def _split(context: Context, name: str, run: Callable[[], None], sequences: int)
 
 def _synchronisations(context: Context, name: str, run: Callable[[], None]) -> Figure:
     """Return a row that says whether PyTorch detects that the host waits for the device during a step."""
-    if not context.on_gpu:
-        return Figure(name, note="nothing to see on a CPU")
+    if not context.captures:
+        return Figure(name, note="steps are not captured, so the host may wait")
     torch.cuda.synchronize()  # the host must not wait for work that was queued before
     torch.cuda.set_sync_debug_mode("error")
     try:
@@ -182,15 +189,16 @@ def training_step(
 def prepare(context: Context, trained: TrainingStep, batches: list[Batch]) -> None:
     """Warm up a step for these batches and, on a GPU, capture it, as training does before its clock starts."""
     shape_buckets = sorted({batch.shape_bucket for batch in batches}, key=lambda size: size.tokens)
-    choose = partial(_choose_implementations, context.device) if context.on_gpu else None
+    choose = partial(_choose_implementations, context) if context.on_gpu else None
     trained.warm_up(batches, 1, shape_buckets, choose)
 
 
-def _choose_implementations(device: torch.device, run: Callable[[], None]) -> None:
-    """Choose the implementations that replay fastest for the calls of a step, as training does."""
+def _choose_implementations(context: Context, run: Callable[[], None]) -> None:
+    """Choose the implementations that are fastest for the calls of a step, as training does."""
     with autotune.observed() as requests:
         run()
-    choices = autotune.tune(requests, partial(replay_of, device))
+    repeatable = partial(replay_of, context.device) if context.captures else autotune.run_once
+    choices = autotune.tune(requests, repeatable)
     autotune.apply(choices)
     print(*choices, sep="\n", flush=True)
 

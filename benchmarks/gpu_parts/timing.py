@@ -143,10 +143,6 @@ class Ceilings:
         return (by_product, product) if by_product > by_copy else (by_copy, "of the large copy")
 
 
-def ceilings(context: Context) -> None:
-    Ceilings.of(context, page=True)
-
-
 def _large_product(context: Context) -> tuple[Callable[[], Tensor], int, str]:
     """Return a matrix product in low precision, its FLOP, and the unit of its rate."""
     n = context.scale.square

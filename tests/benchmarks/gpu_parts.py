@@ -6,6 +6,7 @@ import time
 
 from benchmarks.gpu_parts.report import DeviceLostError, Figure
 from benchmarks.gpu_parts.scale import Context
+from kernels import OPS
 
 
 def unlucky(context: Context) -> None:
@@ -31,13 +32,19 @@ def unlucky(context: Context) -> None:
 
 
 def endless(context: Context) -> None:
-    """Report a row that ends and a row that never ends."""
+    """Report a row that never ends, between two that do."""
     context.report.attempt("first", lambda: Figure("first", figure=1.0))
     context.report.attempt("endless", lambda: time.sleep(3600))
+    context.report.attempt("last", lambda: Figure("last", figure=1.0))
 
 
 def right(context: Context) -> None:
-    context.report.add(Figure("not on the page", figure=1.0))
+    context.report.add(Figure("not on the page", figure=1.0, note="right"))
+
+
+def asked(context: Context) -> None:
+    """Report the implementation of each op that runs without its usual one."""
+    context.report.add(*(Figure(op, note=OPS[op].asked) for op in context.without))
 
 
 def wrong(context: Context) -> None:

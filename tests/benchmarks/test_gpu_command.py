@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -12,21 +13,18 @@ import psutil
 import pytest
 import torch
 
+import kernels
 from benchmarks import gpu
 from benchmarks.gpu_parts import part as gpu_part
-from benchmarks.gpu_parts.report import Figure, NotUsableError, PartReport, page
+from benchmarks.gpu_parts import scale
+from benchmarks.gpu_parts.page import page
+from benchmarks.gpu_parts.report import Figure, NotUsableError, PartReport
+from benchmarks.gpu_parts.scale import Context
 from tests.conftest import REPOSITORY
-from tests.programs import PATIENCE_S, write_forked_python
+from tests.programs import PATIENCE_S
 
+TINY = ["--device", "cpu", "--tiny", "--out", "unused"]
 no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
-
-
-@pytest.fixture
-def forked_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make ``sys.executable`` a program that forks a server in which PyTorch is already imported."""
-    (folder := tmp_path / "bin").mkdir()
-    write_forked_python(folder)
-    monkeypatch.setattr(sys, "executable", str(folder / "python"))
 
 
 @pytest.mark.parametrize(
@@ -34,9 +32,21 @@ def forked_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     [
         (["--device", "cpu"], "--device cpu only tests the program"),
         (["--tiny"], "--tiny only tests the program: name a folder for its figures by --out"),
-        (["--part", "step,speed"], "--part: unknown 'speed', expected all, or some of ceilings, correctness, step"),
+        (["--part", "step,speed"], "--part: unknown 'speed', expected all, or some of correctness, step"),
         (["--seconds", "nan"], "--seconds: nan, expected more than 0"),
         (["--device", "tpu"], "argument --device: invalid choice: 'tpu'"),
+        (["--part", "step", "fp8"], "unrecognized arguments: fp8"),
+        ([*TINY, "--samples", "0"], "--samples: 0, expected 1 or more"),
+        ([*TINY, "--samples", "9"], "--samples and settings after -- need --part end-to-end"),
+        ([*TINY, "--", "--training.seed", "1"], "--samples and settings after -- need --part end-to-end"),
+        (
+            [*TINY, "--without", "gelu"],
+            "--without: there is no op 'gelu', expected some of accumulate_weight_gradient, ",
+        ),
+        (
+            [*TINY, "--without", "lamb_step,bias_gelu=apex"],
+            "--without bias_gelu=apex: expected an installed implementation: reference",
+        ),
         pytest.param(["--part", "step"], "needs a CUDA device, and PyTorch sees none here", marks=no_gpu),
     ],
 )
@@ -46,6 +56,45 @@ def test_wrong_input_is_one_line(arguments: list[str], complaint: str, capsys: p
     assert captured.err.startswith(f"error: {complaint}")
     assert captured.err.count("\n") == 1
     assert captured.out == ""
+
+
+def test_an_unknown_commit_is_asked_for(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(gpu, "commit", lambda: "unknown")
+    assert gpu.main(["--part", "step"]) == 2
+    complaint = "error: the commit is unknown here, which every figure must name: set MLPERF_BERT_COMMIT to it\n"
+    assert capsys.readouterr().err == complaint
+    assert gpu.parse(TINY).parts == [part for part in gpu.PARTS if part != "end-to-end"]
+
+
+def test_the_next_installed_implementation_takes_the_place_of_the_usual_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU, an implementation that a CUDA graph can capture comes first."""
+    here: set[str | None] = {"triton"}
+    monkeypatch.setattr(gpu, "find_spec", lambda name: name if name in here else None)
+    asked = ["varlen_attention", "dropout_add_layer_norm", "lamb_step", "bias_gelu=triton"]
+    without = gpu.replacements(asked, "cuda")
+    assert list(without.values()) == ["pytorch", "pytorch", "reference", "triton"]
+    here.add("flash_attn")
+    assert gpu.replacements(asked[:1], "cuda") == {"varlen_attention": "flash_attn"}
+    here.clear()
+    with pytest.raises(ValueError, match="--without bias_gelu: expected an installed implementation: none is"):
+        gpu.replacements(["bias_gelu"], "cpu")
+
+
+def test_steps_without_a_capturable_op_are_not_captured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Context, "on_gpu", True)
+    report = PartReport(tmp_path / "x.json", {})
+    for without, captures in (({}, True), ({"lamb_step": "reference"}, True), ({"varlen_attention": "pytorch"}, False)):
+        assert Context(torch.device("cpu"), scale.TINY, report, without).captures == captures
+
+
+def test_a_part_says_what_it_ran_without(tmp_path: Path) -> None:
+    """The replacement runs, and only until the part has ended."""
+    file, without = tmp_path / "asked.json", {"bias_gelu": "reference"}
+    assert gpu_part.run("tests.benchmarks.gpu_parts:asked", file, "cpu", tiny=True, without=without) == 0
+    report = PartReport.load(file)
+    assert report.about["without"] == without
+    assert [row.note for row in report.rows] == ["reference"]
+    assert kernels.OPS["bias_gelu"].asked == "auto"
 
 
 def test_parts_share_the_time_of_the_call(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -59,9 +108,13 @@ def test_parts_share_the_time_of_the_call(monkeypatch: pytest.MonkeyPatch, tmp_p
 
     monkeypatch.setattr(gpu, "run_part", run_part)
     monkeypatch.setattr(gpu.time, "monotonic", lambda: clock[0])
-    settings = gpu.Settings(["ceilings", "step", "peers"], tmp_path, "cpu", True, 480)
+    settings = gpu.Settings(["memory", "step", "peers"], tmp_path, "cpu", True, 480)
     assert gpu.measure(settings)
-    assert given == {"ceilings": 60, "step": pytest.approx(470 * 90 / 210), "peers": pytest.approx(460)}
+    assert given == {
+        "memory": pytest.approx(480 * 60 / 280),
+        "step": pytest.approx(470 * 100 / 220),
+        "peers": pytest.approx(460),
+    }
 
 
 @pytest.mark.usefixtures("forked_python")
@@ -92,7 +145,27 @@ def test_a_part_is_cut_off_at_its_limit_and_keeps_its_rows(tmp_path: Path) -> No
             break
     assert [row.name for row in PartReport.load(tmp_path / "endless.json").rows] == ["first"]
     assert report.error == f"cut off at its limit of {seconds} s while measuring endless"
+    assert report.took >= seconds
     assert "NOT COMPLETE: 1 rows" in page(tmp_path, ["endless"])
+
+
+@pytest.mark.usefixtures("forked_python")
+def test_a_row_that_hangs_is_ended_and_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "endless.json"
+
+    def patience(_left: float) -> float:
+        return 0.0 if PartReport.load(file).measuring == "endless" else 600.0
+
+    monkeypatch.setattr(gpu, "_patience", patience)
+    settings = gpu.Settings([], tmp_path, "cpu", True, 600)
+    report = gpu.run_part("endless", "tests.benchmarks.gpu_parts:endless", settings, 600)
+    assert [row.name for row in report.rows] == ["first", "endless", "last"]
+    assert re.fullmatch(r"failed: ended after \d+ s", report.rows[1].note)
+    assert report.complete
+
+
+def test_a_row_may_take_half_of_the_time_that_is_left() -> None:
+    assert [gpu._patience(left) for left in (10, 100, 400)] == [60, 60, 200]
 
 
 def test_sigterm_keeps_the_rows_ends_the_part_and_prints_the_page(tmp_path: Path) -> None:

@@ -65,7 +65,7 @@ def test_failures_come_first_and_parts_say_what_they_ran_without(tmp_path: Path)
     correctness, kernels = shown["Parts"]
     assert correctness[1] == "complete: 2 rows, 1 FAILED, 2 checked, 1 wrong"
     assert correctness[3:] == ["c" * 10, "2030-01-02", "2.11.0", "3.6.0", ""]
-    assert kernels[1] == "NOT COMPLETE, cut off at its limit of 9 s: 0 rows"
+    assert kernels[1] == "NOT COMPLETE: 0 rows, cut off at its limit of 9 s"
     assert kernels[-1] == "dense_gelu (instead reference)"
     assert "All important rows" not in shown
     [row] = tables(page(tmp_path, PARTS, every_row=True))["All important rows"]

@@ -1,0 +1,150 @@
+"""The GPU benchmark's part ``end-to-end``: the packages it needs, the length of its run, and what it leaves behind."""
+
+import importlib.metadata
+import json
+import tomllib
+from dataclasses import replace
+from pathlib import Path
+from unittest.mock import Mock
+
+import pytest
+import torch
+from packaging.requirements import Requirement
+
+from benchmarks import gpu
+from benchmarks.gpu_parts import end_to_end
+from benchmarks.gpu_parts.report import Figure, NotUsableError, PartReport
+from benchmarks.gpu_parts.scale import TINY, Context
+from benchmarks.gpu_parts.step import rate_name, recipe
+from compliance.log.records import Metrics, StepRecord
+from tests.benchmarks.bare_environment import BareEnvironment
+from tests.programs import REPOSITORY
+
+FILES = {"end-to-end.json", "metrics_0.jsonl", "report.md", "result_0.txt", "train.txt"}
+
+
+@pytest.fixture
+def context(tmp_path: Path) -> Context:
+    report = PartReport(tmp_path / "out/end-to-end.json", {"device": "cpu", "without": {}})
+    report.write()
+    return Context(torch.device("cpu"), TINY, report)
+
+
+def test_what_other_packages_require_is_missed_before_the_data_are_made(
+    context: Context, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    required = {"tyro": ["docstring-parser>=0.16", "attrs; extra == 'dev'"], "google-crc32c": None}
+
+    def requires(name: str) -> list[str]:
+        if name in ("docstring-parser", "google-crc32c"):
+            raise importlib.metadata.PackageNotFoundError(name)
+        return required.get(name) or []
+
+    monkeypatch.setattr(importlib.metadata, "requires", requires)
+    with pytest.raises(NotUsableError, match=r"not installed, which training needs: google-crc32c, docstring-parser$"):
+        end_to_end.end_to_end(context)
+    monkeypatch.undo()
+    assert end_to_end.missing_packages() == []
+
+
+def test_a_wrong_setting_is_found_before_the_data_are_made(context: Context) -> None:
+    wrong = replace(context, settings=["--training.presision", "fp8"])
+    with pytest.raises(
+        ValueError, match=r"there is no setting --training.presision; did you mean training.precision\?"
+    ):
+        end_to_end.end_to_end(wrong)
+
+
+def test_the_rate_decides_how_many_samples_fit_into_the_time(context: Context, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rate is the one that the part ``step`` has measured under the same conditions, or is measured."""
+    monkeypatch.setattr(end_to_end.time, "monotonic", lambda: 1000.0)
+    config = recipe("h100_1x1", precision="fp8")
+    name = rate_name(config, 2)
+    measured = Figure(name, figure=50.0, unit="sequences/s")
+    monkeypatch.setattr(end_to_end, "rate", Mock(return_value=measured))
+    path = context.report.path.with_name("step.json")
+    for about, rate in (({"device": "cpu", "without": {}}, 700), ({"device": "cpu", "without": {"a": "b"}}, 50)):
+        PartReport(path, about, rows=[Figure("other", figure=9.0), replace(measured, figure=700.0)]).write()
+        for left, seconds in ((float("inf"), 300), (260, 100), (5, 10)):
+            assert end_to_end._samples(replace(context, end=1000.0 + left), config) == rate * seconds
+    monkeypatch.setattr(end_to_end, "rate", Mock(side_effect=RuntimeError("no such kernel")))
+    context.report.rows.clear()
+    with pytest.raises(RuntimeError, match="choose the number of samples with --samples"):
+        end_to_end._samples(context, config)
+
+
+def test_the_run_is_without_what_the_part_is_without(context: Context, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Context, "on_gpu", True)
+    without = {"varlen_attention": "pytorch", "lamb_step": "reference"}
+    arguments = end_to_end._arguments(replace(context, without=without), Path("folder"), 8)
+    at = arguments.index("--training.implementations")
+    expected = ["varlen_attention", "pytorch", "lamb_step", "reference", "--training.no-cuda-graphs"]
+    assert arguments[at + 1 : at + 6] == expected
+    assert "--training.implementations" not in end_to_end._arguments(context, Path("folder"), 8)
+
+
+def test_a_loss_that_is_not_finite_is_wrong() -> None:
+    """Such a run still reaches its target and its log passes."""
+    for last, failed in ((7.5, False), (float("nan"), True)):
+        steps = [StepRecord(1, 8, step_ms=1.0, loss=10.25), StepRecord(2, 16, step_ms=1.0, loss=last, skipped_steps=1)]
+        (row,) = (row for row in end_to_end.rows_of(Metrics(None, steps)) if row.name == "loss")
+        assert row.failed == failed
+        assert row.note.endswith("from 10.2500, 1 steps skipped")
+
+
+@pytest.mark.oldest_torch
+def test_what_the_metadata_names_is_enough(tmp_path: Path) -> None:
+    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
+    required = [*project["dependencies"], *project["optional-dependencies"]["train"], "triton"]
+    bare = BareEnvironment.of(tmp_path, [Requirement(line).name for line in required])
+    options = ["--part", "end-to-end", "--tiny", "--device", "cpu", "--samples", "64", "--out"]
+    done = bare.run("benchmarks/gpu.py", *options, str(tmp_path / "out"))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "end-to-end: log  PASS result_0.txt: " in done.stdout
+
+
+@pytest.mark.usefixtures("forked_python")
+def test_log_metrics_and_output_stay_beside_the_report(tmp_path: Path) -> None:
+    folder = tmp_path / "out"
+    arguments = ["--part", "end-to-end", "--tiny", "--device", "cpu", "--out", str(folder), "--samples", "64"]
+    arguments += ["--without", "varlen_attention=reference", "--", "--training.seed", "3", "--log.interval-steps", "1"]
+    assert gpu.main(arguments) == 0
+    assert {path.name for path in folder.iterdir()} == FILES
+    found = json.loads((folder / "end-to-end.json").read_text())
+    assert found["without"] == {"varlen_attention": "reference"}
+    assert found["rows"][-1]["note"].startswith("PASS result_0.txt: ")
+    assert "end: success" in (folder / "train.txt").read_text()
+    log = (folder / "result_0.txt").read_text()
+    assert '"key": "seed", "value": 3,' in log
+    assert "# config.training.implementations: {'varlen_attention': 'reference'}" in log
+
+
+@pytest.mark.usefixtures("forked_python")
+def test_a_run_whose_time_is_up_ends_in_order_and_gets_a_verdict(
+    context: Context, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    metrics = context.report.path.with_name("metrics_0.jsonl")
+
+    def monotonic() -> float:
+        """Return a time shortly before the part's end as soon as a step has been measured."""
+        trains = metrics.exists() and '"event":"step"' in metrics.read_text().replace(" ", "")
+        return 1000.0 - 0.75 * end_to_end._STOP_S if trains else 0.0
+
+    monkeypatch.setattr(end_to_end.time, "monotonic", monotonic)
+    settings = [
+        "--log.interval-steps",
+        "1",
+        "--evaluation.interval-samples",
+        "9000000",
+        "--training.max-samples",
+        "9000000",
+    ]
+    long = replace(context, end=1000.0, samples=64, settings=settings)
+    with pytest.raises(
+        RuntimeError, match=r"bert\.train was stopped 40 s before the part's limit: use fewer --samples"
+    ):
+        end_to_end.end_to_end(long)
+    row = context.report.row("log")
+    assert row is not None
+    assert "WRONG: FAIL result_0.txt: " in row.note
+    assert "run_stop: status aborted" in row.note
