@@ -232,7 +232,7 @@ def _wait(process: subprocess.Popen[bytes], path: Path, end: float) -> tuple[int
 
 def _patience(left: float) -> float:
     """Return the seconds that a row may take if its part has ``left`` seconds: enough to compile a model, and then half."""
-    return max(60.0, left / 2)
+    return max(90.0, left / 2)
 
 
 def _end(path: Path, error: str, began: float) -> PartReport:

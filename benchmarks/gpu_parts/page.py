@@ -62,7 +62,7 @@ def _failures(reports: Mapping[str, PartReport]) -> str:
 
 def _rates(rows: Sequence[Figure]) -> str:
     """Return the training rates, and how many times as fast ours are."""
-    rates = {row.name: row for row in rows if row.unit == "sequences/s" and row.figure and row.peer is None}
+    rates = {row.name: row for row in rows if row.unit == "sequences/s" and row.figure}
     ours = {precision: rates[name].figure for precision, name in OURS.items() if name in rates}
     header = "", "sequences/s", "of the bf16 ceiling", *(f"ours in {precision} is" for precision in ours), ""
     return _table(

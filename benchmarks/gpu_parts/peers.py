@@ -3,9 +3,8 @@
 Shape legend in ``kernels/__init__.py``.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import replace
 from functools import partial
 from typing import cast
 
@@ -14,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.gpu_parts.page import OURS
-from benchmarks.gpu_parts.report import Figure, NotUsableError
+from benchmarks.gpu_parts.report import Figure
 from benchmarks.gpu_parts.scale import Context, micro_batches, samples_of
 from benchmarks.gpu_parts.step import rate, recipe
 from benchmarks.gpu_parts.timing import Ceilings, measured, release, timed_row
@@ -40,19 +39,6 @@ def peers(context: Context) -> None:
         context.report.attempt(name, partial(rate, context, name, config, context.scale.sequences, ceilings))
     for name, side in sides.items():
         context.report.attempt(name, partial(_peer_row, context, name, side))
-    for precision in OURS:
-        name = f"ours in {precision} against the fastest peer"
-        context.report.attempt(name, partial(_against_fastest, context, name, OURS[precision], list(sides)))
-
-
-def _against_fastest(context: Context, name: str, ours: str, peers: Sequence[str]) -> Figure:
-    # A peer that is not installed has no figure.
-    rates = {peer: row.figure for peer in peers if (row := context.report.row(peer)) and row.figure}
-    row = context.report.row(ours)
-    if not (row and row.figure and rates):
-        raise NotUsableError("one side was not measured")
-    fastest = max(rates, key=lambda peer: rates[peer])
-    return replace(row, name=name, peer=row.figure / rates[fastest], note=fastest, seconds=[])
 
 
 def _peer_row(context: Context, name: str, side: Callable[[Context, int], Callable[[], None]]) -> Figure:

@@ -165,7 +165,7 @@ def test_a_row_that_hangs_is_ended_and_named(tmp_path: Path, monkeypatch: pytest
 
 
 def test_a_row_may_take_half_of_the_time_that_is_left() -> None:
-    assert [gpu._patience(left) for left in (10, 100, 400)] == [60, 60, 200]
+    assert [gpu._patience(left) for left in (10, 100, 400)] == [90, 90, 200]
 
 
 def test_sigterm_keeps_the_rows_ends_the_part_and_prints_the_page(tmp_path: Path) -> None:
