@@ -49,7 +49,7 @@ def correctness(context: Context) -> None:
     # A row has no figure if the implementation is not usable on this device, which is not an error.
     checked = [row for row in context.report.rows if row.figure is not None]
     worst = max((row.figure or 0 for row in checked), default=None)
-    note = f"{len(checked)} checked, {len(context.report.failures)} wrong"
+    note = f"{len(checked)} checked, {len(context.report.failures)} wrong" if checked else "failed: nothing was checked"
     context.report.add(Figure("largest error", figure=worst, unit="of allowed error", note=note, page=True))
 
 

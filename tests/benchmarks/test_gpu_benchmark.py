@@ -21,7 +21,7 @@ import bert.build
 import kernels
 import kernels.libraries.pytorch
 from benchmarks import gpu
-from benchmarks.gpu_parts import end_to_end, peers, step
+from benchmarks.gpu_parts import end_to_end, ops, peers, step
 from benchmarks.gpu_parts.accuracy import largest_ratio
 from benchmarks.gpu_parts.cases import cases, drawn_model, fp8_cases, update_cases
 from benchmarks.gpu_parts.page import OURS
@@ -239,6 +239,11 @@ def test_every_op_is_checked(all_parts: Path) -> None:
             ]
             assert notes, (op.name, name)
             assert all(note.startswith(("right", "not usable here: ")) for note in notes)
+
+
+def test_a_check_of_nothing_fails(context: Context) -> None:
+    ops.correctness(replace(context, without=dict.fromkeys(kernels.OPS, "reference")))
+    assert [row.note for row in context.report.rows] == ["failed: nothing was checked"]
 
 
 @pytest.mark.parametrize("works", [True, False])

@@ -41,7 +41,7 @@ SHORTENED = {
     r"^python -m cluster tune tiny_cpu$": r"set -o pipefail; \g<0> --seconds 10 | grep 'kept for tiny_cpu on '",
     r"^python -m tests\.kernels\.compiled$": r"env -u TRITON_INTERPRET \g<0>",
     r"^python benchmarks/gpu\.py": r"env -u TRITON_INTERPRET \g<0> --device cpu --tiny --out results/gpu",
-    r"--part (step|fp8),\w+": r"--part \1",  # tests/benchmarks tests the other parts
+    r"--part (\w+),[\w,]+": r"--part \1",  # tests/benchmarks tests the other parts
     r"benchmarks/data_stages/prepare\.py": r"\g<0> --rounds 1 --dupe-factor 2 --text README.md docs/data.md",
     r"benchmarks/training/cpu_step\.py": r"\g<0> --workload tiny --repeats 1",
 }
