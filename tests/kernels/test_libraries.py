@@ -14,12 +14,13 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from benchmarks.gpu_parts.accuracy import outcome
 from kernels import Dropout
 from kernels.libraries import apex, flash_attention
 from kernels.products import add_product
 from kernels.reference import ops as reference
 from kernels.tuning.examples import example_inputs
-from tests.kernels.accuracy import CPU, outcome
+from tests.kernels.accuracy import CPU
 
 BOUNDS = torch.tensor([0, 3, 8, 8], dtype=torch.int32)
 SPARE = 4

@@ -14,11 +14,12 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from benchmarks.gpu_parts.accuracy import outcome, same_bits
 from kernels import OPS
 from kernels.reference.random import Dropout
 from kernels.triton.norms.rows import SUM_TILE
 from kernels.tuning.examples import Size, example_inputs
-from tests.kernels.accuracy import CPU, assert_within_twice, outcome, same_bits
+from tests.kernels.accuracy import CPU, assert_within_twice
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 # Seed and step exceed 32 bits; the generator uses only the lower 32 bits of the step.

@@ -6,11 +6,12 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.gpu_parts.accuracy import outcome
 from kernels.reference import ops as reference
 from kernels.triton import dense, loss
 from kernels.triton.attention.varlen import varlen_attention
 from kernels.tuning.examples import Size, example_inputs
-from tests.kernels.accuracy import CPU, outcome
+from tests.kernels.accuracy import CPU
 
 
 def loss_inputs(masked: int, vocabulary: int) -> tuple[Any, ...]:

@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 import torch
 
+from benchmarks.gpu_parts.accuracy import same_bits
 from kernels import LambHyperparameters, LambSegments, LambState, WeightCast
 from kernels.reference import lamb
 from kernels.reference.fp8 import E4M3, cast_transpose_into_fp8
 from kernels.triton import lamb as triton_lamb
 from kernels.triton.quantize import fp8_pair
-from tests.kernels.accuracy import same_bits
 from tests.kernels.lamb_oracle import HYPERPARAMETERS, NumpyLamb, at
 
 CHUNK = triton_lamb.CHUNK

@@ -14,10 +14,11 @@ import torch
 from torch import Tensor
 
 import kernels.triton
+from benchmarks.gpu_parts.accuracy import Outcome, outcome, same_bits
 from kernels import OPS
 from kernels.tuning.examples import Size, example_inputs
 from tests.kernels import faulty_kernels
-from tests.kernels.accuracy import CPU, Outcome, outcome, same_bits
+from tests.kernels.accuracy import CPU
 from tests.kernels.interpreted import Launch, Order, WrongAccessError, walked
 
 # pyright: reportArgumentType=false
