@@ -16,7 +16,7 @@ _WIDEST = 90
 def page(folder: Path, parts: Collection[str], *, every_row: bool = False) -> str:
     """Return the report of the parts that have a file in the folder, optionally with all important rows at the end."""
     paths = {part: folder / f"{part}.json" for part in parts}
-    reports = {part: PartReport.load(path) for part, path in paths.items() if path.exists()}
+    reports = {part: _report(path) for part, path in paths.items() if path.exists()}
     sections = {
         "Wrong or failed": _failures(reports),
         "Training on one device, in one run": _rates(_rows(reports, "peers")),
@@ -28,6 +28,14 @@ def page(folder: Path, parts: Collection[str], *, every_row: bool = False) -> st
     }
     title = next((f"# {each.about.get('device')}" for each in reports.values()), "# Nothing was measured")
     return "\n\n".join([title, *(f"## {name}\n\n{table}" for name, table in sections.items() if table)])
+
+
+def _report(path: Path) -> PartReport:
+    """Load a report. A file that is none must not cost the report of the other parts."""
+    try:
+        return PartReport.load(path)
+    except ValueError as error:
+        return PartReport(path, {}, error=str(error))
 
 
 def _rows(reports: Mapping[str, PartReport], part: str) -> list[Figure]:
@@ -42,7 +50,7 @@ def _parts(reports: Mapping[str, PartReport]) -> str:
         assert isinstance(versions, Mapping)
         failed = f", {len(report.failures)} FAILED" if report.failures else ""
         state = "complete" if report.complete else "NOT COMPLETE"
-        replaced = about.get("without") or {}
+        replaced = about.get("without", {})
         assert isinstance(replaced, Mapping)
         without = ", ".join(f"{op} (instead {name})" for op, name in replaced.items())
         packages = (str(versions.get(name, "")) for name in ("torch", "triton"))

@@ -71,14 +71,22 @@ class PartReport:
 
     @classmethod
     def load(cls, path: Path) -> "PartReport":
-        """Load the report from a file, or return an empty report if the file does not exist."""
+        """Load the report from a file, or return an empty report if the file does not exist.
+
+        Raises ``ValueError`` if the file is not a report.
+        """
         if not path.exists():
             return cls(path, {"part": path.stem})
-        found = json.loads(path.read_text(encoding="utf-8"))
-        rows = [Figure(**row) for row in found.pop("rows")]
-        # `complete` follows from `error`, and is in the file only for people who read it.
-        del found["complete"]
-        state = {name: found.pop(name) for name in ("measuring", "error", "took")}
+        try:
+            found = json.loads(path.read_text(encoding="utf-8"))
+            rows = [Figure(**row) for row in found.pop("rows")]
+            # `complete` follows from `error`, and is in the file only for people who read it.
+            del found["complete"]
+            state = {name: found.pop(name) for name in ("measuring", "error", "took")}
+            if not all(isinstance(found.get(name, {}), dict) for name in ("versions", "without")):
+                raise ValueError("versions and without must be objects")
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise ValueError(f"{path} is not a report of this program, remove it: {first_line(error)}") from error
         return cls(path, found, rows=rows, **state)
 
     @property

@@ -2,9 +2,12 @@
 
 from pathlib import Path
 
+import pytest
+
 from benchmarks.gpu_parts.page import OURS, page
 from benchmarks.gpu_parts.report import Figure, PartReport
 
+FULL = '{"rows": [], "complete": true, "measuring": null, "error": null, "took": 1.0, "versions": 3}'
 PARTS = ("correctness", "step", "peers", "kernels")
 
 
@@ -73,3 +76,16 @@ def test_failures_come_first_and_parts_say_what_they_ran_without(tmp_path: Path)
 
 def test_an_empty_folder_is_a_report_of_nothing(tmp_path: Path) -> None:
     assert page(tmp_path, PARTS) == "# Nothing was measured"
+
+
+@pytest.mark.parametrize(
+    "text", ["", "{", "[]", "[{}]", '{"rows": 3}', '{"rows": [{"name": "x", "other": 1}]}', '{"rows": []}']
+)
+def test_a_file_that_is_no_report_is_named_and_the_others_are_shown(tmp_path: Path, text: str) -> None:
+    write(tmp_path, "step", Figure("split, bf16: kernel", 1.0, 2.0))
+    (path := tmp_path / "kernels.json").write_text(text)
+    with pytest.raises(ValueError, match="is not a report of this program"):
+        PartReport.load(path)
+    outcomes = {line[0]: line[1] for line in tables(page(tmp_path, PARTS))["Parts"]}
+    assert outcomes["step"].startswith("complete: 1 rows")
+    assert outcomes["kernels"].startswith(f"NOT COMPLETE: 0 rows, {path}"[:60])
