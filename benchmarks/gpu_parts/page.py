@@ -26,8 +26,9 @@ def page(folder: Path, parts: Collection[str], *, every_row: bool = False) -> st
         "Parts": _parts(reports),
         "All important rows": _important(reports) if every_row else "",
     }
-    title = next((f"# {each.about.get('device')}" for each in reports.values()), "# Nothing was measured")
-    return "\n\n".join([title, *(f"## {name}\n\n{table}" for name, table in sections.items() if table)])
+    devices = dict.fromkeys(str(each.about["device"]) for each in reports.values() if "device" in each.about)
+    title = " and ".join(devices) or "Nothing was measured"
+    return "\n\n".join([f"# {title}", *(f"## {name}\n\n{table}" for name, table in sections.items() if table)])
 
 
 def _report(path: Path) -> PartReport:

@@ -74,6 +74,12 @@ def test_failures_come_first_and_parts_say_what_they_ran_without(tmp_path: Path)
     assert row[:2] == ["correctness", "largest error"]
 
 
+def test_parts_of_two_devices_are_not_shown_as_those_of_one(tmp_path: Path) -> None:
+    for part, device in (("step", "A"), ("peers", "B"), ("kernels", "A")):
+        write(tmp_path, part, device=device)
+    assert page(tmp_path, PARTS).startswith("# A and B\n")
+
+
 def test_an_empty_folder_is_a_report_of_nothing(tmp_path: Path) -> None:
     assert page(tmp_path, PARTS) == "# Nothing was measured"
 
