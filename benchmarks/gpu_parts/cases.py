@@ -271,7 +271,7 @@ def update_cases(model: BertForPreTraining, lengths: Sequence[int]) -> list[Case
 
 
 def _in_the_middle(value: Any, generator: torch.Generator) -> Any:
-    """Fill LAMB's moments, and cut its vector into 400 segments, of which two of three have a trust ratio."""
+    """Fill LAMB's moments, and cut its vector into 400 segments. Two of every three segments have a trust ratio."""
     if isinstance(value, LambState):
         filled = LambState.zeros_like(value.momentum_P)
         filled.momentum_P.normal_(generator=generator)

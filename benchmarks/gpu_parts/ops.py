@@ -33,7 +33,7 @@ zero the gradient), parameter update (4 written). Reading a tensor again hits th
 
 
 def correctness(context: Context) -> None:
-    """Compare errors with those that plain PyTorch makes in the same types (``largest_ratio``)."""
+    """Compare each implementation's errors with the errors of plain PyTorch in the same types (``largest_ratio``)."""
     model, lengths = drawn_model(context.scale.model, context.device), _awkward_lengths(context)
     made = [
         replace(case, variant=f" in {str(dtype).removeprefix('torch.')}")

@@ -32,7 +32,7 @@ def page(folder: Path, parts: Collection[str], *, every_row: bool = False) -> st
 
 
 def _report(path: Path) -> PartReport:
-    """Load a report. A file that is none must not cost the report of the other parts."""
+    """Load a report, or return an empty one with the reason why the file cannot be read."""
     try:
         return PartReport.load(path)
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""An environment like that of a borrowed machine: few packages, nothing of this project, no ``.git``, another path."""
+"""Environment with few packages and a copy of the source without ``.git``, as on a borrowed machine."""
 
 import importlib.metadata
 import os

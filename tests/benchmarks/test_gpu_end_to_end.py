@@ -56,7 +56,7 @@ def test_a_wrong_setting_is_found_before_the_data_are_made(context: Context) -> 
 
 
 def test_the_rate_decides_how_many_samples_fit_into_the_time(context: Context, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The rate is the one that the part ``step`` has measured under the same conditions, or is measured."""
+    """The part ``step`` has measured the rate under the same conditions; otherwise it is measured here."""
     monkeypatch.setattr(end_to_end.time, "monotonic", lambda: 1000.0)
     config = recipe("h100_1x1", precision="fp8")
     name = rate_name(config, 2)
