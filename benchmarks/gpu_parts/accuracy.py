@@ -3,6 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -70,6 +71,17 @@ def _copy(value: Any, dtype: torch.dtype | None) -> Any:
 
 def same_bits(now: Tensor, then: Tensor) -> bool:
     return torch.equal(*(tensor.detach().reshape(-1).contiguous().view(torch.uint8) for tensor in (now, then)))
+
+
+@contextmanager
+def uninitialized_memory_is_nan() -> Iterator[None]:
+    """Fill new tensors with NaN or the largest integer, so that an element that a kernel forgets is not right by chance."""
+    # torch.use_deterministic_algorithms does this too, but imports PyTorch's compiler first.
+    torch._C._set_deterministic_algorithms(True, warn_only=True)
+    try:
+        yield
+    finally:
+        torch._C._set_deterministic_algorithms(False)
 
 
 def rms(x: Tensor) -> float:

@@ -4,8 +4,7 @@ Parameters are fp32 views of a flat buffer, even if autocast runs the matrix pro
 the types that the model passes. Shape legend in ``kernels/__init__.py``.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any, cast
@@ -20,7 +19,7 @@ from bert.layers import EncoderLayer, LayerNorm
 from bert.model import BertForPreTraining
 from bert.optimizer import FlatParameters
 from kernels import OPS, Dropout, LambSegments, LambState
-from kernels.reference.fp8 import E4M3, E5M2, padded
+from kernels.reference.fp8 import E4M3, E5M2
 from kernels.registry import Implementation
 from kernels.tuning.examples import Size, example_inputs
 
@@ -65,20 +64,18 @@ class Case:
     def without_dropout(self) -> "Case":
         return replace(self, arguments=tuple(None if isinstance(x, Dropout) else x for x in self.arguments))
 
-    @contextmanager
-    def as_in_training(self) -> Iterator[None]:
-        """Set autocast, which determines the types that the op receives, and autograd."""
+    def call_as_in_training(self, function: Callable[..., object], *args: object, **kwargs: object) -> object:
+        """Call a function under the case's autocast, which determines the types that the op receives, and autograd."""
         device = next(value.device.type for value in self.arguments if isinstance(value, Tensor))
         with (
             torch.autocast(device, self.dtype if self.autocast else None, enabled=self.autocast),
             torch.set_grad_enabled(self.gradients and torch.is_grad_enabled()),
         ):
-            yield
+            return function(*args, **kwargs)
 
     def outputs(self, function: Callable[..., object]) -> list[Tensor]:
         """Call a function with the arguments, and return its results except None."""
-        with self.as_in_training():
-            returned = function(*self.arguments, **self.named)
+        returned = self.call_as_in_training(function, *self.arguments, **self.named)
         outputs = returned if isinstance(returned, tuple) else (returned,)
         return [cast("Tensor", output) for output in outputs if output is not None]
 
@@ -215,7 +212,7 @@ def fp8_cases(model: BertForPreTraining, lengths: Sequence[int]) -> list[Case]:
 
     def in_fp8(rows: int, dtype: torch.dtype) -> Tensor:
         # A weight's gradient is a product that contracts over the tokens.
-        return torch.randn(rows, padded(of_products), generator=generator, device=device).to(dtype)
+        return torch.randn(rows, of_products, generator=generator, device=device).to(dtype)
 
     generator = torch.Generator(device).manual_seed(0)
     # This scale brings the small gradients into the range of E5M2.
@@ -247,27 +244,33 @@ def fp8_cases(model: BertForPreTraining, lengths: Sequence[int]) -> list[Case]:
     ]
 
 
-def update_cases(model: BertForPreTraining, lengths: Sequence[int]) -> list[Case]:
-    """Return cases for LAMB in the middle of a training, with many segments, and for the sums of weight gradients."""
+def lamb_cases(model: BertForPreTraining) -> list[Case]:
+    """Return cases for LAMB in the middle of a training, on a vector with many segments."""
     config, device = model.config, model.decoder_bias.device
-    hidden, wide, tokens = config.hidden_size, config.intermediate_size, sum(lengths)
-    size, generator = Size(tuple(lengths), hidden=hidden, intermediate=wide), torch.Generator(device).manual_seed(0)
-    made = []
+    size = Size(hidden=config.hidden_size, intermediate=config.intermediate_size)
+    generator, made = torch.Generator(device).manual_seed(0), []
     for op in ("sum_of_squares", "lamb_step", "lamb_directions", "lamb_apply"):
         drawn, named = example_inputs(op, device, torch.float32, size)
-        made.append(Case(op, tuple(_in_the_middle(value, generator) for value in drawn), torch.float32, named=named))
+        arguments = [_in_the_middle(value, generator) for value in drawn]
         if op == "lamb_apply":
-            weights, state, segments, _ = made[-1].arguments
-            squares_2A = torch.rand(2, sum(segments.adapted), generator=generator, dtype=torch.float64, device=device)
-            made[-1] = replace(made[-1], arguments=(weights, state, segments, 1 + squares_2A))
+            adapted = sum(arguments[2].adapted)
+            arguments[3] = 1 + torch.rand(2, adapted, generator=generator, dtype=torch.float64, device=device)
+        made.append(Case(op, tuple(arguments), torch.float32, named=named))
+    return made
+
+
+def weight_gradient_cases(model: BertForPreTraining, lengths: Sequence[int]) -> list[Case]:
+    """Return cases for a weight gradient that is added to a sum, and for the first one, which overwrites the sum."""
+    config, device = model.config, model.decoder_bias.device
+    hidden, wide = config.hidden_size, config.intermediate_size
+    size = Size(tuple(lengths), hidden=hidden, intermediate=wide)
     total, *operands = example_inputs("accumulate_weight_gradient", device, torch.bfloat16, size)[0]
-    work = LeastWork((2.0 * tokens * hidden * wide, 0))
-    added = Case("accumulate_weight_gradient", (total.normal_(generator=generator), *operands), torch.bfloat16, work)
+    total.normal_(generator=torch.Generator(device).manual_seed(0))
+    work = LeastWork((2.0 * sum(lengths) * hidden * wide, 0))
+    added = Case("accumulate_weight_gradient", (total, *operands), torch.bfloat16, work)
     # If the old values are read, the result is NaN.
-    written = replace(
-        added, arguments=(torch.full_like(total, torch.nan), *operands, True), variant=" of the first batch"
-    )
-    return [*made, added, written]
+    written = torch.full_like(total, torch.nan), *operands, True
+    return [added, replace(added, arguments=written, variant=" of the first batch")]
 
 
 def _in_the_middle(value: Any, generator: torch.Generator) -> Any:

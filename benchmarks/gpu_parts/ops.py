@@ -5,8 +5,7 @@ Shape legend in ``kernels/__init__.py``.
 
 import importlib
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 
@@ -14,8 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.gpu_parts.accuracy import largest_ratio, outcome
-from benchmarks.gpu_parts.cases import Case, call, cases, drawn_model, fp8_cases, update_cases
+from benchmarks.gpu_parts.accuracy import largest_ratio, outcome, uninitialized_memory_is_nan
+from benchmarks.gpu_parts.cases import Case, call, cases, drawn_model, fp8_cases, lamb_cases, weight_gradient_cases
 from benchmarks.gpu_parts.report import Figure, NotUsableError
 from benchmarks.gpu_parts.scale import Context, samples_of
 from benchmarks.gpu_parts.timing import Ceilings, measured, timed_row
@@ -23,7 +22,7 @@ from bert.configuration.recipes import RECIPES
 from bert.execution.cuda_graphs import replay_of
 from bert.model import BertForPreTraining
 from bert.optimizer import FlatParameters, Lamb
-from kernels import OPS, attention_cast_fp8, lamb_step, scaled_matmul
+from kernels import OPS, attention_cast_fp8, lamb_step, scaled_matmul, varlen_self_attention
 from kernels.reference.ops import summed_embeddings
 from kernels.tuning import autotune
 
@@ -40,7 +39,8 @@ def correctness(context: Context) -> None:
         for dtype in (torch.float32, torch.bfloat16)
         for case in cases(model, lengths, 101, dtype, counting=True)
     ]
-    for case in (*made, *fp8_cases(model, lengths), *update_cases(model, lengths)):
+    more = *fp8_cases(model, lengths), *lamb_cases(model), *weight_gradient_cases(model, lengths)
+    for case in (*made, *more):
         for name in context.implementations(case.op):
             # The reference implementation is the definition itself, so there is nothing to check.
             if name != "reference":
@@ -65,12 +65,9 @@ def _error_row(title: str, case: Case, name: str) -> Figure:
     if not OPS[case.op].implementations[name].repeatable:
         case = case.without_dropout()
     arguments, definition = (case.arguments, dict(case.named)), OPS[case.op].definition
-
-    def in_training(function: Callable[..., object], *args: object, **kwargs: object) -> object:
-        with case.as_in_training():
-            return function(*args, **kwargs)
-
-    with _uninitialized_memory_is_nan():
+    in_training = case.call_as_in_training
+    # Old memory may hold the right result of an earlier call. Operators without a deterministic form warn.
+    with warnings.catch_warnings(action="ignore"), uninitialized_memory_is_nan():
         ours = outcome(partial(in_training, partial(call, case.op, name)), arguments).tensors
     plain = outcome(partial(in_training, definition), arguments).tensors
     exact = outcome(definition, arguments, torch.float64).tensors
@@ -81,17 +78,6 @@ def _error_row(title: str, case: Case, name: str) -> Figure:
     return Figure(title, figure=ratio, unit="of allowed error", note=f"{verdict}, worst in tensor {place}")
 
 
-@contextmanager
-def _uninitialized_memory_is_nan() -> Iterator[None]:
-    """Fill new tensors with NaN, because old memory may hold the right result of an earlier call."""
-    with warnings.catch_warnings(action="ignore"):  # that some operators have no deterministic form does not matter
-        torch._C._set_deterministic_algorithms(True, warn_only=True)
-        try:
-            yield
-        finally:
-            torch._C._set_deterministic_algorithms(False)
-
-
 def kernels(context: Context) -> None:
     """Time ops on one micro-batch, without and then with the backward pass. Peers come last, because most compile."""
     ceilings, report = Ceilings.of(context), context.report
@@ -100,12 +86,14 @@ def kernels(context: Context) -> None:
     lengths, masked = samples.lengths.tolist(), len(samples.masked_lm_ids)
     model = drawn_model(context.scale.model, context.device)
     made = cases(model, lengths, masked, context.low_precision)
-    for case in (*made, *fp8_cases(model, lengths), update_cases(model, lengths)[-2]):
+    added, _ = weight_gradient_cases(model, lengths)
+    for case in (*made, *fp8_cases(model, lengths), added):
         # FP8 attention is timed below, with the passes before and after it.
         if not case.op.startswith("attention"):
             _time(context, case, _implementations(context, case), ceilings)
     name = "attention between FP8 products"
-    report.attempt(name, partial(_attention_row, context, name, made[1]))
+    attention = next(case for case in made if case.op == varlen_self_attention.name)
+    report.attempt(name, partial(_attention_row, context, name, attention))
     for name in context.implementations(lamb_step.name):
         report.attempt(f"lamb_step, {name}", partial(_lamb_time_row, context, name, ceilings))
     _compare(context, lamb_step.name, lamb_step.name)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from packaging.requirements import Requirement
 
-from tests.programs import PATIENCE_S, REPOSITORY
+from tests.programs import OWN, PATIENCE_S, REPOSITORY
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class BareEnvironment:
             }:
                 (link := packages / top).unlink(missing_ok=True)
                 link.symlink_to(Path(str(distribution.locate_file(top))))
-        for room in ("benchmarks", "bert", "cluster", "compliance", "console", "dataloading", "kernels"):
+        for room in set(OWN) - {"tests"}:
             shutil.copytree(
                 REPOSITORY / room, folder / "copy" / room, ignore=shutil.ignore_patterns("__pycache__", "results")
             )

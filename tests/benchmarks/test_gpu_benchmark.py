@@ -23,7 +23,7 @@ import kernels.libraries.pytorch
 from benchmarks import gpu
 from benchmarks.gpu_parts import end_to_end, ops, peers, step
 from benchmarks.gpu_parts.accuracy import largest_ratio
-from benchmarks.gpu_parts.cases import cases, drawn_model, fp8_cases, update_cases
+from benchmarks.gpu_parts.cases import cases, drawn_model, fp8_cases, lamb_cases, weight_gradient_cases
 from benchmarks.gpu_parts.page import OURS
 from benchmarks.gpu_parts.report import PartReport
 from benchmarks.gpu_parts.scale import FULL, TINY, Context, micro_batches, training_flop, wikipedia_lengths
@@ -173,7 +173,8 @@ def test_inputs_are_those_of_training_by_type_and_alignment(tmp_path: Path, monk
                 trained.model(*micro_batches(context, 4, 1))
     model = drawn_model(scale.model, CPU)
     lengths = [20, 11]
-    made = [*cases(model, lengths, 7, torch.bfloat16), *fp8_cases(model, lengths), *update_cases(model, lengths)]
+    made = [*cases(model, lengths, 7, torch.bfloat16), *fp8_cases(model, lengths)]
+    made += [*lamb_cases(model), *weight_gradient_cases(model, lengths)]
     for case in made:
         inputs = traits(*case.arguments)
         # The definitions save other tensors for these backward passes, or return a norm's output in another type.

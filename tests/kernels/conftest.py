@@ -7,10 +7,13 @@ import importlib.util
 import os
 import sys
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 import torch
+
+from benchmarks.gpu_parts import accuracy
 
 if "triton" in sys.modules and "TRITON_INTERPRET" not in os.environ:
     raise RuntimeError("something has imported triton before tests/kernels/conftest.py could set TRITON_INTERPRET")
@@ -29,12 +32,9 @@ def launches_are_watched() -> None:
 
 @pytest.fixture(autouse=True)
 def uninitialized_memory_is_nan(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Fill new tensors with NaN or the largest integer, so that an element that a kernel forgets is not 0 by chance."""
     in_triton = request.path.name.startswith("test_triton_")
-    if in_triton:  # torch.use_deterministic_algorithms does this too, but imports PyTorch's compiler first
-        torch._C._set_deterministic_algorithms(True, warn_only=True)
-    yield
-    torch._C._set_deterministic_algorithms(False)
+    with accuracy.uninitialized_memory_is_nan() if in_triton else nullcontext():
+        yield
 
 
 class _WithoutTriton(pytest.Module):
