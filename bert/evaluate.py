@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from bert.parallel.launch import Launch
+from bert.parallel.environment import Launch
 from bert.train import parse, refused, require_torch, without_option
 from console.interruption import end_in_order
 from console.program import accept_any_text, answer_version, complain, say, say_document

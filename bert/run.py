@@ -30,7 +30,7 @@ from bert.guards.triton import require_private_cache
 from bert.log.mllog import MLLog
 from bert.log.result_files import CLAIM, claim, create_log, provenance
 from bert.loop import train
-from bert.parallel.launch import Launch, job, may_start_again, restarts
+from bert.parallel.environment import Launch, job, may_start_again, restarts
 from bert.parallel.mesh import Mesh, agreed_integer, all_reduce_, barrier, join_mesh, leave_mesh, require_gpus
 from bert.parallel.watchdog.watchdog import FAULT_STATUS, Watchdog
 from bert.setup import build_run, captures, log_settings

@@ -25,9 +25,9 @@ from bert.configuration.recipes import RECIPES, described
 from bert.configuration.run_plan import read_plan
 from bert.guards.interruption import Interrupted
 from bert.own_text import FOLLOWING
-from bert.parallel.launch import Launch
+from bert.parallel.environment import Launch
 from console.interruption import end_in_order, reader_has_gone
-from console.program import accept_any_text, answer_version, bound, complain, parsed, say, say_document
+from console.program import accept_any_text, answer_version, bound, complain, parsed, say, say_document, unknown_option
 from console.text import did_you_mean
 
 _SETTINGS = (
@@ -36,6 +36,7 @@ _SETTINGS = (
 )
 
 _PRINT = "--print-config"
+_OPTIONS = ("--help", "--list", "--version", "--config", "--plan", _PRINT)
 
 OLDEST_TORCH = (2, 11)
 """Oldest supported release of PyTorch, which NGC's images contain from 26.02 on. The package requires it too."""
@@ -49,11 +50,7 @@ def main(arguments: Sequence[str]) -> int:
             for name in RECIPES:
                 say(f"{name:14}  {described(name)}")
             return 0
-        config = parse([argument for argument in arguments if argument != _PRINT])
-        if _PRINT in arguments:
-            for name, value in flattened("config", config):
-                say(f"# {name}: {value}")
-            return 0
+        config = parse(arguments)
         # Check this after parsing, because it imports PyTorch.
         require_torch()
     except (ValueError, OSError) as error:
@@ -74,14 +71,15 @@ def main(arguments: Sequence[str]) -> int:
 def parse(arguments: Sequence[str], module: str = "bert.train") -> Config:
     """Parse the command line of ``module``, including the settings in the files of ``--config`` and ``--plan``.
 
-    Raises ``ValueError`` for an unknown recipe or a wrong value.
+    Raises ``ValueError`` for an unknown recipe or a wrong value, and ``SystemExit`` after it has answered --help or
+    --print-config.
     """
     known = ", ".join(RECIPES)
     # tyro needs a recipe for its help, because it shows the recipe's values as defaults.
     if arguments and arguments[0] in ("-h", "--help"):
         say_document(f"{__doc__}\nRecipes: {known}\n\nThe settings of a recipe: python -m bert.train RECIPE --help")
         raise SystemExit(0)
-    file, given = without_option("--config", arguments)
+    file, given = without_option("--config", [argument for argument in arguments if argument != _PRINT])
     named, *rest = given if given and not given[0].startswith("-") else (None, *given)
     if named is not None and named not in RECIPES:
         raise ValueError(f"unknown recipe {named!r}: expected one of {known}{did_you_mean(named, list(RECIPES))}")
@@ -97,6 +95,8 @@ def parse(arguments: Sequence[str], module: str = "bert.train") -> Config:
             raise ValueError(f"the plan is for the recipe {plan.recipe}, expected {recipe}: make a plan for {recipe}")
         recipe, settings = plan.recipe, [*plan.arguments(), *settings]
     if recipe is None:
+        if given and (close := did_you_mean(given[0], _OPTIONS)):
+            raise ValueError(f"there is no option {given[0]}{close}")
         raise ValueError(f"no recipe given: expected one of {known}, or --config FILE")
     # Help comes from docstrings. Searching the source for comments would take a third of the parser's time.
     no_comments = (tyro.conf.HelptextFromCommentsOff,)
@@ -112,13 +112,19 @@ def parse(arguments: Sequence[str], module: str = "bert.train") -> Config:
             config = parsed(partial(read, default=default))
         if plan is not None:
             plan.require_settings(config)
-        return config
     except ValueError as error:
-        unknown = re.match(r"Unrecognized options: --([^\s,=]+)", str(error))
+        unknown = re.match("unexpected argument (.+)", str(error))
         if unknown is None:
             raise
-        name = unknown[1].replace("-", "_")
-        raise ValueError(f"there is no setting --{unknown[1]}{did_you_mean(name, setting_names(recipe))}") from None
+        if not unknown[1].startswith("-"):
+            raise ValueError(f"unexpected argument {unknown[1]!r}: expected settings, --section.field value") from None
+        options = [*_OPTIONS, *(f"--{name.replace('_', '-')}" for name in setting_names(recipe))]
+        raise ValueError(f"there is no setting {unknown[1]}{did_you_mean(unknown[1], options)}") from None
+    if _PRINT in arguments:
+        for name, value in flattened("config", config):
+            say(f"# {name}: {value}")
+        raise SystemExit(0)
+    return config
 
 
 def without_option(name: str, arguments: Sequence[str]) -> tuple[str | None, list[str]]:
@@ -158,7 +164,12 @@ def run_command(function: Callable[..., None], module: str) -> int:
     answer_version(sys.argv[1:])
     try:
         # Call the function only after ``parsed`` has returned, because ``parsed`` captures stderr for tyro's messages.
-        parsed(partial(tyro.cli, bound(function), prog=f"python -m {module}"))()
+        call = parsed(partial(tyro.cli, bound(function), prog=f"python -m {module}"))
+    except ValueError as error:
+        wrong = unknown_option(function, sys.argv[1:])
+        return refused(ValueError(f"there is {wrong}") if wrong else error)
+    try:
+        call()
     except (ValueError, OSError) as error:
         return refused(error)
     return 0

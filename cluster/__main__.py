@@ -208,7 +208,7 @@ def _tune(
         settings: Settings of the recipe, as in a run, after "--".
         seconds: Approximate duration.
     """
-    from cluster.tuning.tune import tune
+    from cluster.tune import tune
 
     tune(recipe, settings, seconds)
 

@@ -9,7 +9,7 @@ copy of the model.
 import sys
 from collections.abc import Sequence
 
-from bert.parallel.launch import Launch
+from bert.parallel.environment import Launch
 from bert.train import main as train
 from bert.train import parse
 from console.program import say

@@ -1,7 +1,5 @@
 """Programs with several commands, parsed by tyro. Programs that must run without tyro use only `console.program`."""
 
-import inspect
-import re
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -12,7 +10,7 @@ from tyro.extras import subcommand_cli_from_dict
 
 from console.extras import needed
 from console.interruption import reader_has_gone
-from console.program import accept_any_text, answer_version, bound, complain, parsed
+from console.program import accept_any_text, answer_version, bound, complain, parsed, unknown_option
 from console.text import did_you_mean
 
 
@@ -44,23 +42,21 @@ class Commands:
         try:
             call = parsed(partial(subcommand_cli_from_dict, commands, prog=program, args=arguments))
         except ValueError as error:
-            unknown = re.match(r"Unrecognized (?:or misplaced )?options: ([^\s,=]+)", str(error))
-            raise ValueError(self._unknown(unknown[1], given[0]) if unknown else str(error)) from None
+            raise ValueError(self._complaint(given) or str(error)) from None
         return call()
 
-    def _unknown(self, name: str, command: str) -> str:
-        """Return the complaint about an unknown command, option or argument, with a suggestion."""
+    def _complaint(self, given: Sequence[str]) -> str:
+        """Return the complaint about an unknown command or option, with a suggestion; "" if both are known."""
+        command, *words = given or [""]
         function = self._functions.get(command)
-        if function is None and not command.startswith("-"):
-            known = ", ".join(self._functions)
-            return f"there is no command {command}, expected one of {known}{did_you_mean(command, self._functions)}"
-        if function is None or not name.startswith("-"):
-            return f"unexpected argument {name}"
-        parameters = inspect.signature(function).parameters.values()
-        options = [
-            f"--{each.name.replace('_', '-')}" for each in parameters if "Positional" not in str(each.annotation)
-        ]
-        return f"{command} has no option {name}{did_you_mean(name, options)}"
+        if function is not None:
+            wrong = unknown_option(function, words)
+            return f"{command} has {wrong}" if wrong else ""
+        if not command:
+            return ""
+        known = [*self._functions] if not command.startswith("-") else ["--help", "--version"]
+        kind = "command" if not command.startswith("-") else "option"
+        return f"there is no {kind} {command}, expected one of {', '.join(known)}{did_you_mean(command, known)}"
 
     def main(self, program: str) -> int:
         """Run the command and return the exit status. A wrong input gives one line on standard error and status 2."""

@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import inspect
 import io
 import itertools
 import logging
@@ -13,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial, wraps
 from typing import Any, NoReturn, TypeVar
 
-from console.text import annotation, json_document, visible
+from console.text import annotation, did_you_mean, json_document, visible
 from console.version import version_line
 
 Result = TypeVar("Result")
@@ -122,7 +123,25 @@ class RaisingParser(argparse.ArgumentParser):
     """Parser that raises ``ValueError`` for wrong options, in one line, instead of printing its usage and exiting."""
 
     def error(self, message: str) -> NoReturn:
+        if unknown := re.match(r"unrecognized arguments: (-[^\s=]+)", message):
+            message = f"there is no option {unknown[1]}{did_you_mean(unknown[1], self._option_string_actions)}"
         raise ValueError(message)
+
+
+def unknown_option(function: Callable[..., Any], words: Sequence[str]) -> str:
+    """Return a complaint about the first option that is no parameter of a function, with a suggestion; "" if all are.
+
+    tyro would first complain about required arguments that are missing.
+    """
+    parameters = inspect.signature(function).parameters.values()
+    names = [each.name.replace("_", "-") for each in parameters if "Positional" not in str(each.annotation)]
+    known = ["--help", *(f"--{name}" for name in names)]
+    for word in itertools.takewhile(lambda word: word != "--", words):
+        option = word.partition("=")[0].replace("_", "-")
+        # Values may begin with one dash. tyro adds --no-... to flags.
+        if option.startswith("--") and option.replace("--no-", "--", 1) not in known:
+            return f"no option {option}{did_you_mean(option, known)}"
+    return ""
 
 
 def parsed(parse: Callable[[], Result]) -> Result:
@@ -148,6 +167,7 @@ def _unframed(complaint: str) -> str:
     paragraphs = itertools.groupby(lines, key=lambda text: bool(text.strip("─-╰╯") or not text))
     said = next((" ".join(paragraph).strip() for is_text, paragraph in paragraphs if is_text), "") or complaint.strip()
     said = re.sub(r"^Error parsing \w+: ", "", said)
+    said = re.sub(r"^Unrecognized (?:or misplaced )?options: ([^\s,=]+).*$", r"unexpected argument \1", said)
     wrong = re.match(r"Error parsing (\S+): .*(?:literal for (int)\(\)|string to (float)).*: ('.*')$", said)
     if wrong is None:
         return said

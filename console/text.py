@@ -73,8 +73,9 @@ def _in_json(match: re.Match[str]) -> str:
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """Return the end of a message that suggests a known name like ``name``, or an empty text."""
-    known = list(known)
-    close = difflib.get_close_matches(name, known, n=1) or [each for each in known if each.endswith(f".{name}")][:1]
+    known = [each for each in known if each != name]
+    ending = f".{name.removeprefix('--')}"
+    close = difflib.get_close_matches(name, known, n=1) or [each for each in known if each.endswith(ending)][:1]
     return f"; did you mean {close[0]}?" if close else ""
 
 

@@ -31,7 +31,7 @@ cache=$(umask 077 && folder CACHE "${CACHE:-.cache/container}") # Triton uses no
 options=(
   run --rm --init --user "$(id -u):$(id -g)" --network host --ipc host # NCCL shares memory between processes
   --security-opt no-new-privileges
-  --ulimit memlock=-1 --ulimit stack=67108864 --cap-add SYS_NICE # for page-locked buffers and numactl --preferred
+  --ulimit memlock=-1 --ulimit stack=67108864 --cap-add SYS_NICE # for page-locked buffers and memory policies
   --stop-timeout 120
   --volume "$data:/workspace/bert/data" --volume "$results:/workspace/bert/results"
   --volume "$cache:/cache" --env HOME=/cache

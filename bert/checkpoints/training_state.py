@@ -27,7 +27,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from bert.configuration.config import Config, flattened
-from bert.parallel.launch import job
+from bert.parallel.environment import job
 from bert.parallel.mesh import Mesh, agreed_text, broadcast_
 from bert.step import TrainingStep
 from console.files import BusyError, is_temporary, lock_file, read_bounded, sha256_of, shown
@@ -59,7 +59,7 @@ class World:
     fitting: _Positive
     """Largest number of sequences in a micro-batch so far, which is known to fit in the devices' memory."""
     job: str = ""
-    """Job of the run, see ``bert.parallel.launch.job``."""
+    """Job of the run, see ``bert.parallel.environment.job``."""
 
     @classmethod
     def of(cls, hosts: Sequence[str], config: Config, before: "World | None" = None) -> "World":
@@ -197,7 +197,7 @@ def find(folder: Path, config: Config, train: Dataset, mesh: Mesh) -> RunState:
 
 
 def written_by(folder: Path, mesh: Mesh) -> str:
-    """Return the job (``bert.parallel.launch.job``) that wrote the newest checkpoint in ``folder``, or "" if unknown.
+    """Return the job (``bert.parallel.environment.job``) that wrote the newest checkpoint in ``folder``, or "" if unknown.
 
     Every rank must call it at the same time.
     """

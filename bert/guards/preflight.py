@@ -20,7 +20,7 @@ from bert.configuration.run_plan import RunPlan, read_plan
 from bert.guards.triton import lacks_of_triton
 from bert.log.result_files import choose_files
 from bert.model import parameter_shapes
-from bert.parallel.launch import job, may_start_again, restarts
+from bert.parallel.environment import job, may_start_again, restarts
 from bert.parallel.mesh import Mesh, require_whole_copies
 from bert.reporting.reporter import require_tensorboard
 from compliance.log.schedule import EvaluationSchedule, evaluation_interval

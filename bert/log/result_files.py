@@ -10,7 +10,6 @@ import importlib.metadata
 import itertools
 import os
 import platform
-import re
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -20,11 +19,10 @@ import torch
 
 from bert.configuration.config import Config, flattened
 from bert.log.mllog import MLLog
+from bert.parallel.environment import CLAIM, processor_name
 from bert.parallel.mesh import Mesh
 from console.files import write_atomically
 from console.version import commit
-
-CLAIM = "MLPERF_BERT_CLAIM"
 
 
 class ResultFiles(NamedTuple):
@@ -92,7 +90,7 @@ def provenance(config: Config, mesh: Mesh, seed: int) -> dict[str, object]:
     head |= {package: _version(package) for package in PACKAGES}
     head |= {
         "host": f"{platform.system()} {platform.release()} {platform.machine()}",
-        "cpu": f"{_cpu_model()}, {os.cpu_count()} logical cores",
+        "cpu": f"{processor_name()}, {os.cpu_count()} logical cores",
         "processes": f"{mesh.world_size} x {torch.get_num_threads()} threads, {mesh}",
         "accelerator": torch.cuda.get_device_name() if mesh.device.type == "cuda" else "none",
         "seed": seed,
@@ -109,11 +107,3 @@ def _version(package: str) -> str:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return "not installed"
-
-
-def _cpu_model() -> str:
-    with suppress(OSError):
-        text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
-        if found := re.search(r"^model name\s*:\s*(.*)$", text, re.M):
-            return found[1]
-    return platform.machine()

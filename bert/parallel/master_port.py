@@ -1,15 +1,9 @@
-"""Check that this node can listen on the port where the processes of a run meet: `python -m bert.parallel.master_port`.
-
-PyTorch's own error message is long and hard to understand.
-"""
+"""The port at which the processes of a run meet."""
 
 import os
 import random
 import socket
-import sys
 from contextlib import suppress
-
-from console.program import complain
 
 
 def master_port() -> int:
@@ -20,9 +14,11 @@ def master_port() -> int:
     return int(port)
 
 
-def require_free_port() -> None:
-    """Raise ``ValueError`` if another program listens on MASTER_PORT, or if this user may not listen on it."""
-    port = master_port()
+def require_free_port(port: int, name: str = "MASTER_PORT") -> None:
+    """Raise ``ValueError`` if another program listens on the port, or if this user may not listen on it.
+
+    ``name`` is what the user knows the port by. PyTorch's own error message is long and hard to understand.
+    """
     both = socket.has_dualstack_ipv6()  # like PyTorch's store, which listens on all addresses
     family = socket.AF_INET6 if both else socket.AF_INET
     try:
@@ -30,7 +26,7 @@ def require_free_port() -> None:
     except OSError as error:
         reason = os.strerror(error.errno) if error.errno else str(error)  # without the address that create_server adds
         raise ValueError(
-            f"MASTER_PORT is {port}, but this node cannot listen there ({reason}): set it to a port that is free here, "
+            f"{name} is {port}, but this node cannot listen there ({reason}): set it to a port that is free here, "
             "the same one on all nodes"
         ) from None
 
@@ -41,11 +37,3 @@ def free_port() -> int:
         with socket.socket() as probe, suppress(OSError):
             probe.bind(("", random.SystemRandom().randrange(10_000, 32_000)))
             return probe.getsockname()[1]
-
-
-if __name__ == "__main__":
-    try:
-        require_free_port()
-    except ValueError as error:
-        complain(error)
-        sys.exit(2)

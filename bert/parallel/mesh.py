@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from bert.configuration.sections import ParallelConfig
-from bert.parallel.launch import Launch
+from bert.parallel.environment import Launch
 from bert.parallel.rendezvous import group_by_host, join_group
 from console.text import counted
 from kernels.products import set_product_precision

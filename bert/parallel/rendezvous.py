@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch.distributed.rendezvous import rendezvous
 
-from bert.parallel.launch import Launch, host_of, lost_launcher
+from bert.parallel.environment import Launch, host_of, lost_launcher
 from bert.parallel.master_port import master_port, require_free_port
 from bert.parallel.single import all_gather_single
 
@@ -55,7 +55,7 @@ def join_group(launch: Launch, device: torch.device, timeout: timedelta, arrival
                 "MASTER_ADDR and a free port there as MASTER_PORT"
             )
     if launch.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":  # else torchrun's agent listens
-        require_free_port()
+        require_free_port(master_port())
     allow_descriptors(launch)
     if os.environ["MASTER_ADDR"] in ("127.0.0.1", "localhost"):
         # All ranks are on this host. By default gloo listens on the host name's address, where anybody can connect.

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from bert.parallel.launch import Launch
+from bert.parallel.environment import Launch
 from bert.parallel.mesh import Mesh, agreed_integer, join_mesh, leave_mesh
 from cluster.probe.collectives import measure_collectives
 from cluster.probe.computations import measure_computations, measure_contention

@@ -7,15 +7,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import psutil
 
-from bert.parallel.launch import scontrol_show
+from bert.parallel.environment import processor_name, scontrol_show
+from bert.parallel.mesh import Mesh
 from cluster.view import Host
-
-if TYPE_CHECKING:  # `cluster.tuning.choice` uses this module without PyTorch
-    from bert.parallel.mesh import Mesh
 
 _MOST_CARDS = 16
 _MOST_SWITCHES = 8
@@ -32,7 +29,7 @@ class Facts:
     card: str
 
 
-def facts_of(mesh: "Mesh") -> Facts:
+def facts_of(mesh: Mesh) -> Facts:
     sys, host_memory = Path("/sys"), psutil.virtual_memory().total
     cards = network_cards(sys)
     if mesh.device.type == "cuda":
@@ -57,13 +54,6 @@ def facts_of(mesh: "Mesh") -> Facts:
         memory,
         card,
     )
-
-
-def processor_name() -> str:
-    """Return the model name of the processor, or "CPU" if the system does not report it."""
-    path = Path("/proc/cpuinfo")
-    found = re.search(r"^model name\s*: (.*)$", path.read_text(errors="replace"), re.M) if path.exists() else None
-    return found[1].strip() if found else "CPU"
 
 
 def network_cards(sys: Path) -> list[str]:

@@ -90,8 +90,9 @@ def launching_checkout(checkout: Path) -> Path:
     (forked := python.with_name("forked")).mkdir()
     python.rename(forked / "python")
     torchrun = f'PYTHON_EXEC=${{RANKS_PYTHON-$0}} exec {sys.executable} "$@"'
-    condition = '[[ "$1 $2" != "-m torch.distributed.run" ]]'
-    write_script(python, f'#!/bin/bash\n{condition} || {torchrun}\nexec "${{0%/*}}/forked/python" "$@"\n')
+    launch = f'exec -a "$0" {sys.executable} "$@"'
+    cases = f'case "$1 $2" in\n"-m torch.distributed.run") {torchrun} ;;\n"-m bert.launch") {launch} ;;\nesac\n'
+    write_script(python, f'#!/bin/bash\n{cases}exec "${{0%/*}}/forked/python" "$@"\n')
     return checkout
 
 

@@ -98,7 +98,7 @@ def is_aborted(results: Path) -> bool:
     return status_of(log) == "aborted"
 
 
-@pytest.mark.parametrize("during", ["cluster.dry_run", "torch.distributed.run"])
+@pytest.mark.parametrize("during", ["--dry-run", "torch.distributed.run"])
 def test_ctrl_c_before_there_is_a_log_is_one_line(launching_checkout: Path, tmp_path: Path, during: str) -> None:
     settings = ("--", *SHORT, NEVER_REACHED, "--log.results", str(tmp_path))
     process = begin(launching_checkout / "run_and_time.sh", "tiny_cpu", "1", *settings, cwd=tmp_path, NPROC="2")

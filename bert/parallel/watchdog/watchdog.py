@@ -18,7 +18,7 @@ import traceback
 from collections.abc import Callable, Iterator
 
 from bert.execution.phases import PhaseTracker
-from bert.parallel.launch import lost_launcher
+from bert.parallel.environment import lost_launcher
 from bert.parallel.mesh import Mesh, agreed_integer, agreed_text
 from bert.parallel.watchdog.hub import Hub, listen
 from bert.parallel.watchdog.judge import FAULT_STATUS, LINE, Ending, encoded, parsed

@@ -10,7 +10,7 @@ import pytest
 from torch._C._distributed_c10d import HashStore, TCPStore
 
 from bert.parallel import rendezvous as attempt
-from bert.parallel.launch import Launch, host_of, scontrol_show
+from bert.parallel.environment import Launch, host_of, scontrol_show
 from bert.parallel.rendezvous import agree_on_attempt, explained_store_errors
 from tests.programs import PATIENCE_S
 

@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 
 from bert.configuration.sections import ParallelConfig
-from bert.parallel import launch, rendezvous
-from bert.parallel.launch import Launch
-from bert.parallel.master_port import free_port, require_free_port
+from bert.parallel import environment, rendezvous
+from bert.parallel.environment import Launch
+from bert.parallel.master_port import free_port, master_port, require_free_port
 from bert.parallel.mesh import TIMEOUT, Mesh, join_mesh, require_whole_copies
 from bert.parallel.reduction.gradients import Communicators
 from bert.parallel.rendezvous import Identity, allow_descriptors, group_by_host
@@ -75,7 +75,7 @@ def test_a_launcher_is_read(
 @pytest.mark.parametrize("has_terminal", [True, False])
 def test_a_shell_of_slurms_starts_a_single_process(monkeypatch: pytest.MonkeyPatch, has_terminal: bool) -> None:
     """Tasks of a step without a terminal, which was started from such a shell, are no single processes."""
-    monkeypatch.setattr(launch, "_has_terminal", lambda: has_terminal)
+    monkeypatch.setattr(environment, "_has_terminal", lambda: has_terminal)
     for name, value in SRUN.items():
         monkeypatch.setenv(name, value)
     assert Launch.from_environment().world_size == 8
@@ -146,10 +146,10 @@ def test_rank_0_refuses_a_port_that_another_program_has(monkeypatch: pytest.Monk
             monkeypatch.setenv(name, str(value))
         with pytest.raises(ValueError, match=rf"MASTER_PORT is {port}, .*\(Address already in use\): set it to a port"):
             join_mesh("cpu")
-    require_free_port()
+    require_free_port(port)
     monkeypatch.setenv("MASTER_PORT", "65536")
     with pytest.raises(ValueError, match="MASTER_PORT is '65536', expected a whole number"):
-        require_free_port()
+        master_port()
 
 
 def any_order(seed: int) -> list[Identity]:

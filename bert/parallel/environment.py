@@ -1,16 +1,21 @@
-"""Launch environment: this process's rank and the number of ranks, before the process joins the other ranks.
+"""What a process finds around it before it joins the other ranks: its rank, the number of ranks, its launcher, its host.
 
 This module does not import PyTorch, so that a command line can be parsed, or an error reported with its rank, before PyTorch
 is imported.
 """
 
 import os
+import platform
 import re
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 
 from console.processes import run
+
+CLAIM = "MLPERF_BERT_CLAIM"
+"""Variable with a file to which a run writes the path of its log, for the program that started the run."""
 
 _INTERACTIVE_STEP = "4294967290"
 """Number of the step in which salloc runs the user's shell (SLURM_INTERACTIVE_STEP in slurm.h)."""
@@ -87,6 +92,17 @@ def _has_terminal() -> bool:
     return False
 
 
+def is_rank() -> bool:
+    """Tell whether a launcher started this process as a rank of a run.
+
+    A single task of srun without MASTER_ADDR is not a rank, but starts its own processes.
+    """
+    names = ("RANK", "WORLD_SIZE", "OMPI_COMM_WORLD_RANK")
+    if any(os.environ.get(name) for name in names):
+        return True
+    return _is_slurm_task() and (bool(os.environ.get("MASTER_ADDR")) or Launch.from_environment().world_size > 1)
+
+
 def lost_launcher() -> str:
     """Return a sentence if the launcher of this process has ended, or "" if it is running or there is none.
 
@@ -115,6 +131,15 @@ def scontrol_show(entity: str, names: str) -> list[str]:
     if not re.fullmatch(r"[\w.,\[\]-]{1,65536}", names, re.ASCII) or names.startswith("-"):
         return []
     return run(["scontrol", "show", entity, names], timeout_s=5).answer.splitlines()
+
+
+def processor_name() -> str:
+    """Return the model name of the processor, or its architecture if the system does not report a name."""
+    with suppress(OSError):
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
+        if found := re.search(r"^model name\s*:\s*(.*)$", text, re.M):
+            return found[1].strip()
+    return platform.machine()
 
 
 @cache

@@ -8,9 +8,9 @@ import time
 from pathlib import Path
 
 from bert.configuration.config import REPOSITORY
+from bert.launch.layout import Layout, default_layout, keep
 from bert.parallel.master_port import free_port
 from bert.train import parse
-from cluster.tuning.choice import VARIABLES, TunedRun, keep
 from compliance.log.records import read_metrics
 from console.processes import Output, run
 from console.program import say
@@ -41,14 +41,16 @@ def tune(recipe: str, settings: tuple[str, ...], seconds: float) -> None:
     if config.checkpoint.folder or config.resume or config.save_checkpoint:
         raise ValueError("tune starts many short runs: omit --checkpoint.folder, --resume and --save-checkpoint")
     # Some recipes must generate their data first.
-    _script("./run_and_time.sh", "--prepare", recipe, "--", *settings)
-    default = default_choice(recipe)
+    prepared = run([sys.executable, "-m", "bert.launch", "--prepare", recipe, "--", *settings], folder=REPOSITORY)
+    if prepared.trouble:
+        raise ValueError(_complaint(prepared))
+    default = default_layout(config)
     batch = config.training.global_batch_size
     most_steps = config.training.sample_limit // batch
     steps = min(_FIRST_STEPS, most_steps)
     arguments = [recipe, *settings, "--training.seed=1"]
 
-    def seconds_of_step(choice: TunedRun) -> float:
+    def seconds_of_step(choice: Layout) -> float:
         return _short_run(choice, arguments, steps, batch)
 
     first = time.monotonic()
@@ -83,7 +85,7 @@ def is_faster(times: list[float], default: list[float]) -> bool:
     return len(times) > _CONFIRMATIONS and max(times) < (1 - GAIN) * min(default)
 
 
-def _short_run(choice: TunedRun, arguments: list[str], steps: int, batch: int) -> float:
+def _short_run(choice: Layout, arguments: list[str], steps: int, batch: int) -> float:
     """Run some steps with a choice and return the median seconds of a step. Raises ``ValueError`` if the run fails."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith(_LAUNCHERS)}
     environment["OMP_NUM_THREADS"] = str(choice.threads)
@@ -108,31 +110,13 @@ def _short_run(choice: TunedRun, arguments: list[str], steps: int, batch: int) -
     return statistics.median(found[1:])
 
 
-def default_choice(recipe: str) -> TunedRun:
-    """Return the default choice of ``run_and_time.sh``."""
-    script = 'source launch/processes.sh; default_processes "$1" .venv/bin/python; echo "$NPROC $OMP_NUM_THREADS"'
-    processes, threads = _script("bash", "-euo", "pipefail", "-c", script, "bash", recipe).split()
-    return TunedRun(int(processes), int(threads))
-
-
-def _script(*command: str) -> str:
-    """Run a script of this checkout and return its output. Raises ``ValueError`` with its error message."""
-    if not (REPOSITORY / "run_and_time.sh").exists():
-        raise ValueError(f"there is no {REPOSITORY}/run_and_time.sh, whose runs are tuned: expected a checkout")
-    environment = {name: value for name, value in os.environ.items() if name not in (*VARIABLES, "WORLD_SIZE")}
-    done = run(command, folder=REPOSITORY, environment=environment)
-    if done.trouble:
-        raise ValueError(_complaint(done))
-    return done.text
-
-
 def _complaint(done: Output) -> str:
     lines = done.errors.strip().splitlines()
     return next((line.removeprefix("error: ") for line in lines if line.startswith("error: ")), done.complaint)
 
 
-def layouts(default: TunedRun, batch: int, cores: int) -> list[TunedRun]:
+def layouts(default: Layout, batch: int, cores: int) -> list[Layout]:
     """Return alternatives to the default, on all cores and on half of them. Their processes divide the batch evenly."""
     counts = [2**power for power in range(cores.bit_length()) if batch % 2**power == 0]
-    every = [TunedRun(count, cores // used // count) for used in (1, 2) for count in counts if cores // used >= count]
+    every = [Layout(count, cores // used // count) for used in (1, 2) for count in counts if cores // used >= count]
     return [each for each in dict.fromkeys(every) if each != default]

@@ -1,0 +1,143 @@
+"""Binding of the processes of a node to the cores nearest to their GPUs: ``python -m bert.launch.binding``.
+
+GPU i is the i-th NVIDIA display device in the order of PCI addresses, or the i-th number in CUDA_VISIBLE_DEVICES.
+Processes that share a NUMA node split its cores. If there are no GPUs or no NUMA nodes, if the GPUs are of several kinds, or
+if CUDA_VISIBLE_DEVICES does not hold numbers, all processes split the allowed cores. The hardware threads of a core stay
+together. Linux allocates memory on the NUMA node of the process that touches it first. NCCL chooses the network cards.
+"""
+
+import os
+import re
+import sys
+from collections.abc import Collection, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn
+
+from bert.launch.layout import has_gpus, visible_gpus, whole_number
+from bert.parallel.environment import Launch, is_rank
+from bert.train import refused
+from console.program import say
+
+_DISPLAY, _NVIDIA = "0x03", "0x10de"
+
+
+@dataclass(frozen=True)
+class Binding:
+    """The CPUs (hardware threads) of one process, on ``cores`` cores. GPU and NUMA node are None if they are unknown."""
+
+    cpus: frozenset[int]
+    cores: int
+    gpu: str | None
+    numa_node: int | None
+
+
+def binding(rank: int, ranks: int, allowed: Collection[int], sysfs: Path, visible: str = "") -> Binding:
+    """Return the binding of local rank ``rank`` of ``ranks``.
+
+    ``allowed`` are the CPUs that the process may use, ``sysfs`` is /sys, and ``visible`` is CUDA_VISIBLE_DEVICES.
+    """
+    gpus = _gpus(sysfs, visible)
+    known = len(gpus) >= ranks
+    nodes: list[int | None] = [_numa_node(sysfs, gpus[each]) if known else None for each in range(ranks)]
+    node = nodes[rank]
+    near = set(allowed) & _listed(sysfs / f"devices/system/node/node{node}/cpulist") if node is not None else set()
+    if near:
+        cpus, position, sharers = near, nodes[:rank].count(node), nodes.count(node)
+    else:
+        cpus, position, sharers, node = set(allowed), rank, ranks, None
+    # Distribute cores rather than hardware threads.
+    threads = (
+        (_listed(sysfs / f"devices/system/cpu/cpu{cpu}/topology/thread_siblings_list") or {cpu}) & cpus
+        for cpu in sorted(cpus)
+    )
+    cores = list(dict.fromkeys(map(frozenset, threads)))
+    if len(cores) >= sharers:
+        mine = cores[position * len(cores) // sharers : (position + 1) * len(cores) // sharers]
+    else:  # each process gets one core, which it may share
+        mine = [cores[position % len(cores)]]
+    return Binding(frozenset().union(*mine), len(mine), gpus[rank] if rank < len(gpus) else None, node)
+
+
+def rank_module() -> str:
+    """Return the module that torchrun starts for each rank: with GPUs this one, which binds the rank first."""
+    return "bert.launch.binding" if has_gpus() else "bert.train"
+
+
+def become_rank(arguments: Sequence[str]) -> NoReturn:
+    """Bind this process, which a launcher has started as a rank, unless BIND=off, and replace it with `bert.train`.
+
+    OMP_NUM_THREADS is set unless it is set already. Raises ``ValueError`` if the launcher's variables are wrong.
+    """
+    launch = Launch.from_environment()
+    whole_number("OMP_NUM_THREADS", 1, 1)
+    if os.environ.get("BIND") != "off" and 0 <= launch.local_rank < launch.local_size:
+        found = _here(launch.local_rank, launch.local_size)
+        with suppress(OSError):  # a container may not permit it
+            os.sched_setaffinity(0, found.cpus)
+        os.environ["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS") or str(found.cores)
+        if found.gpu is not None:
+            os.environ["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"  # numbers GPUs as `binding` does
+    os.execv(sys.executable, [sys.executable, "-m", "bert.train", *arguments])
+
+
+def _here(rank: int, ranks: int) -> Binding:
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    return binding(rank, ranks, os.sched_getaffinity(0), Path("/sys"), visible)
+
+
+def _gpus(sysfs: Path, visible: str) -> list[str | None]:
+    """Return the PCI addresses of the visible GPUs, or [] if their order is unknown. An unknown number is None."""
+    devices = sorted((sysfs / "bus/pci/devices").glob("*"))
+    gpus = [
+        device
+        for device in devices
+        if _value(device / "class").startswith(_DISPLAY) and _value(device / "vendor") == _NVIDIA
+    ]
+    # If GPUs differ, CUDA puts the fastest one first.
+    if len({_value(gpu / "device") for gpu in gpus}) > 1:
+        return []
+    names: list[str | None] = [gpu.name for gpu in gpus]
+    if not visible:
+        return names
+    if not re.fullmatch(r"[0-9]{1,3}(,[0-9]{1,3})*", visible):
+        return []
+    return [names[int(number)] if int(number) < len(names) else None for number in visible.split(",")]
+
+
+def _numa_node(sysfs: Path, gpu: str | None) -> int | None:
+    text = _value(sysfs / f"bus/pci/devices/{gpu}/numa_node")
+    return int(text) if text.isdecimal() else None  # -1: the firmware does not say
+
+
+def _value(path: Path) -> str:
+    with suppress(OSError):
+        return path.read_text(encoding="ascii").strip()
+    return ""
+
+
+def _listed(path: Path) -> set[int]:
+    """Return the numbers in a list such as "0-3,8"; empty if there is no such file."""
+    ranges = (part.partition("-") for part in _value(path).split(",") if part)
+    return {cpu for first, _, last in ranges for cpu in range(int(first), int(last or first) + 1)}
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Become a rank if a launcher has started this process. Otherwise, print the binding of NPROC processes."""
+    try:
+        if is_rank():
+            become_rank(arguments)
+        ranks = whole_number("NPROC", visible_gpus(), 1)
+        for rank in range(ranks):
+            found = _here(rank, ranks)
+            node = "unknown" if found.numa_node is None else found.numa_node
+            cpus = ",".join(map(str, sorted(found.cpus)))
+            say(f"process {rank}: GPU {found.gpu or 'none'}, NUMA node {node}, {found.cores} core(s): CPUs {cpus}")
+        return 0
+    except (ValueError, OSError) as error:
+        return refused(error)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,178 @@
+"""A series of runs on this node: the check before each run, its processes, and the verdict after the last run."""
+
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import psutil
+
+from bert.configuration.config import Config
+from bert.launch.binding import rank_module
+from bert.launch.layout import Layout
+from bert.launch.supervision import Supervisor, announce, await_orphans, say_at_once
+from bert.parallel.environment import CLAIM
+from bert.parallel.master_port import free_port, require_free_port
+from compliance.log.reader import read_log
+from console.program import complain
+
+_CACHES = Path("/proc/sys/vm/drop_caches")
+
+
+@dataclass(frozen=True)
+class Nodes:
+    """The nodes of a run, and where their processes meet, which matters only if there are several nodes."""
+
+    count: int
+    rank: int
+    address: str
+    port: int
+
+
+@dataclass(frozen=True)
+class Series:
+    """Runs of the same configuration. ``arguments`` are those of `bert.train`."""
+
+    config: Config
+    arguments: Sequence[str]
+    runs: int
+    nodes: Nodes
+    layout: Layout
+    clear_caches: bool
+
+    @property
+    def world_size(self) -> int:
+        return self.nodes.count * self.layout.processes
+
+    def prepare(self, supervisor: Supervisor) -> int:
+        """Check a run that another launcher will start, or a dry run, and print a forecast. Return the exit status."""
+        world_size = os.environ.get("WORLD_SIZE") or str(self.world_size)
+        command = [sys.executable, "-m", "cluster.dry_run", *self.arguments]
+        return supervisor.run(command, os.environ | {"WORLD_SIZE": world_size})
+
+    def train(self, supervisor: Supervisor) -> int:
+        """Train and judge. Return the exit status: that of the verdict, or else of the last run that failed."""
+        results: list[Path] = []
+        status = 0
+        with TemporaryDirectory(prefix="mlperf-bert-") as folder:
+            for number in range(1, self.runs + 1):
+                claim = Path(folder, str(number))
+                if ended := self._check(claim, supervisor):
+                    status = ended
+                    break
+                announce(
+                    f"{self.config.recipe}, run {number} of {self.runs}: {self.layout.processes} process(es) with "
+                    f"{self.layout.threads} thread(s) each"
+                )
+                ended = self._train_once(claim, supervisor)
+                status = ended or status
+                if claim.exists():
+                    results.append(log_of(claim))
+                if supervisor.status:
+                    break
+                if ended > 128:
+                    reason = f"signal {ended - 128} has ended run {number}: no further runs are started"
+                    complain(reason, "warning")
+                    break
+        if results:  # on the first node
+            status = judge(results, supervisor) or status
+        return supervisor.status or status
+
+    def _check(self, claim: Path, supervisor: Supervisor) -> int:
+        """Check this node and the run's inputs, so that a fault is reported once, and before any process joins others."""
+        if self.nodes.count > 1 and self.nodes.rank == 0:
+            require_free_port(self.nodes.port)
+        places = {"WORLD_SIZE": str(self.world_size), "LOCAL_WORLD_SIZE": str(self.layout.processes)}
+        command = [sys.executable, "-m", "bert.train", *self.arguments, "--dry-run"]
+        return supervisor.run(command, os.environ | places | {CLAIM: str(claim)}, quiet=True)
+
+    def _train_once(self, claim: Path, supervisor: Supervisor) -> int:
+        cleared = ["--log.cache-cleared"] if self.clear_caches and _clear_caches() else []
+        # Variables of this form are defaults of torchrun's options. They could turn on its elastic agents.
+        variables = {name: value for name, value in os.environ.items() if not name.startswith("PET_")}
+        variables |= {CLAIM: str(claim), "OMP_NUM_THREADS": str(self.layout.threads)}
+
+        def stop(process: int, number: int, earlier: int) -> None:
+            # torchrun gets no signal, because it would kill the ranks. They end in order.
+            ranks = [] if self.world_size == 1 else _children(process)
+            if claim.exists() or self.nodes.rank:  # other nodes do not know whether there is a log
+                if not earlier:
+                    say_at_once("stopping after this step; again to end now")
+                _send(number if earlier < 2 else signal.SIGKILL, ranks or [process])
+            else:
+                if not earlier:
+                    say_at_once("interrupted")
+                _send(signal.SIGKILL, [process])
+                _send(signal.SIGTERM, ranks)
+
+        status = supervisor.run([*self._launcher(claim.parent), *self.arguments, *cleared], variables, stop=stop)
+        if status > 128:
+            await_orphans()  # ranks notice within seconds that their launcher is gone, and complete the log
+        return status
+
+    def _launcher(self, folder: Path) -> list[str]:
+        """Return the command that starts the processes, up to the arguments of `bert.train`."""
+        if self.world_size == 1:
+            return [sys.executable, "-m", "bert.train"]
+        single = self.nodes.count == 1
+        # Do not use torchrun's elastic agents (--standalone, --rdzv-backend c10d), because they unpickle the content of a
+        # store that listens on all addresses without a password.
+        options = {
+            "nproc-per-node": self.layout.processes,
+            "nnodes": self.nodes.count,
+            "node-rank": self.nodes.rank,
+            "master-addr": "127.0.0.1" if single else self.nodes.address,
+            "master-port": free_port() if single else self.nodes.port,
+            "log-dir": folder,  # otherwise torchrun leaves a folder in /tmp
+        }
+        words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
+        return [sys.executable, "-m", "torch.distributed.run", *words, "-m", rank_module()]
+
+
+def judge(results: Sequence[Path], supervisor: Supervisor) -> int:
+    """Check result files, print the table of their folder and write its report. Return 1 if anything fails."""
+    folder = results[0].parent
+    description = folder.parent.parent / "systems" / f"{folder.parent.name}.json"
+    steps = [["check", *map(str, results)], ["summary", str(folder)], ["report", str(folder)]]
+    if not description.exists():
+        division = read_log(results[0]).run.division
+        steps.insert(1, ["system", "--out", str(description), "--division", division])
+    announce("check, summary and report")
+    status = 0
+    for words in steps:  # a failure of one does not keep the others from reporting
+        status |= supervisor.run([sys.executable, "-m", "compliance", *words]) != 0
+        if supervisor.signals:
+            break
+    return status
+
+
+def log_of(claim: Path) -> Path:
+    """Return the path of the log that a run has written to its claim."""
+    return Path(os.fsdecode(claim.read_bytes().removesuffix(b"\n")))
+
+
+def _clear_caches() -> bool:
+    """Empty the page cache, and tell whether this was possible. It needs root."""
+    if not os.access(_CACHES, os.W_OK):
+        return False
+    os.sync()
+    with suppress(OSError):  # in a container, even root may be refused
+        _CACHES.write_text("3\n", encoding="ascii")
+        return True
+    return False
+
+
+def _children(process: int) -> list[int]:
+    with suppress(psutil.NoSuchProcess):
+        return [child.pid for child in psutil.Process(process).children()]
+    return []
+
+
+def _send(number: int, processes: Sequence[int]) -> None:
+    for process in processes:
+        with suppress(ProcessLookupError):
+            os.kill(process, number)

@@ -1,0 +1,120 @@
+"""Supervision of programs: their process groups, the signals that end them, and the processes that they leave behind."""
+
+import ctypes
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from types import FrameType
+
+from console.interruption import reader_has_gone
+from console.program import complain, say
+
+_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+_SET_PDEATHSIG, _SET_CHILD_SUBREAPER = 1, 36
+"""Options of prctl(2), from linux/prctl.h."""
+_PATIENCE_S = 60.0
+"""Seconds in which processes end by themselves after their launcher was killed."""
+
+Stop = Callable[[int, int, int], None]
+"""Function that ends a program. Its arguments are the process id, the signal, and the number of signals before it."""
+
+
+class Supervisor:
+    """Runs programs one after another, each in its own process group, which the terminal's Ctrl-C does not reach.
+
+    A signal to this process calls the running program's `Stop`, and `run` returns after the program has ended. Without a
+    running program, the signal raises ``SystemExit``. Either way, this process says at once what happens.
+    """
+
+    def __init__(self) -> None:
+        self.status = 0
+        """128 + n after signal n to this process, otherwise 0."""
+        self.signals = 0
+        """Number of signals since the last program was started."""
+        self._process: subprocess.Popen[bytes] | None = None
+        self._stop: Stop = end
+        for number in _SIGNALS:
+            if signal.getsignal(number) is not signal.SIG_IGN:  # nohup ignores SIGHUP
+                signal.signal(number, self._handle)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)  # run_and_time.sh blocks them while Python starts
+
+    def run(
+        self,
+        command: Sequence[str],
+        environment: Mapping[str, str] | None = None,
+        *,
+        stop: Stop | None = None,
+        quiet: bool = False,
+    ) -> int:
+        """Run a program and return its exit status, which is 128 + n after signal n.
+
+        ``stop`` is `end` by default. ``quiet`` drops the standard output. If this process is killed, the program gets
+        SIGTERM.
+        """
+        self._stop, self.signals = stop or end, 0
+        output = subprocess.DEVNULL if quiet else None
+        # If the program is killed, its processes become children of this process, which can then wait for them.
+        _prctl(_SET_CHILD_SUBREAPER, 1)
+        signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)  # until the process is known to the signal handler
+        try:
+            self._process = subprocess.Popen(
+                command, env=environment, stdout=output, process_group=0, preexec_fn=_in_child
+            )
+        finally:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
+        status = self._process.wait()
+        self._process = None
+        return status if status >= 0 else 128 - status
+
+    def _handle(self, number: int, _frame: FrameType | None) -> None:
+        self.status = 128 + number
+        if self._process is None:
+            say_at_once("interrupted")
+            raise SystemExit(self.status)
+        self.signals += 1
+        self._stop(self._process.pid, number, self.signals - 1)
+
+
+def end(process: int, _number: int, earlier: int) -> None:
+    """End a program that may first remove unfinished files, and kill it at the second signal."""
+    if not earlier:
+        say_at_once("interrupted")
+    with suppress(ProcessLookupError):
+        os.killpg(process, signal.SIGKILL if earlier else signal.SIGTERM)
+
+
+def await_orphans() -> None:
+    """Wait until the processes that a killed program has left behind have ended, and warn if they do not end."""
+    deadline = time.monotonic() + _PATIENCE_S
+    with suppress(ChildProcessError):  # raised if no process is left
+        while time.monotonic() < deadline:
+            if os.waitpid(-1, os.WNOHANG) == (0, 0):
+                time.sleep(0.1)
+        complain("processes of this run are still there after a minute: end them before the next run", "warning")
+
+
+def say_at_once(line: str) -> None:
+    """Print a line on standard error, in a signal handler. A buffered stream could be in the middle of a write."""
+    with suppress(OSError):  # after SIGHUP there is no terminal
+        os.write(2, f"{line}\n".encode())
+
+
+def announce(text: str) -> None:
+    """Print a line about progress. If nobody reads the output, drop it from now on, and that of later programs too."""
+    try:
+        say(f"==> {text}")
+    except OSError:
+        reader_has_gone()
+
+
+def _prctl(option: int, value: int) -> None:
+    ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
+
+
+def _in_child() -> None:
+    """Prepare a child process between fork and exec. It gets SIGTERM when its parent is killed."""
+    _prctl(_SET_PDEATHSIG, signal.SIGTERM)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
