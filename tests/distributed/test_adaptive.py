@@ -7,6 +7,7 @@ import shutil
 import signal
 import socket
 import subprocess
+import sys
 from pathlib import Path
 from typing import Self
 
@@ -19,10 +20,11 @@ from tests.distributed.ranks import Ranks, compare_steps, free_port
 from tests.programs import PATIENCE_S, wait_for, write_forked_python, write_script
 
 STEPS, EVERY = 40, 5
-PYTHON = """#!/bin/bash
+PYTHON = f"""#!/bin/bash
+[[ "$1 $2" != "-m bert.launch.elastic" ]] || exec -a "$0" {sys.executable} "$@"
 [[ "$1 $2" != "-m torch.distributed.run" ]] ||
-  set -- -m tests.distributed.worker tests.distributed.elastic:agent "$HOST" "$FOLDER" "${@:3}"
-exec "${0%/*}/forked/python" "$@"
+  set -- -m tests.distributed.worker tests.distributed.elastic:agent "$HOST" "$FOLDER" "${{@:3}}"
+exec "${{0%/*}}/forked/python" "$@"
 """
 """The checkout's ``python``, a script that runs ``elastic.agent`` in place of torchrun."""
 
@@ -39,6 +41,8 @@ def checkout(tmp_path: Path) -> Path:
     shutil.copytree(REPOSITORY / "launch", root / "launch")
     for name in ("constraints.txt", "pyproject.toml"):
         shutil.copy(REPOSITORY / name, root)
+    for name in ("lib", "pyvenv.cfg"):
+        (root / ".venv" / name).symlink_to(Path(sys.prefix, name))
     write_script(programs / "python", PYTHON)
     write_forked_python(programs / "forked", "bert")
     mark = "source launch/venv.sh; for part in run dali; do venv_pins >.venv/installed/$part; done"

@@ -35,7 +35,7 @@ def test_mpirun_starts_the_processes_of_one_run(checkout: Path, tmp_path: Path) 
     assert ready.stdout.endswith(f"results would go to {tmp_path}/tiny_cpu/bert/result_0.txt\n"), ready.stderr
     root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     address = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1"}
-    command = ("--oversubscribe", "-np", "2", "launch/bind.sh", "./run_and_time.sh", "tiny_cpu", "1", *settings)
+    command = ("--oversubscribe", "-np", "2", "./run_and_time.sh", "tiny_cpu", "1", *settings)
     done = start(Path("mpirun"), *command, cwd=checkout, **root, **address)
     assert done.returncode == 0, done.stdout + done.stderr
     result = tmp_path / "tiny_cpu/bert/result_0.txt"

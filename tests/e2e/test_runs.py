@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from bert.launch.layout import Layout, keep
 from bert.train import parse
-from cluster.tuning.choice import TunedRun, keep
 from tests.conftest import SmallRun
 from tests.e2e.test_scripts import REACHED_AT_ONCE, SHORT, begin, start
 from tests.programs import PATIENCE_S
@@ -56,10 +56,11 @@ def test_a_run_on_absent_gpus_is_refused_before_it_starts(checkout: Path, tmp_pa
 
 
 def test_ranks_are_bound_where_there_are_gpus(checkout: Path, tmp_path: Path, small_run: SmallRun) -> None:
-    bind = checkout / "launch/bind.sh"
-    original = bind.read_text()
+    module = checkout / "bert/launch/binding.py"
+    original = module.read_text()
+    note = f'print(launch.local_rank, "of", launch.local_size, file=open({str(tmp_path / "bound")!r}, "a"))'
     try:
-        bind.write_text(f'#!/bin/bash\necho "$LOCAL_RANK of $LOCAL_WORLD_SIZE" >>"{tmp_path}/bound"\nexec "$@"\n')
+        module.write_text(original.replace("    os.execv(", f"    {note}\n    os.execv("))
         (tmp_path / "nvidia-smi").symlink_to("/bin/true")
         for path in (os.environ["PATH"], f"{tmp_path}:{os.environ['PATH']}"):
             assert not (tmp_path / "bound").exists()
@@ -69,7 +70,7 @@ def test_ranks_are_bound_where_there_are_gpus(checkout: Path, tmp_path: Path, sm
             assert "end: aborted after 160 samples" in done.stdout
             assert f"FAIL {tmp_path}/results/tiny_cpu/bert/result_" in done.stdout
     finally:
-        bind.write_text(original)
+        module.write_text(original)
     assert sorted((tmp_path / "bound").read_text().splitlines()) == ["0 of 2", "1 of 2"]
 
 
@@ -80,7 +81,7 @@ def test_what_was_tuned_is_used_unless_something_is_set(
     monkeypatch.setenv("MLPERF_BERT_CACHE", str(tmp_path / "cache"))
     recipe, *settings = small_run.arguments(tmp_path / "results", evaluation__target=0.001)
     config = parse([recipe, *settings])
-    keep(config, TunedRun(1, 1))
+    keep(config, Layout(1, 1))
     script, told = checkout / "run_and_time.sh", "1 process(es) x 1 thread(s)"
     done = start(script, recipe, "1", "--", *settings, cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -1,0 +1,118 @@
+"""Command lines and variables of the launcher, and of hosts that may be lost."""
+
+import shlex
+from pathlib import Path
+
+import pytest
+
+from bert.launch.__main__ import Order, read_nodes, read_order
+from bert.launch.elastic import main as elastic
+from bert.launch.series import Nodes
+
+NAMES = ("NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "LAST_CALL")
+TWO = {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "a"}
+HOSTILE = ["-1", "08", "1e2", "a[$(>opened)]", "2\n", "two words", "'", "\N{ARABIC-INDIC DIGIT TWO}", "9" * 30]
+
+
+@pytest.fixture(autouse=True)
+def variables(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    for name in NAMES:
+        monkeypatch.delenv(name, raising=False)
+    return monkeypatch
+
+
+@pytest.mark.parametrize(
+    ("words", "order"),
+    [
+        ("", Order("", ["tiny_cpu"])),
+        ("h100_1x8 10", Order("", ["h100_1x8"], 10)),
+        ("h100_1x8 10 -- --log.run 3", Order("", ["h100_1x8", "--log.run", "3"], 10)),
+        ("h100_1x8 -- --log.run 3", Order("", ["h100_1x8", "--log.run", "3"])),
+        ("--log.run 3", Order("", ["tiny_cpu", "--log.run", "3"])),
+        ("tiny_cpu --help", Order("", ["tiny_cpu", "--help"])),
+        ("-- --config mine.toml", Order("", ["--config", "mine.toml"])),
+        ("-- --plan=plan.json", Order("", ["--plan=plan.json"])),
+        ("--prepare", Order("--prepare", ["tiny_cpu"])),
+        ("--prepare h100_1x8 -- --plan plan.json", Order("--prepare", ["h100_1x8", "--plan", "plan.json"])),
+    ],
+)
+def test_words_become_an_order(words: str, order: Order) -> None:
+    assert read_order(shlex.split(words)) == order
+
+
+@pytest.mark.parametrize(
+    ("words", "complaint"),
+    [
+        ("tiny_cpu 0", "RUNS is '0', expected a whole number of at least 1"),
+        *((f"tiny_cpu {shlex.quote(text)}", "RUNS is ") for text in HOSTILE if text[0] != "-"),
+        ("tiny_cpu 1 stray", r"unexpected argument 'stray': expected ./run_and_time.sh \[RECIPE\] \[RUNS\]"),
+        ("--prepare tiny_cpu 1", "unexpected argument '1'"),
+        ("--hlep", "there is no option --hlep; did you mean --help?"),
+        ("tiny_cpu --prepare", "--prepare must be the first argument"),
+        ("--verdict", "--verdict: no result file given"),
+        ("--verdict 'a\nb'", r"--verdict: there is no file 'a\\nb'"),
+        ("-- --config", "--config: expected a value"),
+    ],
+)
+def test_wrong_words_are_refused(words: str, complaint: str) -> None:
+    with pytest.raises(ValueError, match=complaint):
+        read_order(shlex.split(words))
+
+
+def test_result_files_may_have_any_name(tmp_path: Path) -> None:
+    log = tmp_path / 'it\'s "a"\nresult_0.txt'
+    log.touch()
+    assert read_order(["--verdict", str(log)]) == Order("--verdict", [str(log)])
+
+
+def test_nodes_are_read_whole_or_refused(variables: pytest.MonkeyPatch) -> None:
+    assert read_nodes(starts=True) == Nodes(1, 0, "127.0.0.1", 0)
+    for name, value in TWO.items():
+        variables.setenv(name, value)
+    assert read_nodes(starts=True) == Nodes(2, 1, "a", 29500)
+    for name, value, complaint in (
+        ("NODE_RANK", "2", "NODE_RANK is 2, but NNODES is 2"),
+        ("NODE_RANK", "", "NNODES is 2, expected NODE_RANK and MASTER_ADDR"),
+        ("MASTER_ADDR", "", "NNODES is 2, expected NODE_RANK and MASTER_ADDR"),
+        ("NNODES", "1", "NODE_RANK is 1, but NNODES is 1"),
+        ("MASTER_PORT", "65536", "MASTER_PORT is '65536', expected a whole number of at least 1 and at most 65535"),
+        *((name, text, f"{name} is ") for name in ("NNODES", "NODE_RANK", "MASTER_PORT") for text in HOSTILE),
+    ):
+        with variables.context() as patch:
+            patch.setenv(name, value)
+            with pytest.raises(ValueError, match=f"^{complaint}"):
+                read_nodes(starts=True)
+    variables.setenv("NODE_RANK", "")
+    variables.delenv("MASTER_ADDR")
+    assert read_nodes(starts=False).count == 2  # another launcher starts the processes
+
+
+@pytest.mark.parametrize(
+    ("words", "complaint"),
+    [
+        ("", "the numbers of hosts are ''"),
+        ("4:3 h0:1 tiny_cpu", "the numbers of hosts are '4:3'"),
+        ("'2:a[$(>opened)]' h0:1 tiny_cpu", "the numbers of hosts are '2:a["),
+        ("3:4", "the place to meet is ''"),
+        ("3:4 h0 tiny_cpu", "the place to meet is 'h0'"),
+        ("3:4 h0:1", "expected launch/elastic.sh 3:4 h0:1 RECIPE -- settings"),
+        ("3:4 h0:1 tiny_cpu --log.run 3", "expected launch/elastic.sh 3:4 h0:1 RECIPE -- settings"),
+        ("3:4 h0:1 tiny_gpu", "unknown recipe 'tiny_gpu'"),
+        ("3:4 h0:1 tiny_cpu -- --checkpoint.every-steps 9", "set --checkpoint.folder"),
+        ("3:4 h0:1 tiny_cpu -- --checkpoint.foldr here", "did you mean --checkpoint.folder?"),
+        ("--meet", "PORT is ''"),
+        ("--meet 29400 more", "PORT is '29400 more'"),
+        ("--meet 'a[$(>opened)]'", "PORT is 'a["),
+    ],
+)
+def test_wrong_words_about_hosts_are_one_line(words: str, complaint: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert elastic(shlex.split(words)) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: ")
+    assert complaint in line
+
+
+def test_the_last_call_is_bounded(variables: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    variables.setenv("LAST_CALL", "3601")
+    assert elastic(["3:4", "h0:1", "tiny_cpu"]) == 2
+    assert "LAST_CALL is '3601', expected a whole number of at least 0 and at most 3600" in capsys.readouterr().err
