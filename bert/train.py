@@ -10,6 +10,7 @@ signal n. Under torchrun, the status of every orderly end is 0, because torchrun
 then shows whether the target was reached.
 """
 
+import os
 import re
 import sys
 from collections.abc import Callable, Sequence
@@ -25,8 +26,8 @@ from bert.configuration.recipes import RECIPES, described
 from bert.configuration.run_plan import read_plan
 from bert.guards.interruption import Interrupted
 from bert.own_text import FOLLOWING
-from bert.parallel.environment import Launch
-from console.interruption import end_in_order, reader_has_gone
+from bert.parallel.environment import CLAIM, Launch
+from console.interruption import end_in_order, ignore_signals, reader_has_gone
 from console.program import accept_any_text, answer_version, bound, complain, parsed, say, say_document, unknown_option
 from console.text import did_you_mean
 
@@ -60,11 +61,13 @@ def main(arguments: Sequence[str]) -> int:
     try:
         return run(config, arguments)
     except Interrupted as interrupted:
-        _complain(interrupted)
+        if CLAIM not in os.environ:  # otherwise the program that started this one has said so
+            _complain(interrupted)
         return interrupted.status
     except (ValueError, OSError) as error:
         return refused(error)
     finally:
+        ignore_signals()
         leave_mesh()
 
 

@@ -41,6 +41,15 @@ def end_in_order() -> None:
             signal.signal(number, _end)
 
 
+def ignore_signals() -> None:
+    """From now on, ignore the signals that end programs, because this program is about to end.
+
+    While Python ends, it would restore the default actions, so that a late signal would change the exit status.
+    """
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+
+
 def _end(number: int, _frame: FrameType | None) -> NoReturn:
     signal.signal(number, signal.SIG_IGN)  # a second signal must not interrupt the cleaning up
     raise SystemExit(128 + number)

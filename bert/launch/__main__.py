@@ -21,6 +21,7 @@ from bert.launch.supervision import Supervisor, announce
 from bert.parallel.environment import is_rank
 from bert.train import parse, refused, without_option
 from console.files import lock_file
+from console.interruption import ignore_signals
 from console.program import accept_any_text, answer_version
 from console.text import did_you_mean
 
@@ -85,17 +86,21 @@ def read_nodes(*, starts: bool) -> Nodes:
 
 def main(words: Sequence[str]) -> int:
     supervisor = Supervisor()
-    accept_any_text()
-    answer_version(words)
     try:
+        accept_any_text()
+        answer_version(words)
         order = read_order(words)
         if order.part == "--verdict":
             return judge([Path(word) for word in order.arguments], supervisor)
         if not order.part and is_rank():
             become_rank(order.arguments)
         return _start(order, supervisor)
+    except KeyboardInterrupt:
+        return supervisor.status
     except (ValueError, OSError) as error:
         return refused(error)
+    finally:
+        ignore_signals()
 
 
 def _start(order: Order, supervisor: Supervisor) -> int:

@@ -58,7 +58,7 @@ class Series:
         """Train and judge. Return the exit status: that of the verdict, or else of the last run that failed."""
         results: list[Path] = []
         status = 0
-        with TemporaryDirectory(prefix="mlperf-bert-") as folder:
+        with TemporaryDirectory(prefix="mlperf-bert-") as folder, suppress(KeyboardInterrupt):
             for number in range(1, self.runs + 1):
                 claim = Path(folder, str(number))
                 if ended := self._check(claim, supervisor):
@@ -69,9 +69,12 @@ class Series:
                     f"{self.layout.threads} thread(s) each"
                 )
                 ended = self._train_once(claim, supervisor)
-                status = ended or status
                 if claim.exists():
                     results.append(log_of(claim))
+                elif not ended and not self.nodes.rank:  # torchrun's status is 0 if a signal has ended all ranks
+                    complain(f"run {number} has left no log")
+                    ended = 1
+                status = ended or status
                 if supervisor.status:
                     break
                 if ended > 128:
@@ -100,9 +103,9 @@ class Series:
             # torchrun gets no signal, because it would kill the ranks. They end in order.
             ranks = [] if self.world_size == 1 else _children(process)
             if claim.exists() or self.nodes.rank:  # other nodes do not know whether there is a log
-                if not earlier:
-                    say_at_once("stopping after this step; again to end now")
-                _send(number if earlier < 2 else signal.SIGKILL, ranks or [process])
+                say_at_once("ending now" if earlier else "stopping after this step; again to end now")
+                graceful = signal.SIGINT if number == signal.SIGINT else signal.SIGTERM
+                _send(graceful if earlier < 2 else signal.SIGKILL, ranks or [process])
             else:
                 if not earlier:
                     say_at_once("interrupted")

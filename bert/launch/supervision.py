@@ -26,7 +26,7 @@ class Supervisor:
     """Runs programs one after another, each in its own process group, which the terminal's Ctrl-C does not reach.
 
     A signal to this process calls the running program's `Stop`, and `run` returns after the program has ended. Without a
-    running program, the signal raises ``SystemExit``. Either way, this process says at once what happens.
+    running program, the signal raises ``KeyboardInterrupt``. Either way, this process says at once what happens.
     """
 
     def __init__(self) -> None:
@@ -36,6 +36,7 @@ class Supervisor:
         """Number of signals since the last program was started."""
         self._process: subprocess.Popen[bytes] | None = None
         self._stop: Stop = end
+        self._is_unwinding = False
         for number in _SIGNALS:
             if signal.getsignal(number) is not signal.SIG_IGN:  # nohup ignores SIGHUP
                 signal.signal(number, self._handle)
@@ -49,12 +50,12 @@ class Supervisor:
         stop: Stop | None = None,
         quiet: bool = False,
     ) -> int:
-        """Run a program and return its exit status, which is 128 + n after signal n.
+        """Run a program and return its exit status, which is 128 + n after signal n to it or to this process.
 
         ``stop`` is `end` by default. ``quiet`` drops the standard output. If this process is killed, the program gets
         SIGTERM.
         """
-        self._stop, self.signals = stop or end, 0
+        self._stop, self.signals, self._is_unwinding = stop or end, 0, False
         output = subprocess.DEVNULL if quiet else None
         # If the program is killed, its processes become children of this process, which can then wait for them.
         _prctl(_SET_CHILD_SUBREAPER, 1)
@@ -67,13 +68,18 @@ class Supervisor:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
         status = self._process.wait()
         self._process = None
+        if self.signals:
+            return self.status
         return status if status >= 0 else 128 - status
 
     def _handle(self, number: int, _frame: FrameType | None) -> None:
         self.status = 128 + number
         if self._process is None:
-            say_at_once("interrupted")
-            raise SystemExit(self.status)
+            if not self._is_unwinding:
+                self._is_unwinding = True
+                say_at_once("interrupted")
+                raise KeyboardInterrupt
+            return
         self.signals += 1
         self._stop(self._process.pid, number, self.signals - 1)
 

@@ -37,13 +37,21 @@ def training(
 
 
 @pytest.mark.parametrize(
-    ("training", "number", "status"), [(2, signal.SIGTERM, 143), (1, signal.SIGINT, 130)], indirect=["training"]
+    ("training", "number", "times", "status"),
+    [(2, signal.SIGTERM, 1, 143), (1, signal.SIGINT, 1, 130), (2, signal.SIGINT, 2, 130), (1, signal.SIGHUP, 1, 129)],
+    indirect=["training"],
 )
-def test_signal_ends_run_as_aborted(training: subprocess.Popen[str], number: int, status: int, tmp_path: Path) -> None:
-    training.send_signal(number)
+def test_signal_ends_run_as_aborted(
+    training: subprocess.Popen[str], number: int, times: int, status: int, tmp_path: Path
+) -> None:
+    assert training.stdout
+    for _ in range(times):
+        training.send_signal(number)
+        said = next(line for line in training.stdout if not line.startswith("step "))
     output, _ = training.communicate(timeout=PATIENCE_S)
     assert training.returncode == status, output
     assert "Traceback" not in output
+    assert said == ("stopping after this step; again to end now\n" if times == 1 else "ending now\n")
     failed = next(line for line in output.splitlines() if line.startswith("FAIL"))
     assert f"{tmp_path}/tiny_cpu/bert/result_0.txt: official " in failed
     assert "ours fail: not a valid result (aborted)" in failed
