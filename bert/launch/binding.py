@@ -1,9 +1,9 @@
 """Binding of the processes of a node to the cores nearest to their GPUs: ``python -m bert.launch.binding``.
 
 GPU i is the i-th NVIDIA display device in the order of PCI addresses, or the i-th number in CUDA_VISIBLE_DEVICES.
-Processes that share a NUMA node split its cores. If there are no GPUs or no NUMA nodes, if the GPUs are of several kinds, or
-if CUDA_VISIBLE_DEVICES does not hold numbers, all processes split the allowed cores. The hardware threads of a core stay
-together. Linux allocates memory on the NUMA node of the process that touches it first. NCCL chooses the network cards.
+Processes that share a NUMA node split its cores. If the node of a GPU is unknown or has no allowed core, if the GPUs are of
+several kinds, or if there are none, all processes split the allowed cores. The hardware threads of a core stay together.
+Linux allocates memory on the NUMA node of the process that touches it first. NCCL chooses the network cards.
 """
 
 import os
@@ -20,17 +20,14 @@ from bert.parallel.environment import Launch, is_rank
 from bert.train import refused
 from console.program import say
 
-_DISPLAY, _NVIDIA = "0x03", "0x10de"
-
 
 @dataclass(frozen=True)
 class Binding:
-    """The CPUs (hardware threads) of one process, on ``cores`` cores. GPU and NUMA node are None if they are unknown."""
+    """The CPUs (hardware threads) of one process, on ``cores`` cores. ``gpu`` is "" if it is unknown."""
 
     cpus: frozenset[int]
     cores: int
-    gpu: str | None
-    numa_node: int | None
+    gpu: str
 
 
 def binding(rank: int, ranks: int, allowed: Collection[int], sysfs: Path, visible: str = "") -> Binding:
@@ -39,25 +36,18 @@ def binding(rank: int, ranks: int, allowed: Collection[int], sysfs: Path, visibl
     ``allowed`` are the CPUs that the process may use, ``sysfs`` is /sys, and ``visible`` is CUDA_VISIBLE_DEVICES.
     """
     gpus = _gpus(sysfs, visible)
-    known = len(gpus) >= ranks
-    nodes: list[int | None] = [_numa_node(sysfs, gpus[each]) if known else None for each in range(ranks)]
-    node = nodes[rank]
-    near = set(allowed) & _listed(sysfs / f"devices/system/node/node{node}/cpulist") if node is not None else set()
-    if near:
-        cpus, position, sharers = near, nodes[:rank].count(node), nodes.count(node)
-    else:
-        cpus, position, sharers, node = set(allowed), rank, ranks, None
+    near = [_cpus_near(sysfs, gpu).intersection(allowed) for gpu in gpus[:ranks]]
+    if len(near) < ranks or not all(near):
+        near = [frozenset(allowed)] * ranks
+    cpus = near[rank]
+    position, sharers = near[:rank].count(cpus), near.count(cpus)
     # Distribute cores rather than hardware threads.
-    threads = (
-        (_listed(sysfs / f"devices/system/cpu/cpu{cpu}/topology/thread_siblings_list") or {cpu}) & cpus
-        for cpu in sorted(cpus)
-    )
+    topology = sysfs / "devices/system/cpu"
+    threads = ({cpu} | _listed(topology / f"cpu{cpu}/topology/thread_siblings_list") & cpus for cpu in sorted(cpus))
     cores = list(dict.fromkeys(map(frozenset, threads)))
-    if len(cores) >= sharers:
-        mine = cores[position * len(cores) // sharers : (position + 1) * len(cores) // sharers]
-    else:  # each process gets one core, which it may share
-        mine = [cores[position % len(cores)]]
-    return Binding(frozenset().union(*mine), len(mine), gpus[rank] if rank < len(gpus) else None, node)
+    mine = cores[position * len(cores) // sharers : (position + 1) * len(cores) // sharers]
+    mine = mine or [cores[position % len(cores)]]  # fewer cores than processes: they share cores
+    return Binding(frozenset().union(*mine), len(mine), gpus[rank] if rank < len(gpus) else "")
 
 
 def rank_module() -> str:
@@ -77,7 +67,7 @@ def become_rank(arguments: Sequence[str]) -> NoReturn:
         with suppress(OSError):  # a container may not permit it
             os.sched_setaffinity(0, found.cpus)
         os.environ["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS") or str(found.cores)
-        if found.gpu is not None:
+        if found.gpu:
             os.environ["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"  # numbers GPUs as `binding` does
     os.execv(sys.executable, [sys.executable, "-m", "bert.train", *arguments])
 
@@ -87,28 +77,25 @@ def _here(rank: int, ranks: int) -> Binding:
     return binding(rank, ranks, os.sched_getaffinity(0), Path("/sys"), visible)
 
 
-def _gpus(sysfs: Path, visible: str) -> list[str | None]:
-    """Return the PCI addresses of the visible GPUs, or [] if their order is unknown. An unknown number is None."""
+def _gpus(sysfs: Path, visible: str) -> list[str]:
+    """Return the PCI addresses of the visible GPUs, or [] if their order is unknown. A GPU that is missing is ""."""
     devices = sorted((sysfs / "bus/pci/devices").glob("*"))
-    gpus = [
-        device
-        for device in devices
-        if _value(device / "class").startswith(_DISPLAY) and _value(device / "vendor") == _NVIDIA
-    ]
+    displays = [device for device in devices if _value(device / "class").startswith("0x03")]
+    gpus = [device for device in displays if _value(device / "vendor") == "0x10de"]
     # If GPUs differ, CUDA puts the fastest one first.
     if len({_value(gpu / "device") for gpu in gpus}) > 1:
         return []
-    names: list[str | None] = [gpu.name for gpu in gpus]
+    names = [gpu.name for gpu in gpus]
     if not visible:
         return names
     if not re.fullmatch(r"[0-9]{1,3}(,[0-9]{1,3})*", visible):
         return []
-    return [names[int(number)] if int(number) < len(names) else None for number in visible.split(",")]
+    return [dict(enumerate(names)).get(int(number), "") for number in visible.split(",")]
 
 
-def _numa_node(sysfs: Path, gpu: str | None) -> int | None:
-    text = _value(sysfs / f"bus/pci/devices/{gpu}/numa_node")
-    return int(text) if text.isdecimal() else None  # -1: the firmware does not say
+def _cpus_near(sysfs: Path, gpu: str) -> frozenset[int]:
+    node = _value(sysfs / f"bus/pci/devices/{gpu}/numa_node")  # -1: the firmware does not say
+    return _listed(sysfs / f"devices/system/node/node{node}/cpulist")
 
 
 def _value(path: Path) -> str:
@@ -117,10 +104,10 @@ def _value(path: Path) -> str:
     return ""
 
 
-def _listed(path: Path) -> set[int]:
+def _listed(path: Path) -> frozenset[int]:
     """Return the numbers in a list such as "0-3,8"; empty if there is no such file."""
     ranges = (part.partition("-") for part in _value(path).split(",") if part)
-    return {cpu for first, _, last in ranges for cpu in range(int(first), int(last or first) + 1)}
+    return frozenset(cpu for first, _, last in ranges for cpu in range(int(first), int(last or first) + 1))
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -131,9 +118,8 @@ def main(arguments: Sequence[str]) -> int:
         ranks = whole_number("NPROC", visible_gpus(), 1)
         for rank in range(ranks):
             found = _here(rank, ranks)
-            node = "unknown" if found.numa_node is None else found.numa_node
             cpus = ",".join(map(str, sorted(found.cpus)))
-            say(f"process {rank}: GPU {found.gpu or 'none'}, NUMA node {node}, {found.cores} core(s): CPUs {cpus}")
+            say(f"process {rank}: GPU {found.gpu or 'none'}, {found.cores} core(s), CPUs {cpus}")
         return 0
     except (ValueError, OSError) as error:
         return refused(error)

@@ -63,7 +63,7 @@ def machine(tmp_path: Path) -> Machine:
 def test_processes_get_the_cores_of_their_gpus_node(machine: Machine) -> None:
     cores = [machine.cores(rank, 4, range(16)) for rank in range(4)]
     assert cores == [{4, 5, 12, 13}, {6, 7, 14, 15}, {0, 1, 8, 9}, {2, 3, 10, 11}]
-    assert machine.binding(0, 4, range(16)) == Binding(frozenset(cores[0]), 2, "0000:01:00.0", 1)
+    assert machine.binding(0, 4, range(16)) == Binding(frozenset(cores[0]), 2, "0000:01:00.0")
 
 
 def test_gpus_that_sit_unevenly_share_their_own_nodes_cores(machine: Machine) -> None:
@@ -85,14 +85,14 @@ def test_visible_gpus_decide(machine: Machine) -> None:
     machine.write("devices/pci0000:80/0000:80:01.0/0000:01:00.0/device", "0x1fb0")
     machine.write("devices/pci0000:80/0000:80:02.0/0000:02:00.0/device", "0x2330")
     assert cores("") == evenly
-    assert machine.binding(0, 2, range(16)).gpu is None
+    assert machine.binding(0, 2, range(16)).gpu == ""
 
 
 def test_processes_stay_on_the_cores_they_were_given(machine: Machine) -> None:
     assert machine.cores(0, 4, range(5)) == {4}
     assert machine.cores(1, 4, range(5)) == {4}
-    # No core of GPUs 0 and 1's node is allowed, so ranks 0 and 1 get a share of all allowed cores.
-    assert [machine.cores(rank, 4, range(4)) for rank in range(4)] == [{0}, {1}, {0, 1}, {2, 3}]
+    # No core of GPUs 0 and 1's node is allowed, so all processes split the allowed cores.
+    assert [machine.cores(rank, 4, range(4)) for rank in range(4)] == [{0}, {1}, {2}, {3}]
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4, 10])
@@ -105,12 +105,12 @@ def test_without_gpus_the_allowed_cores_are_split(tmp_path: Path, ranks: int) ->
         assert max(map(len, shares)) - min(map(len, shares)) <= 1
 
 
-def test_numbers_that_the_firmware_does_not_know_are_not_used(machine: Machine) -> None:
-    machine.write("devices/pci0000:80/0000:80:01.0/0000:01:00.0/numa_node", "-1")
-    machine.write("devices/pci0000:80/0000:80:02.0/0000:02:00.0/numa_node", "7")  # a node without CPUs
-    for rank in (0, 1):
-        assert machine.binding(rank, 4, range(16)).numa_node is None
-        assert len(machine.cores(rank, 4, range(16))) == 4
+@pytest.mark.parametrize("node", ["-1", "7", ""])
+def test_a_gpu_whose_node_is_unknown_or_has_no_cores_is_not_counted_to_any(machine: Machine, node: str) -> None:
+    machine.write("devices/pci0000:80/0000:80:01.0/0000:01:00.0/numa_node", node)
+    assert [machine.cores(rank, 4, range(16)) for rank in range(4)] == [
+        {0, 1, 8, 9}, {2, 3, 10, 11}, {4, 5, 12, 13}, {6, 7, 14, 15}
+    ]  # fmt: skip
 
 
 def launched(folder: Path, *program: str, **variables: str) -> subprocess.CompletedProcess[str]:
