@@ -21,6 +21,7 @@ cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")"
 source launch/venv.sh
 usage run_and_time.sh "$@"
 trap 'echo interrupted >&2; exit 130' INT
+[[ -e /proc/$$/fd/1 ]] || exec >/dev/null # torchrun needs a standard output
 
 extras=()
 ! command -v nvidia-smi >/dev/null || extras=(dali) # with a GPU, DALI loads the data

@@ -12,6 +12,7 @@ import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial, wraps
+from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 from console.text import annotation, did_you_mean, json_document, visible
@@ -53,7 +54,13 @@ def reason(error: object) -> str:
 
 
 def accept_any_text() -> None:
-    """Let the standard streams escape characters that their encoding lacks, and escape warnings and log messages."""
+    """Let the standard streams escape characters that their encoding lacks, and escape warnings and log messages.
+
+    A standard stream that the caller has closed loses what is written to it.
+    """
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, Path(os.devnull).open("w"))  # noqa: SIM115, open to the end
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")

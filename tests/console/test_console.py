@@ -172,6 +172,15 @@ def test_a_reader_that_has_seen_enough_is_no_error(program: list[str], small_run
     assert process.returncode == 1
 
 
+@pytest.mark.parametrize(
+    ("closed", "words", "status"), [(">&-", "check results/cpu_2cores", 0), ("2>&-", "check none", 2)]
+)
+def test_a_stream_that_the_caller_has_closed_loses_what_is_written(closed: str, words: str, status: int) -> None:
+    command = f'"$0" -m compliance {words} {closed}'
+    done = subprocess.run(["bash", "-c", command, sys.executable], cwd=REPOSITORY, capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (status, "", "")
+
+
 def test_output_that_is_lost_is_noted_once_and_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     notes: list[str] = []
     with Path("/dev/full").open("w") as output, Path("/dev/full").open("w") as errors:

@@ -31,7 +31,7 @@ def test_settings_are_changed_by_name() -> None:
         ("tiny_cpu --training.seed abc", "--training.seed is 'abc', expected a whole number or None"),
         ("tiny_cpu --optimizer.epsilon tiny", "--optimizer.epsilon is 'tiny', expected a number"),
         ("tiny_cpu --no-such-setting 1", "no-such-setting"),
-        ("tiny_cpu --seed 1", "--seed; did you mean training.seed?"),
+        ("tiny_cpu --seed 1", "--seed; did you mean --training.seed?"),
         ("tiny_cpu --model.hidden-size 130", "multiple of model.num_attention_heads"),
         ("tiny_cpu --model.hidden-dropout 1", "model.hidden_dropout"),
         ("tiny_cpu --model.vocab-size 70000", "model.vocab_size is 70000, expected at most 65535"),

@@ -1,7 +1,6 @@
 """The complete examination of fake machines and of this machine for a run."""
 
 import json
-import os
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -9,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from bert.launch.layout import default_layout
+from bert.train import parse
 from compliance.doctor.diagnosis import Diagnosis
 from compliance.doctor.examination import examine, print_diagnoses
 from compliance.doctor.host import ExaminedHost
@@ -97,8 +98,9 @@ def test_the_recipes_of_this_repository_can_be_asked_for(tmp_path: Path) -> None
     plan = lay_out(IntendedRun("dgxa100_8x8"), ExaminedHost(), 0)
     settings = [plan.settings[name] for name in ("training.global_batch_size", "log.division")]
     assert settings == ["3072", "closed"]
-    cpus = len(os.sched_getaffinity(0))
-    assert lay_out(IntendedRun("tiny_cpu"), ExaminedHost(environment={}), 0).ranks == min(2, cpus)
+    for recipe in ("tiny_cpu", "own_text_cpu"):
+        ranks = default_layout(parse([recipe])).processes
+        assert lay_out(IntendedRun(recipe), ExaminedHost(environment={}), 0).ranks == ranks
     for intended, words in (
         (IntendedRun("nope"), r"--recipe nope: unknown recipe 'nope': expected one of tiny_cpu, .*dgxa100_128x8"),
         (IntendedRun(nodes=0), "--nodes is 0"),
