@@ -27,6 +27,6 @@ extras=()
 ! command -v nvidia-smi >/dev/null || extras=(dali) # with a GPU, DALI loads the data
 prepare_venv "${extras[@]}"
 # Hold signals back until Python handles them. Older versions of env cannot.
-hold=(env --block-signal=INT,TERM,HUP)
+hold=(env --block-signal=INT --block-signal=TERM --block-signal=HUP)
 "${hold[@]}" true 2>/dev/null || hold=()
 exec "${hold[@]}" .venv/bin/python -m bert.launch "$@"

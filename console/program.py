@@ -2,7 +2,7 @@
 
 import argparse
 import contextlib
-import inspect
+import dataclasses
 import io
 import itertools
 import logging
@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial, wraps
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Annotated, Any, NoReturn, TypeVar, get_args, get_origin, get_type_hints
 
 from console.text import annotation, did_you_mean, json_document, visible
 from console.version import version_line
@@ -140,9 +140,14 @@ def unknown_option(function: Callable[..., Any], words: Sequence[str]) -> str:
 
     tyro would first complain about required arguments that are missing.
     """
-    parameters = inspect.signature(function).parameters.values()
-    names = [each.name.replace("_", "-") for each in parameters if "Positional" not in str(each.annotation)]
-    known = ["--help", *(f"--{name}" for name in names)]
+    names: list[str] = []
+    for name, hint in get_type_hints(function, include_extras=True).items():
+        kind = get_args(hint)[0] if get_origin(hint) is Annotated else hint
+        if dataclasses.is_dataclass(kind):  # its fields are options
+            names += [field.name for field in dataclasses.fields(kind)]
+        elif name != "return" and "Positional" not in str(hint):
+            names.append(name)
+    known = ["--help", *(f"--{name.replace('_', '-')}" for name in names)]
     for word in itertools.takewhile(lambda word: word != "--", words):
         option = word.partition("=")[0].replace("_", "-")
         # Values may begin with one dash. tyro adds --no-... to flags.

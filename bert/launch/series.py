@@ -17,8 +17,8 @@ from bert.launch.layout import Layout
 from bert.launch.supervision import Supervisor, announce, await_orphans, say_at_once
 from bert.parallel.environment import CLAIM
 from bert.parallel.master_port import free_port, require_free_port
+from bert.train import refused
 from compliance.log.reader import read_log
-from console.program import complain
 
 _CACHES = Path("/proc/sys/vm/drop_caches")
 
@@ -70,16 +70,16 @@ class Series:
                 )
                 ended = self._train_once(claim, supervisor)
                 if claim.exists():
-                    results.append(log_of(claim))
+                    results.append(Path(os.fsdecode(claim.read_bytes().removesuffix(b"\n"))))
                 elif not ended and not self.nodes.rank:  # torchrun's status is 0 if a signal has ended all ranks
-                    complain(f"run {number} has left no log")
+                    say_at_once(f"error: run {number} has left no log")
                     ended = 1
                 status = ended or status
                 if supervisor.status:
                     break
                 if ended > 128:
-                    reason = f"signal {ended - 128} has ended run {number}: no further runs are started"
-                    complain(reason, "warning")
+                    cause = f"signal {ended - 128} has ended run {number}"
+                    say_at_once(f"warning: {cause}: no further runs are started")
                     break
         if results:  # on the first node
             status = judge(results, supervisor) or status
@@ -88,7 +88,10 @@ class Series:
     def _check(self, claim: Path, supervisor: Supervisor) -> int:
         """Check this node and the run's inputs, so that a fault is reported once, and before any process joins others."""
         if self.nodes.count > 1 and self.nodes.rank == 0:
-            require_free_port(self.nodes.port)
+            try:
+                require_free_port(self.nodes.port)
+            except ValueError as error:
+                return refused(error)
         places = {"WORLD_SIZE": str(self.world_size), "LOCAL_WORLD_SIZE": str(self.layout.processes)}
         command = [sys.executable, "-m", "bert.train", *self.arguments, "--dry-run"]
         return supervisor.run(command, os.environ | places | {CLAIM: str(claim)}, quiet=True)
@@ -100,17 +103,18 @@ class Series:
         variables |= {CLAIM: str(claim), "OMP_NUM_THREADS": str(self.layout.threads)}
 
         def stop(process: int, number: int, earlier: int) -> None:
-            # torchrun gets no signal, because it would kill the ranks. They end in order.
-            ranks = [] if self.world_size == 1 else _children(process)
+            ranks = [process] if self.world_size == 1 else _children(process)
+            graceful = signal.SIGINT if number == signal.SIGINT else signal.SIGTERM
             if claim.exists() or self.nodes.rank:  # other nodes do not know whether there is a log
                 say_at_once("ending now" if earlier else "stopping after this step; again to end now")
-                graceful = signal.SIGINT if number == signal.SIGINT else signal.SIGTERM
+                # torchrun gets no signal, because it would kill the ranks. They end in order.
                 _send(graceful if earlier < 2 else signal.SIGKILL, ranks or [process])
-            else:
-                if not earlier:
-                    say_at_once("interrupted")
+                return
+            if not earlier:
+                say_at_once("interrupted")
+            if self.world_size > 1:
                 _send(signal.SIGKILL, [process])
-                _send(signal.SIGTERM, ranks)
+            _send(signal.SIGKILL if earlier else signal.SIGTERM, ranks)
 
         status = supervisor.run([*self._launcher(claim.parent), *self.arguments, *cleared], variables, stop=stop)
         if status > 128:
@@ -151,11 +155,6 @@ def judge(results: Sequence[Path], supervisor: Supervisor) -> int:
         if supervisor.signals:
             break
     return status
-
-
-def log_of(claim: Path) -> Path:
-    """Return the path of the log that a run has written to its claim."""
-    return Path(os.fsdecode(claim.read_bytes().removesuffix(b"\n")))
 
 
 def _clear_caches() -> bool:

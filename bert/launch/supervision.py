@@ -10,7 +10,7 @@ from contextlib import suppress
 from types import FrameType
 
 from console.interruption import reader_has_gone
-from console.program import complain, say
+from console.program import say
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _SET_PDEATHSIG, _SET_CHILD_SUBREAPER = 1, 36
@@ -99,12 +99,12 @@ def await_orphans() -> None:
         while time.monotonic() < deadline:
             if os.waitpid(-1, os.WNOHANG) == (0, 0):
                 time.sleep(0.1)
-        complain("processes of this run are still there after a minute: end them before the next run", "warning")
+        say_at_once("warning: processes of this run are still there after a minute: end them before the next run")
 
 
 def say_at_once(line: str) -> None:
-    """Print a line on standard error, in a signal handler. A buffered stream could be in the middle of a write."""
-    with suppress(OSError):  # after SIGHUP there is no terminal
+    """Print a line on standard error, also in a signal handler, in which a buffered stream may be in use already."""
+    with suppress(OSError):  # nobody may read it any more, for example after SIGHUP
         os.write(2, f"{line}\n".encode())
 
 

@@ -50,7 +50,7 @@ def test_what_other_packages_require_is_missed_before_the_data_are_made(
 def test_a_wrong_setting_is_found_before_the_data_are_made(context: Context) -> None:
     wrong = replace(context, settings=["--training.presision", "fp8"])
     with pytest.raises(
-        ValueError, match=r"there is no setting --training.presision; did you mean training.precision\?"
+        ValueError, match=r"there is no setting --training.presision; did you mean --training.precision\?"
     ):
         end_to_end.end_to_end(wrong)
 

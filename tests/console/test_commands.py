@@ -1,13 +1,21 @@
 """Programs with several commands: error messages for a wrong command line."""
 
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 import pytest
+import tyro
 
 from console.commands import Commands
 from console.files import require_writable
 
 app = Commands()
+
+
+@dataclass(frozen=True)
+class Text:
+    max_length: int = 8
 
 
 @app.command(name="plan")
@@ -16,7 +24,7 @@ def _plan(out: Path = Path("plan.json"), gpus: int | None = None) -> None:
 
 
 @app.command
-def show() -> None:
+def show(folder: Path, text: Annotated[Text, tyro.conf.arg(name="")]) -> None:
     """Show something."""
 
 
@@ -29,6 +37,14 @@ def show() -> None:
         ("plan --outt x", "plan has no option --outt; did you mean --out?"),
         ("plan --gpus many", "--gpus is 'many', expected a whole number or None"),
         ("plan more", "unexpected argument more"),
+        ("plan more --outt x", "plan has no option --outt; did you mean --out?"),
+        ("--hlep", "there is no option --hlep, expected one of --help, --version; did you mean --help?"),
+        ("plan --hlep", "plan has no option --hlep; did you mean --help?"),
+        # Without --folder, which is required, tyro would complain about it alone.
+        ("show --hlep", "show has no option --hlep; did you mean --help?"),
+        ("show --max_lenght=3", "show has no option --max-lenght; did you mean --max-length?"),
+        ("show --folder x --max-length many", "--max-length is 'many', expected a whole number"),
+        ("show --folder x -- --max-lenght 3", "unexpected argument --max-lenght"),
     ],
 )
 def test_a_wrong_command_line_says_what_may_have_been_meant(

@@ -2,43 +2,19 @@
 
 import os
 import re
-import shlex
-import subprocess
-import sys
 from collections.abc import Collection
 from pathlib import Path
 
 import pytest
 
 from bert.launch.binding import Binding, binding, main
-from tests.programs import PATIENCE_S, REPOSITORY, write_script
+from tests.bert.launch.started import Started
+from tests.sysfs import Machine
 
 
-class Machine:
-    """A folder like /sys that describes NUMA nodes, cores and PCI devices."""
-
-    def __init__(self, folder: Path) -> None:
-        self.sys = folder / "sys"
-        (self.sys / "bus/pci/devices").mkdir(parents=True)
-
-    def write(self, path: str, text: str) -> None:
-        (self.sys / path).parent.mkdir(parents=True, exist_ok=True)
-        (self.sys / path).write_text(text + "\n")
-
-    def pci(self, path: str, vendor: str, kind: str, numa: int) -> None:
-        """Add a PCI device at ``path``, which begins with the host bridge and ends with the device's address."""
-        for name, text in (("vendor", vendor), ("class", kind), ("numa_node", str(numa))):
-            self.write(f"devices/{path}/{name}", text)
-        (self.sys / "bus/pci/devices" / Path(path).name).symlink_to(self.sys / "devices" / path)
-
-    def gpu(self, path: str, numa: int) -> None:
-        self.pci(path, "0x10de", "0x030200", numa)
-
-    def binding(self, rank: int, ranks: int, allowed: Collection[int], visible: str = "") -> Binding:
-        return binding(rank, ranks, allowed, self.sys, visible)
-
-    def cores(self, rank: int, ranks: int, allowed: Collection[int], visible: str = "") -> set[int]:
-        return set(self.binding(rank, ranks, allowed, visible).cpus)
+def cpus(machine: Machine, ranks: int, allowed: Collection[int], visible: str = "") -> list[set[int]]:
+    """Return the CPUs of each process."""
+    return [set(binding(rank, ranks, allowed, machine.sys, visible).cpus) for rank in range(ranks)]
 
 
 @pytest.fixture
@@ -61,44 +37,41 @@ def machine(tmp_path: Path) -> Machine:
 
 
 def test_processes_get_the_cores_of_their_gpus_node(machine: Machine) -> None:
-    cores = [machine.cores(rank, 4, range(16)) for rank in range(4)]
-    assert cores == [{4, 5, 12, 13}, {6, 7, 14, 15}, {0, 1, 8, 9}, {2, 3, 10, 11}]
-    assert machine.binding(0, 4, range(16)) == Binding(frozenset(cores[0]), 2, "0000:01:00.0")
+    assert cpus(machine, 4, range(16)) == [{4, 5, 12, 13}, {6, 7, 14, 15}, {0, 1, 8, 9}, {2, 3, 10, 11}]
+    assert binding(0, 4, range(16), machine.sys) == Binding(frozenset({4, 5, 12, 13}), 2, "0000:01:00.0")
 
 
 def test_gpus_that_sit_unevenly_share_their_own_nodes_cores(machine: Machine) -> None:
     machine.gpu("pci0000:80/0000:80:03.0/0000:04:01.0", numa=1)
-    cores = [machine.cores(rank, 5, range(16)) for rank in range(5)]
-    assert cores == [{4, 12}, {5, 13}, {6, 7, 14, 15}, {0, 1, 8, 9}, {2, 3, 10, 11}]
+    assert cpus(machine, 5, range(16)) == [{4, 12}, {5, 13}, {6, 7, 14, 15}, {0, 1, 8, 9}, {2, 3, 10, 11}]
 
 
 def test_visible_gpus_decide(machine: Machine) -> None:
-    def cores(visible: str) -> list[set[int]]:
-        return [machine.cores(rank, 2, range(16), visible) for rank in range(2)]
+    def seeing(visible: str) -> list[set[int]]:
+        return cpus(machine, 2, range(16), visible)
 
     first, second = {0, 1, 2, 3, 8, 9, 10, 11}, {4, 5, 6, 7, 12, 13, 14, 15}
-    assert cores("3,0") == [first, second]
-    assert cores("0,1") == [{4, 5, 12, 13}, {6, 7, 14, 15}]
+    assert seeing("3,0") == [first, second]
+    assert seeing("0,1") == [{4, 5, 12, 13}, {6, 7, 14, 15}]
     evenly = [first, second]  # the GPUs' nodes are not considered
-    assert cores("GPU-8f2b3c,GPU-1d2e3f") == cores("0,") == cores("7,8") == evenly
+    assert seeing("GPU-8f2b3c,GPU-1d2e3f") == seeing("0,") == seeing("7,8") == evenly
     # If GPUs differ, CUDA numbers them by speed and not by address.
     machine.write("devices/pci0000:80/0000:80:01.0/0000:01:00.0/device", "0x1fb0")
     machine.write("devices/pci0000:80/0000:80:02.0/0000:02:00.0/device", "0x2330")
-    assert cores("") == evenly
-    assert machine.binding(0, 2, range(16)).gpu == ""
+    assert seeing("") == evenly
+    assert binding(0, 2, range(16), machine.sys).gpu == ""
 
 
 def test_processes_stay_on_the_cores_they_were_given(machine: Machine) -> None:
-    assert machine.cores(0, 4, range(5)) == {4}
-    assert machine.cores(1, 4, range(5)) == {4}
+    assert cpus(machine, 4, range(5))[:2] == [{4}, {4}]
     # No core of GPUs 0 and 1's node is allowed, so all processes split the allowed cores.
-    assert [machine.cores(rank, 4, range(4)) for rank in range(4)] == [{0}, {1}, {2}, {3}]
+    assert cpus(machine, 4, range(4)) == [{0}, {1}, {2}, {3}]
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4, 10])
 def test_without_gpus_the_allowed_cores_are_split(tmp_path: Path, ranks: int) -> None:
     machine = Machine(tmp_path)
-    shares = [machine.cores(rank, ranks, [*range(2, 10), 12]) for rank in range(ranks)]
+    shares = cpus(machine, ranks, [*range(2, 10), 12])
     assert set.union(*shares) == {*range(2, 10), 12}
     if ranks <= 9:
         assert sum(map(len, shares)) == 9
@@ -108,24 +81,13 @@ def test_without_gpus_the_allowed_cores_are_split(tmp_path: Path, ranks: int) ->
 @pytest.mark.parametrize("node", ["-1", "7", ""])
 def test_a_gpu_whose_node_is_unknown_or_has_no_cores_is_not_counted_to_any(machine: Machine, node: str) -> None:
     machine.write("devices/pci0000:80/0000:80:01.0/0000:01:00.0/numa_node", node)
-    assert [machine.cores(rank, 4, range(16)) for rank in range(4)] == [
+    assert cpus(machine, 4, range(16)) == [
         {0, 1, 8, 9}, {2, 3, 10, 11}, {4, 5, 12, 13}, {6, 7, 14, 15}
     ]  # fmt: skip
 
 
-def launched(folder: Path, *program: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    """Run a program of `bert.launch` with a ``python`` that shows its cores in place of `bert.train`."""
-    (folder / "pyvenv.cfg").symlink_to(Path(sys.prefix, "pyvenv.cfg"))
-    (folder / "lib").symlink_to(Path(sys.prefix, "lib"))
-    (folder / "bin").mkdir()
-    shows = 'grep Cpus_allowed_list /proc/self/status; echo "$OMP_NUM_THREADS" "${@:3}"; exit 7'
-    start = f'exec -a "$0" {shlex.quote(sys.executable)} "$@"'
-    write_script(folder / "bin/python", f'#!/bin/bash\n[[ "$2" == bert.train ]] && {{ {shows}; }}\n{start}\n')
-    kept = {name: value for name, value in os.environ.items() if not re.match("RANK|WORLD|LOCAL_|OMP_|SLURM_", name)}
-    command = [folder / "bin/python", "-m", *program]
-    return subprocess.run(
-        command, cwd=REPOSITORY, env=kept | variables, capture_output=True, text=True, timeout=PATIENCE_S
-    )
+SHOWS = 'grep Cpus_allowed_list /proc/self/status; echo "$OMP_NUM_THREADS" "${@:3}"; exit 7'
+"""Program in place of `bert.train` that shows its cores and its arguments."""
 
 
 TORCHRUN = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
@@ -135,7 +97,6 @@ SRUN = {"SLURM_STEP_ID": "0", "SLURM_PROCID": "1", "SLURM_LOCALID": "1", "SLURM_
         "SLURM_STEP_NUM_NODES": "1", "MASTER_ADDR": "h0"}  # fmt: skip
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("program", "variables"),
     [
@@ -148,7 +109,7 @@ def test_a_rank_of_another_launcher_is_bound_and_becomes_the_training(
     tmp_path: Path, program: str, variables: dict[str, str]
 ) -> None:
     cores = sorted(os.sched_getaffinity(0))
-    done = launched(tmp_path, *program.split(), **variables)
+    done = Started(tmp_path, program, train=SHOWS, **variables).end()
     shown = re.fullmatch(r"Cpus_allowed_list:\t(.*)\n(\d+) tiny_cpu --log.run 3\n", done.stdout)
     assert shown, done.stdout + done.stderr
     assert done.returncode == 7
@@ -157,12 +118,11 @@ def test_a_rank_of_another_launcher_is_bound_and_becomes_the_training(
     assert 1 <= int(shown[2]) <= len(cores)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "changes", [{"BIND": "off"}, {"LOCAL_WORLD_SIZE": "0"}, {"LOCAL_RANK": "2"}, {"LOCAL_RANK": "-1"}]
 )
 def test_without_a_place_a_rank_runs_as_it_is(tmp_path: Path, changes: dict[str, str]) -> None:
-    done = launched(tmp_path, "bert.launch.binding", "--log.run", "3", **TORCHRUN | changes)
+    done = Started(tmp_path, "bert.launch.binding --log.run 3", train=SHOWS, **TORCHRUN | changes).end()
     assert done.stdout == f"Cpus_allowed_list:\t{listed(sorted(os.sched_getaffinity(0)))}\n --log.run 3\n", done.stderr
 
 

@@ -14,7 +14,7 @@ from cluster.probe.command import gather_facts
 from cluster.probe.computing import busy_machines, processor_seconds
 from cluster.probe.machine import Facts, nearest_card, network_cards, slurm_switches, switches_of
 from cluster.view import Host
-from tests.e2e.test_launchers import Machine
+from tests.sysfs import Machine
 
 
 @pytest.fixture
