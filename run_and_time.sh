@@ -20,7 +20,11 @@ set -euo pipefail
 cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")"
 source launch/venv.sh
 usage run_and_time.sh "$@"
-trap 'echo interrupted >&2; exit 130' INT
+# shellcheck disable=SC2329  # traps call it
+stop() { echo interrupted >&2 && exit "$1"; }
+trap 'stop 130' INT
+trap 'stop 143' TERM
+trap 'stop 129' HUP
 [[ -e /proc/$$/fd/1 ]] || exec >/dev/null # torchrun needs a standard output
 
 extras=()

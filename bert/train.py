@@ -165,16 +165,14 @@ def run_command(function: Callable[..., None], module: str) -> int:
     end_in_order()
     accept_any_text()
     answer_version(sys.argv[1:])
+    call = None
     try:
         # Call the function only after ``parsed`` has returned, because ``parsed`` captures stderr for tyro's messages.
         call = parsed(partial(tyro.cli, bound(function), prog=f"python -m {module}"))
-    except ValueError as error:
-        wrong = unknown_option(function, sys.argv[1:])
-        return refused(ValueError(f"there is {wrong}") if wrong else error)
-    try:
         call()
     except (ValueError, OSError) as error:
-        return refused(error)
+        wrong = "" if call else unknown_option(function, sys.argv[1:])
+        return refused(ValueError(f"there is {wrong}") if wrong else error)
     return 0
 
 
