@@ -23,6 +23,10 @@ esac
 _OUTSIDE = re.compile("(RANK|WORLD_|LOCAL_|OMP_|OMPI_|SLURM_|MASTER_|NNODES|NODE_RANK|NPROC|PET_|MLPERF_BERT_)")
 
 
+RUNNING: list[subprocess.Popen[str]] = []
+"""Launchers of this test, which are killed at its end (``conftest.py``)."""
+
+
 class Started:
     """A started program of `bert.launch`. ``train`` and the following are scripts in place of its programs.
 
@@ -58,6 +62,7 @@ class Started:
             start_new_session=True,
             preexec_fn=set_signals,
         )
+        RUNNING.append(self.process)
 
     def end(self) -> subprocess.CompletedProcess[str]:
         """Wait for the end, and return the status and the output."""

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.bert.launch.started import Started
-from tests.programs import REPOSITORY, wait_for
+from tests.programs import PATIENCE_S, REPOSITORY, wait_for
 
 SETTINGS = "--data.train a --data.evaluation b"
 TWO_NODES = {"NNODES": "2", "MASTER_ADDR": "h0", "MASTER_PORT": "29999"}
@@ -182,6 +182,28 @@ def test_a_signal_is_answered_at_once_and_passed_on(
     assert called.count("bert.train") == (2 if "compliance" in scripts else "train" in scripts)
     assert ("compliance" in called) == (said.startswith("stopping") or "compliance" in scripts)
     assert not list((tmp_path / "tmp").iterdir())
+
+
+def test_torchrun_is_killed_before_there_is_a_log_and_its_ranks_are_not(tmp_path: Path) -> None:
+    rank = f"trap 'touch {tmp_path}/ended; exit' TERM; touch {tmp_path}/waiting; while :; do sleep 0.02; done"
+    torchrun = f"trap 'echo got TERM >&2; exit' TERM; ({rank}) & wait"
+    started = start(tmp_path, "tiny_cpu", torchrun, NPROC="2")
+    wait_for((tmp_path / "waiting").exists, started.process)
+    started.process.terminate()
+    done = started.end()
+    assert (done.returncode, done.stderr) == (143, "interrupted\n")
+    assert (tmp_path / "ended").exists()
+
+
+def test_output_that_nobody_reads_ends_nothing(tmp_path: Path, log: Path) -> None:
+    go = tmp_path / "go"
+    wait = f"while [[ ! -e {go} ]]; do sleep 0.02; done"
+    started = start(tmp_path, "tiny_cpu", logs(log), check=wait, compliance="echo checked")
+    assert started.process.stdout
+    started.process.stdout.close()
+    go.touch()
+    assert started.process.wait(PATIENCE_S) == 0
+    assert modules(started.calls).count("compliance") == 4
 
 
 def test_the_third_signal_kills(tmp_path: Path, log: Path) -> None:

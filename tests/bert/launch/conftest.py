@@ -1,0 +1,16 @@
+"""Launchers do not outlive the tests that start them."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.bert.launch.started import RUNNING
+
+
+@pytest.fixture(autouse=True)
+def nothing_stays_behind() -> Iterator[None]:
+    yield
+    for process in RUNNING:
+        process.kill()  # its programs then get SIGTERM
+        process.wait()
+    RUNNING.clear()
