@@ -167,7 +167,7 @@ def parsed(parse: Callable[[], Result]) -> Result:
         with contextlib.redirect_stderr(complaint):
             return parse()
     except SystemExit as stop:
-        if not stop.code:
+        if stop.code != 2:  # the answer to --help, or a signal
             sys.stdout.flush()  # raises BrokenPipeError here, where it is caught, if the reader has ended
             raise
         raise ValueError(_unframed(complaint.getvalue())) from None

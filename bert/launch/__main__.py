@@ -87,6 +87,7 @@ def read_nodes(*, starts: bool) -> Nodes:
 def main(words: Sequence[str]) -> int:
     supervisor = Supervisor()
     try:
+        supervisor.receive_signals()
         accept_any_text()
         answer_version(words)
         order = read_order(words)

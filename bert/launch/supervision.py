@@ -40,7 +40,10 @@ class Supervisor:
         for number in _SIGNALS:
             if signal.getsignal(number) is not signal.SIG_IGN:  # nohup ignores SIGHUP
                 signal.signal(number, self._handle)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)  # run_and_time.sh blocks them while Python starts
+
+    def receive_signals(self) -> None:
+        """Let signals through that run_and_time.sh has held back while Python started."""
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
 
     def run(
         self,

@@ -18,6 +18,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from console.interruption import ignore_signals
+
 NAMES = {
     "log": "compliance checker",
     "package": "package checker",
@@ -47,6 +49,7 @@ class Worker:
         self._temporary = tempfile.TemporaryDirectory(prefix="compliance-")  # is removed at exit
         self.folder = Path(self._temporary.name)
         atexit.register(self.end)
+        atexit.register(ignore_signals)  # called before `end`
 
     def answer(self, question: str, subject: str | int, ruleset: str, timeout_s: float) -> dict[str, Any]:
         """Return the answer to a question, or {"crash": reason} if the tool died twice or timed out."""
@@ -58,11 +61,13 @@ class Worker:
             assert process.stdout
             watchdog = threading.Timer(timeout_s, _kill, [process])
             watchdog.start()
-            with suppress(BrokenPipeError):  # a dead process gives an empty answer
-                process.stdin.write(request)
-                process.stdin.flush()
-            answer = process.stdout.readline()
-            watchdog.cancel()
+            try:
+                with suppress(BrokenPipeError):  # a dead process gives an empty answer
+                    process.stdin.write(request)
+                    process.stdin.flush()
+                answer = process.stdout.readline()
+            finally:  # after a signal, too: Python waits for the thread before it ends
+                watchdog.cancel()
             # An answer without a line end means that the process died while answering.
             if answer.endswith(b"\n"):
                 return json.loads(answer)

@@ -1,5 +1,6 @@
 """Programs with several commands: error messages for a wrong command line."""
 
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -9,6 +10,7 @@ import tyro
 
 from console.commands import Commands
 from console.files import require_writable
+from console.program import parsed
 
 app = Commands()
 
@@ -63,3 +65,10 @@ def test_a_file_that_cannot_be_made_is_refused_before_the_work(tmp_path: Path) -
     for place in (tmp_path / "none" / "plan.json", tmp_path, Path("/proc/plan.json")):
         with pytest.raises(ValueError, match=str(place)):
             require_writable(place)
+
+
+def test_a_signal_while_options_are_parsed_is_no_wrong_option() -> None:
+    with pytest.raises(SystemExit, match="143"):
+        parsed(lambda: sys.exit(143))
+    with pytest.raises(ValueError, match="^$"):
+        parsed(lambda: sys.exit(2))

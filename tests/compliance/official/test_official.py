@@ -13,6 +13,7 @@ from compliance.official import process
 from compliance.official.checker import Opinion, opinion
 from compliance.official.worker import token_lines
 from tests.compliance.log_edits import Edit, in_turn, value
+from tests.programs import PATIENCE_S, python
 
 Ask = Callable[..., Opinion]
 
@@ -94,3 +95,23 @@ def test_long_records_take_no_quadratic_time(ask: Ask) -> None:
     began = time.monotonic()
     assert ask(value("seed", "x" * 900_000)).outcome == "pass"  # the unmodified checker takes minutes
     assert time.monotonic() - began < 60
+
+
+INTERRUPTED = """
+import signal, subprocess
+from compliance.official.process import Worker
+from console.interruption import end_in_order
+
+end_in_order()
+worker = Worker()
+worker.process = subprocess.Popen(["sleep", "600"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
+signal.signal(signal.SIGALRM, lambda *_: signal.raise_signal(signal.SIGTERM))
+signal.setitimer(signal.ITIMER_REAL, 0.1)
+worker.answer("log", "log.txt", "5.0.0", PATIENCE)
+"""
+"""A program that gets SIGTERM while the official checker works on an answer."""
+
+
+def test_a_signal_does_not_wait_for_an_answer() -> None:
+    done = python("-c", INTERRUPTED.replace("PATIENCE", str(2 * PATIENCE_S)))
+    assert (done.returncode, done.stdout, done.stderr) == (143, "", "")
