@@ -70,5 +70,5 @@ def test_a_file_that_cannot_be_made_is_refused_before_the_work(tmp_path: Path) -
 def test_a_signal_while_options_are_parsed_is_no_wrong_option() -> None:
     with pytest.raises(SystemExit, match="143"):
         parsed(lambda: sys.exit(143))
-    with pytest.raises(ValueError, match="^$"):
+    with pytest.raises(ValueError, match=r"^$"):
         parsed(lambda: sys.exit(2))
