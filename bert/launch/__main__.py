@@ -17,7 +17,7 @@ from bert.configuration.recipes import RECIPES
 from bert.launch.binding import become_rank
 from bert.launch.layout import has_gpus, in_range, layout_of, whole_number
 from bert.launch.series import Nodes, Series, judge
-from bert.launch.supervision import Supervisor, announce
+from bert.launch.supervision import Stopped, Supervisor, announce
 from bert.parallel.environment import is_rank
 from bert.train import parse, refused, without_option
 from console.files import lock_file
@@ -96,7 +96,7 @@ def main(words: Sequence[str]) -> int:
         if not order.part and is_rank():
             become_rank(order.arguments)
         return _start(order, supervisor)
-    except KeyboardInterrupt:
+    except Stopped:
         return supervisor.status
     except (ValueError, OSError) as error:
         return refused(error)

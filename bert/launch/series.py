@@ -14,7 +14,7 @@ import psutil
 from bert.configuration.config import Config
 from bert.launch.binding import rank_module
 from bert.launch.layout import Layout
-from bert.launch.supervision import Supervisor, announce, await_orphans, say_at_once
+from bert.launch.supervision import Stopped, Supervisor, announce, await_orphans, say_at_once
 from bert.parallel.environment import CLAIM
 from bert.parallel.master_port import free_port, require_free_port
 from bert.train import refused
@@ -58,7 +58,7 @@ class Series:
         """Train and judge. Return the exit status: that of the verdict, or else of the last run that failed."""
         results: list[Path] = []
         status = 0
-        with TemporaryDirectory(prefix="mlperf-bert-") as folder, suppress(KeyboardInterrupt):
+        with TemporaryDirectory(prefix="mlperf-bert-") as folder, suppress(Stopped):
             for number in range(1, self.runs + 1):
                 claim = Path(folder, str(number))
                 if ended := self._check(claim, supervisor):

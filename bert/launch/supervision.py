@@ -22,11 +22,19 @@ Stop = Callable[[int, int, int], None]
 """Function that ends a program. Its arguments are the process id, the signal, and the number of signals before it."""
 
 
+class Stopped(BaseException):
+    """A signal that arrived while no program was running.
+
+    After a ``KeyboardInterrupt`` in code that ``exec`` runs, as dataclasses do, Python would end this process by SIGINT,
+    even if the exception is caught.
+    """
+
+
 class Supervisor:
     """Runs programs one after another, each in its own process group, which the terminal's Ctrl-C does not reach.
 
     A signal to this process calls the running program's `Stop`, and `run` returns after the program has ended. Without a
-    running program, the signal raises ``KeyboardInterrupt``. Either way, this process says at once what happens.
+    running program, the signal raises `Stopped`. Either way, this process says at once what happens.
     """
 
     def __init__(self) -> None:
@@ -81,7 +89,7 @@ class Supervisor:
             if not self._is_unwinding:
                 self._is_unwinding = True
                 say_at_once("interrupted")
-                raise KeyboardInterrupt
+                raise Stopped
             return
         self.signals += 1
         self._stop(self._process.pid, number, self.signals - 1)

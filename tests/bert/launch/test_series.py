@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.bert.launch.started import Started
-from tests.programs import PATIENCE_S, REPOSITORY, wait_for
+from tests.programs import PATIENCE_S, REPOSITORY, python, wait_for
 
 SETTINGS = "--data.train a --data.evaluation b"
 TWO_NODES = {"NNODES": "2", "MASTER_ADDR": "h0", "MASTER_PORT": "29999"}
@@ -249,3 +249,21 @@ def test_ignored_signals_stay_ignored(tmp_path: Path, log: Path) -> None:
     (tmp_path / "go").touch()
     done = started.end()
     assert (done.returncode, done.stderr) == (0, "")
+
+
+STOPPED = """
+import signal, sys
+from bert.launch.supervision import Stopped, Supervisor
+
+supervisor = Supervisor()
+supervisor.receive_signals()
+try:
+    exec("signal.raise_signal(signal.SIGTERM)")
+except Stopped:
+    sys.exit(supervisor.status)
+"""
+
+
+def test_a_signal_inside_of_generated_code_does_not_change_the_status() -> None:
+    done = python("-c", STOPPED)
+    assert (done.returncode, done.stderr) == (143, "interrupted\n")
