@@ -25,7 +25,7 @@ stop() { echo interrupted >&2 && exit "$1"; }
 trap 'stop 130' INT
 trap 'stop 143' TERM
 trap 'stop 129' HUP
-[[ -e /proc/$$/fd/1 ]] || exec >/dev/null # torchrun needs a standard output
+[[ ! -e /proc/$$ || -e /proc/$$/fd/1 ]] || exec >/dev/null # torchrun needs a standard output
 
 extras=()
 ! command -v nvidia-smi >/dev/null || extras=(dali) # with a GPU, DALI loads the data
