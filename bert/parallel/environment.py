@@ -95,11 +95,14 @@ def _has_terminal() -> bool:
 def is_rank() -> bool:
     """Tell whether a launcher started this process as a rank of a run.
 
-    A single task of srun without MASTER_ADDR is not a rank, but starts its own processes.
+    A single task of srun without MASTER_ADDR is not a rank, but starts its own processes. So does a task with NNODES,
+    because srun often starts one launcher for each node.
     """
     names = ("RANK", "WORLD_SIZE", "OMPI_COMM_WORLD_RANK")
     if any(os.environ.get(name) for name in names):
         return True
+    if os.environ.get("NNODES"):
+        return False
     return _is_slurm_task() and (bool(os.environ.get("MASTER_ADDR")) or Launch.from_environment().world_size > 1)
 
 

@@ -107,6 +107,20 @@ def test_processes_are_started_by_torchrun_without_elastic_agents(tmp_path: Path
     assert train.endswith(f" -m bert.train tiny_cpu {SETTINGS}")
 
 
+@pytest.mark.parametrize(
+    "task",
+    [
+        # srun starts one launcher for each node, or a user starts one by hand in the shell of salloc.
+        {"SLURM_STEP_ID": "0", "SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2"},
+        {"SLURM_STEP_ID": "4294967290", "SLURM_PROCID": "0"},
+    ],
+)
+def test_a_slurm_task_with_nnodes_starts_the_processes_of_its_node(tmp_path: Path, task: dict[str, str]) -> None:
+    started = start(tmp_path, "tiny_cpu", "exit 0", **task | TWO_NODES, NODE_RANK="1", NPROC="4")
+    assert started.end().returncode == 0
+    assert "--nproc-per-node 4 --nnodes 2 --node-rank 1 --master-addr h0" in started.calls[1]
+
+
 def test_a_check_knows_all_ranks_and_that_a_run_follows(tmp_path: Path) -> None:
     shows = 'echo "$WORLD_SIZE $LOCAL_WORLD_SIZE ${MLPERF_BERT_CLAIM:+claim}" >&2'
     place = TWO_NODES | {"NODE_RANK": "1", "NPROC": "3"}
