@@ -6,6 +6,7 @@ This runs ``python -m bert.train RECIPE --dry-run``. It adds a forecast if the r
 copy of the model.
 """
 
+import signal
 import sys
 from collections.abc import Sequence
 
@@ -18,6 +19,10 @@ from console.program import say
 def main(arguments: Sequence[str]) -> int:
     if status := train([*arguments, "--dry-run"]):
         return status
+    # The trainer ignores signals once it has ended, but the forecast takes seconds.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
     config, launch = parse(arguments), Launch.from_environment()
     if config.training.device == "cuda" or config.parallel.copy_ranks > 1:
         from cluster.plan.command import forecast  # these imports take a second
