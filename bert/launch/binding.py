@@ -9,7 +9,7 @@ Linux allocates memory on the NUMA node of the process that touches it first. NC
 import os
 import re
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -50,9 +50,16 @@ def binding(rank: int, ranks: int, allowed: Collection[int], sysfs: Path, visibl
     return Binding(frozenset().union(*mine), len(mine), gpus[rank] if rank < len(gpus) else "")
 
 
-def rank_module() -> str:
-    """Return the module that torchrun starts for each rank: with GPUs this one, which binds the rank first."""
-    return "bert.launch.binding" if has_gpus() else "bert.train"
+def torchrun(options: Mapping[str, object]) -> list[str]:
+    """Return the command with which torchrun starts ranks, up to their arguments. With GPUs, each binds itself first."""
+    words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
+    module = "bert.launch.binding" if has_gpus() else "bert.train"
+    return [sys.executable, "-m", "torch.distributed.run", *words, "-m", module]
+
+
+def torchrun_environment() -> dict[str, str]:
+    """Return this process's environment without the defaults of torchrun's options, which could turn on elastic agents."""
+    return {name: value for name, value in os.environ.items() if not name.startswith("PET_")}
 
 
 def become_rank(arguments: Sequence[str]) -> NoReturn:

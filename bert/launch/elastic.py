@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from bert.launch.binding import rank_module
+from bert.launch.binding import torchrun, torchrun_environment
 from bert.launch.layout import in_range, layout_of, whole_number
 from bert.launch.supervision import announce
 from bert.parallel.master_port import require_free_port
@@ -61,13 +61,9 @@ def join(hosts: str, place: str, arguments: Sequence[str]) -> NoReturn:
         "log-dir": os.devnull,
         **({"local-addr": address} if (address := os.environ.get("ADDRESS")) else {}),
     }
-    words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
-    # Variables that begin with PET_ are defaults of torchrun's options.
-    variables = {name: value for name, value in os.environ.items() if not name.startswith("PET_")}
     # In PyTorch 2.13, hosts hang when a host joins later if the ranks share the agents' store.
-    variables |= {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "OMP_NUM_THREADS": str(layout.threads)}
-    command = [sys.executable, "-m", "torch.distributed.run", *words, "-m", rank_module(), *settings]
-    os.execve(sys.executable, command, variables)
+    shared = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "OMP_NUM_THREADS": str(layout.threads)}
+    os.execve(sys.executable, [*torchrun(options), *settings], torchrun_environment() | shared)
 
 
 def main(arguments: Sequence[str]) -> int:

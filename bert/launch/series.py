@@ -12,7 +12,7 @@ from tempfile import TemporaryDirectory
 import psutil
 
 from bert.configuration.config import Config
-from bert.launch.binding import rank_module
+from bert.launch.binding import torchrun, torchrun_environment
 from bert.launch.layout import Layout
 from bert.launch.supervision import Stopped, Supervisor, announce, await_orphans, say_at_once
 from bert.parallel.environment import CLAIM
@@ -98,9 +98,7 @@ class Series:
 
     def _train_once(self, claim: Path, supervisor: Supervisor) -> int:
         cleared = ["--log.cache-cleared"] if self.clear_caches and _clear_caches() else []
-        # Variables of this form are defaults of torchrun's options. They could turn on its elastic agents.
-        variables = {name: value for name, value in os.environ.items() if not name.startswith("PET_")}
-        variables |= {CLAIM: str(claim), "OMP_NUM_THREADS": str(self.layout.threads)}
+        variables = torchrun_environment() | {CLAIM: str(claim), "OMP_NUM_THREADS": str(self.layout.threads)}
 
         def stop(process: int, number: int, earlier: int) -> None:
             ranks = [process] if self.world_size == 1 else _children(process)
@@ -136,8 +134,7 @@ class Series:
             "master-port": free_port() if single else self.nodes.port,
             "log-dir": folder,  # otherwise torchrun leaves a folder in /tmp
         }
-        words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
-        return [sys.executable, "-m", "torch.distributed.run", *words, "-m", rank_module()]
+        return torchrun(options)
 
 
 def judge(results: Sequence[Path], supervisor: Supervisor) -> int:
