@@ -75,11 +75,12 @@ def checkpoint_accuracy(config: "Config") -> float | None:
     """
     import torch
 
-    from bert.build import divided_model
     from bert.checkpoints.initial_model import first_model
     from bert.evaluation import Evaluator
+    from bert.execution.stopwatch import Stopwatch
     from bert.guards.preflight import check_evaluation
     from bert.guards.triton import require_private_cache
+    from bert.parallel.division import divided_model
     from bert.parallel.mesh import join_mesh
     from bert.parallel.tensor.shards import tensor_parallel
 
@@ -102,7 +103,8 @@ def checkpoint_accuracy(config: "Config") -> float | None:
 
     # Use a fixed seed: weights that the checkpoint lacks must be equal on all ranks, and nothing is broadcast here.
     whole = first_model(config, mesh, seed=0)
-    model = divided_model(whole, mesh, tensor_parallel(config.model, mesh), config.parallel.virtual_stages)
+    tensor = tensor_parallel(config.model, mesh, Stopwatch())
+    model = divided_model(whole, mesh, tensor, config.parallel.virtual_stages)
     # A warm-up is not needed, because no benchmark clock runs and every batch is used only once. If the precision is fp8,
     # products are in bf16 here, because FP8 is only for training.
     evaluator = Evaluator(dataset, mesh, config.evaluation.batch_size, ignored_id)

@@ -5,6 +5,9 @@ H heads, E head size.
 
 Post-LN encoder with learned positions, tanh-form GELU, masked-LM decoder tied to the word embeddings, and next-sentence
 head on the pooled [CLS] token (Devlin et al., arXiv 1810.04805). Every weight is [out, in].
+
+``Placement`` decides how weights and hidden states are divided among ranks, and ``MatrixProducts`` decides how products with
+weights are computed. The base classes here do what PyTorch does on one rank.
 """
 
 import functools
@@ -16,12 +19,252 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from bert.configuration.sections import ModelConfig
-from bert.layers import Dense, DropoutSites, Embeddings, EncoderLayer, LayerNorm, Placement, WordTable
-from kernels import compute_dtype, cross_entropy_sum, dense_gelu, masked_lm_logits
+from bert.configuration.sections import ModelConfig, Recompute
+from bert.recomputation import recomputed
+from kernels import (
+    Dropout,
+    compute_dtype,
+    cross_entropy_sum,
+    dense_gelu,
+    dropout_add_layer_norm,
+    embedding_layer_norm,
+    masked_lm_logits,
+    masked_lm_loss,
+    varlen_attention,
+    varlen_self_attention,
+)
 
 if TYPE_CHECKING:
     from dataloading.batches.loader import Batch
+
+
+class Placement:
+    """Division of weights and hidden states among ranks. This base class is for one rank, which has all of them.
+
+    With the subclass in ``bert.parallel.tensor``, a matrix product multiplies all rows by this rank's shard of a weight,
+    and every operation between products computes only this rank's rows.
+    """
+
+    def share(self, length: int) -> int:
+        """Return the length of a rank's shard of a dimension of size ``length``."""
+        return length
+
+    def share_of_words(self, vocab_size: int) -> int:
+        """Return the number of rows of the word table that a rank has."""
+        return vocab_size
+
+    def all_rows(self, own: Tensor) -> Tensor:
+        """Gather the rows of all ranks."""
+        return own
+
+    def own_rows(self, rows: Tensor, empty: int = 0) -> Tensor:  # noqa: ARG002
+        """Return this rank's part of ``rows``; padding rows past the end are filled with ``empty``."""
+        return rows
+
+    def summed(self, product: Tensor) -> Tensor:
+        """Sum the partial products of all ranks, and return this rank's rows of the sum."""
+        return product
+
+    def words(self, input_ids_T: Tensor, word_VD: Tensor) -> tuple[Tensor, Tensor]:
+        """Return word indices, and the table that they index."""
+        return input_ids_T, word_VD
+
+    def masked_lm_loss(
+        self,
+        products: "MatrixProducts",
+        hidden_MD: Tensor,
+        word_VD: Tensor,
+        bias_V: Tensor,
+        labels_M: Tensor,
+        count_correct: bool,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return ``kernels.masked_lm_loss`` over all rows; ``hidden_MD`` has this rank's rows."""
+        return products.masked_lm_loss(hidden_MD, word_VD, bias_V, labels_M, count_correct)
+
+    def total(self, loss: Tensor) -> Tensor:
+        """Sum a loss over the ranks."""
+        return loss
+
+
+class Dense(nn.Module):
+    """Weight [out, in] and bias [out] of a dense layer."""
+
+    def __init__(self, inputs: int, outputs: int, copy_NK: Tensor | None = None) -> None:
+        """``copy_NK`` is a 16-bit copy of the weight, which the optimizer writes, and which products read."""
+        super().__init__()
+        # A checkpoint or ``initialize_`` sets the values.
+        self.weight = nn.Parameter(torch.empty(outputs, inputs))
+        self.bias = nn.Parameter(torch.zeros(outputs))
+        self.copy_NK = copy_NK
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight, self.bias)
+
+
+class MatrixProducts:
+    """Matrix products with the weights of encoder layers and with the word table, in the precision of autocast."""
+
+    def dense(self, layer: int, name: str, inputs: int, outputs: int) -> Dense:  # noqa: ARG002
+        """Create the dense layer ``name`` of an encoder layer."""
+        return Dense(inputs, outputs)
+
+    def product(self, x: Tensor, dense: Dense, bias: Tensor | None) -> Tensor:
+        """Return ``x @ weight.T + bias``. If ``bias`` is None, a later operation adds the bias."""
+        return F.linear(x, dense.weight, bias)
+
+    def feed_forward(self, x_TD: Tensor, wide: Dense, narrow: Dense) -> Tensor:
+        """Return ``gelu(x @ wide.T + bias) @ narrow.T``, [T, D], without the second bias."""
+        return F.linear(dense_gelu(x_TD, wide.weight, wide.bias), narrow.weight)
+
+    def masked_lm_loss(
+        self, hidden_MD: Tensor, word_VD: Tensor, bias_V: Tensor, labels_M: Tensor, count_correct: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return ``kernels.masked_lm_loss``, which multiplies by the word table."""
+        return masked_lm_loss(hidden_MD, word_VD, bias_V, labels_M, count_correct=count_correct)
+
+    def table_gradient(self, word_VD: Tensor) -> Tensor | None:  # noqa: ARG002
+        """Return the gradient to which the embeddings add theirs, [V, D], or None to use autograd."""
+        return None
+
+
+class Embeddings(nn.Module):
+    """Word, position and segment embeddings, and the layer norm of their sum."""
+
+    def __init__(self, config: ModelConfig, placement: Placement, products: MatrixProducts) -> None:
+        super().__init__()
+        self.config = config
+        self.placement = placement
+        self.products = products
+        # Do not use nn.Embedding, because one op reads all three tables.
+        self.word = nn.Parameter(torch.empty(placement.share_of_words(config.vocab_size), config.hidden_size))
+        self.position = nn.Parameter(torch.empty(config.max_position_embeddings, config.hidden_size))
+        self.segment = nn.Parameter(torch.empty(config.type_vocab_size, config.hidden_size))
+        self.norm = nn.LayerNorm(config.hidden_size, config.layer_norm_eps)
+
+    def forward(self, batch: "Batch", dropout_state: Tensor | None) -> Tensor:
+        """Embed a batch; return [T, D]."""
+        word_ids_T, word_VD = self.placement.words(batch.input_ids, self.word)
+        return embedding_layer_norm(
+            word_ids_T,
+            self.placement.own_rows(batch.position_ids),
+            self.placement.own_rows(batch.segment_ids),
+            word_VD,
+            self.position,
+            self.segment,
+            self.norm.weight,
+            self.norm.bias,
+            self.norm.eps,
+            self.dropout(dropout_state),
+            self.products.table_gradient(self.word),
+        )
+
+    def dropout(self, state: Tensor | None) -> Dropout | None:
+        """Return the dropout after the norm."""
+        return _dropout(self.config.hidden_dropout, state, 0)
+
+
+def _dropout(p: float, state: Tensor | None, stream: int) -> Dropout | None:
+    return None if state is None or p == 0 else Dropout(p, state, stream)
+
+
+class EncoderLayer(nn.Module):
+    """Attention and feed-forward, each followed by dropout, residual and norm."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        index: int,
+        placement: Placement,
+        products: MatrixProducts,
+        recompute: Recompute = "none",
+    ) -> None:
+        super().__init__()
+        self.config = config
+        self.index = index
+        self.placement = placement
+        self.products = products
+        self.recompute: Recompute = recompute
+        hidden, eps = config.hidden_size, config.layer_norm_eps
+        # With tensor parallelism, a rank has whole heads and some columns of the intermediate layer.
+        heads, intermediate = placement.share(hidden), placement.share(config.intermediate_size)
+        # One weight for queries, keys and values. LAMB treats it as three tensors, like the reference (``lamb_segments``).
+        self.query_key_value = products.dense(index, "query_key_value", hidden, 3 * heads)
+        self.attention_output = products.dense(index, "attention_output", heads, hidden)
+        self.attention_norm = nn.LayerNorm(hidden, eps)
+        self.intermediate = products.dense(index, "intermediate", hidden, intermediate)
+        self.output = products.dense(index, "output", intermediate, hidden)
+        self.output_norm = nn.LayerNorm(hidden, eps)
+
+    def forward(self, hidden_TD: Tensor, cu_seqlens: Tensor, max_seqlen: int, dropout_state: Tensor | None) -> Tensor:
+        """Return the layer's output for all tokens, [T, D]."""
+        if self.recompute == "none":
+            return self.compute(hidden_TD, cu_seqlens, max_seqlen, dropout_state)
+        return recomputed(self.recompute, self.compute, hidden_TD, cu_seqlens, max_seqlen, dropout_state)
+
+    def compute(self, hidden_TD: Tensor, cu_seqlens: Tensor, max_seqlen: int, dropout_state: Tensor | None) -> Tensor:
+        """Compute the result of ``forward``. With recomputation, this is called a second time in the backward pass."""
+        all_TD = self.placement.all_rows(hidden_TD)
+        # One product computes queries, keys and values in the layout that attention reads.
+        dense = self.query_key_value
+        qkv_T3HE = self.products.product(all_TD, dense, dense.bias).unflatten(-1, (3, -1, self._head_size))
+        context_THE = varlen_self_attention(qkv_T3HE, cu_seqlens, max_seqlen, self.attention_dropout(dropout_state))
+        return self._after_attention(context_THE.flatten(1), hidden_TD, dropout_state)
+
+    def forward_rows(
+        self,
+        hidden_TD: Tensor,
+        cu_seqlens: Tensor,
+        max_seqlen: int,
+        dropout_state: Tensor | None,
+        rows_Q: Tensor,
+        cu_seqlens_q: Tensor,
+    ) -> Tensor:
+        """Return the output for ``rows_Q`` only, [Q, D]. It is exact: attention still reads all tokens' keys and values."""
+        hidden_TD = self.placement.all_rows(hidden_TD)
+        weight, bias = self.query_key_value.weight, self.query_key_value.bias
+        # Rows of the fused weight are queries, keys and values of this rank's heads.
+        queries = len(weight) // 3
+        # Do not use ``products``, which would multiply by the whole fused weight. The last layer does not use FP8 anyway.
+        keys_values = F.linear(hidden_TD, weight[queries:], bias[queries:])
+        key, value = keys_values.unflatten(-1, (2, -1, self._head_size)).unbind(1)
+        chosen_QD = hidden_TD.index_select(0, rows_Q)
+        query = F.linear(chosen_QD, weight[:queries], bias[:queries]).unflatten(-1, (-1, self._head_size))
+        dropout = self.attention_dropout(dropout_state)
+        context_QHE = varlen_attention(query, key, value, cu_seqlens_q, cu_seqlens, max_seqlen, dropout)
+        return self._after_attention(context_QHE.flatten(1), self.placement.own_rows(chosen_QD), dropout_state)
+
+    # Each place of each layer has its own random stream, so that pipeline stages draw the same numbers as a single rank.
+    def attention_dropout(self, state: Tensor | None) -> Dropout | None:
+        """Return the dropout on attention probabilities."""
+        return _dropout(self.config.attention_dropout, state, 3 * self.index + 1)
+
+    def attended_dropout(self, state: Tensor | None) -> Dropout | None:
+        """Return the dropout before the norm that follows attention."""
+        return _dropout(self.config.hidden_dropout, state, 3 * self.index + 2)
+
+    def output_dropout(self, state: Tensor | None) -> Dropout | None:
+        """Return the dropout before the norm that follows the feed-forward half."""
+        return _dropout(self.config.hidden_dropout, state, 3 * self.index + 3)
+
+    @property
+    def _head_size(self) -> int:
+        return self.config.hidden_size // self.config.num_attention_heads
+
+    def _after_attention(self, context_TD: Tensor, residual_TD: Tensor, dropout_state: Tensor | None) -> Tensor:
+        # The norm adds the bias of this product, after the sum over ranks, because it must be added only once.
+        projected_TD = self.placement.summed(self.products.product(context_TD, self.attention_output, None))
+        dropout, norm = self.attended_dropout(dropout_state), self.attention_norm
+        attended_TD = _normed(projected_TD, self.attention_output.bias, residual_TD, norm, dropout)
+        all_TD = self.placement.all_rows(attended_TD)
+        narrow_TD = self.placement.summed(self.products.feed_forward(all_TD, self.intermediate, self.output))
+        dropout, norm = self.output_dropout(dropout_state), self.output_norm
+        return _normed(narrow_TD, self.output.bias, attended_TD, norm, dropout)
+
+
+def _normed(
+    product_TD: Tensor, bias_D: Tensor, residual_TD: Tensor, norm: nn.LayerNorm, dropout: Dropout | None
+) -> Tensor:
+    return dropout_add_layer_norm(product_TD, bias_D, residual_TD, norm.weight, norm.bias, norm.eps, dropout)
 
 
 @dataclass(frozen=True)
@@ -47,10 +290,6 @@ class PretrainingOutput:
         return self.masked_lm_loss / masked.clamp(min=1), self.next_sentence_loss / sequences
 
 
-MakeLayer = Callable[[ModelConfig, int, Placement], EncoderLayer]
-"""Function that builds the encoder layer with the given index."""
-
-
 class BertForPreTraining(nn.Module):
     """BERT with its two pretraining heads, or this rank's part of it."""
 
@@ -60,31 +299,33 @@ class BertForPreTraining(nn.Module):
         self,
         config: ModelConfig,
         placement: Placement | None = None,
-        make_layer: MakeLayer = EncoderLayer,
+        products: MatrixProducts | None = None,
+        make_layer: Callable[[int], EncoderLayer] | None = None,
         owns: Callable[[str], bool] = lambda _: True,
-        word_copy: Tensor | None = None,
+        absent_embeddings: nn.Module | None = None,
     ) -> None:
-        """``placement`` and ``make_layer`` decide how parts are built; ``owns`` decides by name which parts are built.
+        """``make_layer`` builds the encoder layer of an index; ``owns`` decides by name which parts this rank has.
 
-        ``word_copy`` is the word table for the heads if this rank has no embeddings.
+        ``absent_embeddings`` stands for the embeddings if this rank does not have them.
         """
         super().__init__()
         self.config = config
         self.placement = placement = placement or Placement()
+        self.products = products = products or MatrixProducts()
+        make_layer = make_layer or (lambda index: EncoderLayer(config, index, placement, products))
         hidden = config.hidden_size
         # Parts of the model on other ranks are replaced by ``Identity``, so that parameters keep their names.
-        self.embeddings: Any = nn.Identity() if word_copy is None else WordTable(word_copy)
-        if owns("embeddings"):
-            self.embeddings = Embeddings(config, placement)
+        self.embeddings: Any = (
+            Embeddings(config, placement, products) if owns("embeddings") else absent_embeddings or nn.Identity()
+        )
         self.layers = nn.ModuleList(
-            make_layer(config, index, placement) if owns(f"layers.{index}") else nn.Identity()
-            for index in range(config.num_hidden_layers)
+            make_layer(index) if owns(f"layers.{index}") else nn.Identity() for index in range(config.num_hidden_layers)
         )
         if owns("heads"):
             self.pooler = Dense(hidden, hidden)
             self.next_sentence = Dense(hidden, 2)
             self.transform = Dense(hidden, hidden)
-            self.transform_norm = LayerNorm(hidden)
+            self.transform_norm = nn.LayerNorm(hidden, config.layer_norm_eps)
             # There is no decoder weight: ``losses`` uses the word table, and autograd adds up the gradients of both uses.
             self.decoder_bias = nn.Parameter(torch.zeros(placement.share_of_words(config.vocab_size)))
         # Seed and step are on the device, so that each replay of a captured step draws different numbers.
@@ -100,12 +341,13 @@ class BertForPreTraining(nn.Module):
 
     def losses(self, cls_SD: Tensor, masked_MD: Tensor, batch: "Batch") -> PretrainingOutput:
         """Return the loss sums, given the result of ``head_inputs``."""
-        # Counting correct predictions takes another pass over the logits, which training does not need.
         loss, correct = self.placement.masked_lm_loss(
+            self.products,
             self._transformed(masked_MD),
             self.embeddings.word,
             self.decoder_bias,
             batch.masked_lm_ids,
+            # Counting correct predictions takes another pass over the logits, which training does not need.
             count_correct=not self.training,
         )
         logits_S2 = self.next_sentence_logits(cls_SD)
@@ -119,19 +361,19 @@ class BertForPreTraining(nn.Module):
 
         Only these rows of the last layer are computed.
         """
-        sites = self.next_sites()
-        hidden_TD = self.embedded(batch, sites)
+        dropout_state = self.next_dropout_state()
+        hidden_TD = self.embedded(batch, dropout_state)
         for layer in self.layers[:-1]:
-            hidden_TD = layer(hidden_TD, batch.cu_seqlens, batch.max_seqlen, sites)
-        return self.last_layer(hidden_TD, batch, sites)
+            hidden_TD = layer(hidden_TD, batch.cu_seqlens, batch.max_seqlen, dropout_state)
+        return self.last_layer(hidden_TD, batch, dropout_state)
 
-    def embedded(self, batch: "Batch", sites: DropoutSites) -> Tensor:
+    def embedded(self, batch: "Batch", dropout_state: Tensor | None) -> Tensor:
         """Return the input of the first layer, [T, D]."""
-        embedded_TD = self.embeddings(batch, sites)
+        embedded_TD = self.embeddings(batch, dropout_state)
         # The embeddings and their norm are fp32; the residual stream has autocast's dtype.
         return embedded_TD.to(compute_dtype(embedded_TD))
 
-    def last_layer(self, hidden_TD: Tensor, batch: "Batch", sites: DropoutSites) -> tuple[Tensor, Tensor]:
+    def last_layer(self, hidden_TD: Tensor, batch: "Batch", dropout_state: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return the result of ``head_inputs``, given the input of the last layer."""
         # [CLS] is the first token of every sequence.
         cls_S = batch.cu_seqlens[:-1].long()
@@ -142,19 +384,23 @@ class BertForPreTraining(nn.Module):
         cu_seqlens_q = torch.searchsorted(rows_Q, batch.cu_seqlens.long()).int()
         last = self.layers[-1]
         assert isinstance(last, EncoderLayer)
-        output_QD = last.forward_rows(hidden_TD, batch.cu_seqlens, batch.max_seqlen, sites, rows_Q, cu_seqlens_q)
+        sequences = batch.cu_seqlens, batch.max_seqlen
+        output_QD = last.forward_rows(hidden_TD, *sequences, dropout_state, rows_Q, cu_seqlens_q)
         # Restore the order of the heads: [CLS] tokens, then masked tokens.
         heads_QD = self.placement.all_rows(output_QD).index_select(0, order_Q.argsort())
         cls_SD, masked_MD = heads_QD[: len(cls_S)], heads_QD[len(cls_S) :]
         return self.placement.own_rows(cls_SD), self.placement.own_rows(masked_MD)
 
-    def next_sites(self) -> DropoutSites:
-        """Return the dropout of the next forward pass. In training, each pass has its own step of the random streams."""
+    def next_dropout_state(self) -> Tensor | None:
+        """Return seed and step of the next forward pass's dropout, int64 [2], or None outside training.
+
+        Each pass in training has its own step of the random streams.
+        """
         if not self.training:
-            return DropoutSites(self.config, None)
+            return None
         self.dropout_state[1] += 1
         # Copy the state, because the backward pass must use the step of its forward pass.
-        return DropoutSites(self.config, self.dropout_state.clone())
+        return self.dropout_state.clone()
 
     def masked_lm_logits(self, masked_MD: Tensor) -> Tensor:
         """Return an evaluation's logits [M, V], in at least fp32, given the encoder's output at the masked tokens."""
@@ -165,10 +411,7 @@ class BertForPreTraining(nn.Module):
         return self.next_sentence(torch.tanh(self.pooler(cls_SD)))
 
     def _transformed(self, masked_MD: Tensor) -> Tensor:
-        wide_MD = dense_gelu(masked_MD, self.transform.weight, self.transform.bias)
-        # The norms of ``kernels`` are fused with dropout and residual, which are not needed here.
-        norm = self.transform_norm
-        return F.layer_norm(wide_MD, norm.weight.shape, norm.weight, norm.bias, self.config.layer_norm_eps)
+        return self.transform_norm(dense_gelu(masked_MD, self.transform.weight, self.transform.bias))
 
 
 @functools.cache  # making the modules takes a fifth of a plan's time

@@ -3,15 +3,16 @@
 Shape legend: P elements of all parameters, each parameter with its padding; N is P rounded up to equal shards.
 """
 
-from collections.abc import Collection, Mapping
+import math
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from torch import Tensor, nn
 
 from bert.configuration.sections import OptimizerConfig
-from bert.layers import EncoderLayer
-from bert.model import BertForPreTraining
+from bert.model import BertForPreTraining, EncoderLayer
 from kernels import LambHyperparameters, LambSegments, LambState, WeightCast, lamb_step
 
 ALIGNMENT = 16
@@ -60,16 +61,15 @@ class FlatParameters:
         # The padding must be zero, because it counts in the norms of its segment and of the gradient.
         weights_N = next(model.parameters()).new_zeros(padded(size, shards))
         gradients_N = torch.zeros_like(weights_N) if gradients else weights_N.new_zeros(0)
-        places, start = {}, 0
-        for parameter in model.parameters():
-            places[parameter] = place = slice(start, start + parameter.numel())
+        slices = places_of([parameter.shape for parameter in model.parameters()])
+        places = dict(zip(model.parameters(), slices, strict=True))
+        for parameter, place in places.items():
             weights_N[place] = parameter.flatten()
             # Only the data moves: modules and hooks keep referring to the parameter object.
             parameter.data = weights_N[place].view_as(parameter)
             if gradients:
                 # Autograd adds to an existing gradient in place, so gradients stay in the vector.
                 parameter.grad = gradients_N[place].view_as(parameter)
-            start += padded(parameter.numel())
         names = tuple(name for name, _ in model.named_parameters())
         return cls(weights_N[:size], gradients_N[:size], segments, weights_N, gradients_N, places, names)
 
@@ -78,6 +78,13 @@ def padded(size: int, shards: int = 1) -> int:
     """Round ``size`` up to a number of elements that divides into equal and aligned shards."""
     multiple = ALIGNMENT * shards
     return -(-size // multiple) * multiple
+
+
+def places_of(shapes: Iterable[tuple[int, ...]]) -> list[slice]:
+    """Return the slice of each parameter in the flat vectors, given the parameters' shapes in their order."""
+    sizes = [math.prod(shape) for shape in shapes]
+    starts = accumulate(map(padded, sizes), initial=0)
+    return [slice(start, start + size) for start, size in zip(starts, sizes, strict=False)]
 
 
 def lamb_segments(model: BertForPreTraining, overwritten: Collection[nn.Parameter] = ()) -> LambSegments:
@@ -133,24 +140,23 @@ class Lamb:
 
     steps: Tensor
     """int64 [], number of steps taken."""
-    copies_P: Tensor | None
-    """Copy of the weights in the dtype of the products, if the optimizer makes one."""
 
     def __init__(
         self,
         flat: FlatParameters,
         config: OptimizerConfig,
-        copies: torch.dtype | None = None,
+        copies_P: Tensor | None = None,
         casts: tuple[WeightCast, ...] = (),
     ) -> None:
-        """Every step also writes copies of the weights in the dtype ``copies``, and the FP8 ``casts``."""
+        """Every step also overwrites ``copies_P``, 16-bit copies of the weights, and the FP8 ``casts``."""
         self.flat = flat
         self.casts = casts
-        self.copies_P = None if copies is None else flat.weights_P.to(copies)
+        self.copies_P = copies_P
         self.config = config
         self.state = LambState.zeros_like(flat.weights_P)
         # Count steps on the device, because only the device knows whether a step is skipped.
         self.steps = torch.zeros((), dtype=torch.int64, device=flat.weights_P.device)
+        self.refresh_copies_()
 
     @torch.no_grad()
     def step(self) -> Tensor:
@@ -173,12 +179,6 @@ class Lamb:
         )
         self.steps += norm < torch.inf  # neither infinite nor NaN: the step was taken
         return norm
-
-    def copies(self) -> dict[nn.Parameter, Tensor]:
-        """Return a view of each parameter's copy, or {} if there are no copies."""
-        if self.copies_P is None:
-            return {}
-        return {parameter: self.copies_P[place].view_as(parameter) for parameter, place in self.flat.places.items()}
 
     @torch.no_grad()
     def refresh_copies_(self) -> None:

@@ -1,11 +1,12 @@
 """Construction of a run's objects before the clock starts. Only the metadata of the data sets are read."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from functools import partial
 
 import torch
 
+from bert.captured_step import CapturedStep
 from bert.checkpoints.initial_model import first_model
 from bert.checkpoints.training_state import RunState, World, restore
 from bert.checkpoints.writer import Checkpoints
@@ -17,6 +18,7 @@ from bert.guards.interruption import Interruption
 from bert.guards.preflight import Inputs, plan_of
 from bert.log.mllog import MLLog
 from bert.loop import Run
+from bert.model import BertForPreTraining
 from bert.parallel.mesh import Mesh, agreed_text, broadcast_
 from bert.reporting.intervals import Intervals, Stragglers
 from bert.reporting.reporter import Position, Reporter, Sink, StepLines, TensorBoard
@@ -204,7 +206,7 @@ def _warmed_up_step(
     for parameter in whole.parameters():
         # All ranks start from rank 0's weights.
         broadcast_(parameter.data)
-    step = TrainingStep(whole, config, mesh, stopwatch, capturer)
+    step = _build_step(whole, config, mesh, stopwatch, capturer)
     del whole  # the warm-up needs the memory
     if mesh.world_size > 1:
         shape = f"{mesh}, " if mesh.tensor * mesh.pipeline > 1 else ""
@@ -217,27 +219,38 @@ def _warmed_up_step(
     torch.manual_seed(seed * mesh.world_size + mesh.rank)
     step.model.seed_dropout(seed * (mesh.world_size // mesh.pipeline) + mesh.dropout_stream)
     batches = synthetic_batches(config, train, mesh, shape_buckets)
-    choose = None
     if config.training.autotune and mesh.device.type == "cuda":
-        # Measure ops in the way in which the step runs them: as CUDA graph replays if the step is captured.
-        repeatable = partial(replay_of, mesh.device) if capturer is not None else autotune.run_once
-        choose = partial(_choose_implementations, mesh=mesh, log=log, repeatable=repeatable)
-    seconds = step.warm_up(batches, config.training.warmup_steps, shape_buckets, choose)
+        _choose_implementations(step, batches, log, is_captured=capturer is not None)
+    seconds = step.warm_up(batches, config.training.warmup_steps, shape_buckets)
     # Warm up the evaluator after the step, because the graphs that share a memory pool must be captured largest first.
     evaluator.warm_up(step.model, step.autocast(), capturer)
     return step, seconds
 
 
-def _choose_implementations(
-    step: Callable[[], None], mesh: Mesh, log: MLLog, repeatable: Callable[[autotune.Work], autotune.Work]
-) -> None:
+def _build_step(
+    whole: BertForPreTraining, config: Config, mesh: Mesh, stopwatch: Stopwatch, capturer: CudaCapturer | None
+) -> TrainingStep:
+    if mesh.pipeline > 1:
+        from bert.pipeline_step import PipelineStep  # PyTorch's pipelining takes a second to import
+
+        return PipelineStep(whole, config, mesh, stopwatch)
+    if capturer is not None:
+        return CapturedStep(whole, config, mesh, stopwatch, capturer)
+    return TrainingStep(whole, config, mesh, stopwatch)
+
+
+def _choose_implementations(step: TrainingStep, batches: Sequence[Batch], log: MLLog, *, is_captured: bool) -> None:
     """Choose, on all ranks, the implementations that are fastest on rank 0 for the op calls of ``step``."""
-    with autotune.observed() as requests:
-        step()
-    # Only rank 0 measures, because other ranks might find other implementations to be fastest.
-    choices = autotune.to_json(autotune.tune(requests, repeatable)) if mesh.is_main else ""
-    choices = autotune.from_json(agreed_text(choices, mesh))
-    autotune.apply(choices)
+    mesh = step.mesh
+    # Measure ops in the way in which the step runs them: as CUDA graph replays if the step is captured.
+    repeatable = partial(replay_of, mesh.device) if is_captured else autotune.run_once
+    with step.rehearsal():
+        with autotune.observed() as requests:
+            step(batches)
+        # Only rank 0 measures, because other ranks might find other implementations to be fastest.
+        choices = autotune.to_json(autotune.tune(requests, repeatable)) if mesh.is_main else ""
+        choices = autotune.from_json(agreed_text(choices, mesh))
+        autotune.apply(choices)
     for choice in choices:
         log.line(f"# kernels: {choice}")
 

@@ -15,8 +15,7 @@ from torch import Tensor, nn
 
 from benchmarks.gpu_parts.report import NotUsableError
 from bert.configuration.sections import ModelConfig
-from bert.layers import EncoderLayer, LayerNorm
-from bert.model import BertForPreTraining
+from bert.model import BertForPreTraining, EncoderLayer
 from bert.optimizer import FlatParameters
 from kernels import OPS, Dropout, LambSegments, LambState
 from kernels.reference.fp8 import E4M3, E5M2
@@ -104,7 +103,7 @@ def drawn_model(config: ModelConfig, device: torch.device) -> BertForPreTraining
     for parameter in model.parameters():
         # This standard deviation keeps activations near 1, so that errors are measured on values of ordinary size.
         parameter.normal_(0, config.hidden_size**-0.5 if parameter.ndim > 1 else 1, generator=generator)
-    for norm in (module for module in model.modules() if isinstance(module, LayerNorm)):
+    for norm in (module for module in model.modules() if isinstance(module, nn.LayerNorm)):
         # The weights of a norm are around 1 in a trained model.
         norm.weight.add_(1)
     return model

@@ -10,7 +10,7 @@ from typing import cast
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from benchmarks.gpu_parts.page import OURS
 from benchmarks.gpu_parts.report import Figure
@@ -18,8 +18,7 @@ from benchmarks.gpu_parts.scale import Context, micro_batches, samples_of
 from benchmarks.gpu_parts.step import rate, recipe
 from benchmarks.gpu_parts.timing import Ceilings, measured, release, timed_row
 from benchmarks.training.hugging_face import new_model, padded
-from bert.layers import EncoderLayer, LayerNorm
-from bert.model import BertForPreTraining
+from bert.model import BertForPreTraining, EncoderLayer
 from dataloading.batches.loader import Batch
 from kernels.reference.ops import summed_embeddings
 
@@ -134,5 +133,5 @@ def _plain_attention(query: Tensor, key: Tensor, value: Tensor, batch: Batch) ->
     return torch.cat([F.scaled_dot_product_attention(*one) for one in sequences], dim=1).transpose(0, 1)
 
 
-def _norm(x: Tensor, norm: LayerNorm, model: BertForPreTraining) -> Tensor:
+def _norm(x: Tensor, norm: nn.LayerNorm, model: BertForPreTraining) -> Tensor:
     return F.layer_norm(x, norm.weight.shape, norm.weight, norm.bias, model.config.layer_norm_eps)

@@ -16,6 +16,7 @@ from torch.profiler import ProfilerActivity, profile
 from benchmarks.gpu_parts.report import Figure, NotUsableError, first_line
 from benchmarks.gpu_parts.scale import Context, clipped_lengths, micro_batches, samples_of, training_flop
 from benchmarks.gpu_parts.timing import Ceilings, measured, timed_row
+from bert.captured_step import CapturedStep
 from bert.configuration.config import Config
 from bert.configuration.recipes import RECIPES
 from bert.configuration.sections import Precision
@@ -183,23 +184,27 @@ def training_step(
         config = replace(config, training=replace(config.training, precision="fp32"))
     model = context.scale.model if dropout else replace(context.scale.model, hidden_dropout=0.0, attention_dropout=0.0)
     config = replace(config, log=replace(config.log, division="open"), model=model)
-    return TrainingStep(context.model(model), config, context.mesh, stopwatch or Stopwatch(), context.capturer())
+    parts = context.model(model), config, context.mesh, stopwatch or Stopwatch()
+    capturer = context.capturer()
+    return TrainingStep(*parts) if capturer is None else CapturedStep(*parts, capturer)
 
 
 def prepare(context: Context, trained: TrainingStep, batches: list[Batch]) -> None:
     """Warm up a step for these batches and, on a GPU, capture it, as training does before its clock starts."""
     shape_buckets = sorted({batch.shape_bucket for batch in batches}, key=lambda size: size.tokens)
-    choose = partial(_choose_implementations, context) if context.on_gpu else None
-    trained.warm_up(batches, 1, shape_buckets, choose)
+    if context.on_gpu:
+        _choose_implementations(context, trained, batches)
+    trained.warm_up(batches, 1, shape_buckets)
 
 
-def _choose_implementations(context: Context, run: Callable[[], None]) -> None:
+def _choose_implementations(context: Context, trained: TrainingStep, batches: list[Batch]) -> None:
     """Choose the implementations that are fastest for the calls of a step, as training does."""
-    with autotune.observed() as requests:
-        run()
     repeatable = partial(replay_of, context.device) if context.captures else autotune.run_once
-    choices = autotune.tune(requests, repeatable)
-    autotune.apply(choices)
+    with trained.rehearsal():
+        with autotune.observed() as requests:
+            trained(batches)
+        choices = autotune.tune(requests, repeatable)
+        autotune.apply(choices)
     print(*choices, sep="\n", flush=True)
 
 

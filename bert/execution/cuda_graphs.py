@@ -1,20 +1,17 @@
-"""CUDA graphs, and a step's forward and backward passes, which run as CUDA graphs or operator by operator. A step is
-captured once for each shape bucket and then replayed.
+"""CUDA graphs of functions without arguments, and of functions of a batch, which are captured for each shape bucket.
 
 A replay costs the host one launch instead of thousands. It reads and writes the same memory addresses as the captured
 run, so batches are copied into static buffers, and all other tensors that a step changes must stay at their addresses.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from itertools import product
 from typing import Self
 from weakref import finalize
 
 import torch
 
-from bert.execution.stopwatch import Stopwatch
 from dataloading.batches.loader import Batch
 from dataloading.batches.plan import ShapeBucket
 
@@ -113,20 +110,6 @@ def replay_of(device: torch.device, function: Function) -> Function:
     return replay
 
 
-class Graph:
-    """A function without arguments that runs as a CUDA graph once it has been captured."""
-
-    def __init__(self, function: Function) -> None:
-        self._function, self._replay = function, function
-
-    def prepare(self, capturer: CudaCapturer) -> None:
-        """Prepare the function for capture. Do not call the graph again until ``capturer.capture`` has run."""
-        self._replay = capturer.prepare(self._function)
-
-    def __call__(self) -> None:
-        self._replay()
-
-
 class BatchGraphs:
     """A function of a batch that runs as a CUDA graph if the batch's shape bucket was captured.
 
@@ -166,54 +149,3 @@ def _copy_(static: Batch, batch: Batch) -> None:
     for name, buffer in static.tensors.items():
         # The copy is queued on the stream of the replays, so it waits for the previous replay to finish with the buffer.
         buffer.copy_(batch.tensors[name], non_blocking=True)
-
-
-@dataclass(frozen=True)
-class Role:
-    """Extra work of a micro-batch besides its forward and backward passes. Each role has its own CUDA graphs."""
-
-    gathers_weights: bool
-    """The first micro-batch of a step all-gathers the sharded optimizer's weights during its forward pass."""
-    reduces_gradients: bool
-    """The last micro-batch of a step reduces gradient buckets over the ranks while its backward pass fills them."""
-    overwrites_gradients: bool
-    """The first micro-batch of a step overwrites the previous step's weight gradients instead of adding to them."""
-
-
-class Passes:
-    """Execution of a step's passes as CUDA graphs, one for each role and shape bucket.
-
-    Batches that fit no captured shape bucket, and all batches if nothing was captured, run operator by operator.
-    """
-
-    def __init__(self, forward_backward: Callable[[Role, Batch], None], duties: Role, stopwatch: Stopwatch) -> None:
-        """``duties`` marks the kinds of extra work that any micro-batch of this run does."""
-        self.duties, self._stopwatch = duties, stopwatch
-        # This has an entry for every role, but only roles that are prepared are captured.
-        self._graphs = {
-            role: BatchGraphs(partial(forward_backward, role))
-            for role in (Role(*each) for each in product((False, True), repeat=3))
-        }
-        self.uncaptured_batches = 0
-
-    def __call__(self, micro_batches: Sequence[Batch]) -> None:
-        """Run the passes of one step's micro-batches and reduce the gradients."""
-        with self._stopwatch.time("forward_backward"):
-            for role, batch in zip(self._roles(len(micro_batches)), micro_batches, strict=True):
-                self.uncaptured_batches += not self._graphs[role](batch)
-
-    def prepare(self, micro_batches: int, batches: Sequence[Batch], capturer: CudaCapturer) -> None:
-        """Prepare graphs for the shape buckets of ``batches`` and for steps with ``micro_batches`` micro-batches."""
-        # Start with the role of the last micro-batch, which takes the most memory.
-        for role in dict.fromkeys(reversed(self._roles(micro_batches))):
-            self._graphs[role].prepare(batches, capturer)
-
-    def _roles(self, count: int) -> list[Role]:
-        return [
-            Role(
-                self.duties.gathers_weights and place == 0,
-                self.duties.reduces_gradients and place == count - 1,
-                self.duties.overwrites_gradients and place == 0,
-            )
-            for place in range(count)
-        ]

@@ -15,16 +15,16 @@ Shape legend: T tokens, N outputs and K inputs of a dense layer, D hidden, F int
 transposed tensors are padded to a multiple of 16.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from bert.configuration.sections import ModelConfig
-from bert.layers import Dense, EncoderLayer, MatrixProducts, Placement, Recomputation, compute_once
+from bert.model import Dense, MatrixProducts
 from bert.products.weight_gradients import WeightGradients
 from kernels import (
     WeightCast,
@@ -40,73 +40,78 @@ from kernels import (
 )
 from kernels.reference.fp8 import E4M3, E5M2, largest_scaled
 
-DENSES = 4
-"""Number of dense layers in an encoder layer."""
+DENSES = ("query_key_value", "attention_output", "intermediate", "output")
+"""Dense layers of an encoder layer, in the order of their sites."""
 
-# Two rounds reach all sites (``calibrate_``). The other rounds compute scales from gradients with little rounding error.
+# Two rounds reach all sites (``calibration_``). The other rounds compute scales from gradients with little rounding error.
 _CALIBRATION_ROUNDS = 4
 
 
 @dataclass(frozen=True)
 class Site:
-    """Scale, inverse scale and amax of a quantized tensor: scalar views [] of the state's vectors."""
+    """Scale, inverse scale and amax of a quantized tensor: scalar views [] of the vectors of ``Fp8Scales``."""
 
     scale: Tensor
     inverse: Tensor
     amax: Tensor
 
 
-class Fp8Dense:
-    """A dense layer's FP8 weight in both layouts, and its three sites. The buffers keep their addresses."""
+class Fp8Scales:
+    """Scales of all sites of a model, three for each dense layer: its input, its weight and its output's gradient.
 
-    def __init__(self, dense: Dense, inputs: Site, weight: Site, gradient: Site, sums: WeightGradients) -> None:
-        self.dense = dense
-        self._sums = sums
-        self.input = inputs
-        self.weight = weight
-        self.gradient = gradient
-        outputs, width = dense.weight.shape
+    Activations and gradients have a scale of 1 until ``Fp8State.calibration_``.
+    """
+
+    scale_S: Tensor
+    """fp32, factors by which tensors are multiplied before they are rounded."""
+    inverse_S: Tensor
+    """fp32, exactly 1 / scale."""
+    amax_S: Tensor
+    """fp32, largest magnitude since the last update; for a weight, its largest magnitude at the last cast."""
+    largest_S: Tensor
+    """fp32, largest magnitude that each site's format holds, with headroom."""
+
+    def __init__(self, layers: int, device: torch.device) -> None:
+        """Raises ``ValueError`` if ``device`` is a GPU without FP8 support."""
+        require_fp8(device)
+        self.layers = layers
+        largest = [largest_scaled(dtype) for dtype in (E4M3, E4M3, E5M2)]  # of input, weight, gradient
+        self.largest_S = torch.tensor(largest * len(DENSES) * layers, device=device)
+        self.scale_S = torch.ones_like(self.largest_S)
+        self.inverse_S = torch.ones_like(self.largest_S)
+        self.amax_S = torch.zeros_like(self.largest_S)
+
+    def sites(self, layer: int, dense: str) -> list[Site]:
+        """Return the sites of a dense layer: input, weight and gradient."""
+        first = 3 * (len(DENSES) * layer + DENSES.index(dense))
+        # Sites are views, so that one update serves all sites and captured graphs find each site at a fixed address.
+        vectors = self.scale_S, self.inverse_S, self.amax_S
+        return [Site(*(vector.select(0, at) for vector in vectors)) for at in range(first, first + 3)]
+
+
+class Fp8Dense(Dense):
+    """Dense layer with an FP8 weight in both layouts, and three sites. The buffers keep their addresses."""
+
+    def __init__(self, inputs: int, outputs: int, sites: Sequence[Site], gradients: WeightGradients) -> None:
+        super().__init__(inputs, outputs)
+        self._gradients = gradients
+        self.input_site, self.weight_site, self.gradient_site = sites
         # FP8 products contract over the last dimension of both operands: K in the forward pass, N in the backward pass.
-        self.weight_NK = torch.zeros(outputs, width, dtype=E4M3, device=dense.weight.device)
-        self.weight_KN = torch.zeros(width, outputs, dtype=E4M3, device=dense.weight.device)
-
-    @property
-    def first(self) -> "Fp8Dense":
-        """This layer. In ``FeedForward``, the first and the last dense layer differ."""
-        return self
-
-    last = first
-
-    @property
-    def parameters(self) -> tuple[nn.Parameter, ...]:
-        """Parameters whose gradients ``backward`` returns."""
-        return (self.dense.weight,)
+        self.weight_NK = torch.zeros(outputs, inputs, dtype=E4M3)
+        self.weight_KN = torch.zeros(inputs, outputs, dtype=E4M3)
 
     def refresh_(self) -> None:
-        weight_NK, site = self.dense.weight.detach(), self.weight
+        weight_NK, site = self.weight.detach(), self.weight_site
         cast_transpose_into_fp8(weight_NK, site.scale, site.amax, self.weight_NK, self.weight_KN)
 
     def cast_input(self, x_TK: Tensor) -> tuple[Tensor, Tensor]:
         """Quantize an input; return it as [T, K] and transposed as [K, T]."""
         # Detach the input, because the product that reads the casts returns the input's gradient itself.
-        return cast_transpose_fp8(x_TK.detach(), self.input.scale, self.input.amax, E4M3)
-
-    def forward(
-        self, input_TK: Tensor, dtype: torch.dtype, bias_N: Tensor | None = None
-    ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """Return the product [T, N], and the tensors besides the input that ``backward`` needs: none."""
-        return self.product(input_TK, dtype, bias_N), ()
-
-    def backward(
-        self, gradient_TN: Tensor, gradient_NT: Tensor, input_KT: Tensor, _kept: Sequence[Tensor], dtype: torch.dtype
-    ) -> tuple[Tensor | None, ...]:
-        """Return the gradients of the input in ``dtype`` and of ``parameters``, given the quantized output gradient."""
-        weight_gradient_NK = self.weight_gradient(gradient_NT, input_KT)
-        return self.input_gradient(gradient_TN, dtype), weight_gradient_NK
+        return cast_transpose_fp8(x_TK.detach(), self.input_site.scale, self.input_site.amax, E4M3)
 
     def product(self, input_TK: Tensor, dtype: torch.dtype, bias_N: Tensor | None = None) -> Tensor:
         """Multiply the quantized input by the weight; return [T, N]."""
-        inverses = self.input.inverse, self.weight.inverse
+        inverses = self.input_site.inverse, self.weight_site.inverse
         # Fast accumulation, in which Hopper keeps 13 bits of a sum, is accurate enough. Emulated on a trained layer, its
         # error is 0.05 to 0.23 %, and 0.04 to 0.16 % for the input's gradient. The errors from rounding to FP8 are 1.2 to
         # 3.4 % and 4.0 to 5.3 %.
@@ -114,7 +119,7 @@ class Fp8Dense:
 
     def input_gradient(self, gradient_TN: Tensor, dtype: torch.dtype) -> Tensor:
         """Return the input's gradient [T, K], given the quantized output gradient."""
-        inverses = self.gradient.inverse, self.weight.inverse
+        inverses = self.gradient_site.inverse, self.weight_site.inverse
         return scaled_matmul(gradient_TN, self.weight_KN, *inverses, dtype, use_fast_accum=True)
 
     def weight_gradient(self, gradient_NT: Tensor, input_KT: Tensor) -> Tensor | None:
@@ -125,67 +130,35 @@ class Fp8Dense:
 
         def add(sum_NK: Tensor | None, overwrite: bool) -> Tensor:
             # Fast accumulation would cause an error of 1.4 to 2.8 % here, in addition to 2.1 to 4.3 % from rounding to FP8.
-            inverses = self.gradient.inverse, self.input.inverse
+            inverses = self.gradient_site.inverse, self.input_site.inverse
             written_NK = sum_NK if overwrite else None  # PyTorch's scaled product can add only a bias
             product_NK = scaled_matmul(
                 gradient_NT, input_KT, *inverses, torch.float32, use_fast_accum=False, out_MN=written_NK
             )
             return product_NK if overwrite or sum_NK is None else sum_NK.add_(product_NK)
 
-        return self._sums.add(self.dense.weight, add)
+        return self._gradients.add(self.weight, add)
 
 
 class Fp8State:
-    """All sites and FP8 weights of a model.
+    """Scales and FP8 weights of a model.
 
     Call ``update_scales_`` before every optimizer step. After the step, call ``refresh_weights_``, unless the optimizer
-    has made the ``casts``. Also call ``refresh_weights_`` after other changes of the weights, or ``calibrate_`` if weights
+    has made the ``casts``. Also call ``refresh_weights_`` after other changes of the weights, or ``calibration_`` if weights
     or data are entirely new. This is not training state: a run computes it from its weights and a few batches.
     """
 
-    scale_S: Tensor
-    """fp32, factors by which tensors are multiplied before they are rounded."""
-    inverse_S: Tensor
-    """fp32, exactly 1 / scale."""
-    amax_S: Tensor
-    """fp32, largest magnitude since the last update; for a weight, its largest magnitude at the last cast."""
+    def __init__(self, scales: Fp8Scales, model: nn.Module, group: dist.ProcessGroup | None = None) -> None:
+        """Cast the weights of ``model``, which was built with ``Fp8Products`` on ``scales``.
 
-    def __init__(
-        self,
-        layers: int,
-        device: torch.device,
-        agree_: Callable[[Tensor], object] = lambda _: None,
-        gradients: WeightGradients | None = None,
-    ) -> None:
-        """If several ranks hold parts of a tensor, ``agree_`` must replace magnitudes by their maximum over these ranks.
-
-        ``gradients`` accumulates weight gradients. Activations and gradients have a scale of 1 until ``calibrate_``.
+        ``group`` consists of the ranks that hold parts of the same tensors, and must all call this at the same time.
         """
-        self._agree_ = agree_
-        self._sums = gradients or WeightGradients()
-        largest = [largest_scaled(dtype) for dtype in (E4M3, E4M3, E5M2)]  # of input, weight, gradient
-        self._largest_S = torch.tensor(largest * DENSES * layers, device=device)
-        self.scale_S = torch.ones_like(self._largest_S)
-        self.inverse_S = torch.ones_like(self._largest_S)
-        self.amax_S = torch.zeros_like(self._largest_S)
-        vectors = self.scale_S, self.inverse_S, self.amax_S
-        # Sites are views, so that one update serves all sites and captured graphs find each site at a fixed address.
-        self._sites = [Site(*(vector.select(0, at) for vector in vectors)) for at in range(len(self.scale_S))]
-        self.denses: list[Fp8Dense] = []
-
-    def quantized(self, *denses: Dense) -> list[Fp8Dense]:
-        """Create the FP8 weights of the next layer's dense layers, which take the next sites in this order."""
-        made = []
-        for dense in denses:
-            at = 3 * len(self.denses)
-            made.append(Fp8Dense(dense, *self._sites[at : at + 3], sums=self._sums))
-            self.denses.append(made[-1])
-        return made
-
-    def input_of(self, layer: int) -> Site | None:
-        """Return the site of a layer's input, or None if the layer does not multiply in FP8."""
-        at = 3 * DENSES * layer
-        return self._sites[at] if at < len(self._sites) else None
+        self.scale_S, self.inverse_S, self.amax_S = scales.scale_S, scales.inverse_S, scales.amax_S
+        self._largest_S, self._group = scales.largest_S, group
+        self.denses = [module for module in model.modules() if isinstance(module, Fp8Dense)]
+        # The first cast measures the magnitudes of the weights; the update computes scales from them and casts again.
+        self.refresh_weights_()
+        self.update_()
 
     def update_(self) -> None:
         """Update the scales after a step, then cast the weights that the optimizer has updated."""
@@ -199,8 +172,14 @@ class Fp8State:
         ``places`` maps each parameter to its place in the optimizer's flat vector.
         """
         return tuple(
-            WeightCast(places[fp8.dense.weight].start, fp8.weight.scale, fp8.weight.amax, fp8.weight_NK, fp8.weight_KN)
-            for fp8 in self.denses
+            WeightCast(
+                places[dense.weight].start,
+                dense.weight_site.scale,
+                dense.weight_site.amax,
+                dense.weight_NK,
+                dense.weight_KN,
+            )
+            for dense in self.denses
         )
 
     @torch.no_grad()
@@ -209,8 +188,8 @@ class Fp8State:
         for dense in self.denses:
             dense.refresh_()
 
-    def calibrate_(self, forward_backward: Callable[[], object]) -> None:
-        """Find initial scales by a few calls of ``forward_backward``, which computes a loss and its gradients.
+    def calibration_(self) -> Iterator[None]:
+        """Find initial scales in a few rounds, in each of which the caller computes a loss and its gradients.
 
         With a scale of 1, gradients of about 1e-7 vanish in E5M2. The residual stream still carries a gradient to every
         layer, so the first run yields the scales of FC2 and the attention output. The second run yields the scales of FC1
@@ -224,7 +203,7 @@ class Fp8State:
         self.refresh_weights_()
         for _ in range(_CALIBRATION_ROUNDS):
             self.update_()
-            forward_backward()
+            yield
         self.update_()
 
     @torch.no_grad()
@@ -237,37 +216,72 @@ class Fp8State:
     @torch.no_grad()
     def update_scales_(self) -> None:
         """Update scales from the largest magnitudes of the last step; the weights must be cast afterwards."""
-        # First agree with the other ranks: all parts of a tensor must have the same scale.
-        self._agree_(self.amax_S)
+        if self._group is not None:  # all parts of a tensor must have the same scale
+            dist.all_reduce(self.amax_S, dist.ReduceOp.MAX, self._group)
         self.scale_S.copy_(new_scales(self.amax_S, self.scale_S, self._largest_S))
         torch.reciprocal(self.scale_S, out=self.inverse_S)
         self.amax_S.zero_()
 
 
 class Fp8Products(MatrixProducts):
-    """FP8 products of an encoder layer. Passes without gradients use the scales but do not change the state."""
+    """FP8 products of encoder layers. Passes without gradients use the scales but do not change the state."""
 
-    def __init__(self, denses: Iterable[Fp8Dense]) -> None:
-        self._fp8 = {fp8.dense: fp8 for fp8 in denses}
+    def __init__(self, scales: Fp8Scales, gradients: WeightGradients) -> None:
+        """``gradients`` accumulates weight gradients."""
+        self.scales = scales
+        self._gradients = gradients
+
+    def dense(self, layer: int, name: str, inputs: int, outputs: int) -> Fp8Dense:
+        return Fp8Dense(inputs, outputs, self.scales.sites(layer, name), self._gradients)
 
     def product(self, x: Tensor, dense: Dense, bias: Tensor | None) -> Tensor:
-        fp8 = self._fp8[dense]
+        assert isinstance(dense, Fp8Dense)
         if torch.is_grad_enabled():
-            return apply_passes(fp8, x, *fp8.cast_input(x), bias)
+            return apply_passes(Product(dense), x, *dense.cast_input(x), bias)
         # An evaluation needs no transpose, which only the backward pass reads, and records no magnitudes.
-        quantized_TK = cast_fp8(x, fp8.input.scale, torch.zeros_like(fp8.input.amax), E4M3)
-        return fp8.product(quantized_TK, compute_dtype(x), bias)
+        quantized_TK = cast_fp8(x, dense.input_site.scale, torch.zeros_like(dense.input_site.amax), E4M3)
+        return dense.product(quantized_TK, compute_dtype(x), bias)
 
     def feed_forward(self, x_TD: Tensor, wide: Dense, narrow: Dense) -> Tensor:
-        fp8_wide, fp8_narrow = self._fp8[wide], self._fp8[narrow]
+        assert isinstance(wide, Fp8Dense)
+        assert isinstance(narrow, Fp8Dense)
         if torch.is_grad_enabled():
-            return apply_passes(FeedForward(fp8_wide, fp8_narrow), x_TD, *fp8_wide.cast_input(x_TD))
+            return apply_passes(FeedForward(wide, narrow), x_TD, *wide.cast_input(x_TD))
         # An evaluation must not change the scales of training.
-        unrecorded = torch.zeros_like(fp8_wide.input.amax)
-        quantized_TD = cast_fp8(x_TD, fp8_wide.input.scale, unrecorded, E4M3)
-        product_TF = fp8_wide.product(quantized_TD, compute_dtype(x_TD))
-        wide_TF, _ = bias_gelu_cast_fp8(product_TF, wide.bias, fp8_narrow.input.scale, unrecorded)
-        return fp8_narrow.product(wide_TF, product_TF.dtype)
+        unrecorded = torch.zeros_like(wide.input_site.amax)
+        quantized_TD = cast_fp8(x_TD, wide.input_site.scale, unrecorded, E4M3)
+        product_TF = wide.product(quantized_TD, compute_dtype(x_TD))
+        wide_TF, _ = bias_gelu_cast_fp8(product_TF, wide.bias, narrow.input_site.scale, unrecorded)
+        return narrow.product(wide_TF, product_TF.dtype)
+
+
+@dataclass(frozen=True)
+class Product:
+    """Forward and backward pass of a single product."""
+
+    first: Fp8Dense
+
+    @property
+    def last(self) -> Fp8Dense:
+        return self.first
+
+    @property
+    def parameters(self) -> tuple[nn.Parameter, ...]:
+        """Parameters whose gradients ``backward`` returns."""
+        return (self.first.weight,)
+
+    def forward(
+        self, input_TK: Tensor, dtype: torch.dtype, bias_N: Tensor | None = None
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """Return the product [T, N], and the tensors besides the input that ``backward`` needs: none."""
+        return self.first.product(input_TK, dtype, bias_N), ()
+
+    def backward(
+        self, gradient_TN: Tensor, gradient_NT: Tensor, input_KT: Tensor, _kept: Sequence[Tensor], dtype: torch.dtype
+    ) -> tuple[Tensor | None, ...]:
+        """Return the gradients of the input in ``dtype`` and of ``parameters``, given the quantized output gradient."""
+        weight_gradient_NK = self.first.weight_gradient(gradient_NT, input_KT)
+        return self.first.input_gradient(gradient_TN, dtype), weight_gradient_NK
 
 
 @dataclass(frozen=True)
@@ -279,7 +293,7 @@ class FeedForward:
 
     @property
     def parameters(self) -> tuple[nn.Parameter, ...]:
-        return self.first.dense.weight, self.first.dense.bias, self.last.dense.weight
+        return self.first.weight, self.first.bias, self.last.weight
 
     def forward(
         self, input_TD: Tensor, dtype: torch.dtype, bias_D: Tensor | None = None
@@ -289,7 +303,7 @@ class FeedForward:
         These are FC1's product, in 16 bits under autocast, and FC2's input, transposed and quantized.
         """
         product_TF = self.first.product(input_TD, dtype)
-        site, bias_F = self.last.input, self.first.dense.bias
+        site, bias_F = self.last.input_site, self.first.bias
         wide_TF, wide_FT = bias_gelu_cast_fp8(product_TF, bias_F, site.scale, site.amax)
         return self.last.product(wide_TF, dtype, bias_D), (product_TF, bias_F, wide_FT)
 
@@ -300,15 +314,15 @@ class FeedForward:
         product_TF, bias_F, wide_FT = kept
         narrow_weight_gradient_DF = self.last.weight_gradient(gradient_DT, wide_FT)
         wide_gradient_TF = self.last.input_gradient(gradient_TD, product_TF.dtype)
-        site = self.first.gradient
+        site = self.first.gradient_site
         gradient_TF, gradient_FT, bias_gradient_F = bias_gelu_backward_cast_fp8(
             wide_gradient_TF, product_TF, bias_F, site.scale, site.amax
         )
-        wide_gradients = self.first.backward(gradient_TF, gradient_FT, input_DT, (), dtype)
+        wide_gradients = Product(self.first).backward(gradient_TF, gradient_FT, input_DT, (), dtype)
         return *wide_gradients, bias_gradient_F, narrow_weight_gradient_DF
 
 
-Passes = Fp8Dense | FeedForward
+Passes = Product | FeedForward
 """Forward and backward passes of products whose input and output gradient are already quantized and transposed."""
 
 
@@ -351,28 +365,12 @@ class _Fp8Function(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, output_gradient_TN: Tensor) -> tuple[Tensor | None, ...]:
         input_KT, *kept, _ = ctx.saved_tensors
-        site = ctx.passes.last.gradient
+        site = ctx.passes.last.gradient_site
         # One pass makes the casts and sums the bias gradient, before the numbers are rounded.
         cast = cast_transpose_sum_fp8 if ctx.biased else cast_transpose_fp8
         gradient_TN, gradient_NT, *bias_gradient_N = cast(output_gradient_TN, site.scale, site.amax, E5M2)
         input_gradient_TK, *gradients = ctx.passes.backward(gradient_TN, gradient_NT, input_KT, kept, ctx.dtype)
         return input_gradient_TK, None, None, None, *(bias_gradient_N or [None]), *gradients
-
-
-class Fp8Layer(EncoderLayer):
-    def __init__(
-        self,
-        config: ModelConfig,
-        index: int,
-        placement: Placement,
-        state: Fp8State,
-        recomputation: Recomputation = compute_once,
-    ) -> None:
-        """Layers take sites from ``state`` in the order in which they are created."""
-        super().__init__(config, index, placement, recomputation=recomputation)
-        denses = self.query_key_value, self.attention_output, self.intermediate, self.output
-        self.denses = state.quantized(*denses)
-        self.products = Fp8Products(self.denses)
 
 
 def require_fp8(device: torch.device) -> None:

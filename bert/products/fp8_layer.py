@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from bert.configuration.sections import ModelConfig
-from bert.layers import DropoutSites, LayerNorm, Placement, Recomputation, compute_once
-from bert.products.fp8 import FeedForward, Fp8Dense, Fp8Layer, Fp8State, Passes, Site, apply_passes
+from bert.configuration.sections import ModelConfig, Recompute
+from bert.model import EncoderLayer, Placement
+from bert.products.fp8 import FeedForward, Fp8Dense, Fp8Products, Passes, Product, Site, apply_passes
 from kernels import (
     Dropout,
     add_norm_backward_cast_fp8,
@@ -85,13 +85,13 @@ class _ProductAttention(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient_TD: Tensor, *_: None) -> tuple[Tensor | None, ...]:
-        site = ctx.fp8.gradient
+        site = ctx.fp8.gradient_site
         qkv_T3HE, context_THE, lse_HT, kept, input_DT, _ = ctx.saved_tensors
         inputs = gradient_TD.view_as(context_THE), qkv_T3HE, ctx.cu_seqlens, context_THE, lse_HT, kept
         quantized_TN, quantized_NT, bias_gradient_N = attention_backward_cast_fp8(
             *inputs, ctx.max_seqlen, ctx.dropout, site.scale, site.amax
         )
-        gradients = ctx.fp8.backward(quantized_TN, quantized_NT, input_DT, (), ctx.dtype)
+        gradients = Product(ctx.fp8).backward(quantized_TN, quantized_NT, input_DT, (), ctx.dtype)
         input_gradient_TD, weight_gradient_ND = gradients
         return input_gradient_TD, None, None, weight_gradient_ND, bias_gradient_N, *[None] * 6
 
@@ -116,7 +116,7 @@ class _PassesNorm(torch.autograd.Function):
         *_parameters: nn.Parameter,
     ) -> tuple[Tensor | None, ...]:
         product_TD, kept = passes.forward(quantized_TD, compute_dtype(x_TD))
-        # Without a reader's scale the norm makes no casts.
+        # ``reader`` is the input of the FP8 product that reads this norm. Without one, the norm makes no casts.
         site = (None, None) if reader is None else (reader.scale, reader.amax)
         vectors = norm_weight_D, norm_bias_D, eps, dropout
         output_TD, statistics_2T, *casts = add_norm_cast_fp8(product_TD, bias_D, residual_TD, *vectors, *site)
@@ -140,7 +140,7 @@ class _PassesNorm(torch.autograd.Function):
         output_gradient_TD, *other = (gradient for gradient in gradients if gradient is not None)
         upstream = output_gradient_TD, other[0] if other else None
         of_norm = product_TD, bias_D, residual_TD, norm_weight_D, statistics_2T
-        site = ctx.passes.last.gradient
+        site = ctx.passes.last.gradient_site
         gradient_TD, gradient_DT, residual_gradient_TD, *of_vectors = add_norm_backward_cast_fp8(
             *upstream, *of_norm, ctx.dropout, site.scale, site.amax
         )
@@ -165,57 +165,58 @@ def _makes_casts(
     return attention_cast_fp8.takes(name, *forward) and attention_backward_cast_fp8.takes(name, *backward)
 
 
-class FusedLayer(Fp8Layer):
+class FusedLayer(EncoderLayer):
     """FP8 encoder layer that takes plain hidden states, or hidden states with casts from the previous layer.
 
-    The last fused layer returns a plain tensor.
+    The last fused layer returns a plain tensor. Without recomputation, each layer passes casts to the next one. With
+    recomputation, only the tensors between layers are kept, so passing casts along would double the memory.
     """
+
+    query_key_value: Fp8Dense
+    attention_output: Fp8Dense
+    intermediate: Fp8Dense
+    output: Fp8Dense
 
     def __init__(
         self,
         config: ModelConfig,
         index: int,
         placement: Placement,
-        state: Fp8State,
-        recomputation: Recomputation = compute_once,
-        casts_between_layers: bool = True,
+        products: Fp8Products,
+        recompute: Recompute = "none",
     ) -> None:
-        """Without ``casts_between_layers``, each layer casts its own input.
-
-        With recomputation, only the tensors between layers are kept, so passing casts along would double the memory.
-        """
-        super().__init__(config, index, placement, state, recomputation)
-        self._query_key_value, self._attention_output, *halves = self.denses
-        self._feed_forward = FeedForward(*halves)
-        following = state.input_of(index + 1)
-        self._is_last = following is None
+        super().__init__(config, index, placement, products, recompute)
+        self._feed_forward = FeedForward(self.intermediate, self.output)
+        self._is_last = index + 1 == products.scales.layers
         # The layer after the last fused layer does not multiply in FP8 and reads no casts.
-        self._reader = following if casts_between_layers else None
+        reads_casts = recompute == "none" and not self._is_last
+        self._reader = products.scales.sites(index + 1, "query_key_value")[0] if reads_casts else None
 
-    def compute(self, hidden: Tensor | HiddenStates, cu_seqlens: Tensor, max_seqlen: int, sites: DropoutSites) -> Any:
+    def compute(
+        self, hidden: Tensor | HiddenStates, cu_seqlens: Tensor, max_seqlen: int, dropout_state: Tensor | None
+    ) -> Any:
         """Return the hidden states [T, D] of all tokens, with their casts except after the last fused layer."""
         # An evaluation must not change the recorded magnitudes, from which training computes its scales.
         if not torch.is_grad_enabled():
             assert isinstance(hidden, Tensor)
-            return super().compute(hidden, cu_seqlens, max_seqlen, sites)
+            return super().compute(hidden, cu_seqlens, max_seqlen, dropout_state)
         if isinstance(hidden, Tensor):
             # The embeddings make no casts; autograd adds the gradients of both readers.
             hidden = HiddenStates(hidden, hidden, None, None)
-        index = self.index
-        context = self._attention(hidden, cu_seqlens, max_seqlen, sites.attention(index))
+        context = self._attention(hidden, cu_seqlens, max_seqlen, self.attention_dropout(dropout_state))
         # The norm makes the casts for the product that reads its output next: FC1, or the next layer's QKV.
-        dense, feed_forward = self._attention_output, self._feed_forward
-        attended = self._normed(
-            dense, context, self.attention_norm, feed_forward.first.input, sites.after_attention(index)
-        )
-        output = self._normed(feed_forward, attended, self.output_norm, self._reader, sites.after_feed_forward(index))
+        projection, feed_forward = Product(self.attention_output), self._feed_forward
+        reader, dropout = self.intermediate.input_site, self.attended_dropout(dropout_state)
+        attended = self._normed(projection, context, self.attention_norm, reader, dropout)
+        dropout = self.output_dropout(dropout_state)
+        output = self._normed(feed_forward, attended, self.output_norm, self._reader, dropout)
         return output.residual_TD if self._is_last else output
 
     def _attention(
         self, hidden: HiddenStates, cu_seqlens: Tensor, max_seqlen: int, dropout: Dropout | None
     ) -> HiddenStates:
         """Return the residual and the attention output, with casts of the output if attention makes them."""
-        dense, x_TD, bias_N = self._query_key_value, hidden.input_TD, self.query_key_value.bias
+        dense, x_TD, bias_N = self.query_key_value, hidden.input_TD, self.query_key_value.bias
         casts, heads = hidden.casts(dense), self.config.num_attention_heads
         # The choice of an implementation depends on shape, dtype, device and whether a backward pass follows, not on values.
         shape = len(x_TD), 3, heads, x_TD.shape[1] // heads
@@ -223,19 +224,19 @@ class FusedLayer(Fp8Layer):
         # ``decided`` also shows this call to the autotuner, unlike ``chosen``. If attention makes the casts, the op itself
         # is never called.
         chosen = varlen_self_attention.decided(stand_in, cu_seqlens, max_seqlen, dropout)
-        site = self._attention_output.input
+        site = self.attention_output.input_site
         # If attention makes no casts, the next product makes them in a separate pass.
         if not _makes_casts(chosen.name, stand_in.detach(), cu_seqlens, max_seqlen, dropout, site):
-            qkv_T3HE = apply_passes(dense, x_TD, *casts, bias_N).unflatten(-1, (3, heads, -1))
+            qkv_T3HE = apply_passes(Product(dense), x_TD, *casts, bias_N).unflatten(-1, (3, heads, -1))
             context_TD = varlen_self_attention(qkv_T3HE, cu_seqlens, max_seqlen, dropout).flatten(1)
             return HiddenStates(hidden.residual_TD, context_TD, None, None)
         # Attention makes the casts for the next product, with that product's scale.
-        product = x_TD, *casts, self.query_key_value.weight, bias_N, dense, site
+        product = x_TD, *casts, dense.weight, bias_N, dense, site
         outputs = _ProductAttention.apply(*product, heads, cu_seqlens, max_seqlen, dropout)
         return HiddenStates(hidden.residual_TD, *outputs)
 
     def _normed(
-        self, passes: Passes, hidden: HiddenStates, norm: LayerNorm, reader: Site | None, dropout: Dropout | None
+        self, passes: Passes, hidden: HiddenStates, norm: nn.LayerNorm, reader: Site | None, dropout: Dropout | None
     ) -> HiddenStates:
         outputs = _PassesNorm.apply(
             hidden.residual_TD,
@@ -244,8 +245,8 @@ class FusedLayer(Fp8Layer):
             passes,
             reader,
             dropout,
-            self.config.layer_norm_eps,
-            passes.last.dense.bias,
+            norm.eps,
+            passes.last.bias,
             norm.weight,
             norm.bias,
             *passes.parameters,

@@ -8,11 +8,12 @@ weights, the products need no casts.
 This applies to autocast on a GPU; otherwise the model multiplies as PyTorch does. ``bert.products.fp8`` also accumulates
 its gradients here.
 
-Shape legend: T tokens, N outputs and K inputs of a dense layer, D hidden.
+Shape legend: T tokens, N outputs and K inputs of a dense layer, D hidden, P elements of all parameters with their padding.
 """
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -20,8 +21,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from bert.layers import Dense, EncoderLayer, MatrixProducts, Placement
-from bert.model import BertForPreTraining
+from bert.configuration.sections import ModelConfig
+from bert.model import BertForPreTraining, Dense, EncoderLayer, MatrixProducts, parameter_shapes
+from bert.optimizer import padded, places_of
 from kernels import accumulate_weight_gradient, bias_gelu, compute_dtype, masked_lm_loss
 
 Add = Callable[[Tensor | None, bool], Tensor]
@@ -38,7 +40,7 @@ class WeightGradients:
 
     @contextmanager
     def overwritten(self, overwrite: bool) -> Iterator[None]:
-        """Mark the backward pass in the body as the first of a step, which overwrites gradients."""
+        """Run the backward pass in the body with this ``overwrite``: True for the first one of a step."""
         self.overwrite = overwrite
         try:
             yield
@@ -53,24 +55,67 @@ class WeightGradients:
         return None
 
 
-class AccumulatingProducts(MatrixProducts):
-    """Matrix products of an encoder layer under autocast, which read copies of the weights if there are any."""
+@dataclass(frozen=True)
+class WeightCopies:
+    """bf16 copies of a whole model's weights, which the optimizer writes in every step and matrix products read."""
 
-    def __init__(self, gradients: WeightGradients, copies: Mapping[nn.Parameter, Tensor]) -> None:
-        """``copies`` is empty, or maps each of the layer's weights to a copy in autocast's dtype."""
+    copies_P: Tensor | None = None
+    """Copies in the order of ``FlatParameters``, or None if the optimizer makes no copies."""
+    by_name: Mapping[str, Tensor] = field(default_factory=dict)
+    """View of each parameter's copy, in the parameter's shape."""
+
+    @classmethod
+    def of(cls, config: ModelConfig, device: torch.device) -> "WeightCopies":
+        """Allocate the copies of a model that is not built yet. The optimizer fills them."""
+        shapes = parameter_shapes(config)
+        places = dict(zip(shapes, places_of(shapes.values()), strict=True))
+        size = sum(padded(place.stop - place.start) for place in places.values())
+        copies_P = torch.zeros(size, dtype=torch.bfloat16, device=device)
+        return cls(copies_P, {name: copies_P[place].view(shapes[name]) for name, place in places.items()})
+
+
+class AccumulatingProducts(MatrixProducts):
+    """Matrix products under autocast that accumulate weight gradients and read copies of the weights if there are any."""
+
+    def __init__(self, gradients: WeightGradients, copies: WeightCopies, *, with_table: bool) -> None:
+        """``with_table`` tells whether the decoder and the embeddings, too, add to the word table's gradient directly."""
         self._gradients = gradients
-        self._copies = copies
+        self._copies = copies.by_name
+        self._with_table = with_table
+
+    def dense(self, layer: int, name: str, inputs: int, outputs: int) -> Dense:
+        return Dense(inputs, outputs, self._copies.get(f"layers.{layer}.{name}.weight"))
 
     def product(self, x: Tensor, dense: Dense, bias: Tensor | None) -> Tensor:
         dtype = compute_dtype(x)
         # Cast outside of the autograd function, so that the tensors that it saves have 16 bits too.
-        weight_NK = _copy(self._copies, dense.weight, dtype)
+        weight_NK = _cast(dense.weight, dense.copy_NK, dtype)
         output_TN = _AccumulatingProduct.apply(x.to(dtype), dense.weight, bias, weight_NK, self._gradients)
         assert isinstance(output_TN, Tensor)
         return output_TN
 
     def feed_forward(self, x_TD: Tensor, wide: Dense, narrow: Dense) -> Tensor:
         return self.product(bias_gelu(self.product(x_TD, wide, None), wide.bias), narrow, None)
+
+    def masked_lm_loss(
+        self, hidden_MD: Tensor, word_VD: Tensor, bias_V: Tensor, labels_M: Tensor, count_correct: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return ``kernels.masked_lm_loss``. The embeddings' backward pass, which comes later, runs the table's hooks."""
+        if not self._with_table:
+            return super().masked_lm_loss(hidden_MD, word_VD, bias_V, labels_M, count_correct)
+        return masked_lm_loss(
+            hidden_MD,
+            _cast(word_VD, self._copies.get("embeddings.word"), compute_dtype(hidden_MD)),
+            bias_V,
+            labels_M,
+            count_correct=count_correct,
+            decoder_gradient_VD=word_VD.grad,
+            overwrite=self._gradients.overwrite,
+        )
+
+    def table_gradient(self, word_VD: Tensor) -> Tensor | None:
+        """Return the table's gradient. The decoder's part comes first and may overwrite the old gradient."""
+        return word_VD.grad if self._with_table else None
 
 
 class _AccumulatingProduct(torch.autograd.Function):
@@ -106,38 +151,8 @@ class _AccumulatingProduct(torch.autograd.Function):
         return x_gradient_TK, ctx.gradients.add(ctx.parameter, add), bias_gradient_N, None, None
 
 
-class AccumulatingTable(Placement):
-    """Placement whose decoder and embeddings add to the word table's gradient. The decoder reads a 16-bit copy, if any."""
-
-    def __init__(self, gradients: WeightGradients, copies: Mapping[nn.Parameter, Tensor]) -> None:
-        self._gradients = gradients
-        self._copies = copies
-
-    def words(self, input_ids_T: Tensor, word_VD: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Return the indices, the table, and the table's gradient, to which the embeddings' part is added.
-
-        The decoder's part comes first and may overwrite the old gradient.
-        """
-        return input_ids_T, word_VD, word_VD.grad
-
-    def masked_lm_loss(
-        self, hidden_MD: Tensor, word_VD: nn.Parameter, bias_V: Tensor, labels_M: Tensor, count_correct: bool
-    ) -> tuple[Tensor, Tensor | None]:
-        """Return ``kernels.masked_lm_loss``. The embeddings' backward pass, which comes later, runs the table's hooks."""
-        return masked_lm_loss(
-            hidden_MD,
-            _copy(self._copies, word_VD, compute_dtype(hidden_MD)),
-            bias_V,
-            labels_M,
-            count_correct=count_correct,
-            decoder_gradient_VD=word_VD.grad,
-            overwrite=self._gradients.overwrite,
-        )
-
-
-def _copy(copies: Mapping[nn.Parameter, Tensor], weight: nn.Parameter, dtype: torch.dtype) -> Tensor:
-    """Return the weight in ``dtype``, cast unless the optimizer makes a copy in that dtype."""
-    copy = copies.get(weight)
+def _cast(weight: Tensor, copy: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """Return the weight in ``dtype``: its copy, if there is one in that dtype, or else a cast."""
     return weight.detach().to(dtype) if copy is None or copy.dtype != dtype else copy
 
 

@@ -1,22 +1,24 @@
 """Small models and training steps, and a comparison of their results."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from bert.captured_step import CapturedStep
 from bert.checkpoints.initial_model import draw_model
 from bert.configuration.config import Config
 from bert.configuration.recipes import tiny_cpu
-from bert.configuration.sections import ModelConfig, OptimizerConfig
+from bert.configuration.sections import ModelConfig, OptimizerConfig, Recompute
 from bert.execution.cuda_graphs import CudaCapturer
 from bert.execution.stopwatch import Stopwatch
-from bert.layers import EncoderLayer, Placement
-from bert.model import BertForPreTraining, initialize_
+from bert.model import BertForPreTraining, EncoderLayer, MatrixProducts, Placement, initialize_
 from bert.parallel.mesh import Mesh
-from bert.products.fp8 import Fp8Layer, Fp8State
+from bert.pipeline_step import PipelineStep
+from bert.products.fp8 import Fp8Products, Fp8Scales, Fp8State
+from bert.products.weight_gradients import WeightGradients
 from bert.step import TrainingStep
 from dataloading.batches.loader import Batch
 from tests.conftest import MAX_SEQ_LENGTH, VOCAB_SIZE
@@ -46,19 +48,22 @@ def drawn_model(config: ModelConfig, seed: int) -> BertForPreTraining:
     return model.train()
 
 
-def fp8_model(config: ModelConfig, make: Callable[..., Fp8Layer] = Fp8Layer) -> tuple[BertForPreTraining, Fp8State]:
-    """Initialize a model as training does, with all layers but the last in FP8."""
-    state = Fp8State(config.num_hidden_layers - 1, torch.device("cpu"))
+def fp8_model(
+    config: ModelConfig, kind: type[EncoderLayer] = EncoderLayer, recompute: Recompute = "none"
+) -> tuple[BertForPreTraining, Fp8State]:
+    """Initialize a model as training does, with layers of a ``kind`` in FP8, except the last one."""
+    scales = Fp8Scales(config.num_hidden_layers - 1, torch.device("cpu"))
+    products = Fp8Products(scales, WeightGradients())
 
-    def make_layer(config: ModelConfig, index: int, placement: Placement) -> EncoderLayer:
+    def make_layer(index: int) -> EncoderLayer:
         is_last = index == config.num_hidden_layers - 1
-        return EncoderLayer(config, index, placement) if is_last else make(config, index, placement, state)
+        if is_last:
+            return EncoderLayer(config, index, Placement(), MatrixProducts())
+        return kind(config, index, Placement(), products, recompute)
 
     model = BertForPreTraining(config, make_layer=make_layer)
     initialize_(model, torch.Generator().manual_seed(1))
-    state.refresh_weights_()
-    state.update_()
-    return model.train(), state
+    return model.train(), Fp8State(scales, model)
 
 
 def step_config(model: ModelConfig = OF_SMALL_RUN, **training: Any) -> Config:
@@ -69,7 +74,16 @@ def step_config(model: ModelConfig = OF_SMALL_RUN, **training: Any) -> Config:
 
 
 def training_step(config: Config, mesh: Mesh = CPU, capturer: CudaCapturer | None = None) -> TrainingStep:
-    return TrainingStep(draw_model(config, mesh, seed=3), config, mesh, Stopwatch(), capturer)
+    return step_on(draw_model(config, mesh, seed=3), config, mesh, capturer)
+
+
+def step_on(
+    whole: BertForPreTraining, config: Config, mesh: Mesh, capturer: CudaCapturer | None = None
+) -> TrainingStep:
+    """Build the kind of step that training uses."""
+    if capturer is not None:
+        return CapturedStep(whole, config, mesh, Stopwatch(), capturer)
+    return (PipelineStep if mesh.pipeline > 1 else TrainingStep)(whole, config, mesh, Stopwatch())
 
 
 def state_of(step: TrainingStep) -> dict[str, Tensor]:

@@ -15,7 +15,7 @@ from torch import Tensor
 from benchmarks.training.hugging_face import new_model, padded
 from bert.checkpoints.hugging_face import hugging_face_names
 from bert.configuration.sections import ModelConfig
-from bert.model import BertForPreTraining
+from bert.model import BertForPreTraining, EncoderLayer
 from dataloading.batches.loader import batch_of
 from dataloading.shards.samples import Samples, synthetic_samples
 from tests.bert.small_models import SMALL, assert_near, drawn_model, gradients, mean_loss, random_model
@@ -80,10 +80,10 @@ def test_last_layer_subset_is_exact(layers: int):
     shape = len(rows), SMALL.hidden_size
     upstream = torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     encoder = [*model.embeddings.parameters(), *model.layers.parameters()]
-    sites, both = model.next_sites(), []
-    hidden_TD = model.embedded(batch, sites)
+    state, both = model.next_dropout_state(), []
+    hidden_TD = model.embedded(batch, state)
     for layer in model.layers:
-        hidden_TD = layer(hidden_TD, batch.cu_seqlens, batch.max_seqlen, sites)
+        hidden_TD = layer(hidden_TD, batch.cu_seqlens, batch.max_seqlen, state)
     for hidden in (torch.cat(model.head_inputs(batch)), hidden_TD[rows]):
         found = [hidden, *torch.autograd.grad(hidden, encoder, upstream)]
         both.append({str(place): tensor for place, tensor in enumerate(found)})
@@ -119,10 +119,11 @@ def test_dropout_acts_in_training_and_not_in_evaluation():
     assert model(batch).masked_lm_correct is None
     losses += [model.eval()(batch).masked_lm_loss for _ in range(2)]
     assert len({loss.item() for loss in losses}) == 3, losses
-    sites = model.train().next_sites()
-    of_layers = (sites.attention, sites.after_attention, sites.after_feed_forward)
-    drawn = [sites.embeddings(), *(site(layer) for site in of_layers for layer in range(SMALL.num_hidden_layers))]
-    streams = [dropout.stream for dropout in drawn if dropout]
+    state, drawn = model.train().next_dropout_state(), [model.embeddings.dropout]
+    for layer in model.layers:
+        assert isinstance(layer, EncoderLayer)
+        drawn += [layer.attention_dropout, layer.attended_dropout, layer.output_dropout]
+    streams = [dropout.stream for place in drawn if (dropout := place(state))]
     assert len({*streams}) == len(streams) == 1 + 3 * SMALL.num_hidden_layers, "each place has its own random numbers"
 
 

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from bert.build import RECOMPUTED_OPS
 from bert.configuration.sections import Precision, Recompute
+from bert.recomputation import RECOMPUTED_OPS
 from bert.step import TrainingStep
 from dataloading.batches.loader import Batch, batch_of
 from dataloading.batches.plan import ShapeBucket

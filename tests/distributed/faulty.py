@@ -11,7 +11,7 @@ from pathlib import Path
 
 import bert.run
 import bert.train
-from bert.layers import EncoderLayer
+from bert.model import EncoderLayer
 from bert.parallel.pipeline.stages import PipelineModel
 from bert.parallel.watchdog import watchdog
 from bert.step import TrainingStep
@@ -68,7 +68,7 @@ def overflow() -> None:
         if count > AT_STEP:
             step.flat.gradients_P[-1] = float("inf")
 
-    before_each(TrainingStep, "_forward_backward", infinite)
+    before_each(TrainingStep, "forward_backward", infinite)
 
 
 def hurry() -> None:

@@ -13,11 +13,10 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-import bert.build
+import bert.step
 from bert.checkpoints.initial_model import draw_model
 from bert.configuration.config import Config
 from bert.configuration.sections import ModelConfig, OptimizerConfig, ParallelConfig
-from bert.execution.stopwatch import Stopwatch
 from bert.optimizer import Lamb
 from bert.parallel.mesh import Mesh
 from bert.step import TrainingStep
@@ -25,7 +24,7 @@ from dataloading.batches.loader import Batch, batch_of
 from dataloading.batches.plan import BatchPlan, MicroBatch, ShapeBucket
 from dataloading.shards.samples import synthetic_samples
 from kernels import choose
-from tests.bert.small_models import CPU, step_config
+from tests.bert.small_models import CPU, step_config, step_on
 from tests.distributed.worker import end_groups, on_all, regrouped
 
 DRAWS = 20
@@ -87,8 +86,8 @@ def train(joined: Mesh, shape: str) -> dict[str, Any]:
         model.double()
     references = ("dropout_add_layer_norm", "varlen_self_attention", "embedding_layer_norm", "varlen_attention")
     choose(dict.fromkeys(references, "reference") if parallel.pipeline > 1 or precision == "dropout" else {})
-    with patch.object(bert.build, "accumulates_products", lambda *_: precision == "accumulating"):
-        step = TrainingStep(model, chosen, mesh, Stopwatch())
+    with patch.object(bert.step, "accumulates_products", lambda *_: precision == "accumulating"):
+        step = step_on(model, chosen, mesh)
     torch.manual_seed(0)
     step.model.seed_dropout(7)
     batches = global_batches(mesh, int(accumulation), order == "cyclic", int(steps))
@@ -116,7 +115,7 @@ def train(joined: Mesh, shape: str) -> dict[str, Any]:
     for name, weight in step.gather_whole_model().state_dict().items():
         assert torch.equal(weight.float(), last[f"weight {name}"].float()), name
     assert skips(step, mesh)
-    step._reduction.close()
+    step.reduction.close()
     end_groups()
     return found
 
@@ -173,14 +172,14 @@ def skips(step: TrainingStep, mesh: Mesh) -> bool:
     taken, before = int(step.optimizer.steps), own()
     steps = []
     for value in (torch.nan, 1e-3):
-        with step._reduction.overlapped():
+        with step.reduction.overlapped():
             for parameter in step.flat.places:
                 if parameter.grad is None:  # with sharded gradients, only a backward pass allocates it
                     parameter.grad = torch.empty_like(parameter)
                 parameter.grad.fill_(1e-3)
             if mesh.rank == mesh.world_size - 1:
                 next(reversed(step.flat.places)).grad.view(-1)[-1] = value  # type: ignore[union-attr]
-        step._reduction.finish()
+        step.reduction.finish()
         step.optimizer.step()
         steps.append((int(step.optimizer.steps) - taken, on_all(torch.equal(own(), before))))
     return steps == [(0, True), (1, False)]

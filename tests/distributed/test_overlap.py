@@ -17,10 +17,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import bert.build
+import bert.step
 from bert.configuration.config import Config
 from bert.configuration.sections import Recompute, ReductionStrategy
-from bert.execution.cuda_graphs import Passes
 from bert.parallel.mesh import Mesh
 from bert.step import TrainingStep
 from dataloading.batches.loader import Batch, batch_of
@@ -68,7 +67,7 @@ def train(
     chosen = config(strategy, accumulation, recompute=recompute)
     capturer = Recording() if order == "captured" else None
     step = training_step(chosen, mesh, capturer)
-    reduction, early = step._reduction, []
+    reduction, early = step.reduction, []
     finish = reduction.finish
 
     def noted() -> None:
@@ -95,7 +94,7 @@ def train(
         step(micro_batches)
         means.append(step.statistics.fetch()[0])
     if held:  # no forward pass follows that would end the delay
-        del vars(step._gather)["_gather"]
+        del vars(step.gather)["_gather"]
     step.gather_weights()
     found = {
         "held": sum(isinstance(one, slice) for one in held),
@@ -114,10 +113,7 @@ def train(
 
 def gather_after_update(step: TrainingStep) -> None:
     """Gather the weights right after the update instead of during the next forward pass."""
-    execution, update = step.execution, step.update
-    assert isinstance(execution, Passes)
-    execution.duties = replace(execution.duties, gathers_weights=False)
-    step.update = lambda: (update(), step.gather_weights())[0]  # type: ignore[assignment]
+    step.gathers_in_forward = False
 
 
 def hold_weights_back(step: TrainingStep) -> list[slice | str]:
@@ -127,7 +123,7 @@ def hold_weights_back(step: TrainingStep) -> list[slice | str]:
     uses old weights and gives wrong results. Returns a list to which each forward pass appends the watchdog's phase
     and the delayed buckets.
     """
-    gather = step._gather
+    gather = step.gather
     assert gather is not None
     parts = [step.model.embeddings, step.model.layers[0]]
     assert len(step.model.layers) == 2
@@ -135,7 +131,7 @@ def hold_weights_back(step: TrainingStep) -> list[slice | str]:
     for part, event in zip(parts, began, strict=True):
         part.register_forward_pre_hook(lambda *_, event=event: event.set())
     start, arrive, held = gather.start, gather._gather, []
-    step.model.embeddings.register_forward_pre_hook(lambda *_: held.append(step._stopwatch.tracker.phase))
+    step.model.embeddings.register_forward_pre_hook(lambda *_: held.append(step.stopwatch.tracker.phase))
     ends = [max(step.flat.places[parameter].stop for parameter in part.parameters()) for part in parts]
 
     def started() -> None:
@@ -169,12 +165,11 @@ def require_current_fp8_weights(mesh: Mesh, strategy: ReductionStrategy) -> None
         step(micro_batches)
     step.gather_weights()
     assert step.fp8 is not None
-    assert isinstance(step.execution, Passes)
-    assert not step.execution.duties.gathers_weights, "the next forward pass has nothing left to gather"
+    assert not step.gathers_in_forward, "the next forward pass has nothing left to gather"
     for dense in step.fp8.denses:
-        expected = cast_fp8(dense.dense.weight.detach(), dense.weight.scale, torch.zeros(()), torch.float8_e4m3fn)
+        expected = cast_fp8(dense.weight.detach(), dense.weight_site.scale, torch.zeros(()), torch.float8_e4m3fn)
         assert torch.equal(dense.weight_NK.float(), expected.float())
-    step._reduction.close()
+    step.reduction.close()
 
 
 def compare_orders(joined: Mesh, micro_batches: str, *strategies: ReductionStrategy) -> None:
@@ -183,10 +178,10 @@ def compare_orders(joined: Mesh, micro_batches: str, *strategies: ReductionStrat
     with recordable_attention():
         # In this run and in the flat and sharded runs below, products add weight gradients themselves, as on a GPU. In
         # the other runs, the word table's gradient is added up in another order, so they differ by rounding.
-        bert.build.accumulates_products = lambda *_: True
+        bert.step.accumulates_products = lambda *_: True
         whole = train(mesh, "flat", "one message", accumulation)
         for strategy in strategies:
-            bert.build.accumulates_products = lambda *_, chosen=strategy: chosen in ("flat", "sharded")
+            bert.step.accumulates_products = lambda *_, chosen=strategy: chosen in ("flat", "sharded")
             compare_with(whole, mesh, strategy, accumulation)
 
 

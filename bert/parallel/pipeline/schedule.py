@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
 
 from bert.execution.stopwatch import Stopwatch
-from bert.layers import DropoutSites
 from bert.model import PretrainingOutput
 from bert.parallel.pipeline.stages import PipelineModel, Stage
 from dataloading.batches.loader import Batch
@@ -20,8 +19,8 @@ from dataloading.batches.plan import TOKENS_MULTIPLE
 class PipelineSchedule:
     """Forward and backward passes of a step's micro-batches through the stages of all ranks.
 
-    A rank's own computation counts as the phase ``forward_backward``, and waiting for its neighbours as ``reduce``. This
-    lets the watchdog see which rank of a copy the other ranks are waiting for.
+    A rank's own computation counts as the phase ``forward_backward``, and waiting for its neighbours as ``reduce``, which is
+    the caller's phase. This lets the watchdog see which rank of a copy the other ranks are waiting for.
     """
 
     def __init__(
@@ -30,42 +29,35 @@ class PipelineSchedule:
         micro_batches: int,
         autocast: Callable[[], AbstractContextManager[object]],
         mean_loss: Callable[[PretrainingOutput, Batch], Tensor],
-        finish: Callable[[], None],
         stopwatch: Stopwatch,
     ) -> None:
-        """``mean_loss`` returns the loss that the last stage's backward pass starts from, and may record its input.
-
-        ``finish`` completes the reduction of gradients.
-        """
+        """``mean_loss`` returns the loss that the last stage's backward pass starts from, and may record its input."""
         self.pipeline = pipeline
         self.autocast = autocast
         self.mean_loss = mean_loss
         self.batches: Sequence[Batch] = ()
-        self.sites: Sequence[DropoutSites] = ()
-        """Dropout of each micro-batch. It is the same as on one rank, in whatever order the stages run."""
+        self.dropout_states: Sequence[Tensor | None] = ()
+        """Dropout state of each micro-batch. It is the same as on one rank, in whatever order the stages run."""
         self.rows = 0
         """Number of rows W of the tensors that stages send: the largest number in any micro-batch so far, rounded up."""
-        self._finish, self._stopwatch = finish, stopwatch
+        self._stopwatch = stopwatch
         # PyTorch splits a step's input along the first dimension. This input gives each micro-batch its number, with which a
         # stage finds the batch that its rank has loaded. Numbers on the host can be read without waiting for the device.
         self._micro_batches = torch.arange(micro_batches)
         self._schedule: Schedule1F1B | ScheduleInterleaved1F1B | None = None
 
     def __call__(self, micro_batches: Sequence[Batch]) -> None:
-        """Run all micro-batches through this rank's stages and reduce the gradients. Every rank must call it."""
+        """Run all micro-batches forward and backward through this rank's stages. Every rank must call it."""
         self.batches = micro_batches
-        self.sites = [self.pipeline.next_sites() for _ in micro_batches]
+        self.dropout_states = [self.pipeline.next_dropout_state() for _ in micro_batches]
         rows = max(map(self.pipeline.rows, micro_batches))
         # PyTorch's stages have buffers of one shape. All ranks of a copy have the same micro-batches and so enlarge their
         # buffers in the same step. The host then waits until all stages have confirmed their shapes.
         if self._schedule is None or rows > self.rows:
             self.rows = -(-rows // TOKENS_MULTIPLE) * TOKENS_MULTIPLE
             self._schedule = self._torch_schedule()
-        with self._stopwatch.time("reduce"):
-            numbers = self._micro_batches  # the target too, because PyTorch computes no loss without a target
-            self._schedule.step(target=numbers, return_outputs=False, micro_batch=numbers)
-            self.pipeline.add_word_gradient_()
-            self._finish()
+        numbers = self._micro_batches  # the target too, because PyTorch computes no loss without a target
+        self._schedule.step(target=numbers, return_outputs=False, micro_batch=numbers)
 
     @contextmanager
     def computing(self) -> Iterator[None]:
@@ -130,7 +122,7 @@ class _StageModule(nn.Module):
         rows = pipeline.rows(batch)
         with schedule.autocast():
             hidden_WD = lengthened[0][:rows] if lengthened else None
-            output = pipeline.through(self._stage, hidden_WD, batch, schedule.sites[number])
+            output = pipeline.through(self._stage, hidden_WD, batch, schedule.dropout_states[number])
         if isinstance(output, PretrainingOutput):
             return schedule.mean_loss(output, batch)
         # The next stage removes the padding.

@@ -5,16 +5,23 @@ Shape legend in ``bert/model.py``. In addition, W is the number of rows of hidde
 share of T in a tensor group.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from bert.configuration.sections import ModelConfig
-from bert.layers import DropoutSites, EncoderLayer, Placement
-from bert.model import BertForPreTraining, MakeLayer, PretrainingOutput, parameter_shapes
+from bert.model import (
+    BertForPreTraining,
+    EncoderLayer,
+    MatrixProducts,
+    Placement,
+    PretrainingOutput,
+    parameter_shapes,
+)
 from dataloading.batches.loader import Batch
 from kernels import compute_dtype
 
@@ -85,6 +92,19 @@ def divided(costs: list[float], count: int) -> list[range]:
     return [range(start, stop) for start, stop in zip((0, *stops), stops, strict=False)]
 
 
+class WordTable(nn.Module):
+    """Copy of the word table on the last pipeline stage. It is a buffer, because the first stage has the parameter."""
+
+    word: Tensor
+
+    def __init__(self, word_VD: Tensor) -> None:
+        super().__init__()
+        word_VD = word_VD.detach().clone().requires_grad_()
+        # Autograd accumulates into this buffer. The optimizer does not use it; ``add_word_gradient_`` sends it.
+        word_VD.grad = torch.zeros_like(word_VD)
+        self.register_buffer("word", word_VD, persistent=False)
+
+
 class PipelineModel(BertForPreTraining):
     """Pipeline stages that this rank holds. Calling it sends a batch through the stages of all ranks."""
 
@@ -95,7 +115,8 @@ class PipelineModel(BertForPreTraining):
         virtual_stages: int,
         word_VD: Tensor,
         placement: Placement | None = None,
-        make_layer: MakeLayer = EncoderLayer,
+        products: MatrixProducts | None = None,
+        make_layer: Callable[[int], EncoderLayer] | None = None,
     ) -> None:
         """``word_VD`` is the word table, or this rank's shard of it. The last stage copies it."""
         self.group = group
@@ -108,14 +129,11 @@ class PipelineModel(BertForPreTraining):
             for name in parameter_shapes(config)
         }
         """Rank of the group that updates each parameter."""
-        self._gradient: Tensor | None = None
-        copy_VD = None
-        if own[-1].is_last:
-            copy_VD = word_VD.detach().clone()
-            self._gradient = torch.zeros_like(copy_VD)
-            # Autograd accumulates into this buffer. The optimizer does not use it; ``add_word_gradient_`` sends it.
-            copy_VD.requires_grad_().grad = self._gradient
-        super().__init__(config, placement, make_layer, lambda name: any(stage.owns(name) for stage in own), copy_VD)
+        table = WordTable(word_VD) if own[-1].is_last else None
+        self._gradient = None if table is None else table.word.grad
+        super().__init__(
+            config, placement, products, make_layer, lambda name: any(stage.owns(name) for stage in own), table
+        )
 
     def rows(self, batch: Batch) -> int:
         """Return W for a micro-batch: the number of rows of hidden states that this rank receives and sends."""
@@ -127,20 +145,20 @@ class PipelineModel(BertForPreTraining):
         return compute_dtype(weight) if weight.is_cuda else weight.dtype  # on a CPU, norms under autocast return fp32
 
     def through(
-        self, stage: Stage, given_WD: Tensor | None, batch: Batch, sites: DropoutSites
+        self, stage: Stage, given_WD: Tensor | None, batch: Batch, dropout_state: Tensor | None
     ) -> Tensor | PretrainingOutput:
         """Compute a stage from the previous stage's hidden states [W, D]; the last stage returns the losses."""
-        hidden_WD = self.embedded(batch, sites) if given_WD is None else given_WD
+        hidden_WD = self.embedded(batch, dropout_state) if given_WD is None else given_WD
         for layer in stage.layers[:-1] if stage.is_last else stage.layers:
-            hidden_WD = self.layers[layer](hidden_WD, batch.cu_seqlens, batch.max_seqlen, sites)
+            hidden_WD = self.layers[layer](hidden_WD, batch.cu_seqlens, batch.max_seqlen, dropout_state)
         if not stage.is_last:
             # The next stage's buffer has this dtype, and the last norm may return another.
             return hidden_WD.to(self.hidden_dtype())
-        return self.losses(*self.last_layer(hidden_WD, batch, sites), batch)
+        return self.losses(*self.last_layer(hidden_WD, batch, dropout_state), batch)
 
     def forward(self, batch: Batch) -> PretrainingOutput:
         """Compute both losses of a batch on the last stage's rank, and zeros elsewhere. Every rank must call it."""
-        sites = self.next_sites()
+        dropout_state = self.next_dropout_state()
         zero = torch.zeros((), device=batch.input_ids.device)
         output = PretrainingOutput(zero, zero, zero.long())
         for stage in self.stages:
@@ -150,7 +168,7 @@ class PipelineModel(BertForPreTraining):
                 hidden_WD = torch.empty(shape, dtype=self.hidden_dtype(), device=batch.input_ids.device)
                 # If ranks have several stages, the last rank sends its output to the first rank.
                 dist.recv(hidden_WD, group=self.group, group_src=(self.rank - 1) % self.size)
-            computed = self.through(stage, hidden_WD, batch, sites)
+            computed = self.through(stage, hidden_WD, batch, dropout_state)
             if isinstance(computed, Tensor):
                 dist.send(computed.contiguous(), group=self.group, group_dst=(self.rank + 1) % self.size)
             else:

@@ -7,12 +7,13 @@ memory as one layer's. The cost is that every micro-batch sends its gradients; u
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
-from bert.configuration.sections import ReduceDtype, ReductionStrategy, TrainingConfig
+from bert.configuration.sections import ReduceDtype, ReductionStrategy
+from bert.execution.stopwatch import Stopwatch
 from bert.optimizer import FlatParameters
 from bert.parallel.reduction.gradients import Communicators, Reduction, shard_of
 
@@ -34,11 +35,11 @@ class ShardedReduction(Reduction):
         flat: FlatParameters,
         communicators: Communicators,
         strategy: ReductionStrategy,
-        reduce_dtype: ReduceDtype = "fp32",
-        bucket_bytes: int = TrainingConfig.bucket_bytes,
-        waiting: Callable[[], AbstractContextManager[object]] = nullcontext,
+        reduce_dtype: ReduceDtype,
+        bucket_bytes: int,
+        stopwatch: Stopwatch,
     ) -> None:
-        """``waiting`` is the context in which the backward pass waits for other ranks."""
+        """``stopwatch`` counts the time in which the backward pass waits for other ranks."""
         super().__init__(flat, communicators, strategy, reduce_dtype, bucket_bytes)
         sizes = [bucket.stop - bucket.start for bucket in self.buckets]
         shards = 1 if self.shard_group is None else self.shard_group.size()
@@ -50,7 +51,7 @@ class ShardedReduction(Reduction):
         self._until_free: list[Callable[[], None]] = []
         """For each buffer, a function that waits until the buffer is free."""
         self._is_last = False
-        self._wait = waiting
+        self._stopwatch = stopwatch
 
     @property
     def own_sums(self) -> Tensor:
@@ -69,7 +70,7 @@ class ShardedReduction(Reduction):
         self._start(len(self.buckets))
         self._started = 0
         if not last:
-            with self._wait():
+            with self._stopwatch.waiting():
                 # The next pass needs both buffers, and a capture must join its forks. After the last pass, ``finish`` joins.
                 self.stream.join()
 
@@ -81,7 +82,7 @@ class ShardedReduction(Reduction):
     def _start(self, stop: int) -> None:
         for bucket in range(self._started, stop):
             buffer = bucket % BUFFERS
-            with self._wait():
+            with self._stopwatch.waiting():
                 self._until_free[buffer]()
             packed_B = self._pack(bucket, self._buffers[buffer])
             self._until_free[buffer] = self.stream.run(

@@ -1,7 +1,7 @@
 """Tensor parallelism: the ranks of a tensor group share one copy of the model and compute each micro-batch together.
 
     shards.py       how each parameter is divided
-    placement.py    hidden states divided by rows: the gathers and sums that ``bert.layers.Placement`` omits on one rank,
+    placement.py    hidden states divided by rows: the gathers and sums that ``bert.model.Placement`` omits on one rank,
                     and the masked-LM loss of logits that are divided among ranks
 
 Following Megatron-LM (Shoeybi et al., arXiv 1909.08053), every rank has some heads, some columns of fc1 with the matching

@@ -8,7 +8,6 @@ number of rows of N on each rank. In the loss, V is the number of words in this 
 """
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -16,28 +15,26 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from bert.layers import Placement
+from bert.execution.stopwatch import Stopwatch
+from bert.model import MatrixProducts, Placement
 from bert.parallel.single import all_gather_single, reduce_scatter_single
 from kernels import masked_lm_logits
 
-Waiting = Callable[[], AbstractContextManager[object]]
-"""Function that returns a context manager for a collective. The time in it includes the wait for the last rank."""
-
 
 class Exchange:
-    """Collectives of a tensor group. They run in the context that ``waiting`` returns.
+    """Collectives of a tensor group. The stopwatch counts their time as ``exchanging``.
 
     Shape legend: R ranks of the group, W rows of each.
     """
 
-    def __init__(self, group: dist.ProcessGroup, waiting: Waiting = nullcontext) -> None:
+    def __init__(self, group: dist.ProcessGroup, stopwatch: Stopwatch) -> None:
         self.rank, self.size = group.rank(), group.size()
-        self._group, self._waiting = group, waiting
+        self._group, self._stopwatch = group, stopwatch
 
     def gathered(self, own: Tensor) -> Tensor:
         """Gather all rows [R W, ...] from each rank's rows [W, ...]."""
         rows = own.new_empty((self.size * len(own), *own.shape[1:]))
-        with self._waiting():
+        with self._stopwatch.exchanging():
             # Collectives on one tensor need contiguous memory, and gradients from autograd may not be contiguous.
             all_gather_single(rows, own.contiguous(), group=self._group)
         return rows
@@ -46,7 +43,7 @@ class Exchange:
         """Sum ``rows`` [R W, ...] over the ranks, and return this rank's rows [W, ...] of the sum: a reduce-scatter."""
         # ``SharedPlacement`` has already padded the rows to a multiple of the ranks.
         own = rows.new_empty((len(rows) // self.size, *rows.shape[1:]))
-        with self._waiting():
+        with self._stopwatch.exchanging():
             if rows.device.type == "cpu":
                 # Gloo implements a reduce-scatter as an all-reduce, which waits for other ranks several times as often. All
                 # ranks of the group are on one host, so each rank's part can be sent to it directly at no extra cost.
@@ -58,7 +55,7 @@ class Exchange:
         return own
 
     def all_reduce_(self, values: Tensor, operation: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> None:
-        with self._waiting():
+        with self._stopwatch.exchanging():
             dist.all_reduce(values, operation, group=self._group)
 
 
@@ -104,7 +101,7 @@ class SharedPlacement(Placement):
         assert isinstance(rows, Tensor)
         return rows
 
-    def words(self, input_ids_T: Tensor, word_VD: Tensor) -> tuple[Tensor, Tensor, None]:
+    def words(self, input_ids_T: Tensor, word_VD: Tensor) -> tuple[Tensor, Tensor]:
         """Return indices 0, 1, ... and a table with the embeddings of this rank's tokens, gathered from all shards."""
         # Each word is in one shard, and the other ranks add zeros. Indices outside this shard are clamped only to make the
         # lookup valid.
@@ -112,10 +109,16 @@ class SharedPlacement(Placement):
         here_T = (places_T >= 0) & (places_T < len(word_VD))
         found_TD = torch.where(here_T[:, None], F.embedding(places_T.clamp(0, len(word_VD) - 1), word_VD), 0.0)
         table_WD = self.summed(found_TD)
-        return torch.arange(len(table_WD), device=table_WD.device), table_WD, None
+        return torch.arange(len(table_WD), device=table_WD.device), table_WD
 
     def masked_lm_loss(
-        self, hidden_MD: Tensor, word_VD: Tensor, bias_V: Tensor, labels_M: Tensor, count_correct: bool
+        self,
+        products: MatrixProducts,  # noqa: ARG002
+        hidden_MD: Tensor,
+        word_VD: Tensor,
+        bias_V: Tensor,
+        labels_M: Tensor,
+        count_correct: bool,
     ) -> tuple[Tensor, Tensor | None]:
         """Return ``kernels.masked_lm_loss`` on all ranks; each rank computes the logits of its own words."""
         hidden_MD = self.all_rows(hidden_MD)[: len(labels_M)]  # without the padding rows

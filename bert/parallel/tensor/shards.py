@@ -3,7 +3,6 @@
 Shape legend: R ranks of the group.
 """
 
-from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -11,10 +10,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from bert.configuration.sections import ModelConfig
+from bert.execution.stopwatch import Stopwatch
 from bert.model import parameter_shapes
 from bert.optimizer import FlatParameters
 from bert.parallel.mesh import Mesh, process_group
-from bert.parallel.tensor.placement import WORDS_MULTIPLE, Exchange, SharedPlacement, Waiting
+from bert.parallel.tensor.placement import WORDS_MULTIPLE, Exchange, SharedPlacement
 
 
 @dataclass(frozen=True)
@@ -76,10 +76,10 @@ def split_of(name: str, shape: tuple[int, ...], ranks: int) -> Split | None:
 class TensorParallel:
     """Division of a model among the ranks of a tensor group: a parameter is either sharded or replicated."""
 
-    def __init__(self, config: ModelConfig, group: dist.ProcessGroup, waiting: Waiting = nullcontext) -> None:
+    def __init__(self, config: ModelConfig, group: dist.ProcessGroup, stopwatch: Stopwatch) -> None:
         self.group = group
         self.rank = group.rank()
-        self.placement = SharedPlacement(Exchange(group, waiting), config.vocab_size)
+        self.placement = SharedPlacement(Exchange(group, stopwatch), config.vocab_size)
         self.splits = {name: split_of(name, shape, group.size()) for name, shape in parameter_shapes(config).items()}
         """Division of each parameter by name, or None if the parameter is replicated."""
 
@@ -95,7 +95,7 @@ class TensorParallel:
         return [start in starts for start in [0, *ends[:-1]]]  # ``starts`` has only replicated parameters
 
 
-def tensor_parallel(config: ModelConfig, mesh: Mesh, waiting: Waiting = nullcontext) -> TensorParallel | None:
+def tensor_parallel(config: ModelConfig, mesh: Mesh, stopwatch: Stopwatch) -> TensorParallel | None:
     """Return the division in this rank's tensor group, or None if this rank is alone. Every rank must call it."""
     group = process_group(mesh.tensor_ranks)
-    return None if group is None else TensorParallel(config, group, waiting)
+    return None if group is None else TensorParallel(config, group, stopwatch)

@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from bert.configuration.sections import ModelConfig, OptimizerConfig
-from bert.layers import Dense
 from bert.model import BertForPreTraining
 from bert.optimizer import FlatParameters, Lamb
-from bert.products.fp8 import Fp8Products, Fp8State, require_fp8
+from bert.products.fp8 import DENSES, Fp8Dense, Fp8Products, Fp8Scales, Fp8State, require_fp8
+from bert.products.weight_gradients import WeightGradients
 from dataloading.batches.loader import Batch, batch_of
 from dataloading.shards.samples import synthetic_samples
 from kernels import OPS
@@ -54,19 +54,23 @@ def forward_backward(model: BertForPreTraining, batch: Batch) -> float:
 
 def calibrated() -> tuple[BertForPreTraining, Fp8State, Batch]:
     (model, state), (batch,) = fp8_model(CONFIG), batches(1)
-    state.calibrate_(lambda: forward_backward(model, batch))
+    for _ in state.calibration_():
+        forward_backward(model, batch)
     model.zero_grad()
     return model, state, batch
 
 
-def made(*denses: Dense) -> tuple[Fp8State, Fp8Products]:
+def made(*sizes: tuple[int, int]) -> tuple[Fp8State, Fp8Products, list[Fp8Dense]]:
+    """Make dense layers of the given inputs and outputs."""
     generator = torch.Generator().manual_seed(2)
+    scales = Fp8Scales(1, torch.device("cpu"))
+    products = Fp8Products(scales, WeightGradients())
+    denses = [products.dense(0, name, *size) for name, size in zip(DENSES, sizes, strict=False)]
     with torch.no_grad():
         for dense in denses:
             dense.weight.normal_(0, 0.05, generator=generator)
             dense.bias.normal_(0, 0.1, generator=generator)
-    state = Fp8State(1, torch.device("cpu"))
-    return state, Fp8Products(state.quantized(*denses))
+    return Fp8State(scales, nn.ModuleList(denses)), products, denses
 
 
 def input_and_upstream() -> tuple[Tensor, Tensor]:
@@ -81,7 +85,8 @@ def trained(
 ) -> list[Tensor]:
     """Return the output and the gradients of ``x`` and ``parameters``, after calibrating ``state`` if it is given."""
     if state is not None:
-        state.calibrate_(lambda: run(x).backward(upstream))
+        for _ in state.calibration_():
+            run(x).backward(upstream)
     for tensor in (x, *parameters):
         tensor.grad = None
     output = run(x)
@@ -103,8 +108,7 @@ def distance(found: Tensor, expected: Tensor) -> float:
 
 @pytest.mark.parametrize("biased", [True, False])
 def test_a_dense_layer_is_the_product_of_what_was_rounded(biased: bool) -> None:
-    dense = Dense(64, 64)
-    state, products = made(dense)
+    state, products, (dense,) = made((64, 64))
     x, upstream = input_and_upstream()
     parameters = (dense.weight, dense.bias) if biased else (dense.weight,)
     run = partial(products.product, dense=dense, bias=dense.bias if biased else None)
@@ -118,8 +122,7 @@ def test_a_dense_layer_is_the_product_of_what_was_rounded(biased: bool) -> None:
 
 
 def test_a_feed_forward_half_is_the_products_of_what_was_rounded() -> None:
-    wide, narrow = Dense(64, 160), Dense(160, 64)
-    state, products = made(wide, narrow)
+    state, products, (wide, narrow) = made((64, 160), (160, 64))
     x, upstream = input_and_upstream()
     run = partial(products.feed_forward, wide=wide, narrow=narrow)
     found = trained(run, x, upstream, (wide.weight, wide.bias, narrow.weight), state)
@@ -146,10 +149,10 @@ def test_a_feed_forward_half_is_the_products_of_what_was_rounded() -> None:
 @pytest.mark.parametrize(("kind", "times"), [("input", 4), ("weight", 4), ("gradient", 16)])
 def test_what_grows_in_one_step_is_rounded_as_before(kind: str, times: int) -> None:
     """Scales come from the previous step, so they leave headroom. Without it, errors would be 0.16 to 0.7 here."""
-    dense = Dense(64, 64)
-    state, products = made(dense)
+    state, products, (dense,) = made((64, 64))
     x, upstream = input_and_upstream()
-    state.calibrate_(lambda: products.product(x, dense, dense.bias).backward(upstream))
+    for _ in state.calibration_():
+        products.product(x, dense, dense.bias).backward(upstream)
     with torch.no_grad():
         {"input": x, "weight": dense.weight, "gradient": upstream}[kind].mul_(times)
     state.refresh_weights_()
@@ -168,9 +171,8 @@ def test_only_sums_over_a_layers_width_are_left_to_the_tensor_cores(monkeypatch:
         return torch.zeros(len(a), b.shape[1], dtype=out_dtype)
 
     monkeypatch.setattr(torch, "_scaled_mm", scaled_mm)
-    dense, wide, narrow = Dense(64, 96), Dense(64, 160), Dense(160, 64)
     with OPS["scaled_matmul"].using("pytorch"):
-        _, products = made(dense, wide, narrow)
+        _, products, (dense, wide, narrow) = made((64, 96), (64, 160), (160, 64))
         x, _ = input_and_upstream()
         products.product(x, dense, None).sum().backward()
         products.feed_forward(x, wide, narrow).sum().backward()
@@ -217,7 +219,7 @@ def test_a_bad_step_leaves_the_scales() -> None:
     before = state.scale_S.clone()
     masked_lm_loss, _ = model(batch).mean_losses(batch)
     (masked_lm_loss * float("nan")).backward()
-    gradient = state.denses[0].gradient
+    gradient = state.denses[0].gradient_site
     assert not gradient.amax.isfinite()
     state.update_()
     assert torch.equal(state.scale_S[2::3], before[2::3])
@@ -230,7 +232,7 @@ def test_under_autocast_products_are_bf16_and_gradients_of_parameters_fp32() -> 
     products, plain = model.layers[0].products, drawn_model(CONFIG, 1)
     assert isinstance(products, Fp8Products)
     with torch.autocast("cpu", torch.bfloat16):
-        assert products.product(torch.ones(16, 64), state.denses[0].dense, None).dtype == torch.bfloat16
+        assert products.product(torch.ones(16, 64), state.denses[0], None).dtype == torch.bfloat16
         forward_backward(model, batch)
     forward_backward(plain, batch)
     expected = gradients(plain)
@@ -251,7 +253,8 @@ def loss_curve(fp8: bool, mistake: str = "") -> Tensor:
     model, state = fp8_model(CONFIG) if fp8 else (drawn_model(CONFIG, 1), None)
     optimizer = Lamb(FlatParameters.of(model), OPTIMIZER)
     if state is not None:
-        state.calibrate_(lambda: forward_backward(model, data[0]))
+        for _ in state.calibration_():
+            forward_backward(model, data[0])
         optimizer.reset()
     losses = []
     for at in range(STEPS):
@@ -264,7 +267,7 @@ def loss_curve(fp8: bool, mistake: str = "") -> Tensor:
         else:
             state.update_()
         if mistake == "one inverse off":  # make the input scale of the second layer's FC2 four times too large
-            state.denses[7].input.inverse.mul_(4)
+            state.denses[7].input_site.inverse.mul_(4)
     return torch.tensor(losses)
 
 

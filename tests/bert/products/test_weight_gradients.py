@@ -13,12 +13,12 @@ import pytest
 import torch
 from torch import Tensor
 
-import bert.build
-from bert.build import RECOMPUTED_OPS
+import bert.step
 from bert.configuration.sections import Precision, Recompute
-from bert.layers import Dense
+from bert.model import Dense
 from bert.optimizer import Lamb
-from bert.products.weight_gradients import AccumulatingProducts, WeightGradients, product_weights
+from bert.products.weight_gradients import AccumulatingProducts, WeightCopies, WeightGradients, product_weights
+from bert.recomputation import RECOMPUTED_OPS
 from bert.step import TrainingStep
 from dataloading.batches.loader import Batch, batch_of
 from kernels import OPS
@@ -33,7 +33,7 @@ MODEL = replace(OF_SMALL_RUN, hidden_size=256, hidden_dropout=0.0, attention_dro
 @pytest.fixture
 def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
     with monkeypatch.context() as patch:
-        patch.setattr(bert.build, "accumulates_products", lambda _device, precision: precision != "fp32")
+        patch.setattr(bert.step, "accumulates_products", lambda _device, precision: precision != "fp32")
         yield patch
 
 
@@ -46,7 +46,7 @@ def global_batch(run: SmallRun) -> list[Batch]:
 
 
 def gradients(step: TrainingStep, run: SmallRun) -> list[Tensor]:
-    step.execution(global_batch(run))
+    step.compute_gradients(global_batch(run))
     return [view.clone() for view in step.flat.segments.views(step.flat.gradients_P)]
 
 
@@ -76,7 +76,7 @@ def test_steps_are_those_of_autograd(
         step = training_step(step_config(MODEL, precision=precision, gradient_accumulation_steps=accumulation))
         gradients = []
         for _ in range(3):
-            step.execution(micro_batches)
+            step.compute_gradients(micro_batches)
             gradients += [view.clone() for view in step.flat.segments.views(step.flat.gradients_P)]
             step.update()
         with torch.no_grad(), step.autocast():
@@ -148,7 +148,7 @@ def test_steps_leave_fp8_weights_as_a_pass_of_their_own_does(small_run: SmallRun
         step.warm_up(global_batch(small_run), 1)
     for number in range(3):
         for step in steps:
-            step.execution(global_batch(small_run))
+            step.compute_gradients(global_batch(small_run))
             if number == 1:
                 step.flat.gradients_P[5] = torch.nan
             step.update()
@@ -194,7 +194,7 @@ def test_every_parameter_says_once_that_its_gradient_is_there(small_run: SmallRu
         parameter.register_post_accumulate_grad_hook(
             lambda parameter, name=name: said.append((name, parameter.grad.clone()))
         )
-    step.execution(global_batch(small_run)[:1])
+    step.compute_gradients(global_batch(small_run)[:1])
     parameters = dict(step.model.named_parameters())
     assert Counter(name for name, _ in said) == dict.fromkeys(parameters, 1)
     for name, gradient in said:
@@ -209,7 +209,7 @@ def test_a_weight_without_a_gradient_gets_one_from_autograd() -> None:
     dense, x = Dense(16, 8), torch.randn(5, 16, generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         dense.weight.normal_(generator=torch.Generator().manual_seed(1))
-    products = AccumulatingProducts(WeightGradients(), {})
+    products = AccumulatingProducts(WeightGradients(), WeightCopies(), with_table=False)
     said: list[Tensor] = []
     dense.weight.register_post_accumulate_grad_hook(said.append)
     for _ in range(2):

@@ -15,13 +15,13 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from bert.build import recomputation
 from bert.configuration.sections import ModelConfig, OptimizerConfig, Precision, Recompute
-from bert.layers import EncoderLayer, Placement, Recomputation
-from bert.model import BertForPreTraining, initialize_
+from bert.execution.stopwatch import Stopwatch
+from bert.model import BertForPreTraining, EncoderLayer, MatrixProducts, Placement, initialize_
 from bert.optimizer import FlatParameters, Lamb
 from bert.parallel.pipeline.stages import PipelineModel
 from bert.parallel.tensor.shards import TensorParallel
+from bert.products.weight_gradients import WeightCopies
 from cluster.model.memory import held_by_rank, kept_by_forward, memory_of_rank
 from cluster.model.strategy import Strategy, hidden_bytes, model_shares, under_way
 from cluster.model.work import Work
@@ -99,7 +99,9 @@ def test_a_real_model_keeps_what_is_predicted(
 ) -> None:
     config = ModelConfig(*shape, hidden_dropout=dropout, attention_dropout=dropout)
     whole = BertForPreTraining(config)
-    model = whole if tensor == 1 else BertForPreTraining(config, TensorParallel(config, fake_group).placement)
+    model = (
+        whole if tensor == 1 else BertForPreTraining(config, TensorParallel(config, fake_group, Stopwatch()).placement)
+    )
     initialize_(model, torch.Generator().manual_seed(0))
     flat = FlatParameters.of(model)
     work, samples = work_and_samples(config)
@@ -129,7 +131,7 @@ def test_a_stage_keeps_what_is_predicted(place: int) -> None:
     [stage], given = pipeline.stages, torch.zeros(int(samples.lengths.sum()), 128, requires_grad=True)
 
     def forward(batch: Batch) -> object:
-        return pipeline.through(stage, given if place else None, batch, pipeline.next_sites())
+        return pipeline.through(stage, given if place else None, batch, pipeline.next_dropout_state())
 
     kept = kept_bytes(forward, [flat.weights_N, given, word], samples, "fp32")
     sizes = work.micro_batches(strategy, 2, 0)
@@ -164,7 +166,7 @@ def test_what_is_divided_and_what_is_not() -> None:
 def test_on_gpus_whole_updates_leave_copies_of_all_weights_and_heads_are_cast_besides() -> None:
     config = ModelConfig(2, 128, 4, 512, 1024, 128)
     work, _ = work_and_samples(config)
-    copies = Lamb(FlatParameters.of(BertForPreTraining(config)), OptimizerConfig(1e-3, 10), torch.bfloat16).copies_P
+    copies = WeightCopies.of(config, torch.device("cpu")).copies_P
     assert copies is not None
     heads = 2 * (2 * 128 * 128 + 1024 * 128 + 2 * 128)
     strategy = Strategy(SEQUENCES, precision="bf16")
@@ -182,14 +184,10 @@ def test_recomputation_keeps_what_is_predicted(precision: Precision) -> None:
     batch = batch_of(samples)
     kept, parts = {}, {}
     for mode in get_args(Recompute):
-        recomputations = [recomputation(mode)] * 2 + [
-            recomputation("none")
-        ]  # the last layer stores few activations in any mode
 
-        def make_layer(
-            config: ModelConfig, index: int, placement: Placement, by_layer: list[Recomputation] = recomputations
-        ) -> EncoderLayer:
-            return EncoderLayer(config, index, placement, recomputation=by_layer[index])
+        def make_layer(index: int, mode: Recompute = mode) -> EncoderLayer:
+            # The last layer stores few activations in any mode.
+            return EncoderLayer(config, index, Placement(), MatrixProducts(), "none" if index == 2 else mode)
 
         model = BertForPreTraining(config, make_layer=make_layer)
         initialize_(model, torch.Generator().manual_seed(0))

@@ -21,7 +21,6 @@ from torch.utils._pytree import tree_leaves
 from bert.configuration.config import Config
 from bert.configuration.sections import ModelConfig, ParallelConfig
 from bert.execution.cuda_graphs import CudaCapturer
-from bert.execution.stopwatch import Stopwatch
 from bert.model import BertForPreTraining
 from bert.parallel.mesh import Mesh
 from bert.parallel.pipeline.stages import PipelineModel
@@ -31,6 +30,7 @@ from bert.step import TrainingStep
 from dataloading.batches.loader import inert_batch
 from dataloading.batches.plan import ShapeBucket
 from kernels import OPS
+from tests.bert import small_models
 from tests.bert.operators import Operators
 from tests.bert.process_groups import TimelineError, require_an_end, require_same_order
 from tests.bert.small_models import step_config
@@ -42,16 +42,9 @@ BATCH = inert_batch(SHAPE_BUCKET).to(META)
 MODEL = ModelConfig(2, 32, 2, 64, 50, 48)
 
 
-class TracedStep(TrainingStep):
-    """Training step without autocast, which "meta" does not have."""
-
-    def autocast(self) -> Any:
-        return nullcontext()
-
-
-def traced_step(mesh: Mesh, config: Config, capturer: CudaCapturer | None = None) -> TracedStep:
+def traced_step(mesh: Mesh, config: Config, capturer: CudaCapturer | None = None) -> TrainingStep:
     model = BertForPreTraining(config.model).to(mesh.device).train()
-    return TracedStep(model, config, mesh, Stopwatch(), capturer)
+    return small_models.step_on(model, config, mesh, capturer)
 
 
 class Watch(Operators):
@@ -74,6 +67,7 @@ class Watch(Operators):
 @pytest.mark.oldest_torch
 def test_a_step_needs_no_value_on_the_host_and_none_from_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "is_autocast_enabled", lambda _device=None: False)  # "meta" has no autocast
+    monkeypatch.setattr(torch, "autocast", lambda *_, **__: nullcontext())
     step = traced_step(Mesh(0, 1, 0, META), step_config(MODEL))
     with ExitStack() as stack:
         for op in OPS.values():
@@ -134,7 +128,7 @@ def watched(rank: int) -> Iterator[tuple[Timeline, pytest.MonkeyPatch]]:
         yield stack.enter_context(Timeline(rank).watching(patch)), patch
 
 
-def step_on(rank: int, shape: Shape, capturer: CudaCapturer | None) -> TracedStep:
+def step_on(rank: int, shape: Shape, capturer: CudaCapturer | None) -> TrainingStep:
     nodes = tuple(tuple(range(first, first + shape.local_size)) for first in range(0, shape.ranks, shape.local_size))
     mesh = Mesh(rank, shape.ranks, rank % shape.local_size, META, nodes, shape.tensor, shape.pipeline)
     layers = 8 if shape.pipeline > 1 else 2

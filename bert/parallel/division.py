@@ -1,21 +1,51 @@
-"""Conversion between each rank's flat vectors and the whole model's, if a copy of the model is split over several ranks."""
+"""A model that is divided among the ranks of a copy: this rank's part of it, and the conversion between each rank's flat
+vectors and the whole model's.
+"""
 
 import math
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from bert.configuration.sections import ModelConfig
-from bert.model import BertForPreTraining, parameter_shapes
+from bert.model import BertForPreTraining, EncoderLayer, MatrixProducts, parameter_shapes
 from bert.optimizer import FlatParameters
+from bert.parallel.mesh import Mesh, process_group
+from bert.parallel.pipeline.stages import PipelineModel
 from bert.parallel.single import all_gather_single
 from bert.parallel.tensor.shards import Split, TensorParallel
 
-if TYPE_CHECKING:
-    from bert.parallel.pipeline.stages import PipelineModel
+
+def divided_model(
+    whole: BertForPreTraining,
+    mesh: Mesh,
+    tensor: TensorParallel | None,
+    virtual_stages: int,
+    products: MatrixProducts | None = None,
+    make_layer: Callable[[int], EncoderLayer] | None = None,
+) -> BertForPreTraining:
+    """Build this rank's part of the model ``whole`` and copy its weights. All ranks must call this at the same time.
+
+    By default, the layers multiply as PyTorch does and recompute nothing, which is sufficient for an evaluation.
+    """
+    placement = None if tensor is None else tensor.placement
+    own: Callable[[str, Tensor], Tensor] = tensor.own if tensor is not None else lambda _, weight: weight
+    stages = process_group(mesh.pipeline_ranks)
+    weights = dict(whole.named_parameters())
+    word_VD = weights["embeddings.word"].detach()
+    with mesh.device:
+        if stages is None:
+            model = BertForPreTraining(whole.config, placement, products, make_layer)
+        else:
+            word_VD = own("embeddings.word", word_VD)
+            model = PipelineModel(whole.config, stages, virtual_stages, word_VD, placement, products, make_layer)
+    model.to(word_VD.dtype).train(whole.training)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(own(name, weights[name]))
+    return model
 
 
 class WholeVectors:
@@ -29,7 +59,7 @@ class WholeVectors:
         model: BertForPreTraining,
         flat: FlatParameters,
         tensor: TensorParallel | None,
-        pipeline: "PipelineModel | None" = None,
+        pipeline: PipelineModel | None = None,
     ) -> None:
         self._tensor = tensor
         self._pipeline = pipeline

@@ -1,0 +1,64 @@
+"""A training step that is captured as CUDA graphs, once for each shape bucket, and then replayed."""
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from functools import partial
+
+from bert.configuration.config import Config
+from bert.execution.cuda_graphs import BatchGraphs, CudaCapturer
+from bert.execution.stopwatch import Stopwatch
+from bert.model import BertForPreTraining
+from bert.parallel.mesh import Mesh
+from bert.recomputation import RECOMPUTED_OPS
+from bert.step import TrainingStep
+from dataloading.batches.loader import Batch, inert_batch
+from dataloading.batches.plan import ShapeBucket
+from kernels import captured
+
+
+class CapturedStep(TrainingStep):
+    """``TrainingStep`` that runs each micro-batch and the update as CUDA graphs, once ``capture`` has been called.
+
+    Micro-batches that fit no captured shape bucket run operator by operator.
+    """
+
+    def __init__(
+        self, whole: BertForPreTraining, config: Config, mesh: Mesh, stopwatch: Stopwatch, capturer: CudaCapturer
+    ) -> None:
+        super().__init__(whole, config, mesh, stopwatch)
+        self._capturer = capturer
+        self._micro_batches = config.training.gradient_accumulation_steps
+        self._recomputed = () if config.training.recompute == "none" else RECOMPUTED_OPS
+        self._first_differs = self.gathers_in_forward or bool(self.flat.segments.overwritten)
+        self._last_differs = mesh.data_size > 1
+        run = super().forward_backward
+        self._graphs = {
+            (is_first, is_last): BatchGraphs(partial(run, is_first=is_first, is_last=is_last))
+            for is_first in (False, True)
+            for is_last in (False, True)
+        }
+        """Graphs of first, last, both and other micro-batches of a step. Kinds that do not occur are never captured."""
+        self._run_update = super().update
+
+    def forward_backward(self, batch: Batch, is_first: bool, is_last: bool) -> None:
+        self.uncaptured_batches += not self._graphs_of(is_first, is_last)(batch)
+
+    def update(self) -> None:
+        self._run_update()
+
+    def capture(self, shape_buckets: Sequence[ShapeBucket]) -> None:
+        """Capture all kinds of micro-batches, and the update. The step must have run before."""
+        batches = [inert_batch(shape_bucket).to(self.mesh.device) for shape_bucket in shape_buckets]
+        last = self._micro_batches - 1
+        kinds = [self._graphs_of(index == 0, index == last) for index in range(self._micro_batches)]
+        # Start with the last micro-batch, which takes the most memory.
+        for graphs in dict.fromkeys(reversed(kinds)):
+            graphs.prepare(batches, self._capturer)
+        self._run_update = self._capturer.prepare(super().update)
+        self._capturer.capture()
+
+    def restricted_ops(self) -> AbstractContextManager[None]:
+        return captured(self._recomputed)
+
+    def _graphs_of(self, is_first: bool, is_last: bool) -> BatchGraphs:
+        return self._graphs[is_first and self._first_differs, is_last and self._last_differs]

@@ -1,0 +1,40 @@
+"""Recomputation in the backward pass: an encoder layer computes again the activations that its forward pass did not keep.
+
+``torch.utils.checkpoint`` recomputes the part of a layer that its ``forward`` calls. PyTorch's wrapper for modules would
+also run the module's hooks again, which wait for gathered weights.
+
+The result is the same bit for bit. Kernels derive dropout from a counter that is an input of the layer. For ops that draw
+from PyTorch's generator, the generator's state in the forward pass is restored. This is not possible while a CUDA graph is
+captured, so ``RECOMPUTED_OPS`` must not draw from the generator then (``kernels.captured``).
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts, noop_context_fn
+
+from bert.configuration.sections import Recompute
+from bert.execution.stopwatch import is_capturing
+
+RECOMPUTED_OPS = ("varlen_self_attention", "dropout_add_layer_norm")
+"""Ops of ``kernels`` that apply dropout in a recomputed layer."""
+
+# Ops of products with weights, which have 2D operands. Attention's products are batched or inside its kernel.
+_PRODUCTS = [torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten._scaled_mm.default]
+
+
+def recomputed(mode: Recompute, function: Callable[..., Any], *inputs: Any) -> Any:
+    """Call a function of an encoder layer. In training, the backward pass calls it again.
+
+    selective: keep the results of the layer's four products with weights, and recompute attention, GELU, norms and dropout,
+    which take much of the memory and little of the time. full: keep only the inputs.
+    """
+    if not torch.is_grad_enabled():  # an evaluation
+        return function(*inputs)
+    contexts = partial(create_selective_checkpoint_contexts, _PRODUCTS) if mode == "selective" else noop_context_fn
+    # While capturing, the generator's state can be neither read nor set, and no op draws from it.
+    preserve = not is_capturing()
+    # PyTorch accepts contexts only for non-reentrant checkpoints.
+    return checkpoint(function, *inputs, use_reentrant=False, context_fn=contexts, preserve_rng_state=preserve)
