@@ -22,25 +22,21 @@ _apex = partial(Implementation, "apex", "kernels.libraries.apex")
 _flash_attn = partial(Implementation, "flash_attn", "kernels.libraries.flash_attention", requires="flash_attn")
 
 _FLASH_ATTN = _flash_attn("unsupported_reasons", repeatable=False)
-_APEX_NORM = _apex("norm_unsupported_reasons", requires="fused_layer_norm_cuda", repeatable=False)
+_APEX_NORM = _apex("norm_reasons", requires="fused_layer_norm_cuda", repeatable=False)
 # Like the reference, PyTorch's attention reads the sequence lengths on the host, so a CUDA graph cannot capture it.
 _PYTORCH_ATTENTION = _pytorch(capturable=False, repeatable=False)
 _PYTORCH_NORM = _pytorch(repeatable=False)
 
 TABLE: Mapping[str, tuple[Implementation, ...]] = {
-    # Triton has no such kernel, because cuBLAS adds to the gradient in the epilogue of the product.
-    "accumulate_weight_gradient": (_pytorch("gradient_unsupported_reasons", last_on_cpu=True),),
+    # A Triton kernel is not needed, because cuBLAS can add to the gradient in the epilogue of the product.
+    "accumulate_weight_gradient": (_pytorch("gradient_reasons", last_on_cpu=True),),
     "varlen_attention": (_triton("attention.varlen"), _FLASH_ATTN, _PYTORCH_ATTENTION),
-    "varlen_self_attention": (
-        _triton("attention.varlen", "packed_unsupported_reasons"),
-        _FLASH_ATTN,
-        _PYTORCH_ATTENTION,
-    ),
+    "varlen_self_attention": (_triton("attention.varlen", "packed_reasons"), _FLASH_ATTN, _PYTORCH_ATTENTION),
     "dropout_add_layer_norm": (_triton("norms.layer_norm"), _APEX_NORM, _PYTORCH_NORM),
     "dense_gelu": (_triton("dense", "tensor_reasons"),),
     "bias_gelu": (_triton("dense", "tensor_reasons"),),
     "embedding_layer_norm": (_triton("norms.embedding_norm"), _APEX_NORM, _PYTORCH_NORM),
-    "masked_lm_loss": (_triton("loss"), _apex("loss_unsupported_reasons", requires="xentropy_cuda")),
+    "masked_lm_loss": (_triton("loss"), _apex("loss_reasons", requires="xentropy_cuda")),
     "lamb_step": (_triton("lamb", "vector_reasons"),),
     "lamb_directions": (_triton("lamb", "vector_reasons"),),
     "lamb_apply": (_triton("lamb", "vector_reasons"),),
@@ -52,11 +48,11 @@ TABLE: Mapping[str, tuple[Implementation, ...]] = {
     "bias_gelu_cast_fp8": (_triton("fp8"),),
     "bias_gelu_backward_cast_fp8": (_triton("fp8"),),
     "attention_cast_fp8": (_triton("attention.fp8"),),
-    "attention_backward_cast_fp8": (_triton("attention.fp8", "backward_unsupported_reasons"),),
+    "attention_backward_cast_fp8": (_triton("attention.fp8", "backward_reasons"),),
     "add_norm_cast_fp8": (_triton("norms.layer_norm_fp8"),),
-    "add_norm_backward_cast_fp8": (_triton("norms.layer_norm_fp8", "backward_unsupported_reasons"),),
+    "add_norm_backward_cast_fp8": (_triton("norms.layer_norm_fp8", "backward_reasons"),),
     # On a CPU, PyTorch's FP8 product is several times slower than the definition.
-    "scaled_matmul": (_pytorch("scaled_matmul_unsupported_reasons", last_on_cpu=True),),
+    "scaled_matmul": (_pytorch("scaled_matmul_reasons", last_on_cpu=True),),
 }
 """Implementations of each op in their order of preference on a GPU, without the definition, which follows them. A module's
 function with the op's name computes the op."""
@@ -69,7 +65,7 @@ OPS = cast(dict[str, Op[..., Any]], dict.fromkeys(TABLE))
 
 
 def op(definition: Callable[Parameters, Returned]) -> Op[Parameters, Returned]:
-    """Make an op of its definition and of the implementations in the table. Raises ``ValueError`` without a row there."""
+    """Create an op from its definition and its row in the table. Raises ``ValueError`` if there is no such row."""
     name = definition.__name__
     if name not in TABLE:
         raise ValueError(f"{name} has no row in the table of kernels/ops.py")

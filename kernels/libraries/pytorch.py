@@ -117,7 +117,7 @@ def scaled_matmul(
     )
 
 
-def scaled_matmul_unsupported_reasons(
+def scaled_matmul_reasons(
     a_MK: Tensor, b_NK: Tensor, _inverse_a: Tensor, _inverse_b: Tensor, out_dtype: torch.dtype, *_: Any, **__: Any
 ) -> list[str]:
     reasons = capability_reasons(a_MK.device)
@@ -146,7 +146,7 @@ def accumulate_weight_gradient(
     return torch.addmm(gradient_NK, transposed_NT, input_TK, out_dtype=torch.float32, out=gradient_NK)
 
 
-def gradient_unsupported_reasons(
+def gradient_reasons(
     gradient_NK: Tensor, output_gradient_TN: Tensor, input_TK: Tensor, *_: Any, **__: Any
 ) -> list[str]:
     reasons = []

@@ -173,7 +173,7 @@ def test_the_bias_of_a_product(product, bias_dtype: torch.dtype):
 def test_what_cannot_be_multiplied(types, sizes: tuple[int, int, int], out_dtype: torch.dtype, reason: str):
     m, n, k = sizes
     a, b = torch.zeros(m, k, dtype=types[0]), torch.zeros(n, k, dtype=types[1])
-    reasons = pytorch.scaled_matmul_unsupported_reasons(a, b, scalar(1.0), scalar(1.0), out_dtype)
+    reasons = pytorch.scaled_matmul_reasons(a, b, scalar(1.0), scalar(1.0), out_dtype)
     assert reason in "; ".join(reasons)
     assert len(reasons) == bool(reason)
 
