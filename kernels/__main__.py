@@ -10,8 +10,12 @@ import argparse
 import sys
 from collections.abc import Sequence
 
+import torch
+
 from console.interruption import in_one_line, reader_has_gone
 from console.program import RaisingParser, answer_version, complain
+from kernels import OPS
+from kernels.tuning.examples import example_inputs
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -35,11 +39,6 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _print_table(device: str | None, dtype: str | None) -> None:
-    import torch  # imported here, so that --help does not wait for PyTorch
-
-    from kernels import OPS
-    from kernels.tuning.examples import example_inputs
-
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     if device == "cuda" and not torch.cuda.is_available():
         raise ValueError("--device is cuda, and PyTorch sees no GPU")
@@ -51,7 +50,7 @@ def _print_table(device: str | None, dtype: str | None) -> None:
         )
         taken = op.chosen(*args, **kwargs)
         for index, implementation in enumerate(op.orders[device]):
-            reasons = "; ".join(implementation.unsupported_reasons(name, *args, **kwargs)) or "usable"
+            reasons = "; ".join(implementation.unsupported_reasons(*args, **kwargs)) or "usable"
             mark = "<-" if implementation is taken else ""
             print(f"{name if index == 0 else '':28}{implementation.name:20}{mark:6}{reasons}")
 

@@ -1,142 +1,77 @@
-"""All public ops with their implementations, and functions that choose the implementations of several ops at once.
+"""The table of all ops with their implementations, and functions that choose the implementations of several ops at once.
 
-Users import the ops from ``kernels``. Each of the functions ``_pytorch``, ``_apex``, ``_flash_attn`` and ``_triton``
-imports one library and returns its implementations. It is called only when one of these implementations is first needed.
+A function in ``kernels/reference/`` defines an op. Its decorator ``op`` looks up the faster implementations in the table.
+Users import the ops from ``kernels``.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from functools import partial
+from typing import Any, cast
 
-from kernels.products import accumulate_weight_gradient  # noqa: F401  for users of ``kernels``
-from kernels.reference import fp8, lamb
-from kernels.reference import ops as reference
-from kernels.reference.fp8 import new_scales  # noqa: F401  for users of ``kernels``
-from kernels.reference.lamb import LambHyperparameters, LambSegments, LambState, WeightCast  # noqa: F401  for users of ``kernels``
-from kernels.reference.ops import compute_dtype, cross_entropy_sum, masked_lm_logits  # noqa: F401  for users of ``kernels``
-from kernels.reference.random import Dropout  # noqa: F401  for users of ``kernels``
-from kernels.registry import Functions, Implementation, Op, Parameters, Returned
+from kernels.registry import Implementation, Op, Parameters, Returned
 
 
-def _pytorch() -> Functions:
-    from kernels.libraries import pytorch
-
-    return {
-        "varlen_attention": (pytorch.varlen_attention, None),
-        "varlen_self_attention": (pytorch.varlen_self_attention, None),
-        "dropout_add_layer_norm": (pytorch.dropout_add_layer_norm, None),
-        "embedding_layer_norm": (pytorch.embedding_layer_norm, None),
-        "scaled_matmul": (pytorch.scaled_matmul, pytorch.scaled_matmul_unsupported_reasons),
-    }
+def _triton(module: str, reasons: str = "unsupported_reasons") -> Implementation:
+    # Interpreting a kernel on a CPU takes seconds to minutes.
+    return Implementation("triton", f"kernels.triton.{module}", reasons, requires="triton", last_on_cpu=True)
 
 
-def _apex() -> Functions:
-    from kernels.libraries import apex
+_pytorch = partial(Implementation, "pytorch", "kernels.libraries.pytorch")
+_apex = partial(Implementation, "apex", "kernels.libraries.apex")
+_flash_attn = partial(Implementation, "flash_attn", "kernels.libraries.flash_attention", requires="flash_attn")
 
-    return {
-        "dropout_add_layer_norm": (apex.dropout_add_layer_norm, apex.norm_unsupported_reasons),
-        "embedding_layer_norm": (apex.embedding_layer_norm, apex.norm_unsupported_reasons),
-        "masked_lm_loss": (apex.masked_lm_loss, apex.loss_unsupported_reasons),
-    }
-
-
-def _flash_attn() -> Functions:
-    from kernels.libraries import flash_attention as flash
-
-    return {
-        "varlen_attention": (flash.varlen_attention, flash.unsupported_reasons),
-        "varlen_self_attention": (flash.varlen_self_attention, flash.unsupported_reasons),
-    }
-
-
-def _triton() -> Functions:
-    from kernels.triton import dense, fp8, lamb, loss, squares
-    from kernels.triton.attention import fp8 as attention_fp8
-    from kernels.triton.attention import varlen
-    from kernels.triton.inputs import tensor_reasons, vector_reasons
-    from kernels.triton.norms import embedding_norm, layer_norm, layer_norm_fp8
-
-    norm_cast, norm_backward_cast = layer_norm_fp8.add_norm_cast_fp8, layer_norm_fp8.add_norm_backward_cast_fp8
-    return {
-        "varlen_attention": (varlen.varlen_attention, varlen.unsupported_reasons),
-        "varlen_self_attention": (varlen.varlen_self_attention, varlen.self_attention_unsupported_reasons),
-        "dropout_add_layer_norm": (layer_norm.dropout_add_layer_norm, layer_norm.unsupported_reasons),
-        "dense_gelu": (dense.dense_gelu, tensor_reasons),
-        "bias_gelu": (dense.bias_gelu, tensor_reasons),
-        "embedding_layer_norm": (embedding_norm.embedding_layer_norm, embedding_norm.unsupported_reasons),
-        "masked_lm_loss": (loss.masked_lm_loss, loss.unsupported_reasons),
-        "lamb_step": (lamb.lamb_step, vector_reasons),
-        "lamb_directions": (lamb.lamb_directions, vector_reasons),
-        "lamb_apply": (lamb.lamb_apply, vector_reasons),
-        "sum_of_squares": (squares.sum_of_squares, vector_reasons),
-        "cast_fp8": (fp8.cast_fp8, fp8.unsupported_reasons),
-        "cast_transpose_fp8": (fp8.cast_transpose_fp8, fp8.unsupported_reasons),
-        "cast_transpose_into_fp8": (fp8.cast_transpose_into_fp8, fp8.unsupported_reasons),
-        "cast_transpose_sum_fp8": (fp8.cast_transpose_sum_fp8, fp8.unsupported_reasons),
-        "bias_gelu_cast_fp8": (fp8.bias_gelu_cast_fp8, fp8.unsupported_reasons),
-        "bias_gelu_backward_cast_fp8": (fp8.bias_gelu_backward_cast_fp8, fp8.unsupported_reasons),
-        "attention_cast_fp8": (attention_fp8.attention_cast_fp8, attention_fp8.unsupported_reasons),
-        "attention_backward_cast_fp8": (
-            attention_fp8.attention_backward_cast_fp8,
-            attention_fp8.backward_unsupported_reasons,
-        ),
-        "add_norm_cast_fp8": (norm_cast, layer_norm_fp8.unsupported_reasons),
-        "add_norm_backward_cast_fp8": (norm_backward_cast, layer_norm_fp8.backward_unsupported_reasons),
-    }
-
-
-_TRITON = Implementation("triton", _triton, requires="triton")
-_FLASH_ATTN = Implementation("flash_attn", _flash_attn, requires="flash_attn", repeatable=False)
-_APEX_NORM = Implementation("apex", _apex, requires="fused_layer_norm_cuda", repeatable=False)
-_APEX_LOSS = Implementation("apex", _apex, requires="xentropy_cuda")
-_PYTORCH_PRODUCT = Implementation("pytorch", _pytorch)
-_PYTORCH_NORM = Implementation("pytorch", _pytorch, repeatable=False)
+_FLASH_ATTN = _flash_attn("unsupported_reasons", repeatable=False)
+_APEX_NORM = _apex("norm_reasons", requires="fused_layer_norm_cuda", repeatable=False)
 # Like the reference, PyTorch's attention reads the sequence lengths on the host, so a CUDA graph cannot capture it.
-_PYTORCH_ATTENTION = Implementation("pytorch", _pytorch, capturable=False, repeatable=False)
+_PYTORCH_ATTENTION = _pytorch(capturable=False, repeatable=False)
+_PYTORCH_NORM = _pytorch(repeatable=False)
+
+TABLE: Mapping[str, tuple[Implementation, ...]] = {
+    # A Triton kernel is not needed, because cuBLAS can add to the gradient in the epilogue of the product.
+    "accumulate_weight_gradient": (_pytorch("gradient_reasons", last_on_cpu=True),),
+    "varlen_attention": (_triton("attention.varlen"), _FLASH_ATTN, _PYTORCH_ATTENTION),
+    "varlen_self_attention": (_triton("attention.varlen", "packed_reasons"), _FLASH_ATTN, _PYTORCH_ATTENTION),
+    "dropout_add_layer_norm": (_triton("norms.layer_norm"), _APEX_NORM, _PYTORCH_NORM),
+    "dense_gelu": (_triton("dense", "tensor_reasons"),),
+    "bias_gelu": (_triton("dense", "tensor_reasons"),),
+    "embedding_layer_norm": (_triton("norms.embedding_norm"), _APEX_NORM, _PYTORCH_NORM),
+    "masked_lm_loss": (_triton("loss"), _apex("loss_reasons", requires="xentropy_cuda")),
+    "lamb_step": (_triton("lamb", "vector_reasons"),),
+    "lamb_directions": (_triton("lamb", "vector_reasons"),),
+    "lamb_apply": (_triton("lamb", "vector_reasons"),),
+    "sum_of_squares": (_triton("squares", "vector_reasons"),),
+    "cast_fp8": (_triton("fp8"),),
+    "cast_transpose_fp8": (_triton("fp8"),),
+    "cast_transpose_into_fp8": (_triton("fp8"),),
+    "cast_transpose_sum_fp8": (_triton("fp8"),),
+    "bias_gelu_cast_fp8": (_triton("fp8"),),
+    "bias_gelu_backward_cast_fp8": (_triton("fp8"),),
+    "attention_cast_fp8": (_triton("attention.fp8"),),
+    "attention_backward_cast_fp8": (_triton("attention.fp8", "backward_reasons"),),
+    "add_norm_cast_fp8": (_triton("norms.layer_norm_fp8"),),
+    "add_norm_backward_cast_fp8": (_triton("norms.layer_norm_fp8", "backward_reasons"),),
+    # On a CPU, PyTorch's FP8 product is several times slower than the definition.
+    "scaled_matmul": (_pytorch("scaled_matmul_reasons", last_on_cpu=True),),
+}
+"""Implementations of each op in their order of preference on a GPU, without the definition, which follows them. A module's
+function with the op's name computes the op."""
+
+_READ_LENGTHS = {"varlen_attention", "varlen_self_attention", "attention_cast_fp8", "attention_backward_cast_fp8"}
+"""Ops whose definition reads the sequence lengths on the host, so that a CUDA graph cannot capture it."""
+
+OPS = cast(dict[str, Op[..., Any]], dict.fromkeys(TABLE))
+"""All ops by name, in the table's order. ``op`` replaces each None when ``kernels`` imports the definitions."""
 
 
-def _op(
-    definition: Callable[Parameters, Returned], *fast: Implementation, capturable: bool = True
-) -> Op[Parameters, Returned]:
-    """Create an op from its definition and faster implementations, in their order of preference on a GPU.
-
-    ``capturable`` tells whether a CUDA graph can capture the definition. On a CPU, two implementations come last: Triton's,
-    because interpreting a kernel takes seconds to minutes, and PyTorch's FP8 product, which is several times slower than
-    the definition.
-    """
-    plain = Implementation("reference", lambda: {definition.__name__: (definition, None)}, capturable=capturable)
-    slow = tuple(each for each in fast if each in (_TRITON, _PYTORCH_PRODUCT))
-    others = tuple(each for each in fast if each not in slow)
-    return Op(definition, {"cuda": (*fast, plain), "cpu": (*others, plain, *slow)})
-
-
-_ATTENTIONS = _TRITON, _FLASH_ATTN, _PYTORCH_ATTENTION
-varlen_attention = _op(reference.varlen_attention, *_ATTENTIONS, capturable=False)
-varlen_self_attention = _op(reference.varlen_self_attention, *_ATTENTIONS, capturable=False)
-dropout_add_layer_norm = _op(reference.dropout_add_layer_norm, _TRITON, _APEX_NORM, _PYTORCH_NORM)
-dense_gelu = _op(reference.dense_gelu, _TRITON)
-bias_gelu = _op(reference.bias_gelu, _TRITON)
-embedding_layer_norm = _op(reference.embedding_layer_norm, _TRITON, _APEX_NORM, _PYTORCH_NORM)
-masked_lm_loss = _op(reference.masked_lm_loss, _TRITON, _APEX_LOSS)
-lamb_step = _op(lamb.lamb_step, _TRITON)
-lamb_directions = _op(lamb.lamb_directions, _TRITON)
-lamb_apply = _op(lamb.lamb_apply, _TRITON)
-sum_of_squares = _op(lamb.sum_of_squares, _TRITON)
-cast_fp8 = _op(fp8.cast_fp8, _TRITON)
-cast_transpose_fp8 = _op(fp8.cast_transpose_fp8, _TRITON)
-cast_transpose_into_fp8 = _op(fp8.cast_transpose_into_fp8, _TRITON)
-cast_transpose_sum_fp8 = _op(fp8.cast_transpose_sum_fp8, _TRITON)
-bias_gelu_cast_fp8 = _op(fp8.bias_gelu_cast_fp8, _TRITON)
-bias_gelu_backward_cast_fp8 = _op(fp8.bias_gelu_backward_cast_fp8, _TRITON)
-attention_cast_fp8 = _op(fp8.attention_cast_fp8, _TRITON, capturable=False)
-attention_backward_cast_fp8 = _op(fp8.attention_backward_cast_fp8, _TRITON, capturable=False)
-add_norm_cast_fp8 = _op(fp8.add_norm_cast_fp8, _TRITON)
-add_norm_backward_cast_fp8 = _op(fp8.add_norm_backward_cast_fp8, _TRITON)
-scaled_matmul = _op(fp8.scaled_matmul, _PYTORCH_PRODUCT)
-
-# Collect the ops from the module's globals, so that none can be forgotten.
-OPS: dict[str, Op[..., Any]] = {op.name: op for op in tuple(globals().values()) if isinstance(op, Op)}
-"""All ops by name, in the order of their definitions in this module."""
+def op(definition: Callable[Parameters, Returned]) -> Op[Parameters, Returned]:
+    """Create an op from its definition and its row in the table. Raises ``ValueError`` if there is no such row."""
+    name = definition.__name__
+    if name not in TABLE:
+        raise ValueError(f"{name} has no row in the table of kernels/ops.py")
+    reference = Implementation("reference", {name: definition}, capturable=name not in _READ_LENGTHS)
+    made = OPS[name] = Op(definition, (*TABLE[name], reference))
+    return made
 
 
 def choose(implementations: Mapping[str, str]) -> None:
@@ -144,12 +79,12 @@ def choose(implementations: Mapping[str, str]) -> None:
 
     Raises ``ValueError``, and changes no choice, if an op or an implementation does not exist.
     """
-    for op, name in implementations.items():
-        if op not in OPS:
-            raise ValueError(f"there is no op {op!r}; expected one of {', '.join(OPS)}")
-        OPS[op].check(name)
-    for op, name in implementations.items():
-        OPS[op].ask_for(name)
+    for name, implementation in implementations.items():
+        if name not in OPS:
+            raise ValueError(f"there is no op {name!r}; expected one of {', '.join(OPS)}")
+        OPS[name].check(implementation)
+    for name, implementation in implementations.items():
+        OPS[name].ask_for(implementation)
 
 
 @contextmanager
@@ -161,6 +96,6 @@ def captured(recomputed: Collection[str] = ()) -> Iterator[None]:
     called inside the block raises ``ValueError`` with the reasons if no such implementation can handle its inputs.
     """
     with ExitStack() as stack:
-        for op in OPS.values():
-            stack.enter_context(op.captured(op.name in recomputed))
+        for each in OPS.values():
+            stack.enter_context(each.captured(each.name in recomputed))
         yield

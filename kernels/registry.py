@@ -6,11 +6,12 @@ supports the inputs. The choice is cached for calls of the same kind, so that a 
 explicitly chosen implementation cannot compute a call, the call raises an error with the reasons.
 """
 
-import importlib.util
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib import import_module
+from importlib.util import find_spec
 from typing import Any, Generic, ParamSpec, TypeVar
 
 import torch
@@ -27,19 +28,18 @@ _LOG = logging.getLogger(__name__)
 
 Observer = Callable[["Op[..., Any]", tuple[Any, ...], dict[str, Any]], None]
 
-Functions = Mapping[str, tuple[Callable[..., Any], Callable[..., list[str]] | None]]
-"""Map from the name of an op to two functions of a library. The first function computes the op. The second takes the same
-arguments and returns the reasons why the first cannot handle them, or an empty list if it can. The second is None if the
-first can handle all arguments."""
-
 
 @dataclass(frozen=True)
 class Implementation:
     """An implementation of one or more ops by a library."""
 
     name: str
-    functions: Callable[[], Functions]
-    """Function that imports the library and returns its functions."""
+    functions: str | Mapping[str, Callable[..., Any]]
+    """Functions of the library by name, or the name of their module, which is imported when they are first needed. The
+    function with an op's name computes the op."""
+    reasons: str | None = None
+    """Name of the function that takes an op's arguments and returns the reasons why the library cannot handle them, or an
+    empty list if it can. None if the library can handle all arguments."""
     requires: str | None = None
     """Package that must be installed, if any."""
     capturable: bool = True
@@ -47,29 +47,32 @@ class Implementation:
     repeatable: bool = True
     """Whether a second call can draw the same dropout mask inside a CUDA graph. This requires that the mask does not come
     from PyTorch's generator."""
+    last_on_cpu: bool = False
+    """Whether the definition comes first on a CPU, because it is faster there."""
 
-    def function(self, op: str) -> Callable[..., Any]:
-        return self.functions()[op][0]
+    def function(self, name: str) -> Callable[..., Any]:
+        """Import the library if necessary, and return its function with this name, such as an op's name."""
+        functions = self.functions
+        return (vars(import_module(functions)) if isinstance(functions, str) else functions)[name]
 
-    def unsupported_reasons(self, op: str, *args: Any, **kwargs: Any) -> list[str]:
-        if self.requires is not None and importlib.util.find_spec(self.requires) is None:
+    def unsupported_reasons(self, *args: Any, **kwargs: Any) -> list[str]:
+        if self.requires is not None and find_spec(self.requires) is None:
             return [f"{self.requires} is not installed"]
-        reasons = self.functions()[op][1]
-        return reasons(*args, **kwargs) if reasons is not None else []
+        return self.function(self.reasons)(*args, **kwargs) if self.reasons else []
 
 
 class Op(Generic[Parameters, Returned]):
     """A public op, which is called with the signature of its definition."""
 
-    def __init__(
-        self, definition: Callable[Parameters, Returned], orders: Mapping[str, tuple[Implementation, ...]]
-    ) -> None:
+    def __init__(self, definition: Callable[Parameters, Returned], order: tuple[Implementation, ...]) -> None:
+        """Create an op from its definition and its implementations, in their order of preference on a GPU."""
         self.name = definition.__name__
         self.definition = definition
+        """Plain function, which makes no choice. Other definitions call it, and tests compare implementations with it."""
         self.__doc__ = definition.__doc__
-        self.orders = orders
+        self.orders = {"cuda": order, "cpu": tuple(sorted(order, key=lambda each: each.last_on_cpu))}
         """Order in which ``auto`` tries implementations on ``cpu`` and on ``cuda``."""
-        self.implementations = {each.name: each for order in orders.values() for each in order}
+        self.implementations = {each.name: each for each in order}
         self.asked = AUTO
         """``auto``, or the name of the explicitly chosen implementation."""
         self._measured: Mapping[str, str] = {}
@@ -156,7 +159,7 @@ class Op(Generic[Parameters, Returned]):
                 if implementation.capturable
                 else "it reads values of the device on the host, which no CUDA graph can capture"
             ]
-        return implementation.unsupported_reasons(self.name, *args, **kwargs)
+        return implementation.unsupported_reasons(*args, **kwargs)
 
     def ask_for(self, name: str) -> None:
         """Choose the implementation ``name`` explicitly, or return to automatic choice if ``name`` is ``auto``.

@@ -291,7 +291,7 @@ def _in_the_middle(value: Any, generator: torch.Generator) -> Any:
 def call(op: str, name: str, *arguments: object, **settings: object) -> Any:
     """Call one implementation of an op. Raises ``NotUsableError`` if it cannot take these arguments."""
     chosen = OPS[op].implementations[name]
-    if reasons := chosen.unsupported_reasons(op, *arguments, **settings):
+    if reasons := chosen.unsupported_reasons(*arguments, **settings):
         raise NotUsableError("; ".join(reasons))
     if op == "attention_backward_cast_fp8":
         return _attention_both_ways(chosen, *arguments)

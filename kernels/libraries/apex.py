@@ -89,12 +89,12 @@ def _layer_norm(x_TD: Tensor, weight_D: Tensor, bias_D: Tensor, eps: float) -> T
         return library.fused_layer_norm_affine(x_TD, weight_D, bias_D, list(weight_D.shape), eps)
 
 
-def norm_unsupported_reasons(*inputs: Any, **_: Any) -> list[str]:
+def norm_reasons(*inputs: Any, **_: Any) -> list[str]:
     first = next(x for x in inputs if isinstance(x, Tensor) and x.is_floating_point())
     return _reasons(first, first.dtype)
 
 
-def loss_unsupported_reasons(hidden_MD: Tensor, decoder_VD: Tensor, *_: Any, **__: Any) -> list[str]:
+def loss_reasons(hidden_MD: Tensor, decoder_VD: Tensor, *_: Any, **__: Any) -> list[str]:
     """Return the known reasons. Old releases of apex also refuse bfloat16, but only when they are called."""
     reasons = _reasons(hidden_MD, compute_dtype(hidden_MD))
     # apex's kernels use 32-bit element indices.

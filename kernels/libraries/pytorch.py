@@ -1,5 +1,5 @@
 # pyright: reportPrivateImportUsage=false
-"""Ops by PyTorch's own fused functions, the usual implementations on a CPU.
+"""Ops by PyTorch's own fused functions, the usual implementations on a CPU, and the precision of its matrix products.
 
 The functions have the same contracts as in ``kernels.reference.ops`` and ``kernels.reference.fp8``, except that PyTorch's
 generator draws the dropout mask, with the same probability. Shape legend in ``kernels/__init__.py``.
@@ -117,7 +117,7 @@ def scaled_matmul(
     )
 
 
-def scaled_matmul_unsupported_reasons(
+def scaled_matmul_reasons(
     a_MK: Tensor, b_NK: Tensor, _inverse_a: Tensor, _inverse_b: Tensor, out_dtype: torch.dtype, *_: Any, **__: Any
 ) -> list[str]:
     reasons = capability_reasons(a_MK.device)
@@ -129,6 +129,51 @@ def scaled_matmul_unsupported_reasons(
     if any(size % ALIGNMENT for size in (*b_NK.shape, a_MK.shape[1])):
         reasons.append(f"sizes {list(a_MK.shape)} by {list(b_NK.shape)}: N and K are not multiples of {ALIGNMENT}")
     return reasons
+
+
+def accumulate_weight_gradient(
+    gradient_NK: Tensor, output_gradient_TN: Tensor, input_TK: Tensor, overwrite: bool = False
+) -> Tensor:
+    """Add ``output_gradient.T @ input`` to an fp32 gradient in place, or overwrite the gradient, and return it.
+
+    PyTorch has added products of 16-bit operands to fp32 since version 2.10, on CUDA only.
+    """
+    transposed_NT = output_gradient_TN.t()
+    # Unlike addmm, mm does not read the old gradient, which may contain NaN.
+    if overwrite:
+        return torch.mm(transposed_NT, input_TK, out_dtype=torch.float32, out=gradient_NK)
+    # With the gradient as ``out``, cuBLAS adds in the product's epilogue, without another pass over memory.
+    return torch.addmm(gradient_NK, transposed_NT, input_TK, out_dtype=torch.float32, out=gradient_NK)
+
+
+def gradient_reasons(
+    gradient_NK: Tensor, output_gradient_TN: Tensor, input_TK: Tensor, *_: Any, **__: Any
+) -> list[str]:
+    reasons = []
+    if not gradient_NK.is_cuda:
+        reasons.append(f"tensors on {gradient_NK.device.type}: PyTorch supports this product on CUDA only")
+    dtypes = output_gradient_TN.dtype, input_TK.dtype
+    if dtypes not in ((torch.bfloat16,) * 2, (torch.float16,) * 2):
+        reasons.append(f"operands in {dtypes[0]} and {dtypes[1]}: expected bfloat16 or float16 twice")
+    if gradient_NK.dtype != torch.float32:
+        reasons.append(f"a gradient in {gradient_NK.dtype}, expected float32")
+    return reasons
+
+
+def set_product_precision() -> None:
+    """Make this process accumulate all matrix products in fp32, and multiply fp32 operands without TF32.
+
+    * By default, PyTorch lets cuBLAS split a product along the summed dimension (split-K) and add the partial sums in the
+      16-bit type of the result. A weight gradient is a sum over all tokens of a micro-batch, and its partial sums may
+      largely cancel.
+    * Containers that set ``TORCH_ALLOW_TF32_CUBLAS_OVERRIDE`` turn on TF32, which keeps only 10 bits of the mantissa.
+
+    This has no effect on a CPU.
+    """
+    products = torch.backends.cuda.matmul
+    products.allow_bf16_reduced_precision_reduction = False
+    products.allow_fp16_reduced_precision_reduction = False
+    torch.set_float32_matmul_precision("highest")
 
 
 def drop(x: Tensor, dropout: Dropout | None) -> Tensor:

@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kernels.ops import op
 from kernels.reference.ops import dropout_rows, varlen_self_attention
 from kernels.reference.random import Dropout
 
@@ -62,6 +63,7 @@ def capability_reasons(device: torch.device) -> list[str]:
     return [] if capability >= (8, 9) else [f"compute capability {capability[0]}.{capability[1]}, FP8 needs 8.9"]
 
 
+@op
 def cast_fp8(x_RC: Tensor, scale: Tensor, amax: Tensor, dtype: torch.dtype) -> Tensor:
     """Return ``x * scale`` in ``dtype``, E4M3 or E5M2: [R, C].
 
@@ -77,33 +79,38 @@ def cast_fp8(x_RC: Tensor, scale: Tensor, amax: Tensor, dtype: torch.dtype) -> T
     return (x_RC * scale).clamp(-LARGEST[dtype], LARGEST[dtype]).to(dtype)
 
 
+@op
 def cast_transpose_fp8(x_RC: Tensor, scale: Tensor, amax: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Return ``cast_fp8`` [R, C] and its transpose [C, padded(R)]. C must be a multiple of 16."""
-    q_RC = cast_fp8(x_RC, scale, amax, dtype)
+    q_RC = cast_fp8.definition(x_RC, scale, amax, dtype)
     rows = len(q_RC)
     # Scaled products need contiguous operands.
     return q_RC, F.pad(q_RC.t(), (0, padded(rows) - rows)).contiguous()
 
 
+@op
 def cast_transpose_into_fp8(x_RC: Tensor, scale: Tensor, amax: Tensor, q_RC: Tensor, q_CR: Tensor) -> None:
     """Write the results of ``cast_transpose_fp8`` to the contiguous tensors ``q_RC`` and ``q_CR``, in their type."""
-    for kept, cast in zip((q_RC, q_CR), cast_transpose_fp8(x_RC, scale, amax, q_RC.dtype), strict=True):
+    for kept, cast in zip((q_RC, q_CR), cast_transpose_fp8.definition(x_RC, scale, amax, q_RC.dtype), strict=True):
         kept.copy_(cast)
 
 
+@op
 def cast_transpose_sum_fp8(
     x_RC: Tensor, scale: Tensor, amax: Tensor, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the results of ``cast_transpose_fp8`` and the column sums of x, fp32 [C], which are a bias gradient."""
-    return *cast_transpose_fp8(x_RC, scale, amax, dtype), _full(x_RC).sum(0)
+    return *cast_transpose_fp8.definition(x_RC, scale, amax, dtype), _full(x_RC).sum(0)
 
 
+@op
 def bias_gelu_cast_fp8(product_TF: Tensor, bias_F: Tensor, scale: Tensor, amax: Tensor) -> tuple[Tensor, Tensor]:
     """Return ``gelu(product + bias)`` in the tanh form, cast to E4M3 [T, F], and its transpose [F, padded(T)]."""
     y_TF = _full(product_TF) + _full(bias_F)
-    return cast_transpose_fp8(F.gelu(y_TF, approximate="tanh"), scale, amax, E4M3)
+    return cast_transpose_fp8.definition(F.gelu(y_TF, approximate="tanh"), scale, amax, E4M3)
 
 
+@op
 def bias_gelu_backward_cast_fp8(
     output_gradient_TF: Tensor, product_TF: Tensor, bias_F: Tensor, scale: Tensor, amax: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -114,9 +121,10 @@ def bias_gelu_backward_cast_fp8(
     """
     y_TF = _full(product_TF) + _full(bias_F)
     gradient_TF = torch.ops.aten.gelu_backward(_full(output_gradient_TF), y_TF, approximate="tanh")
-    return cast_transpose_sum_fp8(gradient_TF, scale, amax, E5M2)
+    return cast_transpose_sum_fp8.definition(gradient_TF, scale, amax, E5M2)
 
 
+@op
 def attention_cast_fp8(
     qkv_T3HE: Tensor, cu_seqlens: Tensor, max_seqlen: int, dropout: Dropout | None, scale: Tensor, amax: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -124,12 +132,13 @@ def attention_cast_fp8(
 
     The last two tensors are saved for the backward pass of the same implementation. This implementation leaves them empty.
     """
-    context_THE = varlen_self_attention(qkv_T3HE, cu_seqlens, max_seqlen, dropout)
-    casts = cast_transpose_fp8(context_THE.flatten(1), scale, amax, E4M3)
+    context_THE = varlen_self_attention.definition(qkv_T3HE, cu_seqlens, max_seqlen, dropout)
+    casts = cast_transpose_fp8.definition(context_THE.flatten(1), scale, amax, E4M3)
     # The backward pass below recomputes the forward pass, so it needs neither the logarithms of softmax's sums nor masks.
     return context_THE, *casts, context_THE.new_empty(0), context_THE.new_empty(0)
 
 
+@op
 def attention_backward_cast_fp8(
     gradient_THE: Tensor,
     qkv_T3HE: Tensor,
@@ -150,12 +159,13 @@ def attention_backward_cast_fp8(
     # Autograd disables gradients while it runs a backward pass.
     with torch.enable_grad():
         qkv_T3HE = qkv_T3HE.detach().requires_grad_()
-        output_THE = varlen_self_attention(qkv_T3HE, cu_seqlens, max_seqlen, dropout)
+        output_THE = varlen_self_attention.definition(qkv_T3HE, cu_seqlens, max_seqlen, dropout)
     (qkv_gradient_T3HE,) = torch.autograd.grad(output_THE, qkv_T3HE, gradient_THE)
     # The column sums are taken before rounding, so that the bias gradient does not have the error of E5M2.
-    return cast_transpose_sum_fp8(qkv_gradient_T3HE.flatten(1), scale, amax, E5M2)
+    return cast_transpose_sum_fp8.definition(qkv_gradient_T3HE.flatten(1), scale, amax, E5M2)
 
 
+@op
 def add_norm_cast_fp8(
     x_TD: Tensor,
     bias_D: Tensor,
@@ -177,9 +187,10 @@ def add_norm_cast_fp8(
     statistics_2T = torch.stack([each_T1.flatten() for each_T1 in statistics_T1])
     if scale is None or amax is None:
         return y_TD, statistics_2T, None, None
-    return y_TD, statistics_2T, *cast_transpose_fp8(y_TD, scale, amax, E4M3)
+    return y_TD, statistics_2T, *cast_transpose_fp8.definition(y_TD, scale, amax, E4M3)
 
 
+@op
 def add_norm_backward_cast_fp8(
     dy_TD: Tensor,
     shortcut_dy_TD: Tensor | None,
@@ -206,10 +217,11 @@ def add_norm_backward_cast_fp8(
         dy_TD.to(summed_TD.dtype), summed_TD, weight_D.shape, mean_T1, rstd_T1, weight_D, bias_D, [True, True, True]
     )
     dbiased_TD = dropout_rows(dsummed_TD, dropout)
-    casts = cast_transpose_fp8(dbiased_TD.to(x_TD.dtype), scale, amax, E5M2)
+    casts = cast_transpose_fp8.definition(dbiased_TD.to(x_TD.dtype), scale, amax, E5M2)
     return *casts, dsummed_TD.to(residual_TD.dtype), dbiased_TD.sum(0).to(bias_D.dtype), dweight_D, dnorm_bias_D
 
 
+@op
 def scaled_matmul(
     a_MK: Tensor,
     b_NK: Tensor,

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kernels.ops import op
 from kernels.reference.fp8 import cast_transpose_into_fp8
 
 PIECE = 1 << 16
@@ -92,6 +93,7 @@ class WeightCast:
         return parameters_P[self.start : self.start + self.q_NK.numel()].view(self.q_NK.shape)
 
 
+@op
 def lamb_step(
     parameters_P: Tensor,
     gradients_P: Tensor,
@@ -120,16 +122,19 @@ def lamb_step(
     Source: You et al., arXiv 1904.00962. As in the MLPerf reference, weight decay and adaptation apply only to adapted
     segments.
     """
-    norm = sum_of_squares(gradients_P).sqrt().to(gradients_P.dtype)
-    squares_2A = lamb_directions(parameters_P, gradients_P, state, segments, hyperparameters, norm=norm, step=step)
-    lamb_apply(parameters_P, state, segments, squares_2A, norm=norm, learning_rate=learning_rate)
+    norm = sum_of_squares.definition(gradients_P).sqrt().to(gradients_P.dtype)
+    squares_2A = lamb_directions.definition(
+        parameters_P, gradients_P, state, segments, hyperparameters, norm=norm, step=step
+    )
+    lamb_apply.definition(parameters_P, state, segments, squares_2A, norm=norm, learning_rate=learning_rate)
     if copies_P is not None:
         copies_P.copy_(parameters_P)
     for cast in casts:
-        cast_transpose_into_fp8(cast.weight(parameters_P), cast.scale, cast.amax, cast.q_NK, cast.q_KN)
+        cast_transpose_into_fp8.definition(cast.weight(parameters_P), cast.scale, cast.amax, cast.q_NK, cast.q_KN)
     return norm
 
 
+@op
 def lamb_directions(
     parameters_P: Tensor,
     gradients_P: Tensor,
@@ -172,6 +177,7 @@ def lamb_directions(
     return _sums_of_squares([*weights, *updates]).view(2, -1)
 
 
+@op
 def lamb_apply(
     parameters_P: Tensor,
     state: LambState,
@@ -196,6 +202,7 @@ def lamb_apply(
     parameters_P.addcmul_(state.update_P, learning_rate * (norm < torch.inf), value=-1)
 
 
+@op
 def sum_of_squares(vector_P: Tensor) -> Tensor:
     """Return the sum of the squares of a vector, fp64 [], with a relative error of at most 1e-6 at any length.
 

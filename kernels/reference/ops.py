@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kernels.ops import op
 from kernels.reference.random import Dropout
 
 
@@ -21,6 +22,7 @@ def dropout_rows(x_ND: Tensor, dropout: Dropout | None, rows_N: Tensor | None = 
     return torch.where(dropout.mask(rows_N, x_ND.shape[1]), x_ND * dropout.scale, 0.0)
 
 
+@op
 def varlen_attention(
     query_QHE: Tensor,
     key_THE: Tensor,
@@ -52,14 +54,16 @@ def varlen_attention(
     return torch.cat(outputs)
 
 
+@op
 def varlen_self_attention(
     qkv_T3HE: Tensor, cu_seqlens: Tensor, max_seqlen: int, dropout: Dropout | None = None
 ) -> Tensor:
     """Return ``varlen_attention`` of the query, key and value in one packed tensor, [T, H, E]."""
     query, key, value = qkv_T3HE.unbind(1)
-    return varlen_attention(query, key, value, cu_seqlens, cu_seqlens, max_seqlen, dropout)
+    return varlen_attention.definition(query, key, value, cu_seqlens, cu_seqlens, max_seqlen, dropout)
 
 
+@op
 def dropout_add_layer_norm(
     x_TD: Tensor,
     bias_D: Tensor,
@@ -74,11 +78,13 @@ def dropout_add_layer_norm(
     return F.layer_norm(summed_TD, weight_D.shape, weight_D, norm_bias_D, eps)
 
 
+@op
 def dense_gelu(x_TD: Tensor, weight_FD: Tensor, bias_F: Tensor) -> Tensor:
     """Return ``gelu(x @ weight.T + bias)`` in BERT's tanh form, [T, F]."""
     return F.gelu(F.linear(x_TD, weight_FD, bias_F), approximate="tanh")
 
 
+@op
 def bias_gelu(product_TF: Tensor, bias_F: Tensor) -> Tensor:
     """Return ``gelu(product + bias)`` in the tanh form, [T, F], in the product's type.
 
@@ -88,6 +94,7 @@ def bias_gelu(product_TF: Tensor, bias_F: Tensor) -> Tensor:
     return F.gelu(product_TF + bias_F.to(product_TF.dtype), approximate="tanh")
 
 
+@op
 def accumulate_weight_gradient(
     gradient_NK: Tensor, output_gradient_TN: Tensor, input_TK: Tensor, overwrite: bool = False
 ) -> Tensor:
@@ -105,6 +112,7 @@ def accumulate_weight_gradient(
         return gradient_NK.addmm_(transposed_NT, input_TK)
 
 
+@op
 def embedding_layer_norm(
     input_ids_T: Tensor,
     position_ids_T: Tensor,
@@ -144,6 +152,7 @@ def summed_embeddings(
     )
 
 
+@op
 def masked_lm_loss(
     hidden_MD: Tensor,
     decoder_VD: Tensor,

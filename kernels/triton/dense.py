@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.configuration import Configuration
+from kernels.triton.inputs import tensor_reasons  # noqa: F401  for the table in kernels/ops.py
 
 # Tiles are wide, so that 128 threads read 16 bytes each along a row. A program of the backward pass processes 64
 # tokens, four at a time. For 24,576 tokens and 4,096 columns, this makes 3,072 programs. Their partial sums are 2 % of

@@ -30,6 +30,7 @@ from torch import Tensor
 from kernels.configuration import Configuration
 from kernels.reference.lamb import LambHyperparameters, LambSegments, LambState, WeightCast, bias_corrections
 from kernels.triton.fp8 import cast_transpose_into_fp8
+from kernels.triton.inputs import vector_reasons  # noqa: F401  for the table in kernels/ops.py
 from kernels.triton.lamb_passes import apply_kernel, direction_kernel, squares_kernel
 from kernels.triton.squares import sum_of_squares
 

@@ -20,8 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.configuration import Configuration
-from kernels.products import accumulate_weight_gradient
-from kernels.reference.ops import compute_dtype, fp32_product
+from kernels.reference.ops import accumulate_weight_gradient, compute_dtype, fp32_product
 from kernels.triton.inputs import tensor_reasons
 
 _ROW_MULTIPLE = 64

@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.configuration import Configuration
+from kernels.triton.inputs import vector_reasons  # noqa: F401  for the table in kernels/ops.py
 
 BLOCK = 8192
 WARPS = 8

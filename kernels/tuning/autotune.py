@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels.ops import (
+from kernels import (
     OPS,
     attention_backward_cast_fp8,
     attention_cast_fp8,

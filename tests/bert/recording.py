@@ -16,8 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 from bert.execution.cuda_graphs import CudaCapturer
 from bert.parallel.reduction.gradients import CommunicationStream
-from kernels import OPS, Dropout
-from kernels.reference import ops as reference
+from kernels import OPS, Dropout, varlen_attention
 
 
 class CaptureError(AssertionError):
@@ -171,11 +170,11 @@ def groups_that_wait_for_graphs() -> Iterator[None]:
 @contextmanager
 def recordable_attention() -> Iterator[None]:
     """Compute attention by ``dense_attention``, because every CPU implementation reads lengths on the host."""
-    implementations = OPS["varlen_attention"].implementations
-    dense = replace(implementations["reference"], functions=lambda: {"varlen_attention": (dense_attention, None)})
+    implementations = varlen_attention.implementations
+    dense = replace(implementations["reference"], functions={"varlen_attention": dense_attention})
     with ExitStack() as stack:
         stack.enter_context(patch.dict(implementations, reference=dense))
-        stack.enter_context(patch.object(reference, "varlen_attention", dense_attention))  # for the packed op
+        stack.enter_context(patch.object(varlen_attention, "definition", dense_attention))  # for the packed op
         for name in ("varlen_attention", "varlen_self_attention"):
             stack.enter_context(OPS[name].using("reference"))
         yield

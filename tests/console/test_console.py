@@ -132,7 +132,6 @@ def test_what_modules_log_and_warn_of_is_harmless() -> None:
         *((f"{name} --help", "tyro") for name in WITH_TYRO),
         ("bert.train tiny_cpu", "torch"),  # imported after parsing the command line
         ("bert.evaluate tiny_cpu", "torch"),
-        ("kernels", "torch"),  # imported after parsing too
     ],
 )
 def test_ctrl_c_during_the_imports_is_one_line(arguments: str, imported: str, tmp_path: Path) -> None:

@@ -15,7 +15,6 @@ COMMANDS = {  # run with --help unless they have an option; "" stands for no com
     "dataloading": ("", *DATALOADING.split()),
     "compliance": ("", *COMPLIANCE.split()),
     "cluster": ("", "devices", "predict", "calibrate", "probe", "show", "tune", "whatif"),
-    "kernels": ("",),
     "bert.convert": ("",),
     "bert.train": ("", "tiny_cpu", "tiny_cpu --print-config"),
     "bert.evaluate": ("", "tiny_cpu"),

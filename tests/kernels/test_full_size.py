@@ -1,6 +1,6 @@
 """Sums and norms at BERT-Large's sizes (31 million elements per tensor, 335 million in all), compared with float64."""
 
-from types import ModuleType
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -12,8 +12,7 @@ from bert.optimizer import FlatParameters, Lamb
 from bert.parallel.mesh import join_mesh
 from bert.parallel.reduction.gradients import Communicators, Reduction
 from bert.parallel.reduction.sharded_lamb import ShardedLamb
-from kernels import LambSegments, LambState
-from kernels.reference import lamb
+from kernels import LambSegments, LambState, lamb_directions, sum_of_squares
 from kernels.triton import lamb as triton_lamb
 from tests.kernels.lamb_oracle import HYPERPARAMETERS
 
@@ -40,11 +39,15 @@ def test_the_definition() -> None:
     times, rest = divmod(PARAMETERS, EMBEDDING)
     everything = once.repeat(times + 1)[:PARAMETERS]
     exact = times * exact + squares_in_float64(once[:rest])
-    assert lamb.sum_of_squares(everything).item() == pytest.approx(exact, rel=NEAR)
+    assert sum_of_squares.definition(everything).item() == pytest.approx(exact, rel=NEAR)
 
 
-@pytest.mark.parametrize(("module", "size"), [(lamb, EMBEDDING), (triton_lamb, EMBEDDING // 40)])
-def test_the_norms_of_a_step(module: ModuleType, size: int) -> None:
+@pytest.mark.parametrize(
+    ("directions", "size"),
+    [(lamb_directions.definition, EMBEDDING), (triton_lamb.lamb_directions, EMBEDDING // 40)],
+    ids=["definition", "triton"],
+)
+def test_the_norms_of_a_step(directions: Callable[..., torch.Tensor], size: int) -> None:
     """Check the sums of squared weights and directions of a tensor as large as the embedding.
 
     A fortieth of that size suffices for Triton: a larger tensor has more chunks, which are added in fp64, but the fp32
@@ -53,9 +56,7 @@ def test_the_norms_of_a_step(module: ModuleType, size: int) -> None:
     segments = LambSegments((1000, size), (False, True))
     weights, gradients = normal(1000 + size), normal(1000 + size).flip(0)
     state, norm = LambState.zeros_like(weights), torch.tensor(1e3)
-    squares_2A = module.lamb_directions(
-        weights, gradients, state, segments, HYPERPARAMETERS, norm=norm, step=torch.tensor(1)
-    )
+    squares_2A = directions(weights, gradients, state, segments, HYPERPARAMETERS, norm=norm, step=torch.tensor(1))
     for found, vector in zip(squares_2A[:, 0].tolist(), (weights, state.update_P), strict=True):
         assert found == pytest.approx(squares_in_float64(segments.adapted_views(vector)[0]), rel=NEAR)
 

@@ -15,10 +15,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.gpu_parts.accuracy import outcome
-from kernels import Dropout
-from kernels.libraries import apex, flash_attention
-from kernels.products import add_product
-from kernels.reference import ops as reference
+from kernels import OPS, Dropout, accumulate_weight_gradient, masked_lm_loss, varlen_attention
+from kernels.libraries import apex, flash_attention, pytorch
 from kernels.tuning.examples import example_inputs
 from tests.kernels.accuracy import CPU
 
@@ -43,7 +41,7 @@ def called_with(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         seen.update(longest=(max_seqlen_q, max_seqlen_k), dropout_p=dropout_p, softmax_scale=softmax_scale)
         for x, bounds in ((q, cu_seqlens_q), (k, cu_seqlens_k), (v, cu_seqlens_k)):
             x.register_hook(partial(spoilt, bounds=bounds))
-        return spoilt(reference.varlen_attention(q, k, v, cu_seqlens_q, cu_seqlens_k, 100), cu_seqlens_q)
+        return spoilt(varlen_attention.definition(q, k, v, cu_seqlens_q, cu_seqlens_k, 100), cu_seqlens_q)
 
     def flash_attn_varlen_qkvpacked_func(qkv, cu_seqlens, max_seqlen, dropout_p=0.0, softmax_scale=None):
         bounds = cu_seqlens, cu_seqlens, max_seqlen, max_seqlen
@@ -69,7 +67,7 @@ def test_flash_attn_on_a_batch_that_is_filled_up(packed: bool, p: float, called_
     tensors = [torch.randn(shape, requires_grad=True) for shape in shapes]
     name = "varlen_self_attention" if packed else "varlen_attention"
     found = outcome(getattr(flash_attention, name), ([*tensors, *bounds, 5, dropout], {})).tensors
-    expected = outcome(getattr(reference, name), ([*tensors, *bounds, 5], {})).tensors
+    expected = outcome(OPS[name].definition, ([*tensors, *bounds, 5], {})).tensors
     for got, exact, owned in zip(found, expected, rows, strict=True):
         assert not got[owned:].any()
         torch.testing.assert_close(got[:owned], exact[:owned])
@@ -126,7 +124,7 @@ def nvidia_apex(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_apexs_layer_norms_are_those_of_the_definition(op: str) -> None:
     inputs, named = example_inputs(op, CPU, torch.float32)
     found, expected = (
-        outcome(getattr(module, op), ([*inputs[:-1], None], named)).tensors for module in (apex, reference)
+        outcome(function, ([*inputs[:-1], None], named)).tensors for function in (getattr(apex, op), OPS[op].definition)
     )
     for got, exact in zip(found, expected, strict=True):
         torch.testing.assert_close(got, exact)
@@ -138,17 +136,18 @@ def test_apexs_layer_norms_are_those_of_the_definition(op: str) -> None:
 def test_apexs_cross_entropy_is_that_of_the_definition(labels: list[int], counting: bool) -> None:
     tensors = [torch.randn(shape, requires_grad=True) for shape in ((5, 8), (11, 8), (11,))]
     arguments = [*tensors, torch.tensor(labels), -1, counting]
-    found, expected = (outcome(module.masked_lm_loss, (arguments, {})).tensors for module in (apex, reference))
+    functions = apex.masked_lm_loss, masked_lm_loss.definition
+    found, expected = (outcome(function, (arguments, {})).tensors for function in functions)
     for got, exact in zip(found, expected, strict=True):
         torch.testing.assert_close(got, exact)
 
 
 def test_what_apex_cannot_do() -> None:
     rows, ids = torch.zeros(5, 8), torch.zeros(5, dtype=torch.int64)
-    assert "cpu" in apex.norm_unsupported_reasons(rows)[0]
-    assert "torch.float64" in apex.norm_unsupported_reasons(ids, ids, ids, rows.double())[1]
+    assert "cpu" in apex.norm_reasons(rows)[0]
+    assert "torch.float64" in apex.norm_reasons(ids, ids, ids, rows.double())[1]
     large = torch.zeros(1, 1).expand(2**17, 8), torch.zeros(1, 1).expand(2**15, 8)
-    assert "2^32" in apex.loss_unsupported_reasons(*large)[-1]
+    assert "2^32" in apex.loss_reasons(*large)[-1]
 
 
 def operands(tokens: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
@@ -167,7 +166,7 @@ def test_a_weight_gradient_is_added_in_fp32(dtype: torch.dtype, overwrite: bool)
     if overwrite:
         gradient.fill_(torch.nan)
     with torch.autocast("cpu", torch.bfloat16):
-        found = reference.accumulate_weight_gradient(gradient, output_gradient, x, overwrite)
+        found = accumulate_weight_gradient.definition(gradient, output_gradient, x, overwrite)
     assert found.data_ptr() == gradient.data_ptr()
     assert ((gradient.double() - exact).norm() / exact.norm()).item() < 1e-6
 
@@ -192,7 +191,7 @@ class Calls(TorchDispatchMode):
 def test_on_a_gpu_one_product_reads_16_bits_and_writes_the_gradient(overwrite: bool, operator: str) -> None:
     gradient, output_gradient, x = (tensor.to("meta") for tensor in operands(48, torch.bfloat16))
     with Calls() as calls:
-        found = add_product(gradient, output_gradient, x, overwrite)
+        found = pytorch.accumulate_weight_gradient(gradient, output_gradient, x, overwrite)
     assert found is gradient
     *views, (name, arguments, named) = calls.found
     assert [view for view, _, _ in views] == ["aten.t.default"]

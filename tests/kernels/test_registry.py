@@ -27,12 +27,12 @@ def only_float32(x: Tensor, _factor: float) -> list[str]:
 def op() -> Op[[Tensor, float], Tensor]:
     """Test op whose implementations each add a different number to the definition's result."""
     order = (
-        Implementation("picky", lambda: {"scaled": (lambda x, factor: x * factor + 2, lambda *_: ["never works"])}),
-        Implementation("absent", dict, requires="a_package_that_is_not_there"),
-        Implementation("fast", lambda: {"scaled": (lambda x, factor: x * factor + 1, only_float32)}),
-        Implementation("reference", lambda: {"scaled": (scaled, None)}),
+        Implementation("picky", {"scaled": lambda x, factor: x * factor + 2, "no": lambda *_: ["never works"]}, "no"),
+        Implementation("absent", "a_package_that_is_not_there.ops", requires="a_package_that_is_not_there"),
+        Implementation("fast", {"scaled": lambda x, factor: x * factor + 1, "reasons": only_float32}, "reasons"),
+        Implementation("reference", {"scaled": scaled}),
     )
-    return Op(scaled, {"cpu": order, "cuda": order})
+    return Op(scaled, order)
 
 
 def test_auto_takes_the_first_that_can(op: Op[[Tensor, float], Tensor]) -> None:
@@ -191,7 +191,7 @@ def test_what_reads_the_device_is_known_not_to_be_capturable(op: Op[..., Any], i
             return func(*args, **kwargs or {})
 
     args, kwargs = example_inputs(op.name, torch.device("cpu"), torch.float32)
-    if not implementation.unsupported_reasons(op.name, *args, **kwargs):
+    if not implementation.unsupported_reasons(*args, **kwargs):
         with Watch():
             implementation.function(op.name)(*args, **kwargs)
         assert implementation.capturable is (reads == [])

@@ -60,7 +60,7 @@ class Case:
             name: each.function(self.op)
             for name, each in op.implementations.items()
             if name != "reference" and not (dropout and not each.repeatable)
-            if not each.unsupported_reasons(self.op, *args, **kwargs)
+            if not each.unsupported_reasons(*args, **kwargs)
         }
 
 

@@ -16,7 +16,7 @@ from kernels.reference.fp8 import E4M3, E5M2
 from kernels.reference.random import Dropout
 from kernels.triton.attention import launches
 from kernels.triton.attention.launches import Casts, empty_saved, launch_backward, launch_forward, smallest_block
-from kernels.triton.attention.varlen import self_attention_unsupported_reasons
+from kernels.triton.attention.varlen import packed_reasons
 from kernels.triton.dropout import dropout_scalars
 from kernels.triton.quantize import POINTERS, cast_reasons, fp8_pair
 
@@ -105,10 +105,10 @@ def attention_backward_cast_fp8(
 
 
 def unsupported_reasons(qkv_T3HE: Tensor, *_: Any) -> list[str]:
-    return self_attention_unsupported_reasons(qkv_T3HE) + cast_reasons(qkv_T3HE[:, 0].flatten(1))
+    return packed_reasons(qkv_T3HE) + cast_reasons(qkv_T3HE[:, 0].flatten(1))
 
 
-def backward_unsupported_reasons(*arguments: Any) -> list[str]:
+def backward_reasons(*arguments: Any) -> list[str]:
     _gradient, qkv_T3HE, _cu_seqlens, _context, lse_HT, *_ = arguments
     reasons = [] if lse_HT.ndim == 2 else ["the forward pass was another implementation's"]
     return reasons + unsupported_reasons(qkv_T3HE)

@@ -55,7 +55,7 @@ def unsupported_reasons(query_QHE: Tensor, key_THE: Tensor, value_THE: Tensor, *
     return reasons
 
 
-def self_attention_unsupported_reasons(qkv_T3HE: Tensor, *_: Any) -> list[str]:
+def packed_reasons(qkv_T3HE: Tensor, *_: Any) -> list[str]:
     return unsupported_reasons(*qkv_T3HE.unbind(1))
 
 

@@ -274,7 +274,7 @@ def unsupported_reasons(x_TD: Tensor, *others: Any) -> list[str]:
     return layer_norm.unsupported_reasons(x_TD, *others) + cast_reasons(x_TD)
 
 
-def backward_unsupported_reasons(*arguments: Any) -> list[str]:
+def backward_reasons(*arguments: Any) -> list[str]:
     dy_TD, _shortcut, x_TD, bias_D, residual_TD, weight_D, *_ = arguments
     reasons = mixed_reasons("x and its output's gradient", x_TD, dy_TD)
     return reasons + unsupported_reasons(x_TD, bias_D, residual_TD, weight_D, bias_D)

@@ -1,8 +1,7 @@
 """FP8: casts compared with a table of all FP8 numbers, scaled matrix products, and scales."""
 
-import importlib
 import math
-from types import ModuleType
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from kernels import OPS, scaled_matmul
 from kernels.libraries import pytorch
-from kernels.reference import fp8
 from kernels.reference.fp8 import E4M3, E5M2, LARGEST, new_scales
 
 DTYPES = pytest.mark.parametrize("dtype", [E4M3, E5M2], ids=["E4M3", "E5M2"])
@@ -24,11 +23,12 @@ def scalar(value: float) -> Tensor:
 
 
 @pytest.fixture(params=["reference", "triton"])
-def casts(request: pytest.FixtureRequest) -> ModuleType:
-    """Module that implements the casts: the definitions, or Triton's kernels in the interpreter."""
+def casts(request: pytest.FixtureRequest) -> SimpleNamespace:
+    """Functions that compute the casts: the definitions, or Triton's kernels in the interpreter."""
     if request.param == "triton":
         pytest.importorskip("triton")
-    return importlib.import_module(f"kernels.{request.param}.fp8")
+    names = (name for name in OPS if name.endswith("fp8"))
+    return SimpleNamespace(**{name: OPS[name].implementations[request.param].function(name) for name in names})
 
 
 def in_rows(x: Tensor) -> Tensor:
@@ -51,7 +51,9 @@ def rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
 @DTYPES
 @pytest.mark.parametrize("scale", [1.0, 2.0**-90, 2.0**14])
 @pytest.mark.parametrize("source", [torch.bfloat16, torch.float16], ids=str)
-def test_every_number_goes_to_the_nearest(casts: ModuleType, dtype: torch.dtype, scale: float, source: torch.dtype):
+def test_every_number_goes_to_the_nearest(
+    casts: SimpleNamespace, dtype: torch.dtype, scale: float, source: torch.dtype
+):
     x = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(source).view(512, 128)
     q = casts.cast_fp8(x, scalar(scale), scalar(0.0), dtype)
     assert q.dtype == dtype
@@ -61,7 +63,7 @@ def test_every_number_goes_to_the_nearest(casts: ModuleType, dtype: torch.dtype,
 
 
 @DTYPES
-def test_what_lies_beyond_becomes_the_largest(casts: ModuleType, dtype: torch.dtype):
+def test_what_lies_beyond_becomes_the_largest(casts: SimpleNamespace, dtype: torch.dtype):
     x = in_rows(torch.tensor([LARGEST[dtype], 1e30, -1e30, math.inf, -math.inf, math.nan]))
     q = casts.cast_fp8(x, scalar(1.0), scalar(0.0), dtype).float()
     assert q[0, :5].tolist() == [LARGEST[dtype] * sign for sign in (1, 1, -1, 1, -1)]
@@ -81,14 +83,14 @@ def test_what_lies_beyond_becomes_the_largest(casts: ModuleType, dtype: torch.dt
     ],
 )
 def test_amax_is_raised_in_place_by_what_is_not_scaled(
-    casts: ModuleType, values: list[float], before: float, after: float
+    casts: SimpleNamespace, values: list[float], before: float, after: float
 ):
     amaxes = torch.tensor([7.0, before, 7.0])
     casts.cast_fp8(in_rows(torch.tensor(values)), scalar(64.0), amaxes[1], E4M3)
     assert torch.equal(amaxes.nan_to_num(-1), torch.tensor([7.0, after, 7.0]).nan_to_num(-1))
 
 
-def test_columns_are_summed_in_fp32(casts: ModuleType):
+def test_columns_are_summed_in_fp32(casts: SimpleNamespace):
     """bf16 represents each of the 1,000 equal terms exactly but not their sums. FP8 represents neither exactly."""
     x = torch.full((1000, 16), 1.0078125, dtype=torch.bfloat16)
     *_, total = casts.cast_transpose_sum_fp8(x, scalar(1.0), scalar(0.0), E5M2)
@@ -96,7 +98,7 @@ def test_columns_are_summed_in_fp32(casts: ModuleType):
     assert total.tolist() == [1007.8125] * 16
 
 
-def test_bias_and_gelu_both_ways(casts: ModuleType):
+def test_bias_and_gelu_both_ways(casts: SimpleNamespace):
     generator = torch.Generator().manual_seed(17)
     product, upstream = (2 * torch.randn(17, 32, generator=generator).bfloat16() for _ in range(2))
     bias = torch.randn(32, generator=generator)
@@ -119,7 +121,9 @@ def within_half_a_unit(q: Tensor, exact: Tensor, dtype: torch.dtype) -> None:
     assert ((q.double() - exact).abs() <= half + 1e-6 * exact.abs().max()).all()
 
 
-IMPLEMENTATIONS = pytest.mark.parametrize("implementation", [fp8, pytorch], ids=["definition", "pytorch"])
+PRODUCTS = pytest.mark.parametrize(
+    "product", [scaled_matmul.definition, pytorch.scaled_matmul], ids=["definition", "pytorch"]
+)
 
 
 @pytest.mark.parametrize("sides", [(E4M3, E4M3), (E4M3, E5M2), (E5M2, E4M3)], ids=str)
@@ -133,13 +137,13 @@ IMPLEMENTATIONS = pytest.mark.parametrize("implementation", [fp8, pytorch], ids=
     ],
     ids=str,
 )
-@IMPLEMENTATIONS
-def test_scaled_products(implementation, sides, out_dtype: torch.dtype, shape: tuple[int, int, int]):
+@PRODUCTS
+def test_scaled_products(product, sides, out_dtype: torch.dtype, shape: tuple[int, int, int]):
     """The error is relative to the sum of the terms' magnitudes."""
     m, n, k = shape
     generator = torch.Generator().manual_seed(m)
     a, b = (torch.randn(size, k, generator=generator).to(side) for size, side in zip((m, n), sides, strict=True))
-    found = implementation.scaled_matmul(a, b, scalar(0.125), scalar(2.0**-9), out_dtype)
+    found = product(a, b, scalar(0.125), scalar(2.0**-9), out_dtype)
     left, right = a.double() * 0.125, (b.double() * 2.0**-9).t()
     exact, bound = left @ right, left.abs() @ right.abs()
     assert (found.shape, found.dtype) == (exact.shape, out_dtype)
@@ -147,11 +151,11 @@ def test_scaled_products(implementation, sides, out_dtype: torch.dtype, shape: t
 
 
 @pytest.mark.parametrize("bias_dtype", [torch.bfloat16, torch.float32], ids=str)
-@IMPLEMENTATIONS
-def test_the_bias_of_a_product(implementation, bias_dtype: torch.dtype):
+@PRODUCTS
+def test_the_bias_of_a_product(product, bias_dtype: torch.dtype):
     a, b = (torch.randn(rows, 32).to(E4M3) for rows in (5, 48))
     bias = torch.randn(48).to(bias_dtype).requires_grad_()
-    found = implementation.scaled_matmul(a, b, scalar(0.5), scalar(0.25), torch.bfloat16, bias)
+    found = product(a, b, scalar(0.5), scalar(0.25), torch.bfloat16, bias)
     assert not found.requires_grad
     exact = (a.double() / 2) @ (b.double() / 4).t() + bias.bfloat16().double()
     assert ((found.double() - exact).abs() <= torch.finfo(torch.bfloat16).eps * (exact.abs() + bias.abs())).all()
@@ -169,7 +173,7 @@ def test_the_bias_of_a_product(implementation, bias_dtype: torch.dtype):
 def test_what_cannot_be_multiplied(types, sizes: tuple[int, int, int], out_dtype: torch.dtype, reason: str):
     m, n, k = sizes
     a, b = torch.zeros(m, k, dtype=types[0]), torch.zeros(n, k, dtype=types[1])
-    reasons = pytorch.scaled_matmul_unsupported_reasons(a, b, scalar(1.0), scalar(1.0), out_dtype)
+    reasons = pytorch.scaled_matmul_reasons(a, b, scalar(1.0), scalar(1.0), out_dtype)
     assert reason in "; ".join(reasons)
     assert len(reasons) == bool(reason)
 

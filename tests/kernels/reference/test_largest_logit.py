@@ -1,6 +1,5 @@
 """Counting correct predictions: which logit is the largest if several are equal, nearly equal or NaN."""
 
-import importlib
 import importlib.util
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -9,16 +8,18 @@ import pytest
 import torch
 from torch import Tensor
 
+from kernels import OPS
+
 Loss = Callable[..., tuple[Tensor, Tensor | None]]
 SIXTEEN_BITS = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 
 
-@pytest.fixture(params=["reference.ops", "triton.loss"])
+@pytest.fixture(params=["reference", "triton"])
 def masked_lm_loss(request: pytest.FixtureRequest) -> Loss:
     """Each implementation of the loss. Triton's kernels run in the interpreter."""
-    if request.param == "triton.loss" and importlib.util.find_spec("triton") is None:
+    if request.param == "triton" and importlib.util.find_spec("triton") is None:
         pytest.skip("triton is not installed")
-    return importlib.import_module(f"kernels.{request.param}").masked_lm_loss
+    return OPS["masked_lm_loss"].implementations[request.param].function("masked_lm_loss")
 
 
 def correct(masked_lm_loss: Loss, hidden: Tensor, decoder: Tensor, bias: Tensor, label: int) -> int:

@@ -8,9 +8,9 @@ import math
 import pytest
 import torch
 
-from kernels import Dropout
+from kernels import Dropout, embedding_layer_norm, varlen_attention
 from kernels.libraries import pytorch
-from kernels.reference import ops as reference
+from kernels.reference.ops import dropout_rows
 
 
 def with_p(p: float) -> Dropout:
@@ -37,12 +37,13 @@ def test_dropout_rate_scale_and_gradient(shape: tuple[int, ...], dropout_p: floa
 
 def test_the_definition_drops_what_the_mask_says():
     x, dropout = torch.rand(50, 40) + 1, with_p(0.3)
-    dropped = reference.dropout_rows(x, dropout)
+    dropped = dropout_rows(x, dropout)
     mask = dropout.mask(torch.arange(50), 40)
     assert torch.equal(dropped, torch.where(mask, x * dropout.scale, 0.0))
     ids, gain = torch.zeros(50, dtype=torch.int64), torch.ones(40)
     table = torch.randn(1, 40)
-    embedded = reference.embedding_layer_norm(ids, ids, ids, table, table, table, gain, gain + 9, 1e-12, dropout)
+    tables = table, table, table
+    embedded = embedding_layer_norm.definition(ids, ids, ids, *tables, gain, gain + 9, 1e-12, dropout)
     assert torch.equal(embedded != 0, mask)
 
 
@@ -52,7 +53,7 @@ def test_attention_drops_what_the_mask_says():
     query = torch.zeros(30, heads, 32)
     value = torch.eye(32)[:, None].expand(32, heads, 32)[:30]
     bounds = torch.tensor([0, 9, 30], dtype=torch.int32)
-    output = reference.varlen_attention(query, query, value, bounds, bounds, length, dropout)
+    output = varlen_attention.definition(query, query, value, bounds, bounds, length, dropout)
     kept_QHK = dropout.mask(torch.arange(9 * heads, 30 * heads), length).view(length, heads, length)
     assert torch.equal(output[9:, :, 9:30] != 0, kept_QHK)
 

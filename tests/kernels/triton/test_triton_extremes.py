@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from benchmarks.gpu_parts.accuracy import outcome
-from kernels.reference import ops as reference
+from kernels import masked_lm_loss, varlen_attention
 from kernels.triton import dense, loss
-from kernels.triton.attention.varlen import varlen_attention
+from kernels.triton.attention import varlen
 from kernels.tuning.examples import Size, example_inputs
 from tests.kernels.accuracy import CPU
 
@@ -36,8 +36,8 @@ def test_extreme_scores_stay_finite(scale: float) -> None:
     sizes = Size((3, 35), 35, hidden=64, heads=2)
     query, key, value, *others, _ = example_inputs("varlen_attention", CPU, torch.float32, sizes)[0]
     arguments = [query.abs() * scale, -key.abs() * scale, value, *others], {}
-    oracle = outcome(reference.varlen_attention, arguments, torch.float64).tensors
-    for got, exact in zip(outcome(varlen_attention, arguments).tensors, oracle, strict=True):
+    oracle = outcome(varlen_attention.definition, arguments, torch.float64).tensors
+    for got, exact in zip(outcome(varlen.varlen_attention, arguments).tensors, oracle, strict=True):
         assert got.isfinite().all()
         if scale < 1e4:  # at larger scales, rounding decides which key wins
             assert (got - exact).abs().max() <= 1e-2 * exact.abs().max() + 1e-6
@@ -66,7 +66,8 @@ def test_logits_far_from_zero_and_classes_that_cannot_be(height: float) -> None:
     bias[:1100] = float("-inf")
     labels = torch.where(labels == -1, labels, 1100 + labels % 900)
     arguments = [hidden, decoder, bias.requires_grad_(), labels], {}
-    found, expected = (outcome(module.masked_lm_loss, arguments).tensors for module in (loss, reference))
+    functions = loss.masked_lm_loss, masked_lm_loss.definition
+    found, expected = (outcome(function, arguments).tensors for function in functions)
     torch.testing.assert_close(found[0], expected[0])
     assert found[2].isfinite().all()
     assert not any(gradient[:1100].any() for gradient in found[3:])

@@ -21,7 +21,7 @@ def reasons(op: str, changes: dict[int, Callable[[Any], object]]) -> str:
     """Return why Triton's implementation does not support the op's example inputs after the changes."""
     args, kwargs = example_inputs(op, CPU, torch.float32)
     changed = [changes.get(place, lambda same: same)(value) for place, value in enumerate(args)]
-    return "; ".join(OPS[op].implementations["triton"].unsupported_reasons(op, *changed, **kwargs))
+    return "; ".join(OPS[op].implementations["triton"].unsupported_reasons(*changed, **kwargs))
 
 
 def columns(count: int) -> Callable[[Tensor], Tensor]:

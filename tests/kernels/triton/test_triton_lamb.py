@@ -1,16 +1,15 @@
 """LAMB in Triton's interpreter, compared with NumPy in float64 and with plain PyTorch in the same type."""
 
+from collections.abc import Callable
 from dataclasses import replace
-from types import ModuleType
 
 import numpy as np
 import pytest
 import torch
 
 from benchmarks.gpu_parts.accuracy import same_bits
-from kernels import LambHyperparameters, LambSegments, LambState, WeightCast
-from kernels.reference import lamb
-from kernels.reference.fp8 import E4M3, cast_transpose_into_fp8
+from kernels import LambHyperparameters, LambSegments, LambState, WeightCast, cast_transpose_into_fp8, lamb_step
+from kernels.reference.fp8 import E4M3
 from kernels.triton import lamb as triton_lamb
 from kernels.triton.quantize import fp8_pair
 from tests.kernels.lamb_oracle import HYPERPARAMETERS, NumpyLamb, at
@@ -67,7 +66,7 @@ def test_as_exact_as_plain_pytorch(layout: str, scale: float, hyper: LambHyperpa
     for step, gradient in enumerate(gradients, start=1):
         rate = 0.1 / step
         exact_norm = exact.step(gradient, float(torch.tensor(rate)))
-        lamb.lamb_step(plain, gradient.clone(), plain_state, segments, hyper, **at(step, rate))
+        lamb_step.definition(plain, gradient.clone(), plain_state, segments, hyper, **at(step, rate))
         norm = triton_lamb.lamb_step(found, gradient, found_state, segments, hyper, **at(step, rate))
         assert norm.item() == pytest.approx(exact_norm, rel=1e-6)
         assert not gradient.any()
@@ -142,20 +141,22 @@ def test_casts_are_those_of_a_pass_of_their_own(monkeypatch: pytest.MonkeyPatch,
         triton_lamb.lamb_step(others, gradient.clone(), states[1], *numbers, **at(step, 0.1))
         assert torch.equal(weights, others)
         for mine, theirs in zip(found, expected, strict=True):
-            cast_transpose_into_fp8(theirs.weight(others), theirs.scale, theirs.amax, theirs.q_NK, theirs.q_KN)
+            cast_transpose_into_fp8.definition(
+                theirs.weight(others), theirs.scale, theirs.amax, theirs.q_NK, theirs.q_KN
+            )
             assert mine.amax == theirs.amax > 0
             assert same_bits(mine.q_NK, theirs.q_NK)
             assert same_bits(mine.q_KN, theirs.q_KN)
 
 
-@pytest.mark.parametrize("module", [lamb, triton_lamb])
-def test_a_gradient_that_is_overwritten_is_not_cleared(module: ModuleType) -> None:
+@pytest.mark.parametrize("step", [lamb_step.definition, triton_lamb.lamb_step], ids=["definition", "triton"])
+def test_a_gradient_that_is_overwritten_is_not_cleared(step: Callable[..., torch.Tensor]) -> None:
     sizes, adapted, overwritten = (CHUNK + 5, 70, 16), (True, False, True), (True, False, False)
     flat, gradient = torch.randn(2, sum(sizes), generator=torch.Generator().manual_seed(0)).unbind()
     stepped = []
     for segments in (LambSegments(sizes, adapted), LambSegments(sizes, adapted, overwritten)):
         weights, given = flat.clone(), gradient.clone()
-        module.lamb_step(weights, given, LambState.zeros_like(flat), segments, HYPERPARAMETERS, **at(1, 0.1))
+        step(weights, given, LambState.zeros_like(flat), segments, HYPERPARAMETERS, **at(1, 0.1))
         stepped.append(weights)
         left = [bool(view.any()) for view in segments.views(given)]
         assert left == list(segments.overwritten or (False,) * 3)

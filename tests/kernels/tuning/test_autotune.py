@@ -38,14 +38,12 @@ class Grown:
         self.capturing = False
         self.not_capturable: set[str] = set()
         self._times = times
-        self.order = tuple(
-            Implementation(name, lambda name=name: {"grown": (partial(self._call, name), None)}) for name in times
-        )
+        self.order = tuple(Implementation(name, {"grown": partial(self._call, name)}) for name in times)
         self._monkeypatch = monkeypatch
         self.have(self.order)
 
     def have(self, order: tuple[Implementation, ...]) -> None:
-        self._monkeypatch.setitem(OPS, "grown", Op(grown, {"cpu": order, "cuda": order}))
+        self._monkeypatch.setitem(OPS, "grown", Op(grown, order))
 
     def _call(self, name: str, x: Tensor) -> Tensor:
         self.calls.append(name)
@@ -172,7 +170,7 @@ class Attention:
                 raise RuntimeError("no such kernel")
             return OPS[op].definition(*args)
 
-        return Implementation(name, lambda: {op: (partial(charged, op), None) for op in OPS})
+        return Implementation(name, {op: partial(charged, op) for op in OPS})
 
     def _timed(self, work: Callable[[], object]) -> float:
         self._spent.clear()
@@ -320,7 +318,7 @@ def test_both_ways_are_measured_where_gradients_are(monkeypatch: pytest.MonkeyPa
             output.register_hook(lambda _: ways.append("backward"))
         return output
 
-    order = tuple(Implementation(name, lambda: {"grown": (watched, None)}) for name in ("one", "other"))
-    monkeypatch.setitem(OPS, "grown", Op(grown, {"cpu": order, "cuda": order}))
+    order = tuple(Implementation(name, {"grown": watched}) for name in ("one", "other"))
+    monkeypatch.setitem(OPS, "grown", Op(grown, order))
     tune([request_for(torch.rand(3, requires_grad=True))])
     assert ways == ["forward", "backward"] * 2 * (1 + ROUNDS)
