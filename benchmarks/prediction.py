@@ -36,8 +36,7 @@ from bert.train import parse
 from cluster.__main__ import main as cluster
 from cluster.model.rates import rates_of_view
 from cluster.model.step import predict_step
-from cluster.model.strategy import strategy_of
-from cluster.model.work import work_of
+from cluster.model.work import strategy_of, work_of
 from cluster.published.calibration import Held, calibrate
 from cluster.published.results import results
 from cluster.view import read_view

@@ -8,9 +8,13 @@ from typing import Annotated
 
 from tyro.conf import FlagCreatePairsOff, Positional, arg
 
+from bert.configuration.config import Config
+from bert.configuration.recipes import RECIPES
+from bert.own_text import FOLLOWING
 from console.commands import Commands
 from console.interruption import end_in_order
 from console.program import say, say_json
+from console.text import counted, did_you_mean
 
 app = Commands()
 
@@ -190,9 +194,38 @@ def _plan(
         networking: Network of a node, in words, such as "8x ConnectX-7 IB NDR 400Gb/s".
         out: Plan file to write, for the option --plan of a run.
     """
-    from cluster.plan.command import plan
+    from bert.configuration.run_plan import write_plan
+    from cluster.model.rates import target_of
+    from cluster.model.work import work_to_plan
+    from cluster.plan.search import as_lines, run_plan, search, summary
+    from console.files import require_writable
 
-    plan(recipe, cluster, gpus, accelerator, networking, out)
+    require_writable(out)
+    config = _recipe_named(recipe)
+    target = target_of(recipe, cluster, gpus, accelerator, networking)
+    found = search(config, work_to_plan(config), target)
+    best = found.best[0]
+    # Write before printing, because a reader such as `head` may close the pipe early.
+    write_plan(run_plan(config, target, best), out)
+    where = f"{counted(target.nodes, 'node')} of {target.ranks_per_node} x {target.device}"
+    source = f"as measured in {cluster}" if cluster else "by its facts"
+    say(f"{recipe} on {where}, {source}: {counted(len(found.ranked), 'way')} predicted")
+    for line in as_lines(found, target.world_size):
+        say(line)
+    say()
+    say(summary(best))
+    say(f"{out}: ./run_and_time.sh {recipe} -- --plan {shlex.quote(str(out))}")
+
+
+def _recipe_named(name: str) -> Config:
+    """Return the named recipe. Raises ``ValueError`` if it is unknown or if its settings depend on its data."""
+    if name not in RECIPES:
+        raise ValueError(
+            f"unknown recipe {name!r}: expected one of {', '.join(RECIPES)}{did_you_mean(name, list(RECIPES))}"
+        )
+    if name in FOLLOWING:
+        raise ValueError(f"{name} derives its settings from its data when it starts: there is nothing to plan")
+    return RECIPES[name]()
 
 
 @app.command(name="tune")
@@ -230,9 +263,12 @@ def _scale(
         networking: Network of a node, in words, such as "8x ConnectX-7 IB NDR 400Gb/s".
         out: HTML page to write, with curves and published results.
     """
-    from cluster.plan.command import draw_scale
+    from cluster.plan.scaling import draw_scale
+    from console.files import require_writable
 
-    draw_scale(recipe, accelerator, gpus_per_node, networking, out)
+    if out is not None:
+        require_writable(out)
+    draw_scale(_recipe_named(recipe), accelerator, gpus_per_node, networking, out)
 
 
 @app.command

@@ -6,7 +6,6 @@ an attribute says otherwise.
 
 from collections import Counter
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal
 
 from console.documents import FileKind
@@ -167,16 +166,6 @@ class View:
         return [link for link, is_between in ends if is_between == between_hosts]
 
 
-def write_view(view: View, path: Path) -> None:
-    """Write a view atomically. Raises ``OSError`` if the file cannot be written."""
-    _FILE.write(view, path)
-
-
-def read_view(path: Path) -> View:
-    """Read and validate a view. Raises ``ValueError`` with a one-line message if no probe of this version wrote the file."""
-    return _FILE.read(path)
-
-
 def _check(view: View) -> None:
     """Raise ``ValueError`` if an index of a view is out of range, or if hosts have different numbers of ranks."""
     ranks, sizes = range(len(view.ranks)), Counter(rank.host for rank in view.ranks)
@@ -197,3 +186,4 @@ _FILE = FileKind(
     largest_bytes=256 * 2**20,  # enough for 32,768 ranks on hosts with eight devices
     check=_check,
 )
+write_view, read_view = _FILE.write, _FILE.read

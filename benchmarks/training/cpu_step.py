@@ -29,7 +29,7 @@ from benchmarks.training.hugging_face import model_with_weights_of, padded
 from bert.configuration.sections import ModelConfig, OptimizerConfig
 from bert.model import BertForPreTraining, initialize_
 from bert.optimizer import FlatParameters, Lamb
-from cluster.model.histogram import drawn_lengths
+from cluster.model.work import drawn_lengths
 from dataloading.batches.loader import batch_of
 from dataloading.shards.samples import Samples, synthetic_samples
 

@@ -1,4 +1,4 @@
-"""Rates of a run's ranks: the seconds of a computation on one rank, and of a collective over all ranks.
+"""Machines that a run is planned for, and the rates of their ranks: seconds of a computation, and of a collective.
 
 The rates come either from a probe, or from data sheets and parameters that were fitted to published results.
 """
@@ -6,31 +6,33 @@ The rates come either from a probe, or from data sheets and parameters that were
 import bisect
 import functools
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import get_args
 
 import numpy as np
 
-from bert.configuration.sections import ParallelConfig
+from bert.configuration.sections import ParallelConfig, Precision
 from bert.parallel.mesh import require_whole_copies
-from cluster.devices import Machine
-from cluster.model.strategy import BUCKET_BYTES
-from cluster.model.work import TERMS, Computation, Count
-from cluster.published.calibration import calibration
-from cluster.published.cost_model import (
+from cluster.devices import Device, Machine, describe_machine, device_named
+from cluster.model.work import BUCKET_BYTES, TERMS, Computation, Count
+from cluster.published.fitted import (
     FP8_SHARE,
     PARAMETERS,
     SEQUENCE_FLOPS,
     UPDATE_BYTES,
-    TimedRun,
+    fitted_parameters,
     link_rate,
     network_rate,
+    require_batch,
     ring_share,
     sequence_time,
     update_bytes_per_s,
 )
-from cluster.view import Collective, Operation, Scope, View
+from cluster.view import Collective, Operation, Scope, View, read_view
+from console.text import counted
 
 LINEAR_FLOPS = 6.0
 """Floating-point operations of a linear layer for each row x input x output: three products of two operations each."""
@@ -43,8 +45,10 @@ SEQUENCE_BYTES, LAUNCHES = 599_294_086, 1406
 number of kernel launches of a micro-batch. Both follow from `cluster.model.work` if an access moves 2 bytes, a
 product takes 6 launches, and any other computation takes 8."""
 
-Costs = Mapping[str, tuple[float, ...]]
-"""Seconds per unit of each cost term, by kind of computation."""
+_ACCELERATORS = {"h100": "H100-SXM-80GB", "dgxa100": "A100-SXM-80GB", "bert_3_9b": "A100-SXM-40GB"}
+"""Device names by the first words of a recipe's name."""
+_SIZED = re.compile(r"([a-z0-9_]+)_(\d+)x(\d+)")
+"""Pattern of a recipe's name: device, number of nodes, and devices per node."""
 
 
 @dataclass(frozen=True)
@@ -73,8 +77,9 @@ class Rates:
     Attributes:
         ranks: Number of ranks of a node.
         memory_bytes: Memory of a rank's device; on CPUs, an equal part of the host's memory.
-        costs: Costs by kind. A linear layer's key ends with its data type: "linear bf16". Other keys end with "bf16" if 16
-            bits were measured separately, followed by "with dropout" if dropout was measured separately.
+        costs: Seconds per unit of each cost term, by kind of computation. A linear layer's key ends with its data type:
+            "linear bf16". Other keys end with "bf16" if 16 bits were measured separately, followed by "with dropout" if
+            dropout was measured separately.
         collectives: Curve of each collective, by operation and scope.
         micro_batch_s: Constant cost of each micro-batch.
         demand: Share of the processors that computation keeps busy; 0 if each rank has its own device.
@@ -87,7 +92,7 @@ class Rates:
     nodes: int
     ranks: int
     memory_bytes: float
-    costs: Costs
+    costs: Mapping[str, tuple[float, ...]]
     collectives: Mapping[tuple[Operation, Scope], Curve] = field(default_factory=dict)
     micro_batch_s: float = 0.0
     demand: float = 0.0
@@ -133,10 +138,6 @@ class Rates:
             raise ValueError(f"no rate of {operation} ({scope}): run `python -m cluster probe` on as many ranks")
         return curve.seconds(size), curve.share
 
-    def collective_seconds(self, operation: Operation, scope: Scope, size: float) -> float:
-        """Return the seconds of a collective that overlaps with no computation."""
-        return self.collective(operation, scope, size)[0]
-
     @functools.lru_cache(maxsize=64)  # noqa: B019  a program makes few instances
     def of_data_groups(self, tensor: int, pipeline: int = 1) -> "Rates":
         """Return the rates of collectives in data groups, each of which has one rank of every copy of the model.
@@ -167,14 +168,14 @@ class Rates:
 
     def tensor_seconds(self, operation: Operation, tensor: int, size: float) -> float:
         """Return the seconds of a collective in all tensor groups at once, derived from its time over a whole node."""
-        return _shorter_ring(tensor, self.ranks) * self.collective_seconds(operation, "node", size)
+        return _shorter_ring(tensor, self.ranks) * self.collective(operation, "node", size)[0]
 
     def message_seconds(self, tensor: int, pipeline: int, size: float) -> float:
         """Return the seconds to send ``size`` bytes from each rank to its neighbour in the next stage."""
         # Neighbouring stages are on the same host if whole copies fit into a host.
         scope: Scope = "node" if self.ranks // tensor % pipeline == 0 else "rail"
         # Use the time of an all-gather in which each ring member sends `size` bytes.
-        return self.collective_seconds("all-gather", scope, size / ring_share(self.members(scope)))
+        return self.collective("all-gather", scope, size / ring_share(self.members(scope)))[0]
 
     def last_of(self, work_R: Sequence[float]) -> float:
         """Return the seconds until the last rank is done, given each rank's seconds while all ranks compute.
@@ -193,6 +194,81 @@ class Rates:
 def _shorter_ring(members: int, measured: int) -> float:
     """Return the bytes that a rank sends in a ring of ``members`` ranks, divided by those in the ring that was measured."""
     return ring_share(members) / ring_share(measured) if measured > 1 else 0.0
+
+
+@dataclass(frozen=True)
+class Target:
+    """Ranks to plan for, with their device's name.
+
+    ``missing`` has the reason for each precision without rates. ``on_gpu`` tells whether each rank has its own device.
+    """
+
+    device: str
+    nodes: int
+    ranks_per_node: int
+    rates: Mapping[Precision, Rates]
+    missing: Mapping[Precision, str]
+    on_gpu: bool
+
+    @property
+    def world_size(self) -> int:
+        return self.nodes * self.ranks_per_node
+
+
+def target_of(
+    recipe: str, cluster: Path | None, gpus: int | None, accelerator: str | None = None, networking: str = ""
+) -> Target:
+    """Return the target that a probe measured. Without a probe, use the data sheet of the named or the recipe's device.
+
+    Raises ``ValueError`` if the probe's number of ranks is not ``gpus``, or if the device is unknown.
+    """
+    if cluster is not None:
+        if accelerator is not None or networking:
+            raise ValueError("--cluster describes the machines: omit --accelerator and --networking")
+        return _target_of_probe(cluster, gpus)
+    device, per_node = device_of(recipe, accelerator)
+    sized = _SIZED.fullmatch(recipe)
+    count = gpus if gpus is not None else int(sized[2]) * int(sized[3]) if sized else per_node
+    return target_of_devices(device, count, per_node, networking)
+
+
+def device_of(recipe: str, accelerator: str | None) -> tuple[Device, int]:
+    """Return the named or the recipe's device, and the number per node. Raises ``ValueError`` if the device is unknown."""
+    sized = _SIZED.fullmatch(recipe)
+    name = accelerator or (_ACCELERATORS.get(sized[1]) if sized else None)
+    if name is None:
+        raise ValueError(f"{recipe} names no device: give --cluster, the file of `python -m cluster probe`")
+    return device_named(name), max(8, int(sized[3])) if sized else 8  # a smaller recipe uses part of a node
+
+
+def target_of_devices(device: Device, count: int, per_node: int, networking: str = "") -> Target:
+    """Return a target of ``count`` devices with data-sheet rates. Raises ``ValueError`` if they do not fill whole nodes."""
+    if count < 1:
+        raise ValueError(f"--gpus is {count}, expected at least 1")
+    per_node = min(count, per_node)
+    if count % per_node:
+        raise ValueError(f"--gpus is {count:,}, expected whole nodes of {per_node}")
+    machine = describe_machine(device, count // per_node, per_node, networking=networking)
+    rates: dict[Precision, Rates] = {"bf16": rates_of_machine(machine, "bf16")}
+    missing: dict[Precision, str] = {"fp32": f"the facts of {device.name} have no rate of it"}
+    if device.fp8_tflops is None:
+        missing["fp8"] = f"{device.name} has none"
+    else:
+        rates["fp8"] = rates_of_machine(machine, "fp8")
+    return Target(device.name, machine.nodes, per_node, rates, missing, device.form != "CPU")
+
+
+def _target_of_probe(path: Path, gpus: int | None) -> Target:
+    view = read_view(path)
+    ranks, hosts = len(view.ranks), len(view.hosts)
+    # Contention and collectives were measured on all ranks at once, so they do not apply to another number of ranks.
+    if gpus not in (None, ranks):
+        raise ValueError(f"{path} has {counted(ranks, 'rank')}, but --gpus is {gpus}: probe as many as you plan for")
+    rates = rates_of_view(view)
+    precisions: tuple[Precision, ...] = ("fp32", "bf16", "fp8")
+    found: dict[Precision, Rates] = {each: rates for each in precisions if f"linear {each}" in rates.costs}
+    missing: dict[Precision, str] = {each: f"{path} has no rate of it" for each in precisions if each not in found}
+    return Target(view.ranks[0].device, hosts, ranks // hosts, found, missing, view.backend == "nccl")
 
 
 def rates_of_view(view: View) -> Rates:
@@ -215,7 +291,7 @@ def rates_of_view(view: View) -> Rates:
     )
 
 
-def _fitted_costs(view: View) -> Costs:
+def _fitted_costs(view: View) -> dict[str, tuple[float, ...]]:
     """Fit the costs of all terms by non-negative least squares of the relative errors."""
     from scipy.optimize import nnls  # slow to import, and rates from data sheets do not need it
 
@@ -243,20 +319,20 @@ def rates_of_machine(machine: Machine, precision: str = "bf16") -> Rates:
     The rates agree with `cluster.published.cost_model` on the time of a mean Wikipedia sequence and of a reduction over all
     ranks. Raises ``ValueError`` if FP8 is requested and the devices lack it.
     """
-    device, p = machine.device, calibration().parameters
+    device, p = machine.device, fitted_parameters()
     if precision == "fp8" and device.fp8_tflops is None:
         raise ValueError(f"training.precision is fp8, which {device.name} lacks. Use bf16.")
-    run = TimedRun(machine, machine.accelerators)
-    matrix, memory, power = sequence_time(p, run, precision == "fp8")
+    require_batch(machine.accelerators, machine)
+    matrix, memory, power = sequence_time(p, device, precision == "fp8")
     sequence = matrix + memory + power
     # The power limit slows all parts of a sequence by the same factor.
     stretch = sequence / (matrix + memory)
     seconds_per_byte = memory * stretch / SEQUENCE_BYTES
-    sixteen = sequence_time(p, run, False)[0] * stretch / SEQUENCE_FLOPS
+    sixteen = sequence_time(p, device, False)[0] * stretch / SEQUENCE_FLOPS
     # The fp32 gradient of a weight is read and written: 8 bytes.
     costs: dict[str, tuple[float, ...]] = {"linear bf16": (0.0, LINEAR_FLOPS * sixteen, 0.0, 8 * seconds_per_byte)}
     if device.fp8_tflops is not None:
-        in_fp8 = sequence_time(p, run, True)[0] * stretch / SEQUENCE_FLOPS - (1 - FP8_SHARE) * sixteen
+        in_fp8 = sequence_time(p, device, True)[0] * stretch / SEQUENCE_FLOPS - (1 - FP8_SHARE) * sixteen
         costs["linear fp8"] = (0.0, LINEAR_FLOPS * in_fp8 / FP8_SHARE, 0.0, 8 * seconds_per_byte)
     for kind, accesses in ACCESSES.items():
         costs[kind] = (0.0, 2 * accesses * seconds_per_byte, 0.0)[: len(TERMS[kind])]
@@ -277,7 +353,7 @@ def rates_of_machine(machine: Machine, precision: str = "bf16") -> Rates:
 
 
 def _collectives(machine: Machine) -> dict[tuple[Operation, Scope], Curve]:
-    p = calibration().parameters
+    p = fitted_parameters()
     link, network = link_rate(p, machine), network_rate(p, machine) if machine.groups > 1 else math.inf
     # The fitted latency covers all buckets of a published run's step.
     latency = math.exp(p["network_latency"]) * math.log2(machine.groups) / (4 * PARAMETERS / BUCKET_BYTES)

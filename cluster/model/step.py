@@ -1,7 +1,10 @@
 """Predicted time of this program's step, by the parts that a run records, and predicted time of a run.
 
 The computation is counted from the real batch plan: the micro-batches of each rank, for some steps. A simulated timeline
-overlaps the reduction's buckets with the backward pass, and the all-gather of sharded weights with the forward pass.
+overlaps the reduction's buckets with the backward pass, and the all-gather of sharded weights with the forward pass. The
+computation and the messages of a rank each have an order, and wait for one another. Both need processors. If there are too
+few for both, messages get as many as they need, but at most half of all, and computation gets the rest. On a GPU, messages
+need no processors.
 
 Shape legend: A micro-batches of a step, R copies of the model, P ranks of a pipeline.
 """
@@ -15,16 +18,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bert.configuration.sections import ModelConfig, ParallelConfig, Precision
+from cluster.model.memory import ModelShare, hidden_bytes, model_shares
 from cluster.model.rates import Rates
-from cluster.model.strategy import ModelShare, Strategy, hidden_bytes, model_shares
-from cluster.model.timeline import Ends, Message, Piece, run
-from cluster.model.work import REPEATED, Computation, Count, MicroBatches, Work, parts_of
-from cluster.published.calibration import calibration
-from cluster.published.cost_model import FORWARD_SHARE, RunTime, log_samples
+from cluster.model.work import REPEATED, Computation, Count, MicroBatches, Strategy, Work, parts_of
+from cluster.published.fitted import FORWARD_SHARE, RunTime, fitted_parameters, log_samples
 from cluster.view import Operation, Scope
 
 _STEPS = 4
-"""Number of steps of the plan that are counted and averaged."""
+"""Number of steps of the batch plan that are counted and averaged."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,7 @@ class PredictedStep:
 
 
 def predict_step(work: Work, strategy: Strategy, rates: Rates, steps: int = _STEPS) -> PredictedStep:
-    """Predict the time of a step, averaged over the first steps of the plan.
+    """Predict the time of a step, averaged over the first steps of the batch plan.
 
     Raises ``ValueError`` if the global batch does not divide over the ranks, or if a rate is missing.
     """
@@ -77,14 +78,14 @@ def _predicted(work: Work, strategy: Strategy, rates: Rates, step: int) -> Predi
     # Simulate the step of an average rank, including the assembly of batches.
     scale = compute / float(compute_AR.sum(0).mean())
     means = [float(part.mean()) * scale for part in (embedding, layer, last)]
-    ends = _timeline(strategy, data_rates, share, means, rates.micro_batch_s * scale)
+    computed, arrived, waited = _timeline(strategy, data_rates, share, means, rates.micro_batch_s * scale)
     # The average rank waits for the slowest rank.
     straggling = max(0.0, rates.last_of(compute_R.tolist()) - rates.mean * compute) if rates.world_size > 1 else 0.0
     return PredictedStep(
         max(0.0, assembly - compute) if rates.demand < 1 else 0.0,
         # Ranks that finish early free their processors for the other ranks.
-        ends.computed - ends.waited - (1 - rates.mean) * compute,
-        ends.arrived - ends.computed + ends.waited + straggling,
+        computed - waited - (1 - rates.mean) * compute,
+        arrived - computed + waited + straggling,
         _update(strategy, rates, share),
     )
 
@@ -196,45 +197,109 @@ def _exchanged(model: ModelConfig, strategy: Strategy, rates: Rates, sizes: Micr
     return both(T, 4), 4 * both(T, element), both(T, element) + 4 * both(Q, element) + both(M, element)
 
 
-def _timeline(strategy: Strategy, rates: Rates, share: ModelShare, means: Sequence[float], constant: float) -> Ends:
-    """Simulate an average rank's step, given the seconds of each part of the model.
+@dataclass(frozen=True)
+class Activity:
+    """Seconds of a piece of computation, or of a message.
 
-    The first forward pass and the last backward pass have one piece for each part of the model, because a message can begin
-    only after a whole piece.
+    Attributes:
+        needs: number of messages that must have arrived before a computation begins, or of computations that must have
+            ended before a message begins. A computation of 0 seconds only waits.
+        share: share of the processors that a message keeps busy.
+    """
+
+    seconds: float
+    needs: int = 0
+    share: float = 0.0
+
+
+def _timeline(
+    strategy: Strategy, rates: Rates, share: ModelShare, means: Sequence[float], constant: float
+) -> tuple[float, float, float]:
+    """Simulate an average rank's step, given the seconds of each part of the model. Return what `simulate` returns.
+
+    The first forward pass and the last backward pass have one computation for each part of the model, because a message can
+    begin only after a whole computation.
     """
     embedding, layer, last = means
     parts = [each + constant / (share.inner + 2) for each in (embedding, *[layer] * share.inner, last)]
     forward = [FORWARD_SHARE * each for each in parts]
     backward = [(1 - FORWARD_SHARE) * each for each in reversed(parts)]
     buckets = share.buckets(rates.world_size, strategy.bucket_bytes)
-    messages: list[Message] = []
-    pieces = [Piece(seconds) for seconds in forward]
+    messages: list[Activity] = []
+    computations = [Activity(seconds) for seconds in forward]
     # In FP8 the update itself gathers the weights, because it also casts the 8-bit copies.
     if strategy.is_sharded and rates.world_size > 1 and strategy.precision != "fp8":
         messages += [_gather(strategy, rates, bucket) for bucket in buckets[::-1]]
         # Each part of the model waits for the buckets that begin before its parameters end. The last part waits for all.
         needs = [sum(bucket.start < stop for bucket in buckets) for stop in (*share.ends[:-1], share.elements)]
-        pieces = [Piece(0.0, 1), *(Piece(seconds, need) for seconds, need in zip(forward, needs, strict=True))]
-    # All passes between the first and the last one form one piece, because no message begins or ends there.
-    pieces.append(Piece((strategy.gradient_accumulation_steps - 1) * (sum(forward) + sum(backward))))
-    before = len(pieces)
-    pieces += map(Piece, backward)
+        computations = [Activity(0.0, 1), *map(Activity, forward, needs)]
+    # All passes between the first and the last one form one computation, because no message begins or ends there.
+    computations.append(Activity((strategy.gradient_accumulation_steps - 1) * (sum(forward) + sum(backward))))
+    before = len(computations)
+    computations += map(Activity, backward)
     for bucket in buckets if rates.world_size > 1 else ():
         # A bucket is complete after the backward pass of the part in which it begins. The embeddings' pass is the last.
         part = sum(end <= bucket.start for end in share.ends)
         seconds, busy = _reduce(strategy, rates, bucket)
-        messages.append(Message(seconds, before + len(parts) - min(part, len(parts) - 1), busy))
-    return run(pieces, messages, rates.demand)
+        messages.append(Activity(seconds, before + len(parts) - min(part, len(parts) - 1), busy))
+    return simulate(computations, messages, rates.demand)
+
+
+def simulate(
+    computations: Sequence[Activity], messages: Sequence[Activity], demand: float
+) -> tuple[float, float, float]:
+    """Return the seconds until all is computed, the seconds until all messages have arrived, and the seconds of waiting.
+
+    ``demand`` is the share of processors that computation alone keeps busy.
+    """
+    now = computed = waited = 0.0
+    computation = message = 0
+    left_computation = computations[0].seconds if computations else 0.0
+    left_message = messages[0].seconds if messages else 0.0
+    while computation < len(computations) or message < len(messages):
+        computing = computation < len(computations) and computations[computation].needs <= message
+        sending = message < len(messages) and messages[message].needs <= computation
+        assert computing or sending, "computations and messages wait for each other"
+        speed_computation = speed_message = 1.0
+        if computing and sending:
+            speed_computation, speed_message = _speeds(demand, messages[message].share)
+        # Advance to the next end of a computation or a message. The speeds are constant until then.
+        until_computation = left_computation / speed_computation if computing else math.inf
+        until_message = left_message / speed_message if sending else math.inf
+        step = min(until_computation, until_message)
+        now += step
+        if not computing and computation < len(computations) and computations[computation].seconds == 0:
+            waited += step
+        if computing:
+            left_computation -= step * speed_computation
+        if sending:
+            left_message -= step * speed_message
+        # A computation and a message may end at the same instant.
+        if computing and until_computation <= until_message:
+            computation, computed = computation + 1, now
+            left_computation = computations[computation].seconds if computation < len(computations) else 0.0
+        if sending and until_message <= until_computation:
+            message += 1
+            left_message = messages[message].seconds if message < len(messages) else 0.0
+    return computed, now, waited
+
+
+def _speeds(demand: float, share: float) -> tuple[float, float]:
+    """Return the speeds of a computation and of a message that run at the same time, each relative to running alone."""
+    if demand + share <= 1 or share == 0:
+        return 1.0, 1.0
+    given = min(share, max(0.5, 1 - demand))
+    return min(1.0, (1 - given) / demand), given / share
 
 
 def _bytes(bucket: slice) -> int:
     return 4 * (bucket.stop - bucket.start)
 
 
-def _gather(strategy: Strategy, rates: Rates, bucket: slice) -> Message:
+def _gather(strategy: Strategy, rates: Rates, bucket: slice) -> Activity:
     scope: Scope = "node" if strategy.reduction == "sharded" else "world"
     seconds, busy = rates.collective("all-gather", scope, _bytes(bucket))
-    return Message(seconds, 0, busy)
+    return Activity(seconds, 0, busy)
 
 
 def _reduce(strategy: Strategy, rates: Rates, bucket: slice) -> tuple[float, float]:
@@ -274,7 +339,7 @@ def _update(strategy: Strategy, rates: Rates, share: ModelShare) -> float:
             seconds += sum(_gather(strategy, data_rates, bucket).seconds for bucket in buckets)
         # Tensors span shards, so their norms need two all-gathers of two fp64 numbers per segment and rank.
         scope: Scope = "node" if strategy.reduction == "sharded" else "world"
-        seconds += 2 * data_rates.collective_seconds("all-gather", scope, 16.0 * share.segments * shards)
+        seconds += 2 * data_rates.collective("all-gather", scope, 16.0 * share.segments * shards)[0]
     if strategy.tensor > 1:  # ranks sum the gradients of parameters that are replicated in a tensor group
         seconds += rates.tensor_seconds("all-reduce", strategy.tensor, 4.0 * share.shared / shards)
     return seconds
@@ -288,7 +353,7 @@ def predict_run(
     batch = strategy.global_batch_size
     samples = samples or work.samples
     if samples is None:
-        p, gigabytes = calibration().parameters, rates.memory_bytes / 1e9
+        p, gigabytes = fitted_parameters(), rates.memory_bytes / 1e9
         samples = math.exp(log_samples(p, batch, rates.world_size, gigabytes, batch / step.total, False))
     evaluations = max(1, math.ceil(samples / work.interval(batch)))
     evaluation = evaluations * _evaluation(work, strategy.precision, strategy.parallel, rates)

@@ -1,4 +1,4 @@
-"""Work of a run: the model, the sequence lengths and the evaluation schedule, and from these the micro-batches of a step.
+"""Work of a run: what a step computes on which data, and the strategy that divides it over ranks.
 
 The computations of a micro-batch are counted as well. A computation has a kind and a count for each cost term of that kind,
 and includes the forward and the backward pass. `cluster.model.rates` holds the seconds per unit of each term.
@@ -8,24 +8,111 @@ micro-batch, T tokens, Q queries of the last layer, M masked tokens, D hidden, F
 """
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
 from bert.configuration.config import Config
-from bert.configuration.sections import ModelConfig, Recompute
+from bert.configuration.recipes import RECIPES
+from bert.configuration.sections import (
+    SHARDED,
+    ModelConfig,
+    ParallelConfig,
+    Precision,
+    Recompute,
+    ReduceDtype,
+    ReductionStrategy,
+    TrainingConfig,
+)
 from bert.parallel.tensor.shards import split_of
-from cluster.model.histogram import drawn_lengths
-from cluster.model.strategy import WORD, Strategy
-from cluster.published.cost_model import EVALUATION_SEQUENCES
+from cluster.published.fitted import EVALUATION_SEQUENCES
 from compliance.log.schedule import evaluation_interval
 from dataloading.batches.plan import BatchPlan, deal
 from dataloading.dataset.folder import open_dataset
 
+HISTOGRAM = Path(__file__).with_name("wikipedia_length_histogram.csv")
+"""Number of Wikipedia sequences of each length, at maximum length 512: columns ``length`` and ``count``."""
+
 _DRAWN = 200_000
 _MASKED_SHARE, _MOST_MASKED = 0.15, 76
 """Masked tokens in the benchmark's data: their share of a sequence's tokens, and their maximum per sequence."""
+
+# Use the training default, so that a run plan without the field and a run without the option use the same size.
+BUCKET_BYTES = TrainingConfig.bucket_bytes
+
+WORD = "embeddings.word"
+"""Name of the word table, which the first stage owns and the last stage copies."""
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """The settings of a run that decide its time and memory, named as in `TrainingConfig` and `ParallelConfig`."""
+
+    global_batch_size: int
+    gradient_accumulation_steps: int = 1
+    precision: Precision = "fp32"
+    reduction: ReductionStrategy = "flat"
+    reduce_dtype: ReduceDtype = "fp32"
+    bucket_bytes: int = BUCKET_BYTES
+    recompute: Recompute = "none"
+    tensor: int = 1
+    pipeline: int = 1
+    virtual_stages: int = 1
+    shard_gradients: bool = False
+    """Affects only the predicted memory. The predicted step time does not include the reduction after every micro-batch."""
+
+    @property
+    def parallel(self) -> ParallelConfig:
+        return ParallelConfig(self.tensor, self.pipeline, self.virtual_stages)
+
+    @property
+    def stages(self) -> str:
+        """Number of pipeline ranks, followed by the virtual stages per rank if there are several, such as "4 x 2"."""
+        return str(self.pipeline) + (f" x {self.virtual_stages}" if self.virtual_stages > 1 else "")
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether each rank updates a shard of the weights and gathers the other shards."""
+        return self.reduction in SHARDED
+
+    @property
+    def copy_ranks(self) -> int:
+        return self.tensor * self.pipeline
+
+    def shards(self, node_copies: int, copies: int) -> int:
+        """Return the number of optimizer-state shards, given the number of copies per node and in total."""
+        return {"sharded": node_copies, "sharded_world": copies}.get(self.reduction, 1)
+
+    def sequences(self, ranks: int) -> int:
+        """Return the sequences of a micro-batch. Raises ``ValueError`` if the ranks cannot share the global batch evenly."""
+        micro_batches = ranks // self.copy_ranks * self.gradient_accumulation_steps
+        if self.global_batch_size % micro_batches:
+            copies = f"{ranks // self.copy_ranks} copies of the model ({ranks} ranks)"
+            raise ValueError(
+                f"global_batch_size is {self.global_batch_size}, which {copies} x {self.gradient_accumulation_steps} "
+                f"micro-batches cannot share evenly. Use a multiple of {micro_batches}."
+            )
+        return self.global_batch_size // micro_batches
+
+
+def strategy_of(config: Config) -> Strategy:
+    """Return the strategy of a configuration. A setting "auto" stands for its first candidate."""
+    training = config.training
+    return Strategy(
+        training.global_batch_size,
+        training.gradient_accumulation_steps,
+        training.precision,
+        "flat" if training.reduction == "auto" else training.reduction,
+        training.reduce_dtype,
+        training.bucket_bytes,
+        training.recompute,
+        config.parallel.tensor,
+        config.parallel.pipeline,
+        config.parallel.virtual_stages,
+        training.shard_gradients,
+    )
 
 
 @dataclass(frozen=True, eq=False)
@@ -100,14 +187,14 @@ class Work:
         return int(np.count_nonzero(np.bincount(self.lengths)))
 
     def micro_batches(self, strategy: Strategy, ranks: int, step: int) -> MicroBatches:
-        """Return the micro-batches that the plan of a step gives to each copy of the model.
+        """Return the micro-batches of a step that the batch plan gives to each copy of the model.
 
         Raises ``ValueError`` if the ranks cannot share the global batch evenly.
         """
         strategy.sequences(ranks)
         copies = ranks // strategy.copy_ranks
         count = copies * strategy.gradient_accumulation_steps
-        # The plan balances the micro-batches, so it does not matter which copy of the model computes which micro-batch.
+        # The batch plan balances the micro-batches, so it does not matter which copy of the model computes which.
         sequences, *sizes = self._dealt(strategy.global_batch_size, count, step)
         return MicroBatches(sequences, *(size.reshape(-1, copies) for size in sizes))
 
@@ -153,6 +240,16 @@ def work_of(config: Config) -> Work:
     )
 
 
+def work_to_plan(config: Config) -> Work:
+    """Return a configuration's work from its length index, or from Wikipedia's histogram if the benchmark data is absent."""
+    if config.data.train.is_dir() or config.data.train != RECIPES["h100_1x1"]().data.train:
+        return work_of(config)
+    work = wikipedia_work(config.model)
+    if config.log.division == "closed":
+        return work
+    return replace(work, samples=float(config.training.sample_limit))
+
+
 @functools.cache
 def wikipedia_work(model: ModelConfig | None = None) -> Work:
     """Return the benchmark's work, with lengths drawn from the shipped histogram of Wikipedia."""
@@ -160,6 +257,18 @@ def wikipedia_work(model: ModelConfig | None = None) -> Work:
     lengths = drawn_lengths(np.random.default_rng(0), _DRAWN + EVALUATION_SEQUENCES).astype(np.uint16)[:_DRAWN]
     masked = np.clip(np.rint(_MASKED_SHARE * lengths), 1, _MOST_MASKED).astype(np.uint16)
     return Work(model or ModelConfig(), lengths, masked)
+
+
+@functools.cache
+def length_counts(path: Path = HISTOGRAM) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return the lengths that occur, ascending, and the number of sequences of each length."""
+    lengths, counts = np.loadtxt(path, delimiter=",", skiprows=1, dtype=np.int64, unpack=True)
+    return lengths, counts
+
+
+def drawn_lengths(generator: np.random.Generator, count: int) -> NDArray[np.int64]:
+    lengths, counts = length_counts()
+    return generator.choice(lengths, count, p=counts / counts.sum())
 
 
 Count = float | NDArray[np.float64]
@@ -182,7 +291,9 @@ REPEATED: dict[Recompute, tuple[str, ...]] = {
     "selective": ("attention", "gelu", "norm"),
     "full": ("linear", "attention", "gelu", "norm"),
 }
-"""For each recomputation mode, the kinds of computation whose forward pass an inner layer's backward pass repeats."""
+"""For each recomputation mode, the kinds of computation whose forward pass an inner layer's backward pass repeats.
+
+The modes are in order of decreasing memory and increasing time."""
 
 
 @dataclass(frozen=True)

@@ -7,9 +7,9 @@ from pathlib import Path
 
 from bert.configuration.config import Config
 from cluster.devices import Device, describe_machine
+from cluster.model.rates import device_of, target_of_devices
 from cluster.model.work import wikipedia_work
 from cluster.plan.search import Candidate, search
-from cluster.plan.target import described
 from cluster.published.calibration import calibration
 from cluster.published.cost_model import TimedRun
 from cluster.published.prediction import minutes_in_digits
@@ -17,6 +17,7 @@ from cluster.published.results import results
 from console.files import write_atomically
 from console.html.charts import Axes, Line, line_chart
 from console.html.page import render_page
+from console.program import say
 
 LARGEST = 16_384
 
@@ -52,6 +53,28 @@ class ScalingPoint:
         return self.seconds[cause] / self.plan.seconds
 
 
+def draw_scale(config: Config, accelerator: str | None, gpus_per_node: int, networking: str, out: Path | None) -> None:
+    """Print the best plan for each number of accelerators, and write a page if ``out`` is given."""
+    device, _ = device_of(config.recipe, accelerator)
+    causes = "".join(f"{cause.split()[0]:>11}" for cause in CAUSES)
+    points = []
+    for point in scale(config, device, gpus_per_node, networking):
+        if not points:
+            say(
+                f"{device.name:>14}{'batch':>8}  {'precision':<10}{'reduction':<14}{'minutes':>8}{'efficiency':>12}{causes}"
+            )
+        strategy = point.plan.strategy
+        shares = "".join(f" {point.share(cause):10.1%}" for cause in CAUSES)
+        say(
+            f"{point.accelerators:14,} {strategy.global_batch_size:7,}  {strategy.precision:<9} {strategy.reduction:<13}"
+            f" {point.minutes:8.3g} {point.efficiency:11.0%}{shares}"
+        )
+        points.append(point)
+    if out is not None:
+        write_page(config.recipe, device, points, out)
+        say(out)
+
+
 def scale(config: Config, device: Device, per_node: int, networking: str = "") -> Iterator[ScalingPoint]:
     """Plan a recipe for whole nodes in powers of two, from one node to `LARGEST` accelerators.
 
@@ -66,7 +89,7 @@ def scale(config: Config, device: Device, per_node: int, networking: str = "") -
     nodes = 1
     while nodes * per_node <= LARGEST:
         machine = describe_machine(device, nodes, per_node, networking=networking)
-        target = described(device, nodes * per_node, per_node, networking)
+        target = target_of_devices(device, nodes * per_node, per_node, networking)
         plan = search(config, work, target).best[0]
         low, high = calibration().interval(TimedRun(machine, plan.strategy.global_batch_size))
         # A step's records count launches as part of forward and backward. Here launches are a separate cause.

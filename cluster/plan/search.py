@@ -1,4 +1,4 @@
-"""Search for the fastest feasible way to run a recipe on given ranks, by predictions only.
+"""Search for the fastest feasible way to run a recipe on given ranks, by predictions only, and the text of its result.
 
 A way is a schedule with a `Strategy`. A way is skipped if its computation alone takes longer than the best ways in total.
 Only the largest micro-batch that fits in memory and the next smaller one are tried, because more accumulation adds launches
@@ -12,30 +12,29 @@ from dataclasses import dataclass, replace
 from itertools import islice, product, takewhile
 
 from bert.configuration.config import Config
+from bert.configuration.run_plan import RunPlan, settings_of
 from bert.configuration.sections import ParallelConfig, Precision, Recompute, ReductionStrategy
 from bert.parallel.mesh import are_whole_copies
-from cluster.model.memory import held_by_rank, memory_of_rank
+from cluster.model.memory import USABLE_MEMORY, held_by_rank, memory_of_rank
+from cluster.model.rates import Target
 from cluster.model.step import PredictedStep, least_step, predict_run, predict_step
-from cluster.model.strategy import Strategy
-from cluster.model.work import Work
-from cluster.plan.schedules import BatchSchedule, schedules
-from cluster.plan.target import Target
-from cluster.published.cost_model import RunTime
+from cluster.model.work import REPEATED, Strategy, Work
+from cluster.published.fitted import RunTime
+from cluster.published.schedules import BatchSchedule, schedules
+from console.text import counted, visible
 
 REDUCTIONS: tuple[ReductionStrategy, ...] = ("flat", "hierarchical", "sharded", "sharded_world")
 """Reduction strategies. The last one takes the least memory."""
 TENSORS = (1, 2, 4, 8)
 PIPELINES = (1, 2, 4, 8, 16, 32, 64)
 VIRTUAL_STAGES = (1, 2, 4)
-RECOMPUTES: tuple[Recompute, ...] = ("none", "selective", "full")
-"""Recomputation modes in order of decreasing memory and increasing time."""
 BEST = 5
 _REACH = 1.1
 """Ways are predicted from several steps if their first step suggests at most this multiple of the fifth best time."""
 _MICRO_BATCHES = 2
 """Number of micro-batch sizes to try, starting with the largest that fits."""
-USABLE_MEMORY = 0.9
-"""Usable share of a device's memory. Driver, communicators and the allocator's fragmentation take the rest."""
+_MOST_VALUES = 8
+"""Maximum number of values of one setting that get a line of their own."""
 
 
 @dataclass(frozen=True)
@@ -187,7 +186,7 @@ class _Search:
         most = way.sequences(target.world_size)
         enough = most + 1
         # Try recomputation from fast to slow. More recomputation pays off only if it reduces the accumulation.
-        for recompute in RECOMPUTES:
+        for recompute in REPEATED:
             fitting = self._fitting(schedule, replace(way, recompute=recompute), enough)
             found = list(islice(fitting, _MICRO_BATCHES) if way.pipeline == 1 else _while_faster(fitting))
             yield from found
@@ -262,6 +261,16 @@ class _Search:
         return USABLE_MEMORY * self._target.rates[strategy.precision].memory_bytes
 
 
+def _while_faster(candidates: Iterator[Candidate]) -> Iterator[Candidate]:
+    """Return candidates up to and including the first that is slower than its predecessor."""
+    seconds = math.inf
+    for each in candidates:
+        yield each
+        if each.seconds > seconds:
+            return
+        seconds = each.seconds
+
+
 def configured(config: Config, schedule: BatchSchedule, strategy: Strategy) -> Config:
     """Return the configuration with a strategy and the hyperparameters of its batch.
 
@@ -282,11 +291,109 @@ def configured(config: Config, schedule: BatchSchedule, strategy: Strategy) -> C
     return replace(config, training=training, optimizer=schedule.optimizer, parallel=strategy.parallel)
 
 
-def _while_faster(candidates: Iterator[Candidate]) -> Iterator[Candidate]:
-    """Return candidates up to and including the first that is slower than its predecessor."""
-    seconds = math.inf
-    for each in candidates:
-        yield each
-        if each.seconds > seconds:
-            return
-        seconds = each.seconds
+def run_plan(config: Config, target: Target, chosen: Candidate) -> RunPlan:
+    """Return the content of a candidate's plan file."""
+    return RunPlan(
+        recipe=config.recipe,
+        device=target.device,
+        nodes=target.nodes,
+        ranks_per_node=target.ranks_per_node,
+        settings=settings_of(configured(config, chosen.schedule, chosen.strategy)),
+        hyperparameters=chosen.schedule.source,
+        step_seconds={**chosen.step.parts, "other": 0.0},
+        train_seconds=chosen.seconds,
+    )
+
+
+def as_lines(found: Found, world_size: int) -> Iterator[str]:
+    """Return the best plans as a table, a line for each other value of a setting, and the infeasible values."""
+    table = [_row(place, each, world_size) for place, each in enumerate(found.best, 1)]
+    rows = [tuple(table[0]), *(tuple(row.values()) for row in table)]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        yield "  ".join(f"{cell:>{width}}" for cell, width in zip(row, widths, strict=True))
+    yield ""
+    yield f"time to train compared with the first plan ({_steps(found.best[0])}), at best with"
+    yield from _rivals(found, world_size)
+    reasons: dict[tuple[str, str], dict[str, None]] = {}
+    for each in found.refusals:
+        value = f"{each.value:,}" if isinstance(each.value, int) else str(each.value)
+        reasons.setdefault((each.setting, each.reason), {})[value] = None
+    if reasons:
+        yield "not feasible"
+    for (setting, reason), values in reasons.items():
+        yield f"  {setting} {', '.join(values)}: {visible(reason)}"
+
+
+def summary(candidate: Candidate) -> str:
+    """Describe a plan and the source of its hyperparameters in one line."""
+    optimizer, run = candidate.schedule.optimizer, candidate.run
+    return (
+        f"batch {candidate.schedule.global_batch_size:,}: learning rate {optimizer.base_learning_rate:g}, betas "
+        f"{optimizer.beta_1:g} and {optimizer.beta_2:g}, decay {optimizer.weight_decay_rate:g}, "
+        f"{counted(optimizer.learning_rate_training_steps, 'step')}; {run.samples / 1e6:.3g} million samples; "
+        f"{visible(candidate.schedule.source)}"
+    )
+
+
+def _row(place: int, each: Candidate, world_size: int) -> dict[str, str]:
+    step = each.step
+    # Use enough digits to tell the best plans apart.
+    minutes = f"{each.seconds / 60:.3f}" if each.seconds < 600 else f"{each.seconds / 60:,.1f}"
+    times = {"step ms": step.total, "fwd+bwd": step.forward_backward, "reduce": step.reduce, "update": step.update}
+    return {
+        "": str(place),
+        "minutes": minutes,
+        **_settings(each, world_size),
+        **{column: f"{1000 * seconds:.2f}" for column, seconds in times.items()},
+        "GB": f"{each.memory / 1e9:.1f}",
+    }
+
+
+def _settings(each: Candidate, world_size: int) -> dict[str, str]:
+    strategy = each.strategy
+    return {
+        "batch": f"{strategy.global_batch_size:,}",
+        "pipeline": strategy.stages,
+        "tensor": str(strategy.tensor),
+        "micro-batches": f"{strategy.gradient_accumulation_steps} x {strategy.sequences(world_size)}",
+        "precision": strategy.precision,
+        "reduction": strategy.reduction,
+        "sums": strategy.reduce_dtype,
+        "recompute": strategy.recompute,
+    }
+
+
+def _rivals(found: Found, world_size: int) -> Iterator[str]:
+    """Describe the fastest candidate with each value of a setting that the best plan does not have.
+
+    Micro-batches depend on the batch size and the model copies, so only plans that share both with the best plan count.
+    """
+    best = found.best[0]
+    own = _settings(best, world_size)
+    rivals: dict[str, dict[str, Candidate]] = {setting: {} for setting in own}
+    for each in found.ranked:  # the fastest first
+        values = _settings(each, world_size)
+        is_comparable = all(values[name] == own[name] for name in ("batch", "pipeline", "tensor"))
+        for setting, value in values.items():
+            if value != own[setting] and (is_comparable or setting != "micro-batches"):
+                rivals[setting].setdefault(value, each)
+    for setting, losing in rivals.items():
+        for value, rival in [*losing.items()][:_MOST_VALUES]:
+            yield f"  {f'{setting} {value}:':<28}{rival.seconds / best.seconds - 1:+7.1%}  {_cause(best, rival)}"
+        if rest := [*losing][_MOST_VALUES:]:
+            yield f"  {setting} {', '.join(rest)}: more still"
+
+
+def _cause(best: Candidate, rival: Candidate) -> str:
+    # Steps of different batch sizes cannot be compared part by part.
+    if rival.strategy.global_batch_size != best.strategy.global_batch_size:
+        return _steps(rival)
+    longer = {part: rival.step.parts[part] - seconds for part, seconds in best.step.parts.items()}
+    part = max(longer, key=lambda part: longer[part])
+    before, after = 1000 * best.step.parts[part], 1000 * rival.step.parts[part]
+    return f"{part.replace('_', ' ')} {after:.2f} ms a step, not {before:.2f}"
+
+
+def _steps(each: Candidate) -> str:
+    return f"{each.run.samples / 1e6:.2f} million samples in {each.run.steps:,.0f} steps of {1000 * each.step.total:.2f} ms"

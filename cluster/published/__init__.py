@@ -1,1 +1,1 @@
-"""Cost model fitted to published MLPerf results, and its predictions of the time to train on other machines."""
+"""What published MLPerf results tell: parameters of machines, hyperparameters, and predictions of submissions."""

@@ -10,22 +10,65 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from pathlib import Path
 
 import msgspec
 import numpy as np
 
 from cluster.published.cost_model import TimedRun, log_samples_needed, run_time, step_parts
-from cluster.published.parameters import CHIP, PRIORS, Parameters, chip_parameter, prior_of
-from cluster.published.results import TABLE, Result, results
-
-CALIBRATION = Path(__file__).with_name("calibration.json")
+from cluster.published.fitted import BATCH_KNOTS, CALIBRATION, Parameters, chip_parameter
+from cluster.published.results import Result, results
+from cluster.published.schedules import TABLE
 
 TIME_SCALE, SAMPLES_SCALE = 0.02, 0.025
 """Typical standard deviation of the logarithm of the time for given samples, and of the logarithm of the samples."""
 
 INTERVAL = 0.8
 """Share of results that prediction intervals should contain."""
+
+
+@dataclass(frozen=True)
+class Prior:
+    """Normal distribution of a parameter before any result is seen, and the meaning of the parameter."""
+
+    mean: float
+    deviation: float
+    meaning: str
+
+
+PRIORS = {
+    "matrix_efficiency": Prior(math.log(0.65), 0.2, "share of the peak rate that 16-bit matrix products reach"),
+    "fp8_efficiency": Prior(math.log(0.75), 0.25, "share of that efficiency that 8-bit products keep"),
+    "traffic": Prior(math.log(1.2e9), 0.4, "bytes of memory traffic of a sequence that no product hides"),
+    "energy": Prior(math.log(1.1), 0.3, "joules of a sequence in 16 bits on an architecture of 2020"),
+    "fp8_energy": Prior(math.log(0.65), 0.2, "energy of an 8-bit product over that of a 16-bit product"),
+    "energy_halving": Prior(math.log(6.0), 0.4, "years in which the energy of a sequence halves"),
+    "graphics_memory": Prior(0.2, 0.2, "slowdown of devices with GDDR memory"),
+    "processor": Prior(math.log(0.2), 0.5, "speed of a CPU relative to an accelerator with the same data sheet"),
+    "half_batch": Prior(math.log(1.5), 0.7, "sequences of a micro-batch that fill the device half"),
+    "launch": Prior(math.log(5e-3), 0.6, "seconds of a micro-batch that do not depend on its size"),
+    "fabric_efficiency": Prior(math.log(0.6), 0.3, "share of its bandwidth that NVLink or a similar fabric reaches"),
+    "pcie_efficiency": Prior(math.log(0.4), 0.4, "share of its bandwidth that PCIe between devices reaches"),
+    "network_efficiency": Prior(math.log(0.7), 0.25, "share of its bandwidth that a network port reaches"),
+    "staging_efficiency": Prior(math.log(0.35), 0.25, "share of PCIe that reaches a port shared by several devices"),
+    "network_latency": Prior(math.log(2e-4), 1.0, "seconds that each doubling of the nodes adds to a step"),
+    "start": Prior(math.log(0.7), 0.7, "seconds from the start of the clock to the first full step"),
+    "old_software": Prior(0.03, 0.03, "slowdown of the software of rounds up to v2.0"),
+    "first_round": Prior(0.12, 0.05, "slowdown of a device in its first round"),
+    "old_recipe": Prior(0.08, 0.04, "extra samples of the recipes of rounds up to v2.0"),
+    "old_recipe_growth": Prior(0.03, 0.03, "extra samples that each doubling of the batch above 448 adds to that"),
+    "accumulation": Prior(0.08, 0.05, "extra samples for each doubling of the batch beyond what memory holds"),
+    "tuning": Prior(0.05, 0.03, "extra samples for each doubling of the run time above 17 minutes, for want of trials"),
+} | {
+    f"practice_{batch}": Prior(0.0, 0.02, f"samples in practice over the reference at a batch size of {batch}")
+    for batch in BATCH_KNOTS
+}
+
+CHIP = Prior(0.0, 0.08, "speed of a chip relative to all of the above")
+"""Prior of the parameter ``chip_NAME`` for each chip in the published results. For other chips the parameter is 0."""
+
+
+def prior_of(name: str) -> Prior:
+    return PRIORS.get(name, CHIP)
 
 
 @dataclass(frozen=True)

@@ -1,85 +1,42 @@
-"""Cost model of a run: its time and its parts, from facts about the devices, the links and the work.
+"""Cost model of a submission: its time and its parts, from facts about the devices, the links and the work.
 
 A step consists of the time of its sequences on a device, a constant cost per micro-batch, the gradient's reduction, and the
 update. A sequence takes the time of its matrix products at a share of the peak rate plus its memory traffic, and at least
 its energy divided by the device's power. The reductions inside and between nodes form one pipeline, whose slower half
 determines the time. Published runs do not tell how much of the reduction the backward pass hides, so the link efficiency
 includes this overlap.
-
-The samples to the target are the reference convergence with corrections from published results. Only reference points that
-count in review are listed: no larger batch converges in fewer samples, and no point lies above the line between its
-neighbours. Samples are interpolated linearly in the batch size, as the rules do. Beyond the largest point, the line through
-the last two points continues.
 """
 
 import re
-from bisect import bisect_left
-from collections.abc import Sequence
 from dataclasses import dataclass
-from math import ceil, exp, log, log2
+from math import ceil, exp, log2
 
-from cluster.devices import Device, Machine
-from cluster.published.parameters import BATCH_KNOTS, Parameters, chip_parameter
-from compliance.log.schedule import evaluation_interval
-
-REFERENCE_POINTS = (
-    (448, 2_414_421),
-    (4608, 2_798_080),
-    (6144, 3_319_125),
-    (6912, 3_601_920),
-    (12288, 4_465_067),
-    (13056, 4_645_333),
-    (16384, 5_505_422),
+from cluster.devices import Machine
+from cluster.published.fitted import (
+    EVALUATION_SEQUENCES,
+    FORWARD_SHARE,
+    OLD_ROUNDS,
+    PARAMETERS,
+    SEQUENCES_PER_GB,
+    UPDATE_BYTES,
+    Parameters,
+    RunTime,
+    link_rate,
+    log_samples,
+    network_rate,
+    require_batch,
+    ring_share,
+    sequence_time,
+    smooth_maximum,
+    update_bytes_per_s,
 )
-"""Global batch size and mean samples from mlperf-logging's `rcps_bert.json`, identical in rulesets 2.1.0 to 5.0.0."""
-
-SEQUENCES_PER_GB = 1.2
-"""Sequences of a 16-bit micro-batch that fit per GB of memory, from published runs with 24 to 80 GB."""
-
-TUNED_ACCELERATORS = 256
-"""Scale of the decay of the old recipes' effect. Runs on more accelerators had tuned recipes even in round v2.0."""
-
-LONG_RUN_MINUTES = 17
-"""Time to train on eight A100s. The recipes that many submitters copied were made for eight A100s."""
-
-PARAMETERS = 336.2e6
-"""Number of parameters of BERT-Large with its heads."""
-
-UPDATE_BYTES = 30
-"""LAMB's memory traffic per parameter: weight and both moments read and written, gradient, 16-bit copy, norms."""
-
-UPDATE_EFFICIENCY = 0.8
-"""Share of the memory bandwidth that LAMB reaches."""
-
-SEQUENCE_FLOPS = 500e9
-"""Operations of a sequence, forward and backward, averaged over Wikipedia's lengths at maximum length 512. A sequence of
-s tokens, m of them masked, takes 3 (24 (24 h^2 s + 4 h s^2) + m (2 h^2 + 2 h V)) operations, with h = 1024, V = 30528."""
-
-FP8_SHARE = 0.87
-"""Share of a sequence's operations in FP8: the encoder's linear layers (463.5 of 500) minus those kept in 16 bits."""
-
-EVALUATION_SEQUENCES = 10_000
-"""Size of the benchmark's evaluation set."""
-
-FORWARD_SHARE = 1 / 3
-"""Share of the forward pass in a step's computation: the backward pass of a product is two products of the same size."""
-
-SHARPNESS = 4
-"""Exponent of the smooth maximum that combines two limits. Two equal limits take 19 % longer than either alone."""
+from compliance.log.schedule import evaluation_interval
 
 FP8_SEQUENCES_PER_GB = 3.2
 """`SEQUENCES_PER_GB` of published FP8 runs on HBM: 256 sequences in 80 GB without accumulation."""
 
-LARGEST_BATCH = 8 * REFERENCE_POINTS[-1][0]
-"""Limit that catches typing errors. It is far above every batch size that has converged."""
-
-SWITCHED = 8
-"""Boards with at least this many devices have PCIe switches."""
-
 ROUND = re.compile(r"v[0-9]\.[0-9]")
 """Name of a round of MLPerf Training."""
-
-OLD_ROUNDS = ("v0.5", "v0.6", "v0.7", "v1.0", "v1.1", "v2.0")
 
 
 @dataclass(frozen=True)
@@ -95,11 +52,7 @@ class TimedRun:
     round: str | None = None
 
     def __post_init__(self) -> None:
-        if not self.machine.accelerators <= self.batch <= LARGEST_BATCH:
-            raise ValueError(
-                f"global batch size {self.batch:,} on {self.machine.accelerators:,} accelerators: expected at least one "
-                f"sequence on each, and at most {LARGEST_BATCH:,} in all"
-            )
+        require_batch(self.batch, self.machine)
         if self.round is not None and not ROUND.fullmatch(self.round):
             raise ValueError(f"round is {self.round[:20]!r}, expected one such as v3.1")
 
@@ -112,25 +65,6 @@ class TimedRun:
     def uses_fp8(self) -> bool:
         """Tell whether published software trains in FP8 on the device. Gaudi 2 supports FP8, but its results are in bf16."""
         return self.machine.device.fp8_tflops is not None and self.machine.device.vendor != "Intel"
-
-
-@dataclass(frozen=True)
-class RunTime:
-    """Seconds of a run by part, with its numbers of samples and steps, averaged over seeds."""
-
-    samples: float
-    steps: float
-    parts: dict[str, float]
-
-    @property
-    def total(self) -> float:
-        """Seconds from run_start to run_stop."""
-        return sum(self.parts.values())
-
-    @classmethod
-    def of(cls, samples: float, steps: float, step: dict[str, float], **others: float) -> "RunTime":
-        """Sum the parts of all steps, and add ``others`` once."""
-        return cls(samples, steps, {name: steps * seconds for name, seconds in step.items()} | others)
 
 
 def run_time(
@@ -163,7 +97,7 @@ def step_parts(p: Parameters, run: TimedRun) -> dict[str, float]:
     """
     machine, device = run.machine, run.machine.device
     sequences = run.batch / machine.accelerators
-    matrix, memory, power = sequence_time(p, run, run.uses_fp8)
+    matrix, memory, power = sequence_time(p, device, run.uses_fp8, run.round)
     per_gb = FP8_SEQUENCES_PER_GB if run.uses_fp8 and "HBM" in device.memory else SEQUENCES_PER_GB
     micro_batches = ceil(sequences / (per_gb * device.memory_gb))
     # If b sequences keep a device half busy, n sequences take as long as n + b sequences at full efficiency.
@@ -180,37 +114,6 @@ def step_parts(p: Parameters, run: TimedRun) -> dict[str, float]:
     }
 
 
-def update_bytes_per_s(device: Device) -> float:
-    return UPDATE_EFFICIENCY * device.memory_gb_s * 1e9
-
-
-def sequence_time(p: Parameters, run: TimedRun, fp8: bool) -> tuple[float, float, float]:
-    """Return a sequence's seconds on a device: matrix products, memory traffic, and the time that the power limit adds."""
-    device = run.machine.device
-    rate = exp(p["matrix_efficiency"]) * device.bf16_tflops * 1e12
-    energy = exp(p["energy"]) * 2 ** (-(device.year - 2020) / exp(p["energy_halving"]))
-    matrix = SEQUENCE_FLOPS / rate
-    if fp8:
-        assert device.fp8_tflops is not None
-        fp8_rate = exp(p["matrix_efficiency"] + p["fp8_efficiency"]) * device.fp8_tflops * 1e12
-        matrix = SEQUENCE_FLOPS * (FP8_SHARE / fp8_rate + (1 - FP8_SHARE) / rate)
-        energy *= FP8_SHARE * exp(p["fp8_energy"]) + (1 - FP8_SHARE)
-    memory = exp(p["traffic"]) / (device.memory_gb_s * 1e9)
-    power = _larger(matrix + memory, energy / device.tdp_w) - matrix - memory
-    # The correction for chip and software scales all three parts by the same factor.
-    slowness = exp(-_log_speed(p, run))
-    return matrix * slowness, memory * slowness, power * slowness
-
-
-def _log_speed(p: Parameters, run: TimedRun) -> float:
-    device = run.machine.device
-    speed = p.get(chip_parameter(device.chip), 0.0)
-    speed -= p["graphics_memory"] if "GDDR" in device.memory else 0.0
-    speed += p["processor"] if device.form == "CPU" else 0.0
-    speed -= p["old_software"] if run.is_old else 0.0
-    return speed - (p["first_round"] if run.round is not None and run.round == device.first_round else 0.0)
-
-
 def _reduction(p: Parameters, machine: Machine) -> tuple[float, float]:
     """Return the seconds to sum the 16-bit gradient over all devices, split into the parts inside and between groups."""
     gradient = 2 * PARAMETERS
@@ -219,69 +122,6 @@ def _reduction(p: Parameters, machine: Machine) -> tuple[float, float]:
     if machine.groups > 1:
         between = 2 * gradient * ring_share(machine.accelerators) / network_rate(p, machine)
         between += exp(p["network_latency"]) * log2(machine.groups)
-    together = _larger(inside, between)
+    together = smooth_maximum(inside, between)
     # Split the pipeline's time in proportion to its halves, so that the parts add up.
     return (together * inside / (inside + between), together * between / (inside + between)) if together else (0.0, 0.0)
-
-
-def ring_share(members: float) -> float:
-    """Return the share of a vector that each member of a ring sends in an all-gather or a reduce-scatter."""
-    return 1 - 1 / members
-
-
-def link_rate(p: Parameters, machine: Machine) -> float:
-    """Return the bytes a second that a device sends to the other devices of its group."""
-    device = machine.device
-    # A bridge joins only two cards, so traffic among more cards takes other links.
-    if machine.is_bridged and machine.group == 2 and device.bridge_gb_s is not None:
-        return exp(p["fabric_efficiency"]) * device.bridge_gb_s * 1e9
-    # On cards, no link faster than PCIe joins all devices of a group.
-    return exp(p["pcie_efficiency" if device.form in ("PCIe", "NVL") else "fabric_efficiency"]) * device.link_gb_s * 1e9
-
-
-def network_rate(p: Parameters, machine: Machine) -> float:
-    """Return the bytes a second that a group sends to the next group.
-
-    Boards of eight devices connect devices and ports by PCIe switches. On smaller boards, traffic to a port that several
-    devices share goes through the host's memory.
-    """
-    device, network = machine.device, machine.network
-    if device.network_gb_s is not None:
-        return exp(p["network_efficiency"]) * device.network_gb_s * machine.group * 1e9
-    byte_seconds = 8 / (exp(p["network_efficiency"]) * network.gbit_s)  # nanoseconds per byte of one port
-    if network.ports < machine.per_node < SWITCHED:
-        byte_seconds = _larger(byte_seconds, 1 / (exp(p["staging_efficiency"]) * device.host_gb_s))
-    return network.ports * machine.group / machine.per_node / byte_seconds * 1e9
-
-
-def _larger(one: float, other: float) -> float:
-    """Combine two limits by a smooth maximum."""
-    return (one**SHARPNESS + other**SHARPNESS) ** (1 / SHARPNESS)
-
-
-def log_samples(
-    p: Parameters, batch: int, accelerators: int, memory_gb: float, sequences_per_second: float, old_recipe: bool
-) -> float:
-    """Return the logarithm of the mean samples to the target.
-
-    ``memory_gb`` is per device, and ``sequences_per_second`` is for the whole system. ``old_recipe`` means hyperparameters
-    as published up to round v2.0.
-    """
-    practice = [(log(knot), p[f"practice_{knot}"]) for knot in BATCH_KNOTS]
-    found = log(_line(REFERENCE_POINTS, batch)) + _line(practice, min(log(batch), practice[-1][0]))
-    if old_recipe:  # the effect decays with scale, because large runs had tuned recipes even then
-        growth = p["old_recipe_growth"] * max(0.0, log2(batch / 448))
-        found += (p["old_recipe"] + growth) * exp(-accelerators / TUNED_ACCELERATORS)
-    found += p["accumulation"] * max(0.0, log2(batch / accelerators / (SEQUENCES_PER_GB * memory_gb)))
-    # The longer a trial takes (here at the smallest reference batch), the fewer trials a submitter makes.
-    minutes = REFERENCE_POINTS[0][1] / sequences_per_second / 60
-    return found + p["tuning"] * max(0.0, log2(minutes / LONG_RUN_MINUTES))
-
-
-def _line(points: Sequence[tuple[float, float]], x: float) -> float:
-    """Interpolate linearly. Values are constant before the first point, and the last segment continues beyond its end."""
-    if x <= points[0][0]:
-        return points[0][1]
-    at = min(bisect_left(points, (x,)), len(points) - 1)
-    (left, low), (right, high) = points[at - 1], points[at]
-    return low + (high - low) * (x - left) / (right - left)

@@ -11,9 +11,8 @@ from tests.programs import python
 INTERRUPTED = """
 import signal, sys
 from cluster import dry_run
-from cluster.plan import command
 
-command.forecast = lambda *_: signal.raise_signal(signal.SIGTERM) or []
+dry_run.memory_and_step = lambda *_: signal.raise_signal(signal.SIGTERM) or []
 sys.exit(dry_run.main(sys.argv[1:]))
 """
 

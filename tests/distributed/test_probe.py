@@ -14,7 +14,7 @@ import torch.distributed as dist
 from benchmarks.hosts import bridged_hosts, why_not
 from cluster.model.rates import rates_of_view
 from cluster.model.step import predict_step
-from cluster.model.strategy import Strategy
+from cluster.model.work import Strategy
 from cluster.probe import command, computations
 from cluster.view import View, read_view
 from tests.cluster.model.test_predicted_step import TINY

@@ -22,9 +22,8 @@ from bert.optimizer import FlatParameters, Lamb
 from bert.parallel.pipeline.stages import PipelineModel
 from bert.parallel.tensor.shards import TensorParallel
 from bert.products.weight_gradients import WeightCopies
-from cluster.model.memory import held_by_rank, kept_by_forward, memory_of_rank
-from cluster.model.strategy import Strategy, hidden_bytes, model_shares, under_way
-from cluster.model.work import Work
+from cluster.model.memory import held_by_rank, hidden_bytes, kept_by_forward, memory_of_rank, model_shares, under_way
+from cluster.model.work import Strategy, Work
 from dataloading.batches.loader import Batch, batch_of
 from dataloading.shards.samples import Samples, synthetic_samples
 

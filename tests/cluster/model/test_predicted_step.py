@@ -15,12 +15,12 @@ from bert.configuration.sections import ModelConfig, Recompute
 from bert.model import BertForPreTraining
 from bert.optimizer import lamb_segments
 from cluster.devices import describe_machine, device_named
+from cluster.model.memory import model_shares
 from cluster.model.rates import ACCESSES, LAUNCHES, SEQUENCE_BYTES, Curve, Rates, rates_of_machine, rates_of_view
 from cluster.model.step import predict_run, predict_step, through_stages
-from cluster.model.strategy import BUCKET_BYTES, Strategy, model_shares
-from cluster.model.work import TERMS, Computation, MicroBatches, Work, parts_of, wikipedia_work
-from cluster.published.calibration import calibration
+from cluster.model.work import BUCKET_BYTES, TERMS, Computation, MicroBatches, Strategy, Work, parts_of, wikipedia_work
 from cluster.published.cost_model import TimedRun, run_time, step_parts
+from cluster.published.fitted import fitted_parameters
 from cluster.view import Contention, Operation, Scope
 from tests.cluster.test_view import made_up
 
@@ -131,9 +131,9 @@ def test_a_data_group_has_the_links_of_its_rails() -> None:
     found = rates(2, 4).of_data_groups(2)
     assert (found.ranks, found.world_size) == (2, 4)
     ring = (1 - 1 / 4) / (1 - 1 / 8)
-    assert found.collective_seconds("all-reduce", "world", 1e8) == pytest.approx(ring * (1e-4 + 2e8 * 1e-9))
-    assert found.collective_seconds("all-reduce", "rail", 1e8) == pytest.approx(1e-4 + 1e8 * 1e-9)
-    assert found.collective_seconds("all-gather", "node", 1e8) == pytest.approx(2 / 3 * (1e-4 + 1e8 * 1e-9))
+    assert found.collective("all-reduce", "world", 1e8)[0] == pytest.approx(ring * (1e-4 + 2e8 * 1e-9))
+    assert found.collective("all-reduce", "rail", 1e8)[0] == pytest.approx(1e-4 + 1e8 * 1e-9)
+    assert found.collective("all-gather", "node", 1e8)[0] == pytest.approx(2 / 3 * (1e-4 + 1e8 * 1e-9))
 
 
 def test_parameters_are_those_of_the_program() -> None:
@@ -181,7 +181,7 @@ def test_ranks_that_share_processors_wait_less_for_the_longest() -> None:
     ("name", "nodes", "batch"), [("H100-SXM", 1, 768), ("H100-SXM", 8, 4608), ("A100-SXM4-80GB", 1, 448)]
 )
 def test_a_step_of_bert_large_is_near_that_of_published_results(name: str, nodes: int, batch: int) -> None:
-    machine, parameters = describe_machine(device_named(name), nodes, 8), calibration().parameters
+    machine, parameters = describe_machine(device_named(name), nodes, 8), fitted_parameters()
     run = TimedRun(machine, batch)
     precision = "fp8" if run.uses_fp8 else "bf16"
     strategy = Strategy(batch, precision=precision, reduction="sharded_world")
@@ -225,11 +225,11 @@ def test_recomputation_costs_forward_parts_of_the_layers_but_the_last() -> None:
 def test_costs_come_from_what_a_probe_timed() -> None:
     found = rates_of_view(made_up())
     assert float(found.seconds(Computation("gelu", (1.0, 524288.0)))) == pytest.approx(1e-3)
-    assert found.collective_seconds("all-reduce", "world", 131072) == pytest.approx(1.6e-4 + 2e-4 / 3)
+    assert found.collective("all-reduce", "world", 131072)[0] == pytest.approx(1.6e-4 + 2e-4 / 3)
     with pytest.raises(ValueError, match="rate of norm"):
         found.seconds(Computation("norm", (1.0, 1.0)))
     with pytest.raises(ValueError, match=r"no rate of all-gather \(node\)"):
-        found.collective_seconds("all-gather", "node", 1.0)
+        found.collective("all-gather", "node", 1.0)[0]
     contention = Contention(processors=16, threads=1, alone_s=0.01, together_s=0.02, mean_s=0.015, last_s=0.03)
     crowded = rates_of_view(replace(made_up(), contention=contention))
     assert (crowded.nodes, crowded.ranks, crowded.memory_bytes, crowded.demand) == (4, 2, 2**37, 0.5)

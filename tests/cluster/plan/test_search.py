@@ -3,7 +3,7 @@
 import re
 from collections.abc import Callable
 from dataclasses import replace
-from itertools import product
+from itertools import product, takewhile
 from pathlib import Path
 
 import pytest
@@ -12,14 +12,12 @@ from bert.configuration.config import Config
 from bert.configuration.recipes import RECIPES
 from bert.configuration.run_plan import read_plan, settings_of, write_plan
 from bert.train import parse
-from cluster.model.memory import memory_of_rank
+from cluster.model.memory import USABLE_MEMORY, memory_of_rank
+from cluster.model.rates import Target, device_of, target_of, target_of_devices
 from cluster.model.step import predict_run, predict_step
-from cluster.model.strategy import Strategy
-from cluster.model.work import Work, wikipedia_work
-from cluster.plan.command import as_lines, run_plan
-from cluster.plan.schedules import schedules
-from cluster.plan.search import RECOMPUTES, USABLE_MEMORY, Candidate, Found, search
-from cluster.plan.target import Target, described, device_of, target_of
+from cluster.model.work import REPEATED, Strategy, Work, wikipedia_work
+from cluster.plan.search import Candidate, Found, as_lines, run_plan, search
+from cluster.published.schedules import schedules
 from cluster.view import write_view
 from tests.cluster.conftest import Command
 from tests.cluster.test_view import made_up
@@ -107,7 +105,7 @@ def test_smaller_memory_takes_other_ways_or_none(work: Work) -> None:
     assert found.best[0].strategy.recompute != "none", "as 8 sequences take more"
     strategies = {each.strategy for each in found.ranked}
     for each in strategies:
-        less = RECOMPUTES[: RECOMPUTES.index(each.recompute)]
+        less = takewhile(lambda mode, each=each: mode != each.recompute, REPEATED)
         assert not {replace(each, recompute=other) for other in less} & strategies, "what fits recomputes nothing"
     with pytest.raises(ValueError, match=r"nothing is feasible on 2,048 x H100-SXM-80GB: .*do not fit in bf16"):
         search(config, work, with_memory(target, 1e8))
@@ -120,7 +118,7 @@ def test_copies_are_shared_only_if_nothing_else_fits(
     """The planner must use pipeline parallelism if hosts have one rank, because tensor parallelism needs several."""
     config, work = RECIPES["h100_1x8"](), replace(work, samples=1e6)
     config = replace(config, log=replace(config.log, division="open"))  # only the recipe's batch size
-    target = described(device_of("h100_1x8", None)[0], ranks, per_host)
+    target = target_of_devices(device_of("h100_1x8", None)[0], ranks, per_host)
     assert search(config, work, target).best[0].strategy.copy_ranks == 1
     best = search(config, work, with_memory(target, memory)).best[0]
     strategy = best.strategy

@@ -7,10 +7,11 @@ from dataclasses import replace
 import msgspec
 import pytest
 
-from cluster.published.calibration import CALIBRATION, GROUPS, INTERVAL, Calibration, Held, calibrate, calibration, fit
+from cluster.published.calibration import GROUPS, INTERVAL, Calibration, Held, calibrate, calibration, fit, prior_of
 from cluster.published.cost_model import run_time
-from cluster.published.parameters import prior_of
-from cluster.published.results import TABLE, results
+from cluster.published.fitted import CALIBRATION
+from cluster.published.results import results
+from cluster.published.schedules import TABLE
 
 pytestmark = pytest.mark.slow
 

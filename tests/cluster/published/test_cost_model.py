@@ -7,12 +7,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cluster.devices import Device, Machine, describe_machine, device_named, devices
-from cluster.published.calibration import calibration
-from cluster.published.cost_model import REFERENCE_POINTS, SEQUENCE_FLOPS, TimedRun, run_time, step_parts
-from cluster.published.parameters import BATCH_KNOTS
+from cluster.published.cost_model import TimedRun, run_time, step_parts
+from cluster.published.fitted import BATCH_KNOTS, REFERENCE_POINTS, SEQUENCE_FLOPS, fitted_parameters
 from compliance.convergence.outlook import reference
 
-P = calibration().parameters
+P = fitted_parameters()
 FAST = "8x ConnectX-7 IB NDR 400Gb/s"
 BATCHES = sorted({*BATCH_KNOTS, 4096, 6144, 12288})
 KNOWN = st.sampled_from(devices())
