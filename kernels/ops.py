@@ -7,7 +7,7 @@ Users import the ops from ``kernels``.
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 from kernels.registry import Implementation, Op, Parameters, Returned
 
@@ -28,19 +28,15 @@ _PYTORCH_ATTENTION = _pytorch(capturable=False, repeatable=False)
 _PYTORCH_NORM = _pytorch(repeatable=False)
 
 TABLE: Mapping[str, tuple[Implementation, ...]] = {
-    # A Triton kernel is not needed, because cuBLAS can add to the gradient in the epilogue of the product.
-    "accumulate_weight_gradient": (_pytorch("gradient_reasons", last_on_cpu=True),),
     "varlen_attention": (_triton("attention.varlen"), _FLASH_ATTN, _PYTORCH_ATTENTION),
     "varlen_self_attention": (_triton("attention.varlen", "packed_reasons"), _FLASH_ATTN, _PYTORCH_ATTENTION),
     "dropout_add_layer_norm": (_triton("norms.layer_norm"), _APEX_NORM, _PYTORCH_NORM),
     "dense_gelu": (_triton("dense", "tensor_reasons"),),
     "bias_gelu": (_triton("dense", "tensor_reasons"),),
+    # A Triton kernel is not needed, because cuBLAS can add to the gradient in the epilogue of the product.
+    "accumulate_weight_gradient": (_pytorch("gradient_reasons", last_on_cpu=True),),
     "embedding_layer_norm": (_triton("norms.embedding_norm"), _APEX_NORM, _PYTORCH_NORM),
     "masked_lm_loss": (_triton("loss"), _apex("loss_reasons", requires="xentropy_cuda")),
-    "lamb_step": (_triton("lamb", "vector_reasons"),),
-    "lamb_directions": (_triton("lamb", "vector_reasons"),),
-    "lamb_apply": (_triton("lamb", "vector_reasons"),),
-    "sum_of_squares": (_triton("squares", "vector_reasons"),),
     "cast_fp8": (_triton("fp8"),),
     "cast_transpose_fp8": (_triton("fp8"),),
     "cast_transpose_into_fp8": (_triton("fp8"),),
@@ -53,6 +49,10 @@ TABLE: Mapping[str, tuple[Implementation, ...]] = {
     "add_norm_backward_cast_fp8": (_triton("norms.layer_norm_fp8", "backward_reasons"),),
     # On a CPU, PyTorch's FP8 product is several times slower than the definition.
     "scaled_matmul": (_pytorch("scaled_matmul_reasons", last_on_cpu=True),),
+    "lamb_step": (_triton("lamb", "vector_reasons"),),
+    "lamb_directions": (_triton("lamb", "vector_reasons"),),
+    "lamb_apply": (_triton("lamb", "vector_reasons"),),
+    "sum_of_squares": (_triton("squares", "vector_reasons"),),
 }
 """Implementations of each op in their order of preference on a GPU, without the definition, which follows them. A module's
 function with the op's name computes the op."""
@@ -60,8 +60,8 @@ function with the op's name computes the op."""
 _READ_LENGTHS = {"varlen_attention", "varlen_self_attention", "attention_cast_fp8", "attention_backward_cast_fp8"}
 """Ops whose definition reads the sequence lengths on the host, so that a CUDA graph cannot capture it."""
 
-OPS = cast(dict[str, Op[..., Any]], dict.fromkeys(TABLE))
-"""All ops by name, in the table's order. ``op`` replaces each None when ``kernels`` imports the definitions."""
+OPS: dict[str, Op[..., Any]] = {}
+"""All ops by name. ``op`` registers them when ``kernels`` imports the definitions."""
 
 
 def op(definition: Callable[Parameters, Returned]) -> Op[Parameters, Returned]:

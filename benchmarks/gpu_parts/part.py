@@ -48,7 +48,7 @@ def run(
     from benchmarks.gpu_parts.scale import FULL, TINY, Context
     from benchmarks.gpu_parts.timing import settle
     from kernels import choose
-    from kernels.libraries.pytorch import set_product_precision
+    from kernels.products import set_product_precision
     from kernels.registry import AUTO
 
     # Set the precision before any matrix product runs and before implementations are chosen.

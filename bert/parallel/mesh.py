@@ -25,7 +25,7 @@ from bert.configuration.sections import ParallelConfig
 from bert.parallel.environment import Launch
 from bert.parallel.rendezvous import group_by_host, join_group
 from console.text import counted
-from kernels.libraries.pytorch import set_product_precision
+from kernels.products import set_product_precision
 
 # Longer than the default of training.fault_seconds, so that the watchdog ends a run first and names the rank to blame.
 TIMEOUT = timedelta(minutes=10)

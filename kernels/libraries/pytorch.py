@@ -1,5 +1,5 @@
 # pyright: reportPrivateImportUsage=false
-"""Ops by PyTorch's own fused functions, the usual implementations on a CPU, and the precision of its matrix products.
+"""Ops by PyTorch's own fused functions, the usual implementations on a CPU.
 
 The functions have the same contracts as in ``kernels.reference.ops`` and ``kernels.reference.fp8``, except that PyTorch's
 generator draws the dropout mask, with the same probability. Shape legend in ``kernels/__init__.py``.
@@ -158,22 +158,6 @@ def gradient_reasons(
     if gradient_NK.dtype != torch.float32:
         reasons.append(f"a gradient in {gradient_NK.dtype}, expected float32")
     return reasons
-
-
-def set_product_precision() -> None:
-    """Make this process accumulate all matrix products in fp32, and multiply fp32 operands without TF32.
-
-    * By default, PyTorch lets cuBLAS split a product along the summed dimension (split-K) and add the partial sums in the
-      16-bit type of the result. A weight gradient is a sum over all tokens of a micro-batch, and its partial sums may
-      largely cancel.
-    * Containers that set ``TORCH_ALLOW_TF32_CUBLAS_OVERRIDE`` turn on TF32, which keeps only 10 bits of the mantissa.
-
-    This has no effect on a CPU.
-    """
-    products = torch.backends.cuda.matmul
-    products.allow_bf16_reduced_precision_reduction = False
-    products.allow_fp16_reduced_precision_reduction = False
-    torch.set_float32_matmul_precision("highest")
 
 
 def drop(x: Tensor, dropout: Dropout | None) -> Tensor:
