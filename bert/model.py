@@ -419,13 +419,3 @@ def parameter_shapes(config: ModelConfig) -> Mapping[str, tuple[int, ...]]:
     """Return the shape of each parameter of the whole model by name, without allocating the model."""
     with torch.device("meta"):
         return {name: tuple(each.shape) for name, each in BertForPreTraining(config).named_parameters()}
-
-
-@torch.no_grad()
-def initialize_(model: BertForPreTraining, generator: torch.Generator) -> None:
-    """Draw BERT's initial weights: normals truncated at two standard deviations, biases 0, gains 1."""
-    deviation = model.config.initializer_range
-    for parameter in model.parameters():
-        # Vectors (biases and gains) already have their values, while matrices are uninitialised.
-        if parameter.ndim > 1:
-            nn.init.trunc_normal_(parameter, 0.0, deviation, -2 * deviation, 2 * deviation, generator=generator)

@@ -26,8 +26,9 @@ from torch import Tensor
 
 from benchmarks.conditions import write_figures
 from benchmarks.training.hugging_face import model_with_weights_of, padded
+from bert.checkpoints.initial_model import initialize_
 from bert.configuration.sections import ModelConfig, OptimizerConfig
-from bert.model import BertForPreTraining, initialize_
+from bert.model import BertForPreTraining
 from bert.optimizer import FlatParameters, Lamb
 from cluster.model.work import drawn_lengths
 from dataloading.batches.loader import batch_of

@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+from torch import nn
 
 from bert.configuration.config import Config
 from bert.configuration.sections import ModelConfig
-from bert.model import BertForPreTraining, initialize_
+from bert.model import BertForPreTraining
 from bert.parallel.mesh import Mesh
 from console.program import say
 
@@ -42,6 +43,16 @@ def draw_model(config: Config, mesh: Mesh, seed: int) -> BertForPreTraining:
     # Use a separate generator, so that the weights depend only on the seed and not on earlier draws.
     initialize_(model, torch.Generator(mesh.device).manual_seed(seed))
     return model
+
+
+@torch.no_grad()
+def initialize_(model: BertForPreTraining, generator: torch.Generator) -> None:
+    """Draw BERT's initial weights: normals truncated at two standard deviations, biases 0, gains 1."""
+    deviation = model.config.initializer_range
+    for parameter in model.parameters():
+        # Vectors (biases and gains) already have their values, while matrices are uninitialised.
+        if parameter.ndim > 1:
+            nn.init.trunc_normal_(parameter, 0.0, deviation, -2 * deviation, 2 * deviation, generator=generator)
 
 
 def _empty_model(config: Config, mesh: Mesh) -> BertForPreTraining:

@@ -10,7 +10,7 @@ from bert.configuration.config import Config
 from bert.execution.stopwatch import Stopwatch
 from bert.optimizer import learning_rate
 from bert.reporting.reporter import Position, Reporter
-from bert.reporting.statistics import Statistics
+from bert.step import Statistics
 from compliance.log.records import StepRecord, Straggler
 
 SLOW_RATIO = 1.2

@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 
 from bert.captured_step import CapturedStep
-from bert.checkpoints.initial_model import draw_model
+from bert.checkpoints.initial_model import draw_model, initialize_
 from bert.configuration.config import Config
 from bert.configuration.recipes import tiny_cpu
 from bert.configuration.sections import ModelConfig, OptimizerConfig, Recompute
 from bert.execution.cuda_graphs import CudaCapturer
 from bert.execution.stopwatch import Stopwatch
-from bert.model import BertForPreTraining, EncoderLayer, MatrixProducts, Placement, initialize_
+from bert.model import BertForPreTraining, EncoderLayer, MatrixProducts, Placement
 from bert.parallel.mesh import Mesh
 from bert.pipeline_step import PipelineStep
 from bert.products.fp8 import Fp8Products, Fp8Scales, Fp8State

@@ -15,9 +15,10 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from bert.checkpoints.initial_model import initialize_
 from bert.configuration.sections import ModelConfig, OptimizerConfig, Precision, Recompute
 from bert.execution.stopwatch import Stopwatch
-from bert.model import BertForPreTraining, EncoderLayer, MatrixProducts, Placement, initialize_
+from bert.model import BertForPreTraining, EncoderLayer, MatrixProducts, Placement
 from bert.optimizer import FlatParameters, Lamb
 from bert.parallel.pipeline.stages import PipelineModel
 from bert.parallel.tensor.shards import TensorParallel

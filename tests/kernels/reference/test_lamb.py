@@ -11,9 +11,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from bert.checkpoints.initial_model import initialize_
 from bert.configuration.recipes import RECIPES
 from bert.configuration.sections import ModelConfig, OptimizerConfig
-from bert.model import BertForPreTraining, initialize_
+from bert.model import BertForPreTraining
 from bert.optimizer import FlatParameters, Lamb, learning_rate
 from bert.parallel.reduction.gradients import bucket_slices
 from kernels import LambHyperparameters, LambSegments, LambState, lamb_step, sum_of_squares

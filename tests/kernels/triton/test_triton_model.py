@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from bert.checkpoints.initial_model import initialize_
 from bert.configuration.sections import ModelConfig
-from bert.model import BertForPreTraining, initialize_
+from bert.model import BertForPreTraining
 from dataloading.batches.loader import Batch, batch_of
 from dataloading.batches.plan import ShapeBucket
 from dataloading.shards.samples import synthetic_samples

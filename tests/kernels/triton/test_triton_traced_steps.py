@@ -25,8 +25,7 @@ from bert.model import BertForPreTraining
 from bert.parallel.mesh import Mesh
 from bert.parallel.pipeline.stages import PipelineModel
 from bert.parallel.reduction.gradients import CommunicationStream
-from bert.reporting.statistics import Statistics
-from bert.step import TrainingStep
+from bert.step import Statistics, TrainingStep
 from dataloading.batches.loader import inert_batch
 from dataloading.batches.plan import ShapeBucket
 from kernels import OPS
