@@ -23,14 +23,14 @@ class CapturedStep(TrainingStep):
     """
 
     def __init__(
-        self, whole: BertForPreTraining, config: Config, mesh: Mesh, stopwatch: Stopwatch, capturer: CudaCapturer
+        self, initial: BertForPreTraining, config: Config, mesh: Mesh, stopwatch: Stopwatch, capturer: CudaCapturer
     ) -> None:
-        super().__init__(whole, config, mesh, stopwatch)
+        super().__init__(initial, config, mesh, stopwatch)
         self._capturer = capturer
         self._micro_batches = config.training.gradient_accumulation_steps
         self._recomputed = () if config.training.recompute == "none" else RECOMPUTED_OPS
-        self._first_differs = self.gathers_in_forward or bool(self.flat.segments.overwritten)
-        self._last_differs = mesh.data_size > 1
+        self._first_differs = self.gathers_in_forward or self._overwrites
+        self._last_differs = self.reduction is not None
         run = super().forward_backward
         self._graphs = {
             (is_first, is_last): BatchGraphs(partial(run, is_first=is_first, is_last=is_last))

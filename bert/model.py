@@ -104,8 +104,12 @@ class Dense(nn.Module):
 class MatrixProducts:
     """Matrix products with the weights of encoder layers and with the word table, in the precision of autocast."""
 
+    def layer(self, config: ModelConfig, index: int, placement: Placement, recompute: Recompute) -> "EncoderLayer":
+        """Build an encoder layer that multiplies in this way."""
+        return EncoderLayer(config, index, placement, self, recompute)
+
     def dense(self, layer: int, name: str, inputs: int, outputs: int) -> Dense:  # noqa: ARG002
-        """Create the dense layer ``name`` of an encoder layer."""
+        """Build the dense layer ``name`` of an encoder layer."""
         return Dense(inputs, outputs)
 
     def product(self, x: Tensor, dense: Dense, bias: Tensor | None) -> Tensor:
@@ -300,27 +304,34 @@ class BertForPreTraining(nn.Module):
         config: ModelConfig,
         placement: Placement | None = None,
         products: MatrixProducts | None = None,
-        make_layer: Callable[[int], EncoderLayer] | None = None,
+        inner_products: MatrixProducts | None = None,
+        recompute: Recompute = "none",
         owns: Callable[[str], bool] = lambda _: True,
         absent_embeddings: nn.Module | None = None,
     ) -> None:
-        """``make_layer`` builds the encoder layer of an index; ``owns`` decides by name which parts this rank has.
+        """``inner_products`` and ``recompute`` are for all encoder layers except the last one, ``products`` for the rest.
 
-        ``absent_embeddings`` stands for the embeddings if this rank does not have them.
+        The last layer has few rows, and its backward pass comes first. ``owns`` decides by name which parts this rank has.
+        ``absent_embeddings`` stands for the embeddings if it does not have them.
         """
         super().__init__()
         self.config = config
+        self.recompute: Recompute = recompute
         self.placement = placement = placement or Placement()
         self.products = products = products or MatrixProducts()
-        make_layer = make_layer or (lambda index: EncoderLayer(config, index, placement, products))
-        hidden = config.hidden_size
+        hidden, last = config.hidden_size, config.num_hidden_layers - 1
         # Parts of the model on other ranks are replaced by ``Identity``, so that parameters keep their names.
         self.embeddings: Any = (
             Embeddings(config, placement, products) if owns("embeddings") else absent_embeddings or nn.Identity()
         )
-        self.layers = nn.ModuleList(
-            make_layer(index) if owns(f"layers.{index}") else nn.Identity() for index in range(config.num_hidden_layers)
-        )
+        self.layers = nn.ModuleList()
+        for index in range(config.num_hidden_layers):
+            if not owns(f"layers.{index}"):
+                self.layers.append(nn.Identity())
+            elif index == last:
+                self.layers.append(products.layer(config, index, placement, "none"))
+            else:
+                self.layers.append((inner_products or products).layer(config, index, placement, recompute))
         if owns("heads"):
             self.pooler = Dense(hidden, hidden)
             self.next_sentence = Dense(hidden, 2)

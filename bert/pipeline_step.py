@@ -17,8 +17,8 @@ class PipelineStep(TrainingStep):
 
     model: PipelineModel
 
-    def __init__(self, whole: BertForPreTraining, config: Config, mesh: Mesh, stopwatch: Stopwatch) -> None:
-        super().__init__(whole, config, mesh, stopwatch)
+    def __init__(self, initial: BertForPreTraining, config: Config, mesh: Mesh, stopwatch: Stopwatch) -> None:
+        super().__init__(initial, config, mesh, stopwatch)
         micro_batches = config.training.gradient_accumulation_steps
         self._schedule = PipelineSchedule(self.model, micro_batches, self.autocast, self.mean_loss, stopwatch)
 
@@ -27,7 +27,8 @@ class PipelineStep(TrainingStep):
         with self.stopwatch.time("reduce"):
             self._schedule(micro_batches)
             self.model.add_word_gradient_()
-            self.reduction.finish()
+            if self.reduction is not None:
+                self.reduction.finish()
 
     def gather_weights(self) -> BertForPreTraining:
         model = super().gather_weights()

@@ -210,7 +210,7 @@ def _warmed_up_step(
     del whole  # the warm-up needs the memory
     if mesh.world_size > 1:
         shape = f"{mesh}, " if mesh.tensor * mesh.pipeline > 1 else ""
-        reduction = f"{shape}reduction: {step.strategy} ({step.reason})"
+        reduction = f"{shape}reduction: {step.reduction_choice}"
         log.line(f"# {reduction}")
         if mesh.is_main:
             say(reduction)
@@ -267,7 +267,7 @@ def _reporter(
         target=config.evaluation.target,
         global_batch_size=config.training.global_batch_size,
         world_size=mesh.world_size,
-        parameters=step.whole.parameters,
+        parameters=step.vectors.parameters,
         commit=commit(),
         started=datetime.now(UTC).isoformat(timespec="seconds"),
     )

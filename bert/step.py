@@ -9,27 +9,18 @@ stay on the device, and the host fetches the sums once per log interval.
 
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 
 import torch
 from torch import Tensor
 
+from bert import build
 from bert.configuration.config import Config
-from bert.configuration.sections import SHARDED, Precision
 from bert.execution.stopwatch import Stopwatch, is_capturing
-from bert.model import BertForPreTraining, EncoderLayer, MatrixProducts, Placement, PretrainingOutput
+from bert.model import BertForPreTraining, PretrainingOutput
 from bert.optimizer import FlatParameters, Lamb
-from bert.parallel.division import WholeVectors, divided_model
+from bert.parallel.division import WholeVectors
 from bert.parallel.mesh import Mesh, all_reduce_
-from bert.parallel.pipeline.stages import PipelineModel
-from bert.parallel.reduction.gradients import Communicators, Reduction, choose
-from bert.parallel.reduction.sharded_gradients import ShardedReduction
-from bert.parallel.reduction.sharded_lamb import ShardedLamb, WeightGather
-from bert.parallel.tensor.shards import tensor_parallel
-from bert.products.fp8 import Fp8Products, Fp8Scales, Fp8State
-from bert.products.fp8_layer import FusedLayer
-from bert.products.weight_gradients import AccumulatingProducts, WeightCopies, WeightGradients, product_weights
 from dataloading.batches.loader import Batch
 from dataloading.batches.plan import ShapeBucket
 
@@ -37,61 +28,26 @@ from dataloading.batches.plan import ShapeBucket
 class TrainingStep:
     """A training step on one global batch, with this rank's model, gradients, reduction and optimizer."""
 
-    uncaptured_batches = 0
-    """Number of micro-batches since the warm-up that should have run as a CUDA graph, and did not."""
-
-    def __init__(self, whole: BertForPreTraining, config: Config, mesh: Mesh, stopwatch: Stopwatch) -> None:
-        """Build this rank's part of the model from the weights of ``whole``. All ranks must call this at the same time.
+    def __init__(self, initial: BertForPreTraining, config: Config, mesh: Mesh, stopwatch: Stopwatch) -> None:
+        """Train from the weights of ``initial``, whose parameters may be taken. All ranks must call this at the same time.
 
         Raises ``ValueError`` if the precision is FP8 and the GPU does not support it.
         """
-        training = config.training
-        self.mesh, self.stopwatch, self.precision = mesh, stopwatch, training.precision
-        shards_weights = training.reduction in SHARDED and mesh.data_size > 1
-        shards_gradients = training.shard_gradients and mesh.data_size > 1
-        is_whole = mesh.tensor * mesh.pipeline == 1 and not shards_weights
-        # What layers share is allocated before the layers.
-        self._weight_gradients = WeightGradients()
-        accumulates = accumulates_products(mesh.device, training.precision)
-        # Only the first pipeline stage has the word table. With sharded gradients, no rank keeps the table's gradient.
-        with_table = accumulates and mesh.tensor == 1 and mesh.pipeline_rank == 0 and not shards_gradients
-        # With FP8, the optimizer writes FP8 weights instead of copies. ``ShardedLamb`` writes neither.
-        makes_copies = accumulates and is_whole and training.precision != "fp8"
-        copies = WeightCopies.of(config.model, mesh.device) if makes_copies else WeightCopies()
-        outer = inner = MatrixProducts()
-        if accumulates:
-            outer = inner = AccumulatingProducts(self._weight_gradients, copies, with_table=with_table)
-        if training.precision == "fp8":
-            inner = Fp8Products(Fp8Scales(config.model.num_hidden_layers - 1, mesh.device), self._weight_gradients)
-        tensor = tensor_parallel(config.model, mesh, stopwatch)
-        make_layer = partial(_layer, config, Placement() if tensor is None else tensor.placement, outer, inner)
-        self.model = divided_model(whole, mesh, tensor, config.parallel.virtual_stages, outer, make_layer)
-        pipeline = self.model if isinstance(self.model, PipelineModel) else None
-        self.fp8 = None
-        if isinstance(inner, Fp8Products):
-            self.fp8 = Fp8State(inner.scales, self.model, None if tensor is None else tensor.group)
-
-        # A pipeline stage processes several micro-batches at once, so none of them may overwrite the gradients.
-        self._overwrites = accumulates and pipeline is None and not shards_gradients
-        overwritten = product_weights(self.model, with_table) if self._overwrites else ()
-        groups = Communicators.create(mesh, in_network=training.sharp)
-        self.flat = FlatParameters.of(self.model, groups.world_size, overwritten, gradients=not shards_gradients)
-        self.whole = WholeVectors(self.model, self.flat, tensor, pipeline)
-        # The choice of a strategy may measure reductions of the flat vectors.
-        self.strategy, self.reason = choose(training, self.flat, groups)
-        settings = self.flat, groups, self.strategy, training.reduce_dtype, training.bucket_bytes
-        self.reduction = ShardedReduction(*settings, stopwatch) if shards_gradients else Reduction(*settings)
-        self.gather = WeightGather(self.model, self.flat, self.reduction) if shards_weights else None
-        # FP8 casts whole weights right after the update, and pipeline stages begin a step at different times.
-        self.gathers_in_forward = self.gather is not None and self.fp8 is None and pipeline is None
-        if is_whole:
-            casts = () if self.fp8 is None else self.fp8.casts(self.flat.places)
-            self.optimizer = Lamb(self.flat, config.optimizer, copies.copies_P, casts)
+        self.mesh, self.stopwatch, self.precision = mesh, stopwatch, config.training.precision
+        if is_plain(initial, config, mesh):
+            flat = FlatParameters.of(initial)
+            parts = build.Parts(initial, flat, Lamb(flat, config.optimizer), WholeVectors(initial, flat))
         else:
-            # If a rank holds only parts of tensors, their norms are sums over ranks, which ``ShardedLamb`` computes.
-            group = None if pipeline is None else pipeline.group
-            self.optimizer = ShardedLamb(self.flat, config.optimizer, self.reduction, tensor, group)
+            parts = build.build_parts(initial, config, mesh, stopwatch)
+        self.model, self.flat, self.optimizer, self.vectors = parts.model, parts.flat, parts.optimizer, parts.vectors
+        self.reduction, self.reduction_choice = parts.reduction, parts.reduction_choice
+        self.gather, self.fp8 = parts.gather, parts.fp8
+        self._weight_gradients, self._overwrites = parts.weight_gradients, bool(parts.flat.segments.overwritten)
+        # FP8 casts whole weights right after the update, and pipeline stages begin a step at different times.
+        self.gathers_in_forward = self.gather is not None and self.fp8 is None and mesh.pipeline == 1
         self.statistics = Statistics(mesh)
+        self.uncaptured_batches = 0
+        """Number of micro-batches since the warm-up that should have run as a CUDA graph, and did not."""
 
     def __call__(self, micro_batches: Sequence[Batch]) -> None:
         """Train on one global batch, of which this rank has ``micro_batches``."""
@@ -114,14 +70,16 @@ class TrainingStep:
         """
         if is_first and self.gathers_in_forward:
             self._begin_gathering()
-        overwritten = self._weight_gradients.overwritten(is_first and self._overwrites)
-        reduces = is_last and self.mesh.data_size > 1
-        with self.reduction.overlapped(reduces), overwritten:
+        with ExitStack() as around:
+            if self._weight_gradients is not None:
+                around.enter_context(self._weight_gradients.overwritten(is_first and self._overwrites))
+            if self.reduction is not None:
+                around.enter_context(self.reduction.overlapped(is_last))
             with self.autocast():
                 output = self.model(batch)
             # The backward pass runs outside autocast, because ops remember the dtypes of their forward passes.
             self.mean_loss(output, batch).backward()
-        if reduces:
+        if is_last and self.reduction is not None:
             with self.stopwatch.time("reduce"):
                 self.reduction.finish()
 
@@ -172,7 +130,7 @@ class TrainingStep:
         model = self.gather_weights()
         if self.mesh.tensor * self.mesh.pipeline == 1:
             return model
-        return self.whole.gather_model(self.flat.weights_P, model.config)
+        return self.vectors.gather_model(self.flat.weights_P, model.config)
 
     def refresh_copies_(self) -> None:
         """Refresh the low-precision weight copies after any change that was not made by a step."""
@@ -282,19 +240,8 @@ class Statistics:
         return means, stopping > 0
 
 
-def accumulates_products(device: torch.device, precision: Precision) -> bool:
-    """Tell whether matrix products add weight gradients directly to the flat gradient: on a GPU, except in fp32."""
-    return device.type == "cuda" and precision != "fp32"
-
-
-def _layer(
-    config: Config, placement: Placement, outer: MatrixProducts, inner: MatrixProducts, index: int
-) -> EncoderLayer:
-    """Build an encoder layer. The ``outer`` products are those of the last layer and the heads."""
-    # The last layer uses neither FP8 nor recomputation: it has few rows, and its backward pass comes first.
-    if index == config.model.num_hidden_layers - 1:
-        return EncoderLayer(config.model, index, placement, outer)
-    # Fused layers combine products with layer norms, but tensor parallelism must communicate between the two.
-    if isinstance(inner, Fp8Products) and config.parallel.tensor == 1:
-        return FusedLayer(config.model, index, placement, inner, config.training.recompute)
-    return EncoderLayer(config.model, index, placement, inner, config.training.recompute)
+def is_plain(initial: BertForPreTraining, config: Config, mesh: Mesh) -> bool:
+    """Tell whether a step can train the initial model itself: on one rank, with PyTorch's products."""
+    training = config.training
+    is_special = training.precision == "fp8" or build.accumulates_products(mesh.device, training.precision)
+    return mesh.world_size == 1 and not is_special and initial.recompute == training.recompute

@@ -57,7 +57,7 @@ def initialize_(model: BertForPreTraining, generator: torch.Generator) -> None:
 
 def _empty_model(config: Config, mesh: Mesh) -> BertForPreTraining:
     with mesh.device:
-        return BertForPreTraining(config.model).train()
+        return BertForPreTraining(config.model, recompute=config.training.recompute).train()
 
 
 def check_initial_weights(path: Path, config: Config, vocabulary: "Vocabulary") -> "Normalization | None":

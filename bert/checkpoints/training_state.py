@@ -233,11 +233,11 @@ def restore(step: TrainingStep, state: RunState, mesh: Mesh) -> None:
     # Start from zeros, because checkpoints do not contain the padding between parameters.
     vectors = [torch.zeros_like(step.flat.weights_P) for _ in FILES]
     for name, vector_P in zip(FILES, vectors, strict=True):
-        whole = vector_P.new_zeros(step.whole.size)
+        whole = vector_P.new_zeros(step.vectors.size)
         if mesh.is_main:
             _read_into(step, Path(state.path) / name, whole)
         # Only rank 0 reads, so that the other ranks need no access to its file system.
-        step.whole.shard_(vector_P, broadcast_(whole))
+        step.vectors.shard_(vector_P, broadcast_(whole))
     weights_P, momentum_P, variance_P = vectors
     with torch.no_grad():
         step.flat.weights_P.copy_(weights_P)
@@ -311,7 +311,7 @@ def _state_file(path: Path) -> RunState:
 def _read_into(step: TrainingStep, path: Path, whole: Tensor) -> None:
     try:
         with safe_open(path, "pt") as file:
-            for name, part in step.whole.parts(whole):
+            for name, part in step.vectors.parts(whole):
                 found = file.get_tensor(name)
                 if found.shape != part.shape:  # ``copy_`` would broadcast a smaller tensor
                     raise ValueError(f"{path} holds {name} of shape {tuple(found.shape)}, expected {tuple(part.shape)}")

@@ -52,7 +52,7 @@ class Checkpoints:
         """Checkpoints that this run may delete: the checkpoints that existed at the start, and its own."""
         # Allocate the copies once, because pinned memory is slow to allocate and training waits for the copies.
         pinned = mesh.device.type == "cuda"
-        self._copies = [torch.empty(step.whole.size, pin_memory=pinned) for _ in FILES] if folder else []
+        self._copies = [torch.empty(step.vectors.size, pin_memory=pinned) for _ in FILES] if folder else []
         """Copies of the whole model's weights and moments in host memory, from which the thread writes."""
 
     def due(self, steps: int) -> bool:
@@ -96,7 +96,7 @@ class Checkpoints:
             step.fp8.refresh_weights_()
         step.gather_weights()
         for place, vector_P in enumerate((step.flat.weights_P, *step.optimizer.moments())):
-            whole = step.whole.gather(vector_P)
+            whole = step.vectors.gather(vector_P)
             if self._mesh.is_main:
                 self._copies[place].copy_(whole)
         if not self._mesh.is_main:
@@ -130,7 +130,7 @@ class Checkpoints:
         with atomic_path(final) as partial:
             partial.mkdir()
             for name, copy in zip(FILES, self._copies, strict=True):
-                parts = self._step.whole.parts(copy)
+                parts = self._step.vectors.parts(copy)
                 weights = {key: Weight(tuple(part.shape), part.detach().cpu) for key, part in parts}
                 write_safetensors(partial / name, weights, {})
                 sync(partial / name)  # the file must be on disk before the folder gets its name

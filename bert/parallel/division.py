@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from bert.configuration.sections import ModelConfig
-from bert.model import BertForPreTraining, EncoderLayer, MatrixProducts, parameter_shapes
+from bert.configuration.sections import ModelConfig, Recompute
+from bert.model import BertForPreTraining, MatrixProducts, parameter_shapes
 from bert.optimizer import FlatParameters
 from bert.parallel.mesh import Mesh, process_group
 from bert.parallel.pipeline.stages import PipelineModel
@@ -18,30 +18,31 @@ from bert.parallel.single import all_gather_single
 from bert.parallel.tensor.shards import Split, TensorParallel
 
 
-def divided_model(
-    whole: BertForPreTraining,
+def own_part(
+    initial: BertForPreTraining,
     mesh: Mesh,
     tensor: TensorParallel | None,
-    virtual_stages: int,
+    virtual_stages: int = 1,
     products: MatrixProducts | None = None,
-    make_layer: Callable[[int], EncoderLayer] | None = None,
+    inner_products: MatrixProducts | None = None,
+    recompute: Recompute = "none",
 ) -> BertForPreTraining:
-    """Build this rank's part of the model ``whole`` and copy its weights. All ranks must call this at the same time.
+    """Build this rank's part of the model ``initial`` and copy its weights. All ranks must call this at the same time.
 
     By default, the layers multiply as PyTorch does and recompute nothing, which is sufficient for an evaluation.
     """
     placement = None if tensor is None else tensor.placement
     own: Callable[[str, Tensor], Tensor] = tensor.own if tensor is not None else lambda _, weight: weight
     stages = process_group(mesh.pipeline_ranks)
-    weights = dict(whole.named_parameters())
+    weights = dict(initial.named_parameters())
     word_VD = weights["embeddings.word"].detach()
     with mesh.device:
         if stages is None:
-            model = BertForPreTraining(whole.config, placement, products, make_layer)
+            model = BertForPreTraining(initial.config, placement, products, inner_products, recompute)
         else:
             word_VD = own("embeddings.word", word_VD)
-            model = PipelineModel(whole.config, stages, virtual_stages, word_VD, placement, products, make_layer)
-    model.to(word_VD.dtype).train(whole.training)
+            model = PipelineModel(initial.config, stages, virtual_stages, word_VD, placement, products, recompute)
+    model.to(word_VD.dtype).train(initial.training)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.copy_(own(name, weights[name]))
@@ -58,7 +59,7 @@ class WholeVectors:
         self,
         model: BertForPreTraining,
         flat: FlatParameters,
-        tensor: TensorParallel | None,
+        tensor: TensorParallel | None = None,
         pipeline: PipelineModel | None = None,
     ) -> None:
         self._tensor = tensor

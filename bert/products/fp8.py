@@ -24,13 +24,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from bert.model import Dense, MatrixProducts
+from bert.model import Dense
 from bert.products.weight_gradients import WeightGradients
 from kernels import (
     WeightCast,
     bias_gelu_backward_cast_fp8,
     bias_gelu_cast_fp8,
-    cast_fp8,
     cast_transpose_fp8,
     cast_transpose_into_fp8,
     cast_transpose_sum_fp8,
@@ -149,7 +148,7 @@ class Fp8State:
     """
 
     def __init__(self, scales: Fp8Scales, model: nn.Module, group: dist.ProcessGroup | None = None) -> None:
-        """Cast the weights of ``model``, which was built with ``Fp8Products`` on ``scales``.
+        """Cast the weights of ``model``, which was built with FP8 products on ``scales``.
 
         ``group`` consists of the ranks that hold parts of the same tensors, and must all call this at the same time.
         """
@@ -221,38 +220,6 @@ class Fp8State:
         self.scale_S.copy_(new_scales(self.amax_S, self.scale_S, self._largest_S))
         torch.reciprocal(self.scale_S, out=self.inverse_S)
         self.amax_S.zero_()
-
-
-class Fp8Products(MatrixProducts):
-    """FP8 products of encoder layers. Passes without gradients use the scales but do not change the state."""
-
-    def __init__(self, scales: Fp8Scales, gradients: WeightGradients) -> None:
-        """``gradients`` accumulates weight gradients."""
-        self.scales = scales
-        self._gradients = gradients
-
-    def dense(self, layer: int, name: str, inputs: int, outputs: int) -> Fp8Dense:
-        return Fp8Dense(inputs, outputs, self.scales.sites(layer, name), self._gradients)
-
-    def product(self, x: Tensor, dense: Dense, bias: Tensor | None) -> Tensor:
-        assert isinstance(dense, Fp8Dense)
-        if torch.is_grad_enabled():
-            return apply_passes(Product(dense), x, *dense.cast_input(x), bias)
-        # An evaluation needs no transpose, which only the backward pass reads, and records no magnitudes.
-        quantized_TK = cast_fp8(x, dense.input_site.scale, torch.zeros_like(dense.input_site.amax), E4M3)
-        return dense.product(quantized_TK, compute_dtype(x), bias)
-
-    def feed_forward(self, x_TD: Tensor, wide: Dense, narrow: Dense) -> Tensor:
-        assert isinstance(wide, Fp8Dense)
-        assert isinstance(narrow, Fp8Dense)
-        if torch.is_grad_enabled():
-            return apply_passes(FeedForward(wide, narrow), x_TD, *wide.cast_input(x_TD))
-        # An evaluation must not change the scales of training.
-        unrecorded = torch.zeros_like(wide.input_site.amax)
-        quantized_TD = cast_fp8(x_TD, wide.input_site.scale, unrecorded, E4M3)
-        product_TF = wide.product(quantized_TD, compute_dtype(x_TD))
-        wide_TF, _ = bias_gelu_cast_fp8(product_TF, wide.bias, narrow.input_site.scale, unrecorded)
-        return narrow.product(wide_TF, product_TF.dtype)
 
 
 @dataclass(frozen=True)

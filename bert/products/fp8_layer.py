@@ -1,11 +1,9 @@
-"""FP8 encoder layers in which the kernels that compute a tensor also cast it to FP8.
+"""FP8 encoder layers, with casts in separate passes, or in the kernels that compute the tensors.
 
-The results equal ``EncoderLayer.forward`` with ``bert.products.fp8.Fp8Products``, in fewer passes over memory. A layer's
-norms also write their output in FP8 for the products that read it next, and they write the gradient of the preceding
-product only in FP8. Attention does the same if its implementation can. A norm returns its output twice, for the residual
-and for the products. Its backward pass reads the gradients of both.
-
-With tensor parallelism, communication comes between products and norms, so layers are not fused.
+A ``FusedLayer`` gives the results of ``EncoderLayer`` with ``Fp8Products``, in fewer passes over memory. Its norms also
+write their output in FP8 for the products that read it next, and they write the gradient of the preceding product only in
+FP8. Attention does the same if its implementation can. A norm returns its output twice, for the residual and for the
+products. Its backward pass reads the gradients of both.
 
 Shape legend in ``bert.products.fp8``.
 """
@@ -17,17 +15,21 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from bert.configuration.sections import ModelConfig, Recompute
-from bert.model import EncoderLayer, Placement
-from bert.products.fp8 import FeedForward, Fp8Dense, Fp8Products, Passes, Product, Site, apply_passes
+from bert.model import Dense, EncoderLayer, MatrixProducts, Placement
+from bert.products.fp8 import FeedForward, Fp8Dense, Fp8Scales, Passes, Product, Site, apply_passes
+from bert.products.weight_gradients import WeightGradients
 from kernels import (
     Dropout,
     add_norm_backward_cast_fp8,
     add_norm_cast_fp8,
     attention_backward_cast_fp8,
     attention_cast_fp8,
+    bias_gelu_cast_fp8,
+    cast_fp8,
     compute_dtype,
     varlen_self_attention,
 )
+from kernels.reference.fp8 import E4M3
 
 
 class HiddenStates(NamedTuple):
@@ -163,6 +165,44 @@ def _makes_casts(
     kept = context_THE, qkv_T3HE.new_empty(heads, 0), qkv_T3HE.new_empty(0)
     backward = context_THE, qkv_T3HE, cu_seqlens, *kept, max_seqlen, dropout, site.scale, site.amax
     return attention_cast_fp8.takes(name, *forward) and attention_backward_cast_fp8.takes(name, *backward)
+
+
+class Fp8Products(MatrixProducts):
+    """FP8 products of encoder layers. Passes without gradients use the scales but do not change the state."""
+
+    def __init__(self, scales: Fp8Scales, gradients: WeightGradients, *, fused: bool) -> None:
+        """``gradients`` accumulates weight gradients. ``fused`` layers make the casts in the kernels before them."""
+        self.scales = scales
+        self._gradients = gradients
+        self._fused = fused
+
+    def layer(self, config: ModelConfig, index: int, placement: Placement, recompute: Recompute) -> EncoderLayer:
+        if self._fused:
+            return FusedLayer(config, index, placement, self, recompute)
+        return EncoderLayer(config, index, placement, self, recompute)
+
+    def dense(self, layer: int, name: str, inputs: int, outputs: int) -> Fp8Dense:
+        return Fp8Dense(inputs, outputs, self.scales.sites(layer, name), self._gradients)
+
+    def product(self, x: Tensor, dense: Dense, bias: Tensor | None) -> Tensor:
+        assert isinstance(dense, Fp8Dense)
+        if torch.is_grad_enabled():
+            return apply_passes(Product(dense), x, *dense.cast_input(x), bias)
+        # An evaluation needs no transpose, which only the backward pass reads, and records no magnitudes.
+        quantized_TK = cast_fp8(x, dense.input_site.scale, torch.zeros_like(dense.input_site.amax), E4M3)
+        return dense.product(quantized_TK, compute_dtype(x), bias)
+
+    def feed_forward(self, x_TD: Tensor, wide: Dense, narrow: Dense) -> Tensor:
+        assert isinstance(wide, Fp8Dense)
+        assert isinstance(narrow, Fp8Dense)
+        if torch.is_grad_enabled():
+            return apply_passes(FeedForward(wide, narrow), x_TD, *wide.cast_input(x_TD))
+        # An evaluation must not change the scales of training.
+        unrecorded = torch.zeros_like(wide.input_site.amax)
+        quantized_TD = cast_fp8(x_TD, wide.input_site.scale, unrecorded, E4M3)
+        product_TF = wide.product(quantized_TD, compute_dtype(x_TD))
+        wide_TF, _ = bias_gelu_cast_fp8(product_TF, wide.bias, narrow.input_site.scale, unrecorded)
+        return narrow.product(wide_TF, product_TF.dtype)
 
 
 class FusedLayer(EncoderLayer):

@@ -14,10 +14,11 @@ from bert.configuration.recipes import tiny_cpu
 from bert.configuration.sections import ModelConfig, OptimizerConfig, Recompute
 from bert.execution.cuda_graphs import CudaCapturer
 from bert.execution.stopwatch import Stopwatch
-from bert.model import BertForPreTraining, EncoderLayer, MatrixProducts, Placement
+from bert.model import BertForPreTraining
 from bert.parallel.mesh import Mesh
 from bert.pipeline_step import PipelineStep
-from bert.products.fp8 import Fp8Products, Fp8Scales, Fp8State
+from bert.products.fp8 import Fp8Scales, Fp8State
+from bert.products.fp8_layer import Fp8Products
 from bert.products.weight_gradients import WeightGradients
 from bert.step import TrainingStep
 from dataloading.batches.loader import Batch
@@ -49,19 +50,12 @@ def drawn_model(config: ModelConfig, seed: int) -> BertForPreTraining:
 
 
 def fp8_model(
-    config: ModelConfig, kind: type[EncoderLayer] = EncoderLayer, recompute: Recompute = "none"
+    config: ModelConfig, fused: bool = False, recompute: Recompute = "none"
 ) -> tuple[BertForPreTraining, Fp8State]:
-    """Initialize a model as training does, with layers of a ``kind`` in FP8, except the last one."""
+    """Initialize a model as training does, with all layers but the last in FP8."""
     scales = Fp8Scales(config.num_hidden_layers - 1, torch.device("cpu"))
-    products = Fp8Products(scales, WeightGradients())
-
-    def make_layer(index: int) -> EncoderLayer:
-        is_last = index == config.num_hidden_layers - 1
-        if is_last:
-            return EncoderLayer(config, index, Placement(), MatrixProducts())
-        return kind(config, index, Placement(), products, recompute)
-
-    model = BertForPreTraining(config, make_layer=make_layer)
+    products = Fp8Products(scales, WeightGradients(), fused=fused)
+    model = BertForPreTraining(config, inner_products=products, recompute=recompute)
     initialize_(model, torch.Generator().manual_seed(1))
     return model.train(), Fp8State(scales, model)
 

@@ -5,6 +5,7 @@ reduction means sharded gradients. The precision is fp32, fp8 or fp64, or fp64 w
 "recomputed", or "accumulating", in which products and embeddings add weight gradients themselves, as on a GPU.
 """
 
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
@@ -13,7 +14,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-import bert.step
+import bert.build
 from bert.checkpoints.initial_model import draw_model
 from bert.configuration.config import Config
 from bert.configuration.sections import ModelConfig, OptimizerConfig, ParallelConfig
@@ -86,7 +87,7 @@ def train(joined: Mesh, shape: str) -> dict[str, Any]:
         model.double()
     references = ("dropout_add_layer_norm", "varlen_self_attention", "embedding_layer_norm", "varlen_attention")
     choose(dict.fromkeys(references, "reference") if parallel.pipeline > 1 or precision == "dropout" else {})
-    with patch.object(bert.step, "accumulates_products", lambda *_: precision == "accumulating"):
+    with patch.object(bert.build, "accumulates_products", lambda *_: precision == "accumulating"):
         step = step_on(model, chosen, mesh)
     torch.manual_seed(0)
     step.model.seed_dropout(7)
@@ -115,7 +116,8 @@ def train(joined: Mesh, shape: str) -> dict[str, Any]:
     for name, weight in step.gather_whole_model().state_dict().items():
         assert torch.equal(weight.float(), last[f"weight {name}"].float()), name
     assert skips(step, mesh)
-    step.reduction.close()
+    if step.reduction is not None:
+        step.reduction.close()
     end_groups()
     return found
 
@@ -126,7 +128,7 @@ def state(step: TrainingStep) -> dict[str, torch.Tensor]:
     return {
         f"{kind} {name}": part.detach().clone()
         for kind, vector_P in zip(("weight", "momentum", "variance"), vectors, strict=True)
-        for name, part in step.whole.parts(step.whole.gather(vector_P))
+        for name, part in step.vectors.parts(step.vectors.gather(vector_P))
     }
 
 
@@ -172,14 +174,15 @@ def skips(step: TrainingStep, mesh: Mesh) -> bool:
     taken, before = int(step.optimizer.steps), own()
     steps = []
     for value in (torch.nan, 1e-3):
-        with step.reduction.overlapped():
+        with nullcontext() if step.reduction is None else step.reduction.overlapped():
             for parameter in step.flat.places:
                 if parameter.grad is None:  # with sharded gradients, only a backward pass allocates it
                     parameter.grad = torch.empty_like(parameter)
                 parameter.grad.fill_(1e-3)
             if mesh.rank == mesh.world_size - 1:
                 next(reversed(step.flat.places)).grad.view(-1)[-1] = value  # type: ignore[union-attr]
-        step.reduction.finish()
+        if step.reduction is not None:
+            step.reduction.finish()
         step.optimizer.step()
         steps.append((int(step.optimizer.steps) - taken, on_all(torch.equal(own(), before))))
     return steps == [(0, True), (1, False)]

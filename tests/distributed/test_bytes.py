@@ -75,7 +75,8 @@ def in_shape(joined: Mesh, shape: str) -> list[Any]:
         own["on_all_ranks"] = len(step.optimizer._everywhere_I)
     ranks: list[Any] = [None] * mesh.world_size
     dist.all_gather_object(ranks, own)
-    step.reduction.close()
+    if step.reduction is not None:
+        step.reduction.close()
     end_groups()
     return ranks
 

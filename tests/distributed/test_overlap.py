@@ -17,7 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import bert.step
+import bert.build
 from bert.configuration.config import Config
 from bert.configuration.sections import Recompute, ReductionStrategy
 from bert.parallel.mesh import Mesh
@@ -68,6 +68,7 @@ def train(
     capturer = Recording() if order == "captured" else None
     step = training_step(chosen, mesh, capturer)
     reduction, early = step.reduction, []
+    assert reduction is not None
     finish = reduction.finish
 
     def noted() -> None:
@@ -169,6 +170,7 @@ def require_current_fp8_weights(mesh: Mesh, strategy: ReductionStrategy) -> None
     for dense in step.fp8.denses:
         expected = cast_fp8(dense.weight.detach(), dense.weight_site.scale, torch.zeros(()), torch.float8_e4m3fn)
         assert torch.equal(dense.weight_NK.float(), expected.float())
+    assert step.reduction is not None
     step.reduction.close()
 
 
@@ -178,10 +180,10 @@ def compare_orders(joined: Mesh, micro_batches: str, *strategies: ReductionStrat
     with recordable_attention():
         # In this run and in the flat and sharded runs below, products add weight gradients themselves, as on a GPU. In
         # the other runs, the word table's gradient is added up in another order, so they differ by rounding.
-        bert.step.accumulates_products = lambda *_: True
+        bert.build.accumulates_products = lambda *_: True
         whole = train(mesh, "flat", "one message", accumulation)
         for strategy in strategies:
-            bert.step.accumulates_products = lambda *_, chosen=strategy: chosen in ("flat", "sharded")
+            bert.build.accumulates_products = lambda *_, chosen=strategy: chosen in ("flat", "sharded")
             compare_with(whole, mesh, strategy, accumulation)
 
 

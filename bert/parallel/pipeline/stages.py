@@ -5,7 +5,6 @@ Shape legend in ``bert/model.py``. In addition, W is the number of rows of hidde
 share of T in a tensor group.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 
@@ -13,10 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from bert.configuration.sections import ModelConfig
+from bert.configuration.sections import ModelConfig, Recompute
 from bert.model import (
     BertForPreTraining,
-    EncoderLayer,
     MatrixProducts,
     Placement,
     PretrainingOutput,
@@ -116,7 +114,7 @@ class PipelineModel(BertForPreTraining):
         word_VD: Tensor,
         placement: Placement | None = None,
         products: MatrixProducts | None = None,
-        make_layer: Callable[[int], EncoderLayer] | None = None,
+        recompute: Recompute = "none",
     ) -> None:
         """``word_VD`` is the word table, or this rank's shard of it. The last stage copies it."""
         self.group = group
@@ -131,9 +129,11 @@ class PipelineModel(BertForPreTraining):
         """Rank of the group that updates each parameter."""
         table = WordTable(word_VD) if own[-1].is_last else None
         self._gradient = None if table is None else table.word.grad
-        super().__init__(
-            config, placement, products, make_layer, lambda name: any(stage.owns(name) for stage in own), table
-        )
+
+        def owns(name: str) -> bool:
+            return any(stage.owns(name) for stage in own)
+
+        super().__init__(config, placement, products, None, recompute, owns, table)
 
     def rows(self, batch: Batch) -> int:
         """Return W for a micro-batch: the number of rows of hidden states that this rank receives and sends."""

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-import bert.step
+import bert.build
 from bert.checkpoints import writer
 from bert.checkpoints.initial_model import draw_model
 from bert.checkpoints.training_state import FILES, checkpoint_folders, find, fixed_settings, lock, reseed, restore
@@ -114,7 +114,7 @@ def test_what_follows_is_the_same_to_the_last_bit(make: Make, precision: str, mo
 
     The checkpoint is of step 3, but of optimizer step 2, because one step was skipped.
     """
-    monkeypatch.setattr(bert.step, "accumulates_products", lambda _, precision: precision == "bf16")
+    monkeypatch.setattr(bert.build, "accumulates_products", lambda _, precision: precision == "bf16")
     changes = {"training__precision": precision, "model__num_hidden_layers": 3, "model__hidden_dropout": 0.1}
     changes |= {"model__hidden_size": 256} if precision == "bf16" else {}
     run = make(**changes)

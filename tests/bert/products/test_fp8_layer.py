@@ -12,10 +12,9 @@ import torch
 from torch import Tensor
 
 from bert.configuration.sections import ModelConfig, Recompute
-from bert.model import BertForPreTraining, EncoderLayer
+from bert.model import BertForPreTraining
 from bert.products import fp8_layer
 from bert.products.fp8 import Fp8State
-from bert.products.fp8_layer import FusedLayer
 from dataloading.batches.loader import Batch, batch_of
 from dataloading.shards.samples import synthetic_samples
 from kernels import OPS
@@ -43,7 +42,7 @@ def definitions(*besides: str) -> Iterator[None]:
 
 
 def made(config: ModelConfig, fused: bool, **how: Any) -> tuple[BertForPreTraining, Fp8State]:
-    return fp8_model(config, FusedLayer if fused else EncoderLayer, **how)
+    return fp8_model(config, fused, **how)
 
 
 def trained(config: ModelConfig, batch: Batch, autocast: bool, fused: bool, **how: Any) -> Found:

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from bert.configuration.sections import ModelConfig, OptimizerConfig
 from bert.model import BertForPreTraining
 from bert.optimizer import FlatParameters, Lamb
-from bert.products.fp8 import DENSES, Fp8Dense, Fp8Products, Fp8Scales, Fp8State, require_fp8
+from bert.products.fp8 import DENSES, Fp8Dense, Fp8Scales, Fp8State, require_fp8
+from bert.products.fp8_layer import Fp8Products
 from bert.products.weight_gradients import WeightGradients
 from dataloading.batches.loader import Batch, batch_of
 from dataloading.shards.samples import synthetic_samples
@@ -64,7 +65,7 @@ def made(*sizes: tuple[int, int]) -> tuple[Fp8State, Fp8Products, list[Fp8Dense]
     """Make dense layers of the given inputs and outputs."""
     generator = torch.Generator().manual_seed(2)
     scales = Fp8Scales(1, torch.device("cpu"))
-    products = Fp8Products(scales, WeightGradients())
+    products = Fp8Products(scales, WeightGradients(), fused=False)
     denses = [products.dense(0, name, *size) for name, size in zip(DENSES, sizes, strict=False)]
     with torch.no_grad():
         for dense in denses:

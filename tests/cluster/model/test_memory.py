@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 from bert.checkpoints.initial_model import initialize_
 from bert.configuration.sections import ModelConfig, OptimizerConfig, Precision, Recompute
 from bert.execution.stopwatch import Stopwatch
-from bert.model import BertForPreTraining, EncoderLayer, MatrixProducts, Placement
+from bert.model import BertForPreTraining
 from bert.optimizer import FlatParameters, Lamb
 from bert.parallel.pipeline.stages import PipelineModel
 from bert.parallel.tensor.shards import TensorParallel
@@ -184,12 +184,7 @@ def test_recomputation_keeps_what_is_predicted(precision: Precision) -> None:
     batch = batch_of(samples)
     kept, parts = {}, {}
     for mode in get_args(Recompute):
-
-        def make_layer(index: int, mode: Recompute = mode) -> EncoderLayer:
-            # The last layer stores few activations in any mode.
-            return EncoderLayer(config, index, Placement(), MatrixProducts(), "none" if index == 2 else mode)
-
-        model = BertForPreTraining(config, make_layer=make_layer)
+        model = BertForPreTraining(config, recompute=mode)
         initialize_(model, torch.Generator().manual_seed(0))
         with Storages() as storages, torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):
             output = model(batch)

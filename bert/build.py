@@ -1,0 +1,104 @@
+"""The parts of a training step that differ from one rank in fp32: products, division of the model, reduction, optimizer."""
+
+from dataclasses import dataclass
+
+import torch
+
+from bert.configuration.config import Config
+from bert.configuration.sections import SHARDED, Precision
+from bert.execution.stopwatch import Stopwatch
+from bert.model import BertForPreTraining, MatrixProducts
+from bert.optimizer import FlatParameters, Lamb
+from bert.parallel.division import WholeVectors, own_part
+from bert.parallel.mesh import Mesh
+from bert.parallel.pipeline.stages import PipelineModel
+from bert.parallel.reduction.gradients import Communicators, Reduction, choose
+from bert.parallel.reduction.sharded_gradients import ShardedReduction
+from bert.parallel.reduction.sharded_lamb import ShardedLamb, WeightGather
+from bert.parallel.tensor.shards import tensor_parallel
+from bert.products.fp8 import Fp8Scales, Fp8State
+from bert.products.fp8_layer import Fp8Products
+from bert.products.weight_gradients import AccumulatingProducts, WeightCopies, WeightGradients, product_weights
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What a training step works on."""
+
+    model: BertForPreTraining
+    """This rank's part of the model."""
+    flat: FlatParameters
+    """Weights and gradients of ``model``."""
+    optimizer: Lamb | ShardedLamb
+    vectors: WholeVectors
+    """Conversion between ``flat`` and vectors of the whole model."""
+    weight_gradients: WeightGradients | None = None
+    """Accumulator of the weight gradients that bypass autograd."""
+    fp8: Fp8State | None = None
+    reduction: Reduction | None = None
+    """Sum of gradients over the copies of the model; None if there is only one copy."""
+    reduction_choice: str = ""
+    """Strategy of the reduction, and the reason for it."""
+    gather: WeightGather | None = None
+    """Gathering of weights after an update that is divided among ranks."""
+
+
+def accumulates_products(device: torch.device, precision: Precision) -> bool:
+    """Tell whether matrix products add weight gradients directly to the flat gradient: on a GPU, except in fp32."""
+    return device.type == "cuda" and precision != "fp32"
+
+
+def build_parts(initial: BertForPreTraining, config: Config, mesh: Mesh, stopwatch: Stopwatch) -> Parts:
+    """Build this rank's parts from the weights of ``initial``. All ranks must call this at the same time.
+
+    Raises ``ValueError`` if the precision is FP8 and the GPU does not support it.
+    """
+    training = config.training
+    shards_weights = training.reduction in SHARDED and mesh.data_size > 1
+    shards_gradients = training.shard_gradients and mesh.data_size > 1
+    is_whole = mesh.tensor * mesh.pipeline == 1 and not shards_weights
+    # What layers share is allocated before the layers.
+    gradients, copies, scales = WeightGradients(), WeightCopies(), None
+    accumulates = accumulates_products(mesh.device, training.precision)
+    # With FP8, the optimizer writes FP8 weights instead of copies. ``ShardedLamb`` writes neither.
+    if accumulates and is_whole and training.precision != "fp8":
+        copies = WeightCopies.of(config.model, mesh.device)
+    # Only the first pipeline stage has the word table. With sharded gradients, no rank keeps the table's gradient.
+    with_table = accumulates and mesh.tensor == 1 and mesh.pipeline_rank == 0 and not shards_gradients
+    products = AccumulatingProducts(gradients, copies, with_table=with_table) if accumulates else MatrixProducts()
+    inner_products = products
+    if training.precision == "fp8":
+        scales = Fp8Scales(config.model.num_hidden_layers - 1, mesh.device)
+        # Fused layers combine products with layer norms, but tensor parallelism must communicate between the two.
+        inner_products = Fp8Products(scales, gradients, fused=mesh.tensor == 1)
+    tensor = tensor_parallel(config.model, mesh, stopwatch)
+    virtual_stages = config.parallel.virtual_stages
+    model = own_part(initial, mesh, tensor, virtual_stages, products, inner_products, training.recompute)
+    fp8 = None if scales is None else Fp8State(scales, model, None if tensor is None else tensor.group)
+    pipeline = model if isinstance(model, PipelineModel) else None
+    # A pipeline stage processes several micro-batches at once, so none of them may overwrite the gradients.
+    overwrites = accumulates and pipeline is None and not shards_gradients
+    overwritten = product_weights(model, with_table) if overwrites else ()
+    groups = Communicators.create(mesh, in_network=training.sharp)
+    flat = FlatParameters.of(model, groups.world_size, overwritten, gradients=not shards_gradients)
+    # The choice of a strategy may measure reductions of the flat vectors.
+    strategy, reason = choose(training, flat, groups)
+    settings = flat, groups, strategy, training.reduce_dtype, training.bucket_bytes
+    reduction = ShardedReduction(*settings, stopwatch) if shards_gradients else Reduction(*settings)
+    if is_whole:
+        optimizer = Lamb(flat, config.optimizer, copies.copies_P, () if fp8 is None else fp8.casts(flat.places))
+    else:
+        # If a rank holds only parts of tensors, their norms are sums over ranks.
+        group = None if pipeline is None else pipeline.group
+        optimizer = ShardedLamb(flat, config.optimizer, reduction, tensor, group)
+    return Parts(
+        model=model,
+        flat=flat,
+        optimizer=optimizer,
+        vectors=WholeVectors(model, flat, tensor, pipeline),
+        weight_gradients=gradients if accumulates or fp8 is not None else None,
+        fp8=fp8,
+        reduction=reduction if mesh.data_size > 1 else None,
+        reduction_choice=f"{strategy} ({reason})",
+        gather=WeightGather(model, flat, reduction) if shards_weights else None,
+    )
