@@ -15,7 +15,7 @@ from bert.evaluation import Evaluator
 from bert.execution.cuda_graphs import CudaCapturer, replay_of
 from bert.execution.stopwatch import DeviceStopwatch, Stopwatch
 from bert.guards.interruption import Interruption
-from bert.guards.preflight import Inputs, plan_of
+from bert.guards.preflight import Inputs, batch_plan
 from bert.log.mllog import MLLog
 from bert.loop import Run
 from bert.model import BertForPreTraining
@@ -118,7 +118,7 @@ def synthetic_batches(config: Config, train: Dataset, mesh: Mesh, shape_buckets:
     Sequence lengths may be read before the clock starts (training_rules, section 6.4), but tokens may not.
     """
     batches = []
-    for micro in plan_of(config, train, mesh.data_size, seed=0).rank_batches(0, mesh.data_rank):
+    for micro in batch_plan(config, train, mesh.data_size, seed=0).rank_batches(0, mesh.data_rank):
         samples = synthetic_samples(train.lengths[micro.indices], config.model.vocab_size)
         batches.append(batch_of(samples, micro, shape_bucket_of(samples, shape_buckets, micro)).to(mesh.device))
     return batches
@@ -137,7 +137,7 @@ def build_loader(
 
     The loader reads no data until its first batch is requested.
     """
-    plan = plan_of(config, train, mesh.data_size, seed)
+    plan = batch_plan(config, train, mesh.data_size, seed)
 
     def rank_batches(step: int) -> list[MicroBatch]:
         # Loaders count steps from 0 even in a resumed run.
@@ -201,13 +201,13 @@ def _warmed_up_step(
     capturer: CudaCapturer | None,
 ) -> tuple[TrainingStep, float]:
     """Build the step from the initial checkpoint and warm it up. Return it and the seconds of the last warm-up step."""
-    # Every rank builds the whole model, and ``TrainingStep`` copies this rank's part.
-    whole = first_model(config, mesh, seed)
-    for parameter in whole.parameters():
+    # Every rank makes the whole model. A step on one rank trains it, and other steps copy their part of it.
+    initial = first_model(config, mesh, seed)
+    for parameter in initial.parameters():
         # All ranks start from rank 0's weights.
         broadcast_(parameter.data)
-    step = _build_step(whole, config, mesh, stopwatch, capturer)
-    del whole  # the warm-up needs the memory
+    step = _build_step(initial, config, mesh, stopwatch, capturer)
+    del initial  # if the step has copied its part, the warm-up needs the memory
     if mesh.world_size > 1:
         shape = f"{mesh}, " if mesh.tensor * mesh.pipeline > 1 else ""
         reduction = f"{shape}reduction: {step.reduction_choice}"
@@ -228,15 +228,15 @@ def _warmed_up_step(
 
 
 def _build_step(
-    whole: BertForPreTraining, config: Config, mesh: Mesh, stopwatch: Stopwatch, capturer: CudaCapturer | None
+    initial: BertForPreTraining, config: Config, mesh: Mesh, stopwatch: Stopwatch, capturer: CudaCapturer | None
 ) -> TrainingStep:
     if mesh.pipeline > 1:
         from bert.pipeline_step import PipelineStep  # PyTorch's pipelining takes a second to import
 
-        return PipelineStep(whole, config, mesh, stopwatch)
+        return PipelineStep(initial, config, mesh, stopwatch)
     if capturer is not None:
-        return CapturedStep(whole, config, mesh, stopwatch, capturer)
-    return TrainingStep(whole, config, mesh, stopwatch)
+        return CapturedStep(initial, config, mesh, stopwatch, capturer)
+    return TrainingStep(initial, config, mesh, stopwatch)
 
 
 def _choose_implementations(step: TrainingStep, batches: Sequence[Batch], log: MLLog, *, is_captured: bool) -> None:
@@ -277,4 +277,4 @@ def _reporter(
     ]
     if config.log.tensorboard is not None:
         sinks.append(TensorBoard(config.log.tensorboard / config.log.system / inputs.result.stem))
-    return Reporter(sinks, (inputs.plan, config.plan) if inputs.plan and config.plan else None)
+    return Reporter(sinks, (inputs.run_plan, config.plan) if inputs.run_plan and config.plan else None)

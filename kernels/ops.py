@@ -14,7 +14,7 @@ from kernels.registry import Implementation, Op, Parameters, Returned
 
 def _triton(module: str, reasons: str = "unsupported_reasons") -> Implementation:
     # Interpreting a kernel on a CPU takes seconds to minutes.
-    return Implementation("triton", f"kernels.triton.{module}", reasons, requires="triton", last_on_cpu=True)
+    return Implementation("triton", module, reasons, requires="triton", last_on_cpu=True)
 
 
 _pytorch = partial(Implementation, "pytorch", "kernels.libraries.pytorch")
@@ -28,34 +28,39 @@ _PYTORCH_ATTENTION = _pytorch(capturable=False, repeatable=False)
 _PYTORCH_NORM = _pytorch(repeatable=False)
 
 TABLE: Mapping[str, tuple[Implementation, ...]] = {
-    "varlen_attention": (_triton("attention.varlen"), _FLASH_ATTN, _PYTORCH_ATTENTION),
-    "varlen_self_attention": (_triton("attention.varlen", "packed_reasons"), _FLASH_ATTN, _PYTORCH_ATTENTION),
-    "dropout_add_layer_norm": (_triton("norms.layer_norm"), _APEX_NORM, _PYTORCH_NORM),
-    "dense_gelu": (_triton("dense", "tensor_reasons"),),
-    "bias_gelu": (_triton("dense", "tensor_reasons"),),
+    "varlen_attention": (_triton("kernels.triton.attention.varlen"), _FLASH_ATTN, _PYTORCH_ATTENTION),
+    "varlen_self_attention": (
+        _triton("kernels.triton.attention.varlen", "packed_reasons"),
+        _FLASH_ATTN,
+        _PYTORCH_ATTENTION,
+    ),
+    "dropout_add_layer_norm": (_triton("kernels.triton.norms.layer_norm"), _APEX_NORM, _PYTORCH_NORM),
+    "dense_gelu": (_triton("kernels.triton.dense", "tensor_reasons"),),
+    "bias_gelu": (_triton("kernels.triton.dense", "tensor_reasons"),),
     # A Triton kernel is not needed, because cuBLAS can add to the gradient in the epilogue of the product.
     "accumulate_weight_gradient": (_pytorch("gradient_reasons", last_on_cpu=True),),
-    "embedding_layer_norm": (_triton("norms.embedding_norm"), _APEX_NORM, _PYTORCH_NORM),
-    "masked_lm_loss": (_triton("loss"), _apex("loss_reasons", requires="xentropy_cuda")),
-    "cast_fp8": (_triton("fp8"),),
-    "cast_transpose_fp8": (_triton("fp8"),),
-    "cast_transpose_into_fp8": (_triton("fp8"),),
-    "cast_transpose_sum_fp8": (_triton("fp8"),),
-    "bias_gelu_cast_fp8": (_triton("fp8"),),
-    "bias_gelu_backward_cast_fp8": (_triton("fp8"),),
-    "attention_cast_fp8": (_triton("attention.fp8"),),
-    "attention_backward_cast_fp8": (_triton("attention.fp8", "backward_reasons"),),
-    "add_norm_cast_fp8": (_triton("norms.layer_norm_fp8"),),
-    "add_norm_backward_cast_fp8": (_triton("norms.layer_norm_fp8", "backward_reasons"),),
+    "embedding_layer_norm": (_triton("kernels.triton.norms.embedding_norm"), _APEX_NORM, _PYTORCH_NORM),
+    "masked_lm_loss": (_triton("kernels.triton.loss"), _apex("loss_reasons", requires="xentropy_cuda")),
+    "cast_fp8": (_triton("kernels.triton.fp8"),),
+    "cast_transpose_fp8": (_triton("kernels.triton.fp8"),),
+    "cast_transpose_into_fp8": (_triton("kernels.triton.fp8"),),
+    "cast_transpose_sum_fp8": (_triton("kernels.triton.fp8"),),
+    "bias_gelu_cast_fp8": (_triton("kernels.triton.fp8"),),
+    "bias_gelu_backward_cast_fp8": (_triton("kernels.triton.fp8"),),
+    "attention_cast_fp8": (_triton("kernels.triton.attention.fp8"),),
+    "attention_backward_cast_fp8": (_triton("kernels.triton.attention.fp8", "backward_reasons"),),
+    "add_norm_cast_fp8": (_triton("kernels.triton.norms.layer_norm_fp8"),),
+    "add_norm_backward_cast_fp8": (_triton("kernels.triton.norms.layer_norm_fp8", "backward_reasons"),),
     # On a CPU, PyTorch's FP8 product is several times slower than the definition.
     "scaled_matmul": (_pytorch("scaled_matmul_reasons", last_on_cpu=True),),
-    "lamb_step": (_triton("lamb", "vector_reasons"),),
-    "lamb_directions": (_triton("lamb", "vector_reasons"),),
-    "lamb_apply": (_triton("lamb", "vector_reasons"),),
-    "sum_of_squares": (_triton("squares", "vector_reasons"),),
+    "lamb_step": (_triton("kernels.triton.lamb", "vector_reasons"),),
+    "lamb_directions": (_triton("kernels.triton.lamb", "vector_reasons"),),
+    "lamb_apply": (_triton("kernels.triton.lamb", "vector_reasons"),),
+    "sum_of_squares": (_triton("kernels.triton.squares", "vector_reasons"),),
 }
-"""Implementations of each op in their order of preference on a GPU, without the definition, which follows them. A module's
-function with the op's name computes the op."""
+"""Implementations of each op in their order of preference, which the definition follows. On a CPU, the definition precedes
+those that are ``last_on_cpu``. A call takes the first that supports its inputs, or the fastest if a run has measured them. A
+module's function with the op's name computes the op."""
 
 _READ_LENGTHS = {"varlen_attention", "varlen_self_attention", "attention_cast_fp8", "attention_backward_cast_fp8"}
 """Ops whose definition reads the sequence lengths on the host, so that a CUDA graph cannot capture it."""

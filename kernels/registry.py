@@ -10,6 +10,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import update_wrapper
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any, Generic, ParamSpec, TypeVar
@@ -69,7 +70,7 @@ class Op(Generic[Parameters, Returned]):
         self.name = definition.__name__
         self.definition = definition
         """Plain function, which makes no choice. Other definitions call it, and tests compare implementations with it."""
-        self.__doc__ = definition.__doc__
+        update_wrapper(self, definition)  # for `help` and `inspect.signature`
         self.orders = {"cuda": order, "cpu": tuple(sorted(order, key=lambda each: each.last_on_cpu))}
         """Order in which ``auto`` tries implementations on ``cpu`` and on ``cuda``."""
         self.implementations = {each.name: each for each in order}

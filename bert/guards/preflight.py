@@ -49,7 +49,7 @@ class Inputs:
     result: Path
     metrics: Path
     schedule: EvaluationSchedule
-    plan: RunPlan | None = None
+    run_plan: RunPlan | None = None
 
 
 def check(config: Config, world_size: int, local_size: int = 0) -> Inputs:
@@ -103,7 +103,7 @@ def result_folder(config: Config) -> Path:
     return config.log.results / config.log.system / "bert"
 
 
-def plan_of(config: Config, train: Dataset, data_size: int, seed: int) -> BatchPlan:
+def batch_plan(config: Config, train: Dataset, data_size: int, seed: int) -> BatchPlan:
     """Plan each step's samples for ``data_size`` model copies. Raises ``ValueError`` if a copy would get no samples."""
     training = config.training
     return BatchPlan(
@@ -121,7 +121,7 @@ def check_shares(config: Config, train: Dataset, data_size: int, uneven: bool = 
 
     If ``uneven`` is set, uneven shares are allowed, and the error is raised only if a model copy would get no samples.
     """
-    micro_batches = plan_of(config, train, data_size, seed=0).micro_batches
+    micro_batches = batch_plan(config, train, data_size, seed=0).micro_batches
     batch, steps = config.training.global_batch_size, config.training.gradient_accumulation_steps
     if batch % micro_batches and not uneven:
         raise ValueError(

@@ -1,6 +1,8 @@
-"""Reference implementations of the ops in plain PyTorch, which define the ops and are the expected results in tests.
+"""Definitions of the ops in plain PyTorch, which are the expected results in tests.
 
-Shape legend in ``kernels/__init__.py``.
+A call of a function with the decorator ``op`` runs one of the implementations in the table of ``kernels/ops.py``. On a CPU,
+attention and norms are those of ``kernels/libraries/pytorch.py``, and the rest are these definitions. The attribute
+``definition`` is the plain function. Shape legend in ``kernels/__init__.py``.
 """
 
 from typing import Any

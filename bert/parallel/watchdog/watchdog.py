@@ -52,8 +52,9 @@ class Watchdog:
         self._sending = threading.Lock()  # the main thread sends as well, and lines must not be interleaved
         self._error: BaseException | None = None
         self._hub: Hub | None = None
-        threading.Thread(target=self._watch_launcher, name="launcher-watch", daemon=True).start()
+        launcher_watch = threading.Thread(target=self._watch_launcher, name="launcher-watch", daemon=True)
         if mesh.world_size == 1:
+            launcher_watch.start()
             return
         alone = len(mesh.node_ranks) == mesh.world_size  # if so, only this host can reach the port
         listener = listen("127.0.0.1" if alone else "") if mesh.is_main else None
@@ -70,7 +71,9 @@ class Watchdog:
         self._readable.register(self._connection, select.POLLIN)
         self._silence_s = 0.0
         self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
+        # Both threads need the connection, which the launcher's watch uses to report the loss of the launcher.
         self._thread.start()
+        launcher_watch.start()
 
     @contextlib.contextmanager
     def expect_progress(self, tracker: PhaseTracker) -> Iterator[None]:
