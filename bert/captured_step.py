@@ -27,6 +27,8 @@ class CapturedStep(TrainingStep):
     ) -> None:
         super().__init__(initial, config, mesh, stopwatch)
         self._capturer = capturer
+        self.uncaptured_batches = 0
+        """Number of micro-batches since the warm-up that were larger than every captured shape bucket."""
         self._micro_batches = config.training.gradient_accumulation_steps
         self._recomputed = () if config.training.recompute == "none" else RECOMPUTED_OPS
         self._first_differs = self.gathers_in_forward or self._overwrites
@@ -45,6 +47,11 @@ class CapturedStep(TrainingStep):
 
     def update(self) -> None:
         self._run_update()
+
+    def warm_up(self, micro_batches: Sequence[Batch], steps: int, shape_buckets: Sequence[ShapeBucket] = ()) -> float:
+        seconds = super().warm_up(micro_batches, steps, shape_buckets)
+        self.uncaptured_batches = 0
+        return seconds
 
     def capture(self, shape_buckets: Sequence[ShapeBucket]) -> None:
         """Capture all kinds of micro-batches, and the update. The step must have run before."""

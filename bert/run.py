@@ -10,6 +10,7 @@ from functools import partial
 
 import torch
 
+from bert.captured_step import CapturedStep
 from bert.checkpoints.training_state import (
     RunState,
     World,
@@ -143,7 +144,7 @@ def _timed_run(config: Config, inputs: Inputs, mesh: Mesh, guard: DataGuard, int
             with watchdog.expect_progress(timed.stopwatch.tracker):
                 status = train(timed)
         timed.loader.close()
-        if capturer is not None:
+        if isinstance(timed.step, CapturedStep):
             _note_uncaptured(timed.step.uncaptured_batches, mesh, log)
         if config.save_checkpoint:
             # All ranks must take part in the gathering, but only rank 0 writes the file.

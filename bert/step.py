@@ -46,8 +46,6 @@ class TrainingStep:
         # FP8 casts whole weights right after the update, and pipeline stages begin a step at different times.
         self.gathers_in_forward = self.gather is not None and self.fp8 is None and mesh.pipeline == 1
         self.statistics = Statistics(mesh)
-        self.uncaptured_batches = 0
-        """Number of micro-batches since the warm-up that should have run as a CUDA graph, and did not."""
 
     def __call__(self, micro_batches: Sequence[Batch]) -> None:
         """Train on one global batch, of which this rank has ``micro_batches``."""
@@ -181,7 +179,6 @@ class TrainingStep:
         self.statistics.fetch()
         self.optimizer.reset()
         self.stopwatch.reset()
-        self.uncaptured_batches = 0
 
 
 class Statistics:

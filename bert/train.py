@@ -56,7 +56,9 @@ def main(arguments: Sequence[str]) -> int:
         require_torch()
     except (ValueError, OSError) as error:
         return refused(error)
-    from bert.run import leave_mesh, run  # a slow import, so a wrong command line is reported first
+    # These imports are slow, so a wrong command line is reported first.
+    from bert.parallel.mesh import leave_mesh
+    from bert.run import run
 
     try:
         return run(config, arguments)

@@ -17,7 +17,7 @@ import tyro
 from numpy.typing import NDArray
 
 from benchmarks.conditions import write_figures
-from cluster.model.work import HISTOGRAM, length_counts
+from cluster.model.histogram import HISTOGRAM, length_counts
 from dataloading.batches.packing import pack_histogram
 
 LIMITS = (3, 12, None)

@@ -20,7 +20,7 @@ from bert.configuration.sections import ModelConfig
 from bert.execution.cuda_graphs import CudaCapturer
 from bert.model import BertForPreTraining
 from bert.parallel.mesh import Mesh
-from cluster.model.work import drawn_lengths, length_counts
+from cluster.model.histogram import drawn_lengths, length_counts
 from dataloading.batches.loader import Batch, batch_of
 from dataloading.batches.plan import ShapeBucket
 from dataloading.shards.samples import Samples, synthetic_samples

@@ -211,7 +211,7 @@ def _choose_implementations(context: Context, trained: TrainingStep, batches: li
 def take_step(trained: TrainingStep, batches: list[Batch]) -> None:
     """Run a step. Raise ``RuntimeError`` if a micro-batch ran without its CUDA graph, which would distort the time."""
     trained(batches)
-    if trained.uncaptured_batches:
+    if isinstance(trained, CapturedStep) and trained.uncaptured_batches:
         raise RuntimeError(f"{trained.uncaptured_batches} micro-batches ran without their CUDA graph")
 
 

@@ -30,7 +30,7 @@ from bert.checkpoints.initial_model import initialize_
 from bert.configuration.sections import ModelConfig, OptimizerConfig
 from bert.model import BertForPreTraining
 from bert.optimizer import FlatParameters, Lamb
-from cluster.model.work import drawn_lengths
+from cluster.model.histogram import drawn_lengths
 from dataloading.batches.loader import batch_of
 from dataloading.shards.samples import Samples, synthetic_samples
 

@@ -4,6 +4,7 @@ vectors and the whole model's.
 
 import math
 from collections.abc import Callable, Iterator
+from itertools import accumulate, pairwise, starmap
 
 import torch
 import torch.distributed as dist
@@ -64,19 +65,17 @@ class WholeVectors:
     ) -> None:
         self._tensor = tensor
         self._pipeline = pipeline
-        self._shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
         self._own = {name: flat.places[parameter] for name, parameter in model.named_parameters()}
-        self._places = self._own
-        self.size = len(flat.weights_P)
-        """Number of elements in a whole vector."""
         if tensor is None and pipeline is None:
-            return
-        self._shapes = parameter_shapes(model.config)
-        # Whole vectors omit the flat vectors' padding, which only optimizers need.
-        self._places, self.size = {}, 0
-        for name, shape in self._shapes.items():
-            self._places[name] = slice(self.size, self.size + math.prod(shape))
-            self.size += math.prod(shape)
+            self._shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+            self._places, self.size = self._own, len(flat.weights_P)
+        else:
+            self._shapes = parameter_shapes(model.config)
+            # Whole vectors omit the flat vectors' padding, which only optimizers need.
+            ends = list(accumulate(map(math.prod, self._shapes.values()), initial=0))
+            self._places = dict(zip(self._shapes, starmap(slice, pairwise(ends)), strict=True))
+            self.size = ends[-1]
+            """Number of elements in a whole vector."""
 
     @property
     def parameters(self) -> int:

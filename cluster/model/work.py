@@ -9,7 +9,6 @@ micro-batch, T tokens, Q queries of the last layer, M masked tokens, D hidden, F
 
 import functools
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,13 +26,11 @@ from bert.configuration.sections import (
     TrainingConfig,
 )
 from bert.parallel.tensor.shards import split_of
+from cluster.model.histogram import drawn_lengths
 from cluster.published.fitted import EVALUATION_SEQUENCES
 from compliance.log.schedule import evaluation_interval
 from dataloading.batches.plan import BatchPlan, deal
 from dataloading.dataset.folder import open_dataset
-
-HISTOGRAM = Path(__file__).with_name("wikipedia_length_histogram.csv")
-"""Number of Wikipedia sequences of each length, at maximum length 512: columns ``length`` and ``count``."""
 
 _DRAWN = 200_000
 _MASKED_SHARE, _MOST_MASKED = 0.15, 76
@@ -257,18 +254,6 @@ def wikipedia_work(model: ModelConfig | None = None) -> Work:
     lengths = drawn_lengths(np.random.default_rng(0), _DRAWN + EVALUATION_SEQUENCES).astype(np.uint16)[:_DRAWN]
     masked = np.clip(np.rint(_MASKED_SHARE * lengths), 1, _MOST_MASKED).astype(np.uint16)
     return Work(model or ModelConfig(), lengths, masked)
-
-
-@functools.cache
-def length_counts(path: Path = HISTOGRAM) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return the lengths that occur, ascending, and the number of sequences of each length."""
-    lengths, counts = np.loadtxt(path, delimiter=",", skiprows=1, dtype=np.int64, unpack=True)
-    return lengths, counts
-
-
-def drawn_lengths(generator: np.random.Generator, count: int) -> NDArray[np.int64]:
-    lengths, counts = length_counts()
-    return generator.choice(lengths, count, p=counts / counts.sum())
 
 
 Count = float | NDArray[np.float64]

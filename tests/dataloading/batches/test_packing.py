@@ -8,7 +8,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from cluster.model.work import drawn_lengths, length_counts
+from cluster.model.histogram import drawn_lengths, length_counts
 from dataloading.batches.packing import PackingStrategy, pack_histogram, pack_samples
 
 pytestmark = pytest.mark.slow

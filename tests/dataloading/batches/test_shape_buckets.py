@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster.model.work import drawn_lengths
+from cluster.model.histogram import drawn_lengths
 from dataloading.batches.plan import (
     MASKED_MULTIPLE,
     TOKENS_MULTIPLE,
