@@ -231,7 +231,7 @@ def _build_step(
     initial: BertForPreTraining, config: Config, mesh: Mesh, stopwatch: Stopwatch, capturer: CudaCapturer | None
 ) -> TrainingStep:
     if mesh.pipeline > 1:
-        from bert.pipeline_step import PipelineStep  # PyTorch's pipelining takes a second to import
+        from bert.pipeline_step import PipelineStep  # PyTorch's pipelining takes seconds to import
 
         return PipelineStep(initial, config, mesh, stopwatch)
     if capturer is not None:

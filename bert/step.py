@@ -63,8 +63,8 @@ class TrainingStep:
     def forward_backward(self, batch: Batch, is_first: bool, is_last: bool) -> None:
         """Add a micro-batch's gradients to the flat gradient, and its losses and tokens to the statistics.
 
-        The last micro-batch of a step sums buckets of gradients over the ranks while its backward pass fills them. If products
-        accumulate weight gradients, the first one overwrites those of the previous step.
+        The last micro-batch of a step sums buckets of gradients over the ranks while its backward pass fills them. The first
+        one overwrites the previous step's weight gradients, if products accumulate them.
         """
         if is_first and self.gathers_in_forward:
             self._begin_gathering()
