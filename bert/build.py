@@ -1,11 +1,9 @@
-"""The parts of a training step that differ from one rank in fp32: products, division of the model, reduction, optimizer."""
+"""Parts of a training step on several ranks, or with other matrix products than PyTorch's."""
 
 from dataclasses import dataclass
 
-import torch
-
 from bert.configuration.config import Config
-from bert.configuration.sections import SHARDED, Precision
+from bert.configuration.sections import SHARDED
 from bert.execution.stopwatch import Stopwatch
 from bert.model import BertForPreTraining, MatrixProducts
 from bert.optimizer import FlatParameters, Lamb
@@ -16,6 +14,7 @@ from bert.parallel.reduction.gradients import Communicators, Reduction, choose
 from bert.parallel.reduction.sharded_gradients import ShardedReduction
 from bert.parallel.reduction.sharded_lamb import ShardedLamb, WeightGather
 from bert.parallel.tensor.shards import tensor_parallel
+from bert.products import weight_gradients
 from bert.products.fp8 import Fp8Scales, Fp8State
 from bert.products.fp8_layer import Fp8Products
 from bert.products.weight_gradients import AccumulatingProducts, WeightCopies, WeightGradients, product_weights
@@ -32,20 +31,15 @@ class Parts:
     optimizer: Lamb | ShardedLamb
     vectors: WholeVectors
     """Conversion between ``flat`` and vectors of the whole model."""
-    weight_gradients: WeightGradients | None = None
+    weight_gradients: WeightGradients | None
     """Accumulator of the weight gradients that bypass autograd."""
-    fp8: Fp8State | None = None
-    reduction: Reduction | None = None
+    fp8: Fp8State | None
+    reduction: Reduction | None
     """Sum of gradients over the copies of the model; None if there is only one copy."""
-    reduction_choice: str = ""
+    reduction_choice: str
     """Strategy of the reduction, and the reason for it."""
-    gather: WeightGather | None = None
+    gather: WeightGather | None
     """Gathering of weights after an update that is divided among ranks."""
-
-
-def accumulates_products(device: torch.device, precision: Precision) -> bool:
-    """Tell whether matrix products add weight gradients directly to the flat gradient: on a GPU, except in fp32."""
-    return device.type == "cuda" and precision != "fp32"
 
 
 def build_parts(initial: BertForPreTraining, config: Config, mesh: Mesh, stopwatch: Stopwatch) -> Parts:
@@ -59,7 +53,7 @@ def build_parts(initial: BertForPreTraining, config: Config, mesh: Mesh, stopwat
     is_whole = mesh.tensor * mesh.pipeline == 1 and not shards_weights
     # What layers share is allocated before the layers.
     gradients, copies, scales = WeightGradients(), WeightCopies(), None
-    accumulates = accumulates_products(mesh.device, training.precision)
+    accumulates = weight_gradients.accumulates_products(mesh.device, training.precision)
     # With FP8, the optimizer writes FP8 weights instead of copies. ``ShardedLamb`` writes neither.
     if accumulates and is_whole and training.precision != "fp8":
         copies = WeightCopies.of(config.model, mesh.device)

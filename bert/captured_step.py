@@ -1,6 +1,6 @@
 """A training step that is captured as CUDA graphs, once for each shape bucket, and then replayed."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 
@@ -40,13 +40,16 @@ class CapturedStep(TrainingStep):
             for is_last in (False, True)
         }
         """Graphs of first, last, both and other micro-batches of a step. Kinds that do not occur are never captured."""
-        self._run_update = super().update
+        self._replay_update: Callable[[], None] | None = None
 
     def forward_backward(self, batch: Batch, is_first: bool, is_last: bool) -> None:
         self.uncaptured_batches += not self._graphs_of(is_first, is_last)(batch)
 
     def update(self) -> None:
-        self._run_update()
+        if self._replay_update is None:
+            super().update()
+        else:
+            self._replay_update()
 
     def warm_up(self, micro_batches: Sequence[Batch], steps: int, shape_buckets: Sequence[ShapeBucket] = ()) -> float:
         seconds = super().warm_up(micro_batches, steps, shape_buckets)
@@ -54,14 +57,14 @@ class CapturedStep(TrainingStep):
         return seconds
 
     def capture(self, shape_buckets: Sequence[ShapeBucket]) -> None:
-        """Capture all kinds of micro-batches, and the update. The step must have run before."""
+        """Capture all kinds of micro-batches, and the update."""
         batches = [inert_batch(shape_bucket).to(self.mesh.device) for shape_bucket in shape_buckets]
         last = self._micro_batches - 1
         kinds = [self._graphs_of(index == 0, index == last) for index in range(self._micro_batches)]
         # Start with the last micro-batch, which takes the most memory.
         for graphs in dict.fromkeys(reversed(kinds)):
             graphs.prepare(batches, self._capturer)
-        self._run_update = self._capturer.prepare(super().update)
+        self._replay_update = self._capturer.prepare(super().update)
         self._capturer.capture()
 
     def restricted_ops(self) -> AbstractContextManager[None]:

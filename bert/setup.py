@@ -201,7 +201,7 @@ def _warmed_up_step(
     capturer: CudaCapturer | None,
 ) -> tuple[TrainingStep, float]:
     """Build the step from the initial checkpoint and warm it up. Return it and the seconds of the last warm-up step."""
-    # Every rank makes the whole model. A step on one rank trains it, and other steps copy their part of it.
+    # Every rank makes the whole model. A plain step trains it, and other steps copy their part of it.
     initial = first_model(config, mesh, seed)
     for parameter in initial.parameters():
         # All ranks start from rank 0's weights.

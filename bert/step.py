@@ -3,7 +3,7 @@
 ``TrainingStep`` runs operator by operator. ``bert.captured_step`` runs the same step as CUDA graphs, and
 ``bert.pipeline_step`` runs it through the stages of several ranks.
 
-Nothing here copies values from the device to the host: the learning rate, the step count and the sums of losses and norms
+No step copies values from the device to the host: the learning rate, the step count and the sums of losses and norms
 stay on the device, and the host fetches the sums once per log interval.
 """
 
@@ -14,13 +14,14 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 import torch
 from torch import Tensor
 
-from bert import build
+from bert.build import build_parts
 from bert.configuration.config import Config
 from bert.execution.stopwatch import Stopwatch, is_capturing
 from bert.model import BertForPreTraining, PretrainingOutput
 from bert.optimizer import FlatParameters, Lamb
 from bert.parallel.division import WholeVectors
 from bert.parallel.mesh import Mesh, all_reduce_
+from bert.products import weight_gradients
 from dataloading.batches.loader import Batch
 from dataloading.batches.plan import ShapeBucket
 
@@ -35,14 +36,22 @@ class TrainingStep:
         """
         self.mesh, self.stopwatch, self.precision = mesh, stopwatch, config.training.precision
         if is_plain(initial, config, mesh):
-            flat = FlatParameters.of(initial)
-            parts = build.Parts(initial, flat, Lamb(flat, config.optimizer), WholeVectors(initial, flat))
+            self.model, self.flat = initial, FlatParameters.of(initial)
+            self.optimizer, self.vectors = Lamb(self.flat, config.optimizer), WholeVectors(initial, self.flat)
+            self._weight_gradients = self.fp8 = self.reduction = self.gather = None
+            self.reduction_choice = ""
         else:
-            parts = build.build_parts(initial, config, mesh, stopwatch)
-        self.model, self.flat, self.optimizer, self.vectors = parts.model, parts.flat, parts.optimizer, parts.vectors
-        self.reduction, self.reduction_choice = parts.reduction, parts.reduction_choice
-        self.gather, self.fp8 = parts.gather, parts.fp8
-        self._weight_gradients, self._overwrites = parts.weight_gradients, bool(parts.flat.segments.overwritten)
+            parts = build_parts(initial, config, mesh, stopwatch)
+            self.model, self.flat, self.optimizer, self.vectors = (
+                parts.model,
+                parts.flat,
+                parts.optimizer,
+                parts.vectors,
+            )
+            self._weight_gradients, self.fp8 = parts.weight_gradients, parts.fp8
+            self.reduction, self.gather = parts.reduction, parts.gather
+            self.reduction_choice = parts.reduction_choice
+        self._overwrites = bool(self.flat.segments.overwritten)
         # FP8 casts whole weights right after the update, and pipeline stages begin a step at different times.
         self.gathers_in_forward = self.gather is not None and self.fp8 is None and mesh.pipeline == 1
         self.statistics = Statistics(mesh)
@@ -61,10 +70,10 @@ class TrainingStep:
                 self.forward_backward(batch, is_first=index == 0, is_last=index == last)
 
     def forward_backward(self, batch: Batch, is_first: bool, is_last: bool) -> None:
-        """Add a micro-batch's gradients to the flat gradient, and its losses and tokens to the statistics.
+        """Add a micro-batch's gradients to those of the step, and its losses and tokens to the statistics.
 
-        The last micro-batch of a step sums buckets of gradients over the ranks while its backward pass fills them. The first
-        one overwrites the previous step's weight gradients, if products accumulate them.
+        Gradients are summed over the ranks during the backward pass of the last micro-batch, or of every one if ranks keep
+        shards of gradients. Products that accumulate weight gradients in the flat gradient overwrite them in the first one.
         """
         if is_first and self.gathers_in_forward:
             self._begin_gathering()
@@ -240,5 +249,5 @@ class Statistics:
 def is_plain(initial: BertForPreTraining, config: Config, mesh: Mesh) -> bool:
     """Tell whether a step can train the initial model itself: on one rank, with PyTorch's products."""
     training = config.training
-    is_special = training.precision == "fp8" or build.accumulates_products(mesh.device, training.precision)
+    is_special = training.precision == "fp8" or weight_gradients.accumulates_products(mesh.device, training.precision)
     return mesh.world_size == 1 and not is_special and initial.recompute == training.recompute

@@ -250,6 +250,8 @@ def restore(step: TrainingStep, state: RunState, mesh: Mesh) -> None:
                 raise ValueError(f"{state.path}: {len(state.fp8_scales)} FP8 scales of another model; {_REMEDY}")
             step.fp8.set_scales_(torch.tensor(state.fp8_scales))
         step.refresh_copies_()
+        if step.fp8 is not None and state.fp8_scales is None:  # the run before had another precision
+            step.fp8.update_()  # the casts above have measured the restored weights
     step.gather_weights()  # refresh the weights that other ranks update
 
 

@@ -160,7 +160,7 @@ class Fp8State:
         self.update_()
 
     def update_(self) -> None:
-        """Update the scales after a step, then cast the weights that the optimizer has updated."""
+        """Update the scales from the magnitudes so far, then cast the weights."""
         # The casts must use the new scales.
         self.update_scales_()
         self.refresh_weights_()

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from bert.configuration.sections import ModelConfig
+from bert.configuration.sections import ModelConfig, Precision
 from bert.model import BertForPreTraining, Dense, EncoderLayer, MatrixProducts, parameter_shapes
 from bert.optimizer import padded, places_of
 from kernels import accumulate_weight_gradient, bias_gelu, compute_dtype, masked_lm_loss
@@ -29,6 +29,11 @@ from kernels import accumulate_weight_gradient, bias_gelu, compute_dtype, masked
 Add = Callable[[Tensor | None, bool], Tensor]
 """Function that adds a product to the given gradient, or overwrites the gradient if the second argument is True. It returns
 the result, which is a new tensor if the gradient is None."""
+
+
+def accumulates_products(device: torch.device, precision: Precision) -> bool:
+    """Tell whether matrix products add weight gradients directly to the flat gradient: on a GPU, except in fp32."""
+    return device.type == "cuda" and precision != "fp32"
 
 
 class WeightGradients:

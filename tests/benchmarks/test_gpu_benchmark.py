@@ -17,7 +17,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import bert.build
 import kernels
 import kernels.libraries.pytorch
 from benchmarks import gpu
@@ -29,6 +28,7 @@ from benchmarks.gpu_parts.report import PartReport
 from benchmarks.gpu_parts.scale import FULL, TINY, Context, micro_batches, training_flop, wikipedia_lengths
 from benchmarks.gpu_parts.timing import Ceilings
 from bert.configuration.sections import ModelConfig
+from bert.products import weight_gradients
 from compliance.log.records import EndRecord, EvaluationRecord, Metrics, StepRecord
 from tests.benchmarks.bare_environment import BareEnvironment
 from tests.bert.recording import Recording, recordable_attention
@@ -96,7 +96,7 @@ def test_the_step_is_split_into_phases_and_kernels_that_add_up(all_parts: Path) 
 def capturing(context: Context, monkeypatch: pytest.MonkeyPatch) -> Iterator[Context]:
     """Replace CUDA graphs by recordings, and make products add weight gradients themselves, as on a GPU."""
     monkeypatch.setattr(Context, "capturer", lambda _: Recording())
-    monkeypatch.setattr(bert.build, "accumulates_products", lambda *_: True)
+    monkeypatch.setattr(weight_gradients, "accumulates_products", lambda *_: True)
     with recordable_attention():
         yield context
 
@@ -156,7 +156,7 @@ def test_inputs_are_those_of_training_by_type_and_alignment(tmp_path: Path, monk
     norm = kernels.libraries.pytorch.dropout_add_layer_norm
     keeping_type = lambda x, *more: norm(x, *more).to(x.dtype)  # noqa: E731, as Triton's does
     monkeypatch.setattr(kernels.libraries.pytorch, "dropout_add_layer_norm", keeping_type)
-    monkeypatch.setattr(bert.build, "accumulates_products", lambda _device, precision: precision == "bf16")
+    monkeypatch.setattr(weight_gradients, "accumulates_products", lambda _device, precision: precision == "bf16")
     scale = replace(TINY, model=replace(TINY.model, vocab_size=502))
     context = Context(CPU, scale, PartReport(tmp_path / "part.json", {}))
     seen: dict[str, set[tuple[object, ...]]] = defaultdict(set)

@@ -14,12 +14,12 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-import bert.build
 from bert.checkpoints.initial_model import draw_model
 from bert.configuration.config import Config
 from bert.configuration.sections import ModelConfig, OptimizerConfig, ParallelConfig
 from bert.optimizer import Lamb
 from bert.parallel.mesh import Mesh
+from bert.products import weight_gradients
 from bert.step import TrainingStep
 from dataloading.batches.loader import Batch, batch_of
 from dataloading.batches.plan import BatchPlan, MicroBatch, ShapeBucket
@@ -87,7 +87,7 @@ def train(joined: Mesh, shape: str) -> dict[str, Any]:
         model.double()
     references = ("dropout_add_layer_norm", "varlen_self_attention", "embedding_layer_norm", "varlen_attention")
     choose(dict.fromkeys(references, "reference") if parallel.pipeline > 1 or precision == "dropout" else {})
-    with patch.object(bert.build, "accumulates_products", lambda *_: precision == "accumulating"):
+    with patch.object(weight_gradients, "accumulates_products", lambda *_: precision == "accumulating"):
         step = step_on(model, chosen, mesh)
     torch.manual_seed(0)
     step.model.seed_dropout(7)

@@ -17,10 +17,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import bert.build
 from bert.configuration.config import Config
 from bert.configuration.sections import Recompute, ReductionStrategy
 from bert.parallel.mesh import Mesh
+from bert.products import weight_gradients
 from bert.step import TrainingStep
 from dataloading.batches.loader import Batch, batch_of
 from dataloading.batches.plan import BatchPlan, MicroBatch, ShapeBucket
@@ -180,10 +180,10 @@ def compare_orders(joined: Mesh, micro_batches: str, *strategies: ReductionStrat
     with recordable_attention():
         # In this run and in the flat and sharded runs below, products add weight gradients themselves, as on a GPU. In
         # the other runs, the word table's gradient is added up in another order, so they differ by rounding.
-        bert.build.accumulates_products = lambda *_: True
+        weight_gradients.accumulates_products = lambda *_: True
         whole = train(mesh, "flat", "one message", accumulation)
         for strategy in strategies:
-            bert.build.accumulates_products = lambda *_, chosen=strategy: chosen in ("flat", "sharded")
+            weight_gradients.accumulates_products = lambda *_, chosen=strategy: chosen in ("flat", "sharded")
             compare_with(whole, mesh, strategy, accumulation)
 
 

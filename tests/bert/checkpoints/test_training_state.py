@@ -15,7 +15,6 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-import bert.build
 from bert.checkpoints import writer
 from bert.checkpoints.initial_model import draw_model
 from bert.checkpoints.training_state import FILES, checkpoint_folders, find, fixed_settings, lock, reseed, restore
@@ -24,6 +23,7 @@ from bert.configuration.config import Config
 from bert.execution.phases import PhaseTracker
 from bert.execution.stopwatch import Stopwatch
 from bert.parallel.mesh import Mesh
+from bert.products import weight_gradients
 from bert.reporting.reporter import Position, Reporter, StepLines
 from bert.step import TrainingStep
 from bert.train import parse
@@ -108,13 +108,28 @@ def test_training_goes_on_while_one_is_written_and_the_next_one_waits(
     assert_same(state_of(again.step), saved)
 
 
+def test_an_fp32_run_resumed_in_fp8_has_the_scales_of_its_weights(make: Make) -> None:
+    """Trained weights may be much larger than the initial weights, from which the warm-up has computed scales."""
+    run = make(model__num_hidden_layers=3)
+    with torch.no_grad():
+        run.step.flat.weights_P.mul_(50)
+    run.save(1)
+    again = make(seed=1, model__num_hidden_layers=3, training__precision="fp8")
+    again.step.warm_up([batch_of(again.samples.train.slice(0, 8))], 1)
+    restore(again.step, find(run.folder, again.config, again.train, CPU), CPU)
+    assert again.step.fp8 is not None
+    for dense in again.step.fp8.denses:
+        cast = dense.weight_NK.float() * dense.weight_site.inverse
+        torch.testing.assert_close(cast, dense.weight.detach(), rtol=2**-4, atol=1e-3)
+
+
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp8"])
 def test_what_follows_is_the_same_to_the_last_bit(make: Make, precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Resume with dropout, with bf16 weight copies as on a GPU, and in FP8 with all scales and cast weights.
 
     The checkpoint is of step 3, but of optimizer step 2, because one step was skipped.
     """
-    monkeypatch.setattr(bert.build, "accumulates_products", lambda _, precision: precision == "bf16")
+    monkeypatch.setattr(weight_gradients, "accumulates_products", lambda _, precision: precision == "bf16")
     changes = {"training__precision": precision, "model__num_hidden_layers": 3, "model__hidden_dropout": 0.1}
     changes |= {"model__hidden_size": 256} if precision == "bf16" else {}
     run = make(**changes)

@@ -13,10 +13,10 @@ import pytest
 import torch
 from torch import Tensor
 
-import bert.build
 from bert.configuration.sections import Precision, Recompute
 from bert.model import Dense
 from bert.optimizer import Lamb
+from bert.products import weight_gradients
 from bert.products.weight_gradients import AccumulatingProducts, WeightCopies, WeightGradients, product_weights
 from bert.recomputation import RECOMPUTED_OPS
 from bert.step import TrainingStep
@@ -33,7 +33,7 @@ MODEL = replace(OF_SMALL_RUN, hidden_size=256, hidden_dropout=0.0, attention_dro
 @pytest.fixture
 def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
     with monkeypatch.context() as patch:
-        patch.setattr(bert.build, "accumulates_products", lambda _device, precision: precision != "fp32")
+        patch.setattr(weight_gradients, "accumulates_products", lambda _device, precision: precision != "fp32")
         yield patch
 
 
