@@ -25,9 +25,7 @@ class Parts:
     """What a training step works on."""
 
     model: BertForPreTraining
-    """This rank's part of the model."""
     flat: FlatParameters
-    """Weights and gradients of ``model``."""
     optimizer: Lamb | ShardedLamb
     vectors: WholeVectors
     """Conversion between ``flat`` and vectors of the whole model."""
@@ -36,8 +34,7 @@ class Parts:
     fp8: Fp8State | None
     reduction: Reduction | None
     """Sum of gradients over the copies of the model; None if there is only one copy."""
-    reduction_choice: str
-    """Strategy of the reduction, and the reason for it."""
+    reduction_choice: str  # strategy and reason
     gather: WeightGather | None
     """Gathering of weights after an update that is divided among ranks."""
 

@@ -46,10 +46,7 @@ class CapturedStep(TrainingStep):
         self.uncaptured_batches += not self._graphs_of(is_first, is_last)(batch)
 
     def update(self) -> None:
-        if self._replay_update is None:
-            super().update()
-        else:
-            self._replay_update()
+        (self._replay_update or super().update)()
 
     def warm_up(self, micro_batches: Sequence[Batch], steps: int, shape_buckets: Sequence[ShapeBucket] = ()) -> float:
         seconds = super().warm_up(micro_batches, steps, shape_buckets)

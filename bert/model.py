@@ -136,9 +136,7 @@ class Embeddings(nn.Module):
 
     def __init__(self, config: ModelConfig, placement: Placement, products: MatrixProducts) -> None:
         super().__init__()
-        self.config = config
-        self.placement = placement
-        self.products = products
+        self.config, self.placement, self.products = config, placement, products
         # Do not use nn.Embedding, because one op reads all three tables.
         self.word = nn.Parameter(torch.empty(placement.share_of_words(config.vocab_size), config.hidden_size))
         self.position = nn.Parameter(torch.empty(config.max_position_embeddings, config.hidden_size))
@@ -183,10 +181,8 @@ class EncoderLayer(nn.Module):
         recompute: Recompute = "none",
     ) -> None:
         super().__init__()
-        self.config = config
-        self.index = index
-        self.placement = placement
-        self.products = products
+        self.config, self.index = config, index
+        self.placement, self.products = placement, products
         self.recompute: Recompute = recompute
         hidden, eps = config.hidden_size, config.layer_norm_eps
         # With tensor parallelism, a rank has whole heads and some columns of the intermediate layer.
@@ -201,8 +197,6 @@ class EncoderLayer(nn.Module):
 
     def forward(self, hidden_TD: Tensor, cu_seqlens: Tensor, max_seqlen: int, dropout_state: Tensor | None) -> Tensor:
         """Return the layer's output for all tokens, [T, D]."""
-        if self.recompute == "none":
-            return self.compute(hidden_TD, cu_seqlens, max_seqlen, dropout_state)
         return recomputed(self.recompute, self.compute, hidden_TD, cu_seqlens, max_seqlen, dropout_state)
 
     def compute(self, hidden_TD: Tensor, cu_seqlens: Tensor, max_seqlen: int, dropout_state: Tensor | None) -> Tensor:
@@ -211,8 +205,9 @@ class EncoderLayer(nn.Module):
         # One product computes queries, keys and values in the layout that attention reads.
         dense = self.query_key_value
         qkv_T3HE = self.products.product(all_TD, dense, dense.bias).unflatten(-1, (3, -1, self._head_size))
-        context_THE = varlen_self_attention(qkv_T3HE, cu_seqlens, max_seqlen, self.attention_dropout(dropout_state))
-        return self._after_attention(context_THE.flatten(1), hidden_TD, dropout_state)
+        dropout, *others = self.dropouts(dropout_state)
+        context_THE = varlen_self_attention(qkv_T3HE, cu_seqlens, max_seqlen, dropout)
+        return self._after_attention(context_THE.flatten(1), hidden_TD, others)
 
     def forward_rows(
         self,
@@ -233,36 +228,33 @@ class EncoderLayer(nn.Module):
         key, value = keys_values.unflatten(-1, (2, -1, self._head_size)).unbind(1)
         chosen_QD = hidden_TD.index_select(0, rows_Q)
         query = F.linear(chosen_QD, weight[:queries], bias[:queries]).unflatten(-1, (-1, self._head_size))
-        dropout = self.attention_dropout(dropout_state)
+        dropout, *others = self.dropouts(dropout_state)
         context_QHE = varlen_attention(query, key, value, cu_seqlens_q, cu_seqlens, max_seqlen, dropout)
-        return self._after_attention(context_QHE.flatten(1), self.placement.own_rows(chosen_QD), dropout_state)
+        return self._after_attention(context_QHE.flatten(1), self.placement.own_rows(chosen_QD), others)
 
-    # Each place of each layer has its own random stream, so that pipeline stages draw the same numbers as a single rank.
-    def attention_dropout(self, state: Tensor | None) -> Dropout | None:
-        """Return the dropout on attention probabilities."""
-        return _dropout(self.config.attention_dropout, state, 3 * self.index + 1)
+    def dropouts(self, state: Tensor | None) -> list[Dropout | None]:
+        """Return the dropout on attention probabilities, before the norm after attention, and before the last norm.
 
-    def attended_dropout(self, state: Tensor | None) -> Dropout | None:
-        """Return the dropout before the norm that follows attention."""
-        return _dropout(self.config.hidden_dropout, state, 3 * self.index + 2)
-
-    def output_dropout(self, state: Tensor | None) -> Dropout | None:
-        """Return the dropout before the norm that follows the feed-forward half."""
-        return _dropout(self.config.hidden_dropout, state, 3 * self.index + 3)
+        Each has its own random stream, so that pipeline stages draw the same numbers as a single rank.
+        """
+        hidden = self.config.hidden_dropout
+        rates = self.config.attention_dropout, hidden, hidden
+        return [_dropout(p, state, 3 * self.index + place) for place, p in enumerate(rates, 1)]
 
     @property
     def _head_size(self) -> int:
         return self.config.hidden_size // self.config.num_attention_heads
 
-    def _after_attention(self, context_TD: Tensor, residual_TD: Tensor, dropout_state: Tensor | None) -> Tensor:
+    def _after_attention(self, context_TD: Tensor, residual_TD: Tensor, dropouts: list[Dropout | None]) -> Tensor:
         # The norm adds the bias of this product, after the sum over ranks, because it must be added only once.
         projected_TD = self.placement.summed(self.products.product(context_TD, self.attention_output, None))
-        dropout, norm = self.attended_dropout(dropout_state), self.attention_norm
-        attended_TD = _normed(projected_TD, self.attention_output.bias, residual_TD, norm, dropout)
+        attended_dropout, output_dropout = dropouts
+        attended_TD = _normed(
+            projected_TD, self.attention_output.bias, residual_TD, self.attention_norm, attended_dropout
+        )
         all_TD = self.placement.all_rows(attended_TD)
         narrow_TD = self.placement.summed(self.products.feed_forward(all_TD, self.intermediate, self.output))
-        dropout, norm = self.output_dropout(dropout_state), self.output_norm
-        return _normed(narrow_TD, self.output.bias, attended_TD, norm, dropout)
+        return _normed(narrow_TD, self.output.bias, attended_TD, self.output_norm, output_dropout)
 
 
 def _normed(

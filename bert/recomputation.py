@@ -26,12 +26,12 @@ _PRODUCTS = [torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.
 
 
 def recomputed(mode: Recompute, function: Callable[..., Any], *inputs: Any) -> Any:
-    """Call a function of an encoder layer. In training, the backward pass calls it again.
+    """Call a function of an encoder layer. In training, the backward pass calls it again, unless the mode is none.
 
     selective: keep the results of the layer's four products with weights, and recompute attention, GELU, norms and dropout,
     which take much of the memory and little of the time. full: keep only the inputs.
     """
-    if not torch.is_grad_enabled():  # an evaluation
+    if mode == "none" or not torch.is_grad_enabled():  # without gradients, this is an evaluation
         return function(*inputs)
     contexts = partial(create_selective_checkpoint_contexts, _PRODUCTS) if mode == "selective" else noop_context_fn
     # While capturing, the generator's state can be neither read nor set, and no op draws from it.

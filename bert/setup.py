@@ -18,7 +18,6 @@ from bert.guards.interruption import Interruption
 from bert.guards.preflight import Inputs, batch_plan
 from bert.log.mllog import MLLog
 from bert.loop import Run
-from bert.model import BertForPreTraining
 from bert.parallel.mesh import Mesh, agreed_text, broadcast_
 from bert.reporting.intervals import Intervals, Stragglers
 from bert.reporting.reporter import Position, Reporter, Sink, StepLines, TensorBoard
@@ -55,9 +54,13 @@ def build_run(
     stopwatch = DeviceStopwatch() if mesh.device.type == "cuda" else Stopwatch()
     shape_buckets = choose_shapes(config, inputs.train, mesh)
     evaluator = Evaluator(inputs.evaluation, mesh, config.evaluation.batch_size, inputs.ignored_id)
-    step, step_seconds = _warmed_up_step(
-        config, inputs.train, mesh, seed, stopwatch, shape_buckets, log, evaluator, capturer
-    )
+    step = _initial_step(config, mesh, seed, stopwatch, log, capturer)
+    batches = synthetic_batches(config, inputs.train, mesh, shape_buckets)
+    if config.training.autotune and mesh.device.type == "cuda":
+        _choose_implementations(step, batches, log, is_captured=capturer is not None)
+    step_seconds = step.warm_up(batches, config.training.warmup_steps, shape_buckets)
+    # Warm up the evaluator after the step, because the graphs that share a memory pool must be captured largest first.
+    evaluator.warm_up(step.model, step.autocast(), capturer)
     start, skipped = Position(), 0
     if resumed:
         # Restore after the warm-up, because the warm-up ends by restoring the initial state.
@@ -189,25 +192,23 @@ def log_settings(log: MLLog, config: Config, inputs: Inputs, mesh: Mesh, seed: i
         log.event(key, value)
 
 
-def _warmed_up_step(
-    config: Config,
-    train: Dataset,
-    mesh: Mesh,
-    seed: int,
-    stopwatch: Stopwatch,
-    shape_buckets: Sequence[ShapeBucket],
-    log: MLLog,
-    evaluator: Evaluator,
-    capturer: CudaCapturer | None,
-) -> tuple[TrainingStep, float]:
-    """Build the step from the initial checkpoint and warm it up. Return it and the seconds of the last warm-up step."""
+def _initial_step(
+    config: Config, mesh: Mesh, seed: int, stopwatch: Stopwatch, log: MLLog, capturer: CudaCapturer | None
+) -> TrainingStep:
+    """Build the step from the initial model. All ranks must call this at the same time."""
     # Every rank makes the whole model. A plain step trains it, and other steps copy their part of it.
     initial = first_model(config, mesh, seed)
     for parameter in initial.parameters():
         # All ranks start from rank 0's weights.
         broadcast_(parameter.data)
-    step = _build_step(initial, config, mesh, stopwatch, capturer)
-    del initial  # if the step has copied its part, the warm-up needs the memory
+    if mesh.pipeline > 1:
+        from bert.pipeline_step import PipelineStep  # PyTorch's pipelining takes seconds to import
+
+        step = PipelineStep(initial, config, mesh, stopwatch)
+    elif capturer is not None:
+        step = CapturedStep(initial, config, mesh, stopwatch, capturer)
+    else:
+        step = TrainingStep(initial, config, mesh, stopwatch)
     if mesh.world_size > 1:
         shape = f"{mesh}, " if mesh.tensor * mesh.pipeline > 1 else ""
         reduction = f"{shape}reduction: {step.reduction_choice}"
@@ -218,25 +219,7 @@ def _warmed_up_step(
     # has its own random stream.
     torch.manual_seed(seed * mesh.world_size + mesh.rank)
     step.model.seed_dropout(seed * (mesh.world_size // mesh.pipeline) + mesh.dropout_stream)
-    batches = synthetic_batches(config, train, mesh, shape_buckets)
-    if config.training.autotune and mesh.device.type == "cuda":
-        _choose_implementations(step, batches, log, is_captured=capturer is not None)
-    seconds = step.warm_up(batches, config.training.warmup_steps, shape_buckets)
-    # Warm up the evaluator after the step, because the graphs that share a memory pool must be captured largest first.
-    evaluator.warm_up(step.model, step.autocast(), capturer)
-    return step, seconds
-
-
-def _build_step(
-    initial: BertForPreTraining, config: Config, mesh: Mesh, stopwatch: Stopwatch, capturer: CudaCapturer | None
-) -> TrainingStep:
-    if mesh.pipeline > 1:
-        from bert.pipeline_step import PipelineStep  # PyTorch's pipelining takes seconds to import
-
-        return PipelineStep(initial, config, mesh, stopwatch)
-    if capturer is not None:
-        return CapturedStep(initial, config, mesh, stopwatch, capturer)
-    return TrainingStep(initial, config, mesh, stopwatch)
+    return step
 
 
 def _choose_implementations(step: TrainingStep, batches: Sequence[Batch], log: MLLog, *, is_captured: bool) -> None:

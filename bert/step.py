@@ -35,19 +35,17 @@ class TrainingStep:
         Raises ``ValueError`` if the precision is FP8 and the GPU does not support it.
         """
         self.mesh, self.stopwatch, self.precision = mesh, stopwatch, config.training.precision
-        if is_plain(initial, config, mesh):
+        is_special = self.precision == "fp8" or weight_gradients.accumulates_products(mesh.device, self.precision)
+        if mesh.world_size == 1 and not is_special and initial.recompute == config.training.recompute:
+            # One rank with PyTorch's products trains the initial model itself.
             self.model, self.flat = initial, FlatParameters.of(initial)
             self.optimizer, self.vectors = Lamb(self.flat, config.optimizer), WholeVectors(initial, self.flat)
             self._weight_gradients = self.fp8 = self.reduction = self.gather = None
             self.reduction_choice = ""
         else:
             parts = build_parts(initial, config, mesh, stopwatch)
-            self.model, self.flat, self.optimizer, self.vectors = (
-                parts.model,
-                parts.flat,
-                parts.optimizer,
-                parts.vectors,
-            )
+            self.model, self.flat = parts.model, parts.flat
+            self.optimizer, self.vectors = parts.optimizer, parts.vectors
             self._weight_gradients, self.fp8 = parts.weight_gradients, parts.fp8
             self.reduction, self.gather = parts.reduction, parts.gather
             self.reduction_choice = parts.reduction_choice
@@ -75,8 +73,11 @@ class TrainingStep:
         Gradients are summed over the ranks during the backward pass of the last micro-batch, or of every one if ranks keep
         shards of gradients. Products that accumulate weight gradients in the flat gradient overwrite them in the first one.
         """
-        if is_first and self.gathers_in_forward:
-            self._begin_gathering()
+        if is_first and self.gather is not None and self.gathers_in_forward:
+            self.gather.start()
+            if not is_capturing():
+                with self.stopwatch.waiting():  # for the weights that the forward pass needs to begin
+                    self.gather.wait(1)
         with ExitStack() as around:
             if self._weight_gradients is not None:
                 around.enter_context(self._weight_gradients.overwritten(is_first and self._overwrites))
@@ -108,17 +109,6 @@ class TrainingStep:
 
     def autocast(self) -> torch.autocast:
         return torch.autocast(self.mesh.device.type, torch.bfloat16, enabled=self.precision != "fp32")
-
-    def _begin_gathering(self) -> None:
-        """Start the all-gather and wait for the first weights, which the forward pass needs to begin.
-
-        The wait counts as waiting for other ranks.
-        """
-        assert self.gather is not None
-        self.gather.start()
-        if not is_capturing():
-            with self.stopwatch.waiting():
-                self.gather.wait(1)
 
     def gather_weights(self) -> BertForPreTraining:
         """Gather the weights that other ranks updated in the last step, and return the model.
@@ -244,10 +234,3 @@ class Statistics:
         means["gradient_norm"] *= max(1, steps) / max(1, steps - skipped)
         self._all.zero_()
         return means, stopping > 0
-
-
-def is_plain(initial: BertForPreTraining, config: Config, mesh: Mesh) -> bool:
-    """Tell whether a step can train the initial model itself: on one rank, with PyTorch's products."""
-    training = config.training
-    is_special = training.precision == "fp8" or weight_gradients.accumulates_products(mesh.device, training.precision)
-    return mesh.world_size == 1 and not is_special and initial.recompute == training.recompute

@@ -103,6 +103,9 @@ class Fp8Dense(Dense):
         weight_NK, site = self.weight.detach(), self.weight_site
         cast_transpose_into_fp8(weight_NK, site.scale, site.amax, self.weight_NK, self.weight_KN)
 
+    def cast(self, place: slice) -> WeightCast:
+        return WeightCast(place.start, self.weight_site.scale, self.weight_site.amax, self.weight_NK, self.weight_KN)
+
     def cast_input(self, x_TK: Tensor) -> tuple[Tensor, Tensor]:
         """Quantize an input; return it as [T, K] and transposed as [K, T]."""
         # Detach the input, because the product that reads the casts returns the input's gradient itself.
@@ -170,16 +173,7 @@ class Fp8State:
 
         ``places`` maps each parameter to its place in the optimizer's flat vector.
         """
-        return tuple(
-            WeightCast(
-                places[dense.weight].start,
-                dense.weight_site.scale,
-                dense.weight_site.amax,
-                dense.weight_NK,
-                dense.weight_KN,
-            )
-            for dense in self.denses
-        )
+        return tuple(dense.cast(places[dense.weight]) for dense in self.denses)
 
     @torch.no_grad()
     def refresh_weights_(self) -> None:

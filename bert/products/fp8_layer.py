@@ -243,13 +243,12 @@ class FusedLayer(EncoderLayer):
         if isinstance(hidden, Tensor):
             # The embeddings make no casts; autograd adds the gradients of both readers.
             hidden = HiddenStates(hidden, hidden, None, None)
-        context = self._attention(hidden, cu_seqlens, max_seqlen, self.attention_dropout(dropout_state))
+        attention_dropout, attended_dropout, output_dropout = self.dropouts(dropout_state)
+        context = self._attention(hidden, cu_seqlens, max_seqlen, attention_dropout)
         # The norm makes the casts for the product that reads its output next: FC1, or the next layer's QKV.
-        projection, feed_forward = Product(self.attention_output), self._feed_forward
-        reader, dropout = self.intermediate.input_site, self.attended_dropout(dropout_state)
-        attended = self._normed(projection, context, self.attention_norm, reader, dropout)
-        dropout = self.output_dropout(dropout_state)
-        output = self._normed(feed_forward, attended, self.output_norm, self._reader, dropout)
+        projection, reader = Product(self.attention_output), self.intermediate.input_site
+        attended = self._normed(projection, context, self.attention_norm, reader, attended_dropout)
+        output = self._normed(self._feed_forward, attended, self.output_norm, self._reader, output_dropout)
         return output.residual_TD if self._is_last else output
 
     def _attention(

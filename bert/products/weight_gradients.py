@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from bert.configuration.sections import ModelConfig, Precision
-from bert.model import BertForPreTraining, Dense, EncoderLayer, MatrixProducts, parameter_shapes
+from bert.model import BertForPreTraining, Dense, MatrixProducts, parameter_shapes
 from bert.optimizer import padded, places_of
 from kernels import accumulate_weight_gradient, bias_gelu, compute_dtype, masked_lm_loss
 
@@ -167,9 +167,6 @@ def product_weights(model: BertForPreTraining, table: bool) -> list[nn.Parameter
     The last layer is omitted: it multiplies parts of its query-key-value weight without ``products``. The decoder's part of
     the word table's gradient is written first, and the embeddings' part is added to it.
     """
-    found = []
-    for layer in model.layers:
-        assert isinstance(layer, EncoderLayer)
-        denses = [layer.query_key_value, layer.attention_output, layer.intermediate, layer.output]
-        found += [dense.weight for dense in (denses if layer is not model.layers[-1] else denses[1:])]
-    return found + [model.embeddings.word] * table
+    last = model.layers[-1].query_key_value
+    denses = [module for module in model.layers.modules() if isinstance(module, Dense) and module is not last]
+    return [dense.weight for dense in denses] + [model.embeddings.word] * table

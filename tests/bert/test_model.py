@@ -119,11 +119,12 @@ def test_dropout_acts_in_training_and_not_in_evaluation():
     assert model(batch).masked_lm_correct is None
     losses += [model.eval()(batch).masked_lm_loss for _ in range(2)]
     assert len({loss.item() for loss in losses}) == 3, losses
-    state, drawn = model.train().next_dropout_state(), [model.embeddings.dropout]
+    state = model.train().next_dropout_state()
+    drawn = [model.embeddings.dropout(state)]
     for layer in model.layers:
         assert isinstance(layer, EncoderLayer)
-        drawn += [layer.attention_dropout, layer.attended_dropout, layer.output_dropout]
-    streams = [dropout.stream for place in drawn if (dropout := place(state))]
+        drawn += layer.dropouts(state)
+    streams = [dropout.stream for dropout in drawn if dropout]
     assert len({*streams}) == len(streams) == 1 + 3 * SMALL.num_hidden_layers, "each place has its own random numbers"
 
 

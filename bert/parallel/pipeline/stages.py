@@ -129,11 +129,9 @@ class PipelineModel(BertForPreTraining):
         """Rank of the group that updates each parameter."""
         table = WordTable(word_VD) if own[-1].is_last else None
         self._gradient = None if table is None else table.word.grad
-
-        def owns(name: str) -> bool:
-            return any(stage.owns(name) for stage in own)
-
-        super().__init__(config, placement, products, None, recompute, owns, table)
+        super().__init__(
+            config, placement, products, None, recompute, lambda name: any(stage.owns(name) for stage in own), table
+        )
 
     def rows(self, batch: Batch) -> int:
         """Return W for a micro-batch: the number of rows of hidden states that this rank receives and sends."""
