@@ -30,7 +30,7 @@ class Parts:
     vectors: WholeVectors
     """Conversion between ``flat`` and vectors of the whole model."""
     weight_gradients: WeightGradients | None
-    """Accumulator of the weight gradients that bypass autograd."""
+    """Accumulator of the weight gradients that the first micro-batch of a step overwrites; None if there are none."""
     fp8: Fp8State | None
     reduction: Reduction | None
     """Sum of gradients over the copies of the model; None if there is only one copy."""
@@ -87,7 +87,7 @@ def build_parts(initial: BertForPreTraining, config: Config, mesh: Mesh, stopwat
         flat=flat,
         optimizer=optimizer,
         vectors=WholeVectors(model, flat, tensor, pipeline),
-        weight_gradients=gradients if accumulates or fp8 is not None else None,
+        weight_gradients=gradients if overwrites else None,
         fp8=fp8,
         reduction=reduction if mesh.data_size > 1 else None,
         reduction_choice=f"{strategy} ({reason})",

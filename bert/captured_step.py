@@ -31,7 +31,7 @@ class CapturedStep(TrainingStep):
         """Number of micro-batches since the warm-up that were larger than every captured shape bucket."""
         self._micro_batches = config.training.gradient_accumulation_steps
         self._recomputed = () if config.training.recompute == "none" else RECOMPUTED_OPS
-        self._first_differs = self.gathers_in_forward or self._overwrites
+        self._first_differs = self.gathers_in_forward or self.weight_gradients is not None
         self._last_differs = self.reduction is not None
         run = super().forward_backward
         self._graphs = {

@@ -18,6 +18,7 @@ from bert.guards.interruption import Interruption
 from bert.guards.preflight import Inputs, batch_plan
 from bert.log.mllog import MLLog
 from bert.loop import Run
+from bert.model import BertForPreTraining
 from bert.parallel.mesh import Mesh, agreed_text, broadcast_
 from bert.reporting.intervals import Intervals, Stragglers
 from bert.reporting.reporter import Position, Reporter, Sink, StepLines, TensorBoard
@@ -201,14 +202,7 @@ def _initial_step(
     for parameter in initial.parameters():
         # All ranks start from rank 0's weights.
         broadcast_(parameter.data)
-    if mesh.pipeline > 1:
-        from bert.pipeline_step import PipelineStep  # PyTorch's pipelining takes seconds to import
-
-        step = PipelineStep(initial, config, mesh, stopwatch)
-    elif capturer is not None:
-        step = CapturedStep(initial, config, mesh, stopwatch, capturer)
-    else:
-        step = TrainingStep(initial, config, mesh, stopwatch)
+    step = build_step(initial, config, mesh, stopwatch, capturer)
     if mesh.world_size > 1:
         shape = f"{mesh}, " if mesh.tensor * mesh.pipeline > 1 else ""
         reduction = f"{shape}reduction: {step.reduction_choice}"
@@ -220,6 +214,20 @@ def _initial_step(
     torch.manual_seed(seed * mesh.world_size + mesh.rank)
     step.model.seed_dropout(seed * (mesh.world_size // mesh.pipeline) + mesh.dropout_stream)
     return step
+
+
+def build_step(
+    initial: BertForPreTraining, config: Config, mesh: Mesh, stopwatch: Stopwatch, capturer: CudaCapturer | None
+) -> TrainingStep:
+    """Build the kind of step that the run needs. All ranks must call this at the same time."""
+    if mesh.pipeline > 1:
+        # PyTorch's pipelining takes seconds to import, and imports Triton.
+        from bert.pipeline_step import PipelineStep
+
+        return PipelineStep(initial, config, mesh, stopwatch)
+    if capturer is not None:
+        return CapturedStep(initial, config, mesh, stopwatch, capturer)
+    return TrainingStep(initial, config, mesh, stopwatch)
 
 
 def _choose_implementations(step: TrainingStep, batches: Sequence[Batch], log: MLLog, *, is_captured: bool) -> None:

@@ -40,16 +40,15 @@ class TrainingStep:
             # One rank with PyTorch's products trains the initial model itself.
             self.model, self.flat = initial, FlatParameters.of(initial)
             self.optimizer, self.vectors = Lamb(self.flat, config.optimizer), WholeVectors(initial, self.flat)
-            self._weight_gradients = self.fp8 = self.reduction = self.gather = None
+            self.weight_gradients = self.fp8 = self.reduction = self.gather = None
             self.reduction_choice = ""
         else:
             parts = build_parts(initial, config, mesh, stopwatch)
             self.model, self.flat = parts.model, parts.flat
             self.optimizer, self.vectors = parts.optimizer, parts.vectors
-            self._weight_gradients, self.fp8 = parts.weight_gradients, parts.fp8
+            self.weight_gradients, self.fp8 = parts.weight_gradients, parts.fp8
             self.reduction, self.gather = parts.reduction, parts.gather
             self.reduction_choice = parts.reduction_choice
-        self._overwrites = bool(self.flat.segments.overwritten)
         # FP8 casts whole weights right after the update, and pipeline stages begin a step at different times.
         self.gathers_in_forward = self.gather is not None and self.fp8 is None and mesh.pipeline == 1
         self.statistics = Statistics(mesh)
@@ -79,8 +78,8 @@ class TrainingStep:
                 with self.stopwatch.waiting():  # for the weights that the forward pass needs to begin
                     self.gather.wait(1)
         with ExitStack() as around:
-            if self._weight_gradients is not None:
-                around.enter_context(self._weight_gradients.overwritten(is_first and self._overwrites))
+            if is_first and self.weight_gradients is not None:
+                around.enter_context(self.weight_gradients.overwritten())
             if self.reduction is not None:
                 around.enter_context(self.reduction.overlapped(is_last))
             with self.autocast():
@@ -156,7 +155,7 @@ class TrainingStep:
         return seconds
 
     def capture(self, shape_buckets: Sequence[ShapeBucket]) -> None:
-        """Capture the step, if it is one that runs as CUDA graphs."""
+        """Capture the step as CUDA graphs. A step that runs operator by operator does nothing here."""
 
     def restricted_ops(self) -> AbstractContextManager[None]:
         """Restrict ops, inside a ``with`` block, to implementations with which the step can run."""

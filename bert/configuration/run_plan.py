@@ -4,6 +4,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 
 from bert.configuration.config import Config, flattened
+from bert.configuration.config_file import option_of
 from bert.configuration.recipes import RECIPES
 from bert.configuration.sections import OptimizerConfig
 from bert.execution.phases import PHASES
@@ -50,9 +51,9 @@ class RunPlan:
 
     def arguments(self) -> list[str]:
         """Return the settings as command-line arguments. CUDA graphs are on unless there are pipeline stages."""
-        graphs = "cuda-graphs" if self.settings["parallel.pipeline"] == "1" else "no-cuda-graphs"
-        settings = (f"--{name.replace('_', '-')}={value}" for name, value in self.settings.items())
-        return [f"--training.{graphs}", *settings]
+        captured = str(self.settings["parallel.pipeline"] == "1")
+        settings = {"training.cuda_graphs": captured, **self.settings}
+        return [argument for each in settings.items() for argument in option_of(*each)]
 
     def require_settings(self, config: Config) -> None:
         """Raise ``ValueError`` if a setting of the configuration differs from the plan."""

@@ -182,7 +182,7 @@ class Fp8State:
             dense.refresh_()
 
     def calibration_(self) -> Iterator[None]:
-        """Find initial scales in a few rounds, in each of which the caller computes a loss and its gradients.
+        """Find initial scales in a few rounds. In each round, the caller computes a loss and its gradients.
 
         With a scale of 1, gradients of about 1e-7 vanish in E5M2. The residual stream still carries a gradient to every
         layer, so the first run yields the scales of FC2 and the attention output. The second run yields the scales of FC1

@@ -44,9 +44,9 @@ class WeightGradients:
         """Whether the backward pass overwrites gradients, as the first one of a step does."""
 
     @contextmanager
-    def overwritten(self, overwrite: bool) -> Iterator[None]:
-        """Run the backward pass in the body with this ``overwrite``: True for the first one of a step."""
-        self.overwrite = overwrite
+    def overwritten(self) -> Iterator[None]:
+        """Let the backward pass in the body overwrite gradients instead of adding to them."""
+        self.overwrite = True
         try:
             yield
         finally:

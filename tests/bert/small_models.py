@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bert.captured_step import CapturedStep
 from bert.checkpoints.initial_model import draw_model, initialize_
 from bert.configuration.config import Config
 from bert.configuration.recipes import tiny_cpu
@@ -19,6 +18,7 @@ from bert.parallel.mesh import Mesh
 from bert.products.fp8 import Fp8Scales, Fp8State
 from bert.products.fp8_layer import Fp8Products
 from bert.products.weight_gradients import WeightGradients
+from bert.setup import build_step
 from bert.step import TrainingStep
 from dataloading.batches.loader import Batch
 from tests.conftest import MAX_SEQ_LENGTH, VOCAB_SIZE
@@ -74,14 +74,7 @@ def step_on(
     whole: BertForPreTraining, config: Config, mesh: Mesh, capturer: CudaCapturer | None = None
 ) -> TrainingStep:
     """Build the kind of step that training uses."""
-    if capturer is not None:
-        return CapturedStep(whole, config, mesh, Stopwatch(), capturer)
-    if mesh.pipeline > 1:
-        # PyTorch's pipelining imports Triton, which tests/kernels must import with TRITON_INTERPRET.
-        from bert.pipeline_step import PipelineStep
-
-        return PipelineStep(whole, config, mesh, Stopwatch())
-    return TrainingStep(whole, config, mesh, Stopwatch())
+    return build_step(whole, config, mesh, Stopwatch(), capturer)
 
 
 def state_of(step: TrainingStep) -> dict[str, Tensor]:
