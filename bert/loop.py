@@ -5,6 +5,7 @@ import time
 from dataclasses import dataclass
 from typing import Literal
 
+from bert.checkpoints.trained import TrainedWeights
 from bert.checkpoints.writer import Checkpoints
 from bert.configuration.config import Config
 from bert.evaluation import Evaluator
@@ -36,11 +37,15 @@ class Run:
     step: TrainingStep
     evaluator: Evaluator
     checkpoints: Checkpoints
+    trained: TrainedWeights
     interruption: Interruption
 
 
 def train(run: Run) -> Status:
-    """Train and evaluate in turn until the target is reached, a limit is reached or a signal arrives."""
+    """Train and evaluate in turn until the target is reached, a limit is reached or a signal arrives.
+
+    Without a target, reaching the sample limit is a success.
+    """
     training, log, tracker = run.config.training, run.log, run.stopwatch.tracker
     at, status, accuracy = run.start, None, NAN
     run.reporter.begin()
@@ -82,8 +87,8 @@ def train(run: Run) -> Status:
         if status is None:
             accuracy = _evaluate(run, at)
             run.intervals.resume()
-            may_end = at.samples >= training.sample_limit or not run.config.evaluation.to_the_end
-            if may_end and accuracy >= run.config.evaluation.target:
+            target = run.config.evaluation.target
+            if accuracy >= target if target is not None else at.samples >= training.sample_limit:
                 status = "success"
         if status is not None:
             break
@@ -110,6 +115,7 @@ def _evaluate(run: Run, at: Position) -> float:
     run.reporter.write(
         EvaluationRecord(at.steps, at.samples, run.reporter.seconds, seconds, found.value, found.correct, found.count)
     )
+    run.trained.evaluated(at.samples, found.value)
     return found.value
 
 

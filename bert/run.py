@@ -21,7 +21,6 @@ from bert.checkpoints.training_state import (
     rebalance_batch,
     written_by,
 )
-from bert.checkpoints.weights import save_weights, text_metadata
 from bert.configuration.config import Config
 from bert.execution.cuda_graphs import CudaCapturer
 from bert.guards.data_guard import DataGuard
@@ -36,7 +35,6 @@ from bert.parallel.mesh import Mesh, agreed_integer, all_reduce_, barrier, join_
 from bert.parallel.watchdog.watchdog import FAULT_STATUS, Watchdog
 from bert.setup import build_run, captures, log_settings
 from console.program import complain, drop_lost_output, reason, say
-from console.version import commit
 
 _OWN_SIGNAL_S = 15.0
 """Maximum time in seconds between the signals that different elastic agents send to their ranks after one event."""
@@ -146,13 +144,7 @@ def _timed_run(config: Config, inputs: Inputs, mesh: Mesh, guard: DataGuard, int
         timed.loader.close()
         if isinstance(timed.step, CapturedStep):
             _note_uncaptured(timed.step.uncaptured_batches, mesh, log)
-        if config.save_checkpoint:
-            # All ranks must take part in the gathering, but only rank 0 writes the file.
-            model = timed.step.gather_whole_model()
-            metadata = {"recipe": config.recipe, "commit": commit()}
-            metadata |= text_metadata(inputs.vocabulary_sha256, inputs.normalization)
-            if mesh.is_main:
-                save_weights(model, config.save_checkpoint, metadata)
+        timed.trained.ended()
         if mesh.is_main:
             say(f"{status}: {inputs.result}" + (" (resumed: no timed result)" if resumed else ""))
     return status

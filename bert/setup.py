@@ -8,7 +8,9 @@ import torch
 
 from bert.captured_step import CapturedStep
 from bert.checkpoints.initial_model import first_model
+from bert.checkpoints.trained import TrainedWeights
 from bert.checkpoints.training_state import RunState, World, restore
+from bert.checkpoints.weights import text_metadata
 from bert.checkpoints.writer import Checkpoints
 from bert.configuration.config import Config
 from bert.evaluation import Evaluator
@@ -23,7 +25,7 @@ from bert.parallel.mesh import Mesh, agreed_text, broadcast_
 from bert.reporting.intervals import Intervals, Stragglers
 from bert.reporting.reporter import Position, Reporter, Sink, StepLines, TensorBoard
 from bert.step import TrainingStep
-from compliance.log.records import MetricsWriter, RunRecord
+from compliance.log.records import NAN, MetricsWriter, RunRecord
 from console.program import complain, say
 from console.text import clock
 from console.version import commit
@@ -90,7 +92,21 @@ def build_run(
         step=step,
         evaluator=evaluator,
         checkpoints=Checkpoints(config, inputs.train, mesh, seed, step, stopwatch.tracker, reporter, world),
+        trained=_trained_weights(config, inputs, mesh, step, is_resumed=resumed is not None),
         interruption=interruption,
+    )
+
+
+def _trained_weights(
+    config: Config, inputs: Inputs, mesh: Mesh, step: TrainingStep, *, is_resumed: bool
+) -> TrainedWeights:
+    return TrainedWeights(
+        config.save_checkpoint,
+        {"recipe": config.recipe, "commit": commit()} | text_metadata(inputs.vocabulary_sha256, inputs.normalization),
+        mesh,
+        step.gather_whole_model,
+        keeps_best=config.evaluation.target is None,
+        is_resumed=is_resumed,
     )
 
 
@@ -186,9 +202,10 @@ def log_settings(log: MLLog, config: Config, inputs: Inputs, mesh: Mesh, seed: i
         "opt_learning_rate_warmup_steps": optimizer.num_warmup_steps,
         "num_warmup_steps": optimizer.num_warmup_steps,
         "start_warmup_step": optimizer.start_warmup_step,
-        "quality_target": config.evaluation.target,
         "eval_interval_samples": inputs.schedule.interval,
     }
+    if config.evaluation.target is not None:
+        settings["quality_target"] = config.evaluation.target
     for key, value in settings.items():
         log.event(key, value)
 
@@ -255,7 +272,7 @@ def _reporter(
     run = RunRecord(
         recipe=config.recipe,
         system=config.log.system,
-        target=config.evaluation.target,
+        target=NAN if config.evaluation.target is None else config.evaluation.target,
         global_batch_size=config.training.global_batch_size,
         world_size=mesh.world_size,
         parameters=step.vectors.parameters,
@@ -264,7 +281,9 @@ def _reporter(
     )
     sinks: list[Sink] = [
         MetricsWriter(inputs.metrics, run),
-        StepLines([log.line, say], run.target, config.training.sample_limit, inputs.schedule, resumed_samples),
+        StepLines(
+            [log.line, say], config.evaluation.target, config.training.sample_limit, inputs.schedule, resumed_samples
+        ),
     ]
     if config.log.tensorboard is not None:
         sinks.append(TensorBoard(config.log.tensorboard / config.log.system / inputs.result.stem))

@@ -44,7 +44,8 @@ class Config:
     """Continue from the newest complete checkpoint in this folder, on any number of ranks. The new log is not a timed
     result."""
     save_checkpoint: Path | None = None
-    """Write the trained weights to this file (safetensors) after the run."""
+    """Write the trained weights to this file (safetensors): after the run or, without evaluation.target, after each
+    evaluation that is the best so far."""
     dry_run: bool = False
     """Check everything that can be checked before the run, then exit."""
 
@@ -77,7 +78,6 @@ class Config:
         division = "in the closed division: leave it out, or set log.division to open"
         for name, is_set in (
             ("evaluation.interval_samples", self.evaluation.interval_samples is not None),
-            ("evaluation.to_the_end", self.evaluation.to_the_end),
             ("resume", self.resume is not None),
         ):
             refuse(is_set, f"{name} is set {division}")

@@ -62,7 +62,7 @@ def own_text_cpu() -> Config:
             vocab=Path("data/own/vocab.txt"),
             initial_checkpoint=None,
         ),
-        evaluation=EvaluationConfig(target=0.01, to_the_end=True, interval_samples=4800, unknown_tokens=False),
+        evaluation=EvaluationConfig(target=None, interval_samples=4800, unknown_tokens=False),
         log=LogConfig(system="own_text_cpu", division="open"),
     )
 

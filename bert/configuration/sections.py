@@ -108,7 +108,7 @@ class TrainingConfig:
     global_batch_size: int
     """Number of sequences per optimizer step, summed over all ranks."""
     max_samples: int
-    """Number of training sequences after which a run ends as aborted if it has not reached the target."""
+    """Number of training sequences after which a run ends. It is then aborted if it has not reached the target."""
     max_steps: int | None = None
     """Like max_samples, but in optimizer steps. The limit that is reached first ends the run."""
     max_minutes: float | None = None
@@ -232,11 +232,9 @@ class ParallelConfig:
 class EvaluationConfig:
     """Target accuracy, and how often and how evaluations run."""
 
-    target: float = 0.720
-    """Masked-LM accuracy that ends the run as a success."""
-    to_the_end: bool = False
-    """Train on training.max_samples sequences even if the target is reached earlier. The last evaluation decides whether
-    the run is a success."""
+    target: float | None = 0.720
+    """Masked-LM accuracy that ends the run as a success. None: train on training.max_samples sequences, which is a success,
+    and let save_checkpoint keep the weights of the best evaluation."""
     interval_samples: int | None = None
     """Number of training samples between evaluations. None: the MLPerf formula for the global batch size."""
     batch_size: int = 64
@@ -246,7 +244,10 @@ class EvaluationConfig:
     of the text."""
 
     def __post_init__(self) -> None:
-        refuse(not 0 < self.target < 1, f"evaluation.target is {self.target}: expected a fraction between 0 and 1")
+        refuse(
+            self.target is not None and not 0 < self.target < 1,
+            f"evaluation.target is {self.target}: expected a fraction between 0 and 1, or None",
+        )
         _at_least(1, "evaluation.interval_samples", self.interval_samples)
         _at_least(1, "evaluation.batch_size", self.batch_size)
 

@@ -204,9 +204,9 @@ def _schedule(config: Config) -> EvaluationSchedule:
     schedule = EvaluationSchedule(interval, batch)
     # The last step may exceed the sample limit.
     end = -(-training.sample_limit // batch) * batch
-    if config.evaluation.to_the_end and schedule.samples(end // interval) != end:
+    if config.evaluation.target is None and schedule.samples(end // interval) != end:
         raise ValueError(
-            f"evaluation.to_the_end is set, but with evaluation.interval_samples {interval:,} no evaluation comes after the "
+            f"evaluation.target is None, but with evaluation.interval_samples {interval:,} no evaluation comes after the "
             f"last of {end:,} samples: choose a divisor of {end:,}"
         )
     return schedule

@@ -24,19 +24,20 @@ from compliance.log.records import (
     WarningRecord,
 )
 from compliance.log.schedule import EvaluationSchedule
-from console.text import clock_span, visible
+from console.text import clock, clock_span, visible
 
 
 @dataclass
 class StepLines:
     """Sink that describes each record in one line and calls every function in ``put`` with the line.
 
-    After ``max_samples`` samples, the run ends even if it has not reached the target. ``resumed_samples`` is the number of
-    samples trained before the run was resumed, which the run's time does not include.
+    After ``max_samples`` samples, the run ends even if it has not reached the target. Without a ``target``, it ends only
+    then. ``resumed_samples`` is the number of samples trained before the run was resumed, which the run's time does not
+    include.
     """
 
     put: Sequence[Callable[[str], None]]
-    target: float
+    target: float | None
     max_samples: int
     schedule: EvaluationSchedule
     resumed_samples: int = 0
@@ -44,13 +45,15 @@ class StepLines:
 
     @property
     def eta(self) -> str:
-        """Time left until the target is reached: a range if the accuracy is rising, otherwise an upper bound."""
+        """Time left: until the end or, with a target, a range if the accuracy is rising, and otherwise an upper bound."""
         steps = self.records.steps
         # There is no rate before this run has trained any samples.
         if not steps or steps[-1].samples == self.resumed_samples:
             return "-"
         samples = steps[-1].samples
         rate = (samples - self.resumed_samples) / steps[-1].time_s
+        if self.target is None:
+            return clock(max(0, self.max_samples - samples) / rate)
         curve = [(evaluation.samples, evaluation.masked_lm_accuracy) for evaluation in self.records.evaluations]
         found = forecast(curve, self.target, self.schedule, None)
         return clock_span(*time_left(found, self.schedule, samples, rate, self.max_samples))
@@ -74,9 +77,11 @@ class StepLines:
                 f"lr {record.learning_rate:.2e}  eta {self.eta}{skipped}"
             )
         if isinstance(record, EvaluationRecord):
+            best = max(evaluation.masked_lm_accuracy for evaluation in self.records.evaluations)
+            aim = f"best {best:.4f}" if self.target is None else f"target {self.target:.4f}"
             return (
                 f"eval {record.step:>6}  samples {record.samples:>9}  accuracy {record.masked_lm_accuracy:.4f} "
-                f"({record.correct}/{record.count})  target {self.target:.4f}  {record.eval_s:.2f} s"
+                f"({record.correct}/{record.count})  {aim}  {record.eval_s:.2f} s"
             )
         if isinstance(record, WarningRecord):
             # The text may contain names of hosts and files, which may contain control characters.

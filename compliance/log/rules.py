@@ -257,7 +257,8 @@ _RULES = (
     _setting("num_warmup_steps", STEPS),
     # This step may be negative, because some reference convergence points start warm-up before the first step.
     _setting("start_warmup_step", STEP),
-    _setting("quality_target", FRACTION, "TR 24.2", closed=NONE),
+    # Runs of the open division may have no target.
+    _setting("quality_target", FRACTION, "TR 24.2", closed=NONE, written=False),
     _setting("eval_interval_samples", POSITIVE_INTEGER, "TR 24.4", closed=NONE),
     _optional("opt_name", TEXT),
     _optional("opt_gradient_clip_norm", POSITIVE),

@@ -81,8 +81,8 @@ def test_without_data_nothing_follows_and_the_check_names_them(tmp_path: Path) -
 
 @pytest.mark.slow
 def test_a_run_trains_to_the_end_and_has_succeeded(own: Path, tmp_path: Path) -> None:
-    """A run with this recipe trains on all samples even if it reaches its target earlier, and then succeeds."""
-    settings = "--training.max-samples=160", "--evaluation.target=0.001", "--training.seed=1"
+    """A run with this recipe has no target. It trains on all samples, which is a success."""
+    settings = "--training.max-samples=160", "--training.seed=1"
     saved = tmp_path / "weights.safetensors"
     run = Program("bert.train", arguments(own, *settings, f"--log.results={tmp_path}", f"--save-checkpoint={saved}"))
     assert run.wait(PATIENCE_S) == 0, run.output

@@ -48,7 +48,6 @@ def test_settings_are_changed_by_name() -> None:
         ("tiny_cpu --log.division closed", "evaluation.interval_samples"),
         ("tiny_cpu --log.division closed --evaluation.interval-samples None", "evaluation.target"),
         ("dgxa100_1x8 --model.hidden-dropout 0", "model.hidden_dropout is 0.0, expected 0.1"),
-        ("h100_1x1 --evaluation.to-the-end", "evaluation.to_the_end is set in the closed division"),
         ("h100_1x1 --evaluation.no-unknown-tokens", "evaluation.unknown_tokens is off in the closed division"),
         ("tiny_cpu --log.system a/b", "log.system"),
         ("tiny_cpu --training.precision bf16", "training.precision"),

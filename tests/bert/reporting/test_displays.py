@@ -32,7 +32,8 @@ END = EndRecord(status="success", time_s=65.0, samples=640, masked_lm_accuracy=0
 
 
 def display(*records: StepRecord | EvaluationRecord, **settings: Any) -> StepLines:
-    made = StepLines([], target=0.4, max_samples=6400, schedule=EvaluationSchedule(640, 32), **settings)
+    schedule = EvaluationSchedule(640, 32)
+    made = StepLines([], **({"target": 0.4, "max_samples": 6400, "schedule": schedule} | settings))
     for record in records:
         made.write(record)
     return made
@@ -66,5 +67,6 @@ def test_time_left_is_a_range_once_there_is_a_curve_and_counts_the_samples_of_th
     assert display(*rising[:3], later).eta == "at most 0:38"
     assert display(*rising, later).eta == "0:06 to 0:38"
     assert display(*rising, replace(later, samples=6400, time_s=64.0)).eta == "0:00 to 0:00"
+    assert display(*rising, later, target=None).eta == "0:38"  # without a target, the run ends at its end
     flat = [replace(evaluation, masked_lm_accuracy=0.1) for evaluation in rising]
     assert display(*flat, later).eta == "at most 0:38"

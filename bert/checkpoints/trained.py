@@ -1,0 +1,64 @@
+"""The weights that a run leaves behind, in the file that save_checkpoint names."""
+
+import json
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
+
+from bert.checkpoints.weights import read_header, save_weights
+from bert.model import BertForPreTraining
+from bert.parallel.mesh import Mesh, agreed_text
+
+_ACCURACY, _SAMPLES = "masked_lm_accuracy", "samples"
+"""Keys in the file's metadata: accuracy of the weights on the evaluation set, and sequences trained before them."""
+
+
+class TrainedWeights:
+    """Writer of a run's weights: those at its end or, if it ``keeps_best``, those of its best evaluation.
+
+    All ranks must call the methods at the same time. ``gather`` returns the whole model, and is a collective. If
+    ``is_resumed``, a file that an earlier part of the run has written is replaced only by better weights.
+    """
+
+    def __init__(
+        self,
+        path: Path | None,
+        metadata: Mapping[str, str],
+        mesh: Mesh,
+        gather: Callable[[], BertForPreTraining],
+        *,
+        keeps_best: bool,
+        is_resumed: bool,
+    ) -> None:
+        self._path, self._metadata, self._mesh, self._gather = path, metadata, mesh, gather
+        self._keeps_best = keeps_best
+        self._best = -1.0
+        if path is not None and keeps_best and is_resumed:
+            # Only rank 0 writes the file, and perhaps only rank 0 sees it.
+            self._best = json.loads(agreed_text(json.dumps(_accuracy_of(path)) if mesh.is_main else "", mesh))
+
+    def evaluated(self, samples: int, accuracy: float) -> None:
+        """Write the weights if the run keeps its best weights, and these are better than all before."""
+        if self._keeps_best and accuracy > self._best:
+            self._best = accuracy
+            self._write({_ACCURACY: f"{accuracy:.9g}", _SAMPLES: str(samples)})
+
+    def ended(self) -> None:
+        """Write the weights at the end of a run, unless the file already has those of its best evaluation."""
+        if self._best < 0:
+            self._write({})
+
+    def _write(self, more: Mapping[str, str]) -> None:
+        if self._path is None:
+            return
+        # All ranks must take part in the gathering, but only rank 0 writes the file.
+        model = self._gather()
+        if self._mesh.is_main:
+            save_weights(model, self._path, {**self._metadata, **more})
+
+
+def _accuracy_of(path: Path) -> float:
+    """Return the accuracy that the file of an earlier part of the run states, or -1."""
+    with suppress(ValueError):
+        return float(read_header(path)[1].get(_ACCURACY, -1))
+    return -1.0
