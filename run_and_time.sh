@@ -6,11 +6,10 @@
 # RECIPE (default: tiny_cpu) is a recipe of bert/configuration/recipes.py, and RUNS (default: 1) is the number of runs. The
 # settings of the recipe follow after "--"; ./run_and_time.sh RECIPE 1 -- --help lists them. Relative paths start at the
 # repository's root. --help prints this text, and --version prints the version and the commit.
-# Environment: NPROC, the number of processes on a node (default: the plan's number; one per GPU; for tiny_cpu two, or one on a
-# single core). OMP_NUM_THREADS, the threads of each process (default: cores / NPROC, for tiny_cpu at most 2). If neither is set,
-# a run on one node uses what `python -m cluster tune RECIPE` has found to be faster, unless TUNED=0. PYTHON, the interpreter
-# that creates .venv. CLEAR_CACHES=0 keeps the page cache; otherwise it is emptied if possible, as the benchmark's rules ask.
-# BIND=off does not bind processes to the cores nearest to their GPUs.
+# Environment: NPROC, the number of processes on a node (default: the plan's number; one per GPU; for a small model on a CPU two,
+# or one on a single core). OMP_NUM_THREADS, the threads of each process (default: cores / NPROC, for a small model on a CPU at
+# most 2). PYTHON, the interpreter that creates .venv. CLEAR_CACHES=0 keeps the page cache; otherwise it is emptied if possible,
+# as the benchmark's rules ask. BIND=off does not bind processes to the cores nearest to their GPUs.
 # For several nodes, run this command on each, with torchrun's NNODES, NODE_RANK, MASTER_ADDR and MASTER_PORT and a shared
 # results/. Started by a launcher (torchrun, srun with MASTER_ADDR, mpirun), this is one process of a single run. Launchers call
 # ./run_and_time.sh --prepare RECIPE [-- settings] before their runs and ./run_and_time.sh --verdict RESULT_FILE... afterwards.

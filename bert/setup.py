@@ -13,6 +13,7 @@ from bert.checkpoints.training_state import RunState, World, restore
 from bert.checkpoints.weights import text_metadata
 from bert.checkpoints.writer import Checkpoints
 from bert.configuration.config import Config
+from bert.derived_settings import EVALUATION_COST
 from bert.evaluation import Evaluator
 from bert.execution.cuda_graphs import CudaCapturer, replay_of
 from bert.execution.stopwatch import DeviceStopwatch, Stopwatch
@@ -27,7 +28,7 @@ from bert.reporting.reporter import Position, Reporter, Sink, StepLines, TensorB
 from bert.step import TrainingStep
 from compliance.log.records import NAN, MetricsWriter, RunRecord
 from console.program import complain, say
-from console.text import clock
+from console.text import clock, counted
 from console.version import commit
 from dataloading.batches.loader import Batch, Loader, batch_of, shape_bucket_of
 from dataloading.batches.loader_choice import choose_loader
@@ -71,9 +72,7 @@ def build_run(
         start, skipped = Position(resumed.step, resumed.samples), resumed.step - resumed.optimizer_steps
     # On a GPU, the time of a step is not known yet, because the host only launches the steps.
     if mesh.is_main and mesh.device.type == "cpu" and step_seconds:
-        batch = config.training.global_batch_size
-        steps = -(-(config.training.sample_limit - start.samples) // batch)
-        say(f"at most {steps:,} steps of {batch} sequences: about {clock(steps * step_seconds)} and the evaluations")
+        say(_announcement(config, inputs, start.samples, step_seconds))
     log.weights_initialization(config.model.num_hidden_layers)
     loader = build_loader(config, inputs.train, mesh, seed, shape_buckets, start.steps, log)
     # Create the reporter late, because nobody would close it if an earlier statement raised an error.
@@ -95,6 +94,17 @@ def build_run(
         trained=_trained_weights(config, inputs, mesh, step, is_resumed=resumed is not None),
         interruption=interruption,
     )
+
+
+def _announcement(config: Config, inputs: Inputs, done: int, step_seconds: float) -> str:
+    """Describe the rest of a run of which ``done`` samples are trained: its steps, evaluations and time."""
+    batch, held_out, schedule = config.training.global_batch_size, len(inputs.evaluation), inputs.schedule
+    steps = -(-(config.training.sample_limit - done) // batch)
+    evaluations = (done + steps * batch) // schedule.interval - schedule.index_after(done + 1) + 1
+    seconds = step_seconds * (steps + EVALUATION_COST * evaluations * held_out / batch)
+    most = "" if config.evaluation.target is None else "at most "
+    work = f"{counted(steps, 'step')} of {batch} sequences, {counted(evaluations, 'evaluation')} of {held_out:,}"
+    return f"{most}{work}: about {clock(seconds)}"
 
 
 def _trained_weights(

@@ -24,8 +24,8 @@ from bert.configuration.config import Config, flattened
 from bert.configuration.config_file import arguments_of, setting_names
 from bert.configuration.recipes import RECIPES, described
 from bert.configuration.run_plan import read_plan
+from bert.derived_settings import FOLLOWING
 from bert.guards.interruption import Interrupted
-from bert.own_text import FOLLOWING
 from bert.parallel.environment import CLAIM, Launch
 from console.interruption import end_in_order, ignore_signals, reader_has_gone
 from console.program import accept_any_text, answer_version, bound, complain, parsed, say, say_document, unknown_option

@@ -4,13 +4,12 @@ import re
 import shlex
 import sys
 from pathlib import Path
-from typing import Annotated
 
-from tyro.conf import FlagCreatePairsOff, Positional, arg
+from tyro.conf import FlagCreatePairsOff, Positional
 
 from bert.configuration.config import Config
 from bert.configuration.recipes import RECIPES
-from bert.own_text import FOLLOWING
+from bert.derived_settings import FOLLOWING
 from console.commands import Commands
 from console.interruption import end_in_order
 from console.program import say, say_json
@@ -226,24 +225,6 @@ def _recipe_named(name: str) -> Config:
     if name in FOLLOWING:
         raise ValueError(f"{name} derives its settings from its data when it starts: there is nothing to plan")
     return RECIPES[name]()
-
-
-@app.command(name="tune")
-def _tune(
-    recipe: Annotated[Positional[str], arg(metavar="RECIPE")],
-    settings: Annotated[Positional[tuple[str, ...]], arg(metavar="-- SETTINGS")] = (),
-    seconds: float = 120.0,
-) -> None:
-    """Measure how many processes and threads train a recipe fastest on this machine. ./run_and_time.sh then uses the result.
-
-    Args:
-        recipe: Recipe to tune, such as tiny_cpu.
-        settings: Settings of the recipe, as in a run, after "--".
-        seconds: Approximate duration.
-    """
-    from cluster.tune import tune
-
-    tune(recipe, settings, seconds)
 
 
 @app.command(name="scale")

@@ -116,17 +116,21 @@ def wikipedia(
 
 
 @app.command
-def from_text(out: Path, own: Annotated[OwnText, tyro.conf.arg(name=""), tyro.conf.OmitArgPrefixes]) -> None:
+def from_text(
+    text: tuple[Path, ...], out: Path, own: Annotated[OwnText, tyro.conf.arg(name=""), tyro.conf.OmitArgPrefixes]
+) -> None:
     """Make a training set, an evaluation set and a vocabulary from your own text, for the recipe own_text_cpu.
 
     Args:
+        text: Files of UTF-8 text with an empty line between documents, folders of such files, or patterns
+            ("texts/**/*.txt").
         out: Folder to make, for train, evaluation and vocab.txt.
-        own: The text and its settings.
+        own: Settings.
     """
     from dataloading.dataset.folder import open_dataset
     from dataloading.preparation.own_text import write_own_text
 
-    made = write_own_text(own, out)
+    made = write_own_text(text, own, out)
     if made.split.repeated:
         say(f"{made.split.repeated:,} documents that repeat other documents left out")
     for name, documents in (("train", made.split.train), ("evaluation", made.split.evaluation)):

@@ -45,10 +45,6 @@ for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIG
     if signal.getsignal(number) is signal.SIG_IGN:
         signal.signal(number, handler)
 
-# Use an empty cache, because a developer's saved choices and measurements would affect the tests.
-CACHE = tempfile.TemporaryDirectory(prefix="mlperf-bert-tests-", ignore_cleanup_errors=True)
-os.environ["MLPERF_BERT_CACHE"] = CACHE.name
-
 SLOW_ROOMS = ("e2e", "distributed", "benchmarks", "kernels/triton", "convergence")
 """Test folders in which all tests are slow, the slowest first."""
 TRIES = 3

@@ -50,7 +50,7 @@ def tiny_cpu() -> Config:
 def own_text_cpu() -> Config:
     """The model of tiny_cpu on your own text.
 
-    Settings that are not given are derived from the text (``own_text.py``, docs/own_text.md).
+    Settings that are not given are derived from the text (``derived_settings.py``, docs/own_text.md).
     """
     tiny = tiny_cpu()
     return replace(

@@ -114,8 +114,7 @@ def _start(order: Order, supervisor: Supervisor) -> int:
         if prepares:
             return ANSWERED
         raise
-    file, _ = without_option("--config", order.arguments)
-    layout = layout_of(config, takes_tuned=nodes.count == 1 and not prepares, reads_file=file is not None)
+    layout = layout_of(config)
     if config.log.tensorboard is not None:
         _install("tensorboard", supervisor)
     if config.recipe == "tiny_cpu":

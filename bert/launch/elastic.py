@@ -47,7 +47,7 @@ def join(hosts: str, place: str, arguments: Sequence[str]) -> NoReturn:
     folder = config.checkpoint.folder
     if folder is None:
         raise ValueError("a run goes on from its checkpoints: set --checkpoint.folder to a folder that all hosts see")
-    layout = layout_of(config, takes_tuned=False, reads_file=False)
+    layout = layout_of(config)
     options = {
         "nnodes": hosts,
         "nproc-per-node": layout.processes,

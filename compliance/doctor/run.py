@@ -98,7 +98,7 @@ def lay_out(intended: IntendedRun, host: ExaminedHost, gpus_here: int) -> Examin
     nodes = intended.nodes or _count(host, "NNODES") or _count(host, "SLURM_JOB_NUM_NODES") or (shape or (1,))[0]
     settings = _ask_recipe(intended.recipe, host) if intended.recipe else {}
     # Count processes as `bert.launch.layout` does, which this package must not import.
-    on_cpu = 2 if intended.recipe == "tiny_cpu" and len(os.sched_getaffinity(0)) > 1 else 1
+    on_cpu = 2 if intended.recipe in ("tiny_cpu", "own_text_cpu") and len(os.sched_getaffinity(0)) > 1 else 1
     per_node = shape[1] if shape else on_cpu if settings.get("training.device") == "cpu" else gpus_here
     return ExaminedRun(intended, settings, nodes, max(1, _count(host, "NPROC") or per_node))
 

@@ -3,11 +3,14 @@
 import glob
 import hashlib
 import json
+import math
 import string
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import accumulate, chain, groupby
 from pathlib import Path
+
+import numpy as np
 
 from console.files import sha256_of, write_atomically
 from dataloading.dataset.folder import Dataset, index_shards, new_folder, shard_name
@@ -26,6 +29,12 @@ FEWEST_DOCUMENTS = 20
 """Smallest number of documents that gives a meaningful evaluation set."""
 
 _FEWEST_HELD_OUT = 5
+_EVALUATED_TOKENS = 10_000
+"""Masked tokens in the evaluation set if the held-out text is long enough. The standard error of an accuracy is then at most
+0.5 %, and a run spends little time on its evaluations."""
+_MOST_PASSES = 10
+"""Passes over a short held-out text, each with other masks."""
+_CHARACTERS_PER_TOKEN = 4
 _SHARD_CHARACTERS = 27 << 20
 """Characters of text per shard, as in a part of the benchmark's text. A shard takes 30 bytes of memory per character."""
 
@@ -57,12 +66,14 @@ class OwnData:
     normalization: FoundNormalization
 
 
-def write_own_text(own: OwnText, out: Path) -> OwnData:
-    """Write ``out/train``, ``out/evaluation``, ``out/vocab.txt`` and the normalization in ``out/tokenizer_config.json``.
+def write_own_text(places: Sequence[Path], own: OwnText, out: Path) -> OwnData:
+    """Make data sets from the text in ``places`` (files, folders and patterns).
+
+    Write ``out/train``, ``out/evaluation``, ``out/vocab.txt`` and the normalization in ``out/tokenizer_config.json``.
 
     ``out`` appears complete or not at all. Raises ``ValueError`` if more than half of the text would be lost.
     """
-    texts = text_files(own.text)
+    texts = text_files(places)
     split = split_documents(_documents(texts, own), own.evaluation_share)
     with new_folder(out) as aside:
         # Learn the vocabulary from the training text alone, so that held-out documents stay unseen.
@@ -74,7 +85,7 @@ def write_own_text(own: OwnText, out: Path) -> OwnData:
         sources = {path.as_posix(): sha256_of(path) for path in texts}
         for name, documents, repeated, dupes, seed in (
             ("train", split.train, split.repeated, own.dupe_factor, own.seed),
-            ("evaluation", split.evaluation, 0, 2, own.seed + _SEED_OF_EVALUATION),
+            ("evaluation", split.evaluation, 0, _passes(split.evaluation), own.seed + _SEED_OF_EVALUATION),
         ):
             options = PretrainingOptions(
                 max_seq_length=own.max_seq_length,
@@ -83,7 +94,8 @@ def write_own_text(own: OwnText, out: Path) -> OwnData:
                 random_seed=seed,
                 **normalization,
             )
-            dataset = _write(aside / name, documents, repeated, tokenizer, options, sources)
+            most = _EVALUATED_TOKENS if name == "evaluation" else None
+            dataset = _write(aside / name, documents, repeated, tokenizer, options, sources, most)
             if not own.accept_losses:
                 dataset.info.text.require_enough(out / name)
     return OwnData(split, vocabulary, found)
@@ -92,8 +104,10 @@ def write_own_text(own: OwnText, out: Path) -> OwnData:
 def text_files(places: Sequence[Path]) -> list[Path]:
     """Return the files that ``places`` (files, folders and patterns) name, each once. Skips hidden files in folders.
 
-    Raises ``ValueError`` if one of the places names no file.
+    Raises ``ValueError`` if there are no places, or if one of them names no file.
     """
+    if not places:
+        raise ValueError("--text names no file; expected one or more")
     found: dict[Path, None] = {}
     for place in places:
         if place.is_dir():
@@ -130,6 +144,13 @@ def split_documents(documents: Sequence[Document], share: float) -> TextSplit:
     )
 
 
+def _passes(held_out: list[Document]) -> int:
+    """Return the number of passes over held-out text that make about enough masked tokens."""
+    characters = sum(len(sentence) for document in held_out for sentence in document)
+    masked = PretrainingOptions.masked_lm_prob * characters / _CHARACTERS_PER_TOKEN
+    return max(1, min(_MOST_PASSES, math.ceil(_EVALUATED_TOKENS / max(masked, 1))))
+
+
 def _documents(paths: Sequence[Path], own: OwnText) -> list[Document]:
     split, texts = sentence_splitter("plain"), read_lines(paths)
     found = [divide_lines(lines, _INVISIBLE) for lines in texts]
@@ -159,7 +180,9 @@ def _write(
     tokenizer: Tokenizer,
     options: PretrainingOptions,
     sources: dict[str, str],
+    most_masked: int | None,
 ) -> Dataset:
+    """Write a data set. Of its samples, take only as many as have ``most_masked`` masked tokens."""
     info = samples_info(tokenizer.vocabulary, options, sources)
     folder.mkdir()
     calls = _calls(documents)
@@ -168,6 +191,10 @@ def _write(
     for name, some in zip(names, calls, strict=True):
         # Two sentences fill a sample. Longer sentences are cut, because their ends would be lost.
         samples, counts = samples_of(some, tokenizer, options, max(1, (options.max_seq_length - 3) // 2))
+        if most_masked is not None:
+            # The samples of a call are in random order.
+            enough = np.searchsorted(samples.masked_lm_offsets, most_masked / len(calls), side="right") - 1
+            samples = samples.take(np.arange(enough))
         write_shard(folder / name, samples, replace(info, text=counts))
         text += counts
     return index_shards(folder, names, replace(info, text=text))

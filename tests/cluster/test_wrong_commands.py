@@ -21,9 +21,6 @@ import pytest
         ("predict --accelerator H100 --round 3", "v3.1"),
         ("probe --out no/such/cluster.json", "no/such/cluster.json cannot be written"),
         ("probe --out cluster.json --seconds 0", "--seconds is 0 and --limit is 60, expected at least 1"),
-        ("tune", "RECIPE"),
-        ("tune tiny_gpu", "unknown recipe 'tiny_gpu'"),
-        ("tune tiny_cpu --seconds nan", "--seconds is nan, expected 10 to 86,400"),
     ],
 )
 def test_a_wrong_command_line_is_refused(

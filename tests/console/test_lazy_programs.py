@@ -14,7 +14,7 @@ COMPLIANCE = "check report summary system convergence doctor package watch"
 COMMANDS = {  # run with --help unless they have an option; "" stands for no command
     "dataloading": ("", *DATALOADING.split()),
     "compliance": ("", *COMPLIANCE.split()),
-    "cluster": ("", "devices", "predict", "calibrate", "probe", "show", "tune", "whatif"),
+    "cluster": ("", "devices", "predict", "calibrate", "probe", "show", "whatif"),
     "bert.convert": ("",),
     "bert.train": ("", "tiny_cpu", "tiny_cpu --print-config"),
     "bert.evaluate": ("", "tiny_cpu"),

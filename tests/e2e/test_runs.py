@@ -1,4 +1,4 @@
-"""``run_and_time.sh`` on one node: two runs at once, missing GPUs, binding to cores, and tuned settings."""
+"""``run_and_time.sh`` on one node: two runs at once, missing GPUs, and binding to cores."""
 
 import os
 import re
@@ -8,8 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from bert.launch.layout import Layout, keep
-from bert.train import parse
 from tests.conftest import SmallRun
 from tests.e2e.test_scripts import REACHED_AT_ONCE, SHORT, begin, start
 from tests.programs import PATIENCE_S
@@ -72,26 +70,3 @@ def test_ranks_are_bound_where_there_are_gpus(checkout: Path, tmp_path: Path, sm
     finally:
         module.write_text(original)
     assert sorted((tmp_path / "bound").read_text().splitlines()) == ["0 of 2", "1 of 2"]
-
-
-def test_what_was_tuned_is_used_unless_something_is_set(
-    checkout: Path, tmp_path: Path, small_run: SmallRun, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Save a choice that differs from the defaults. ``tests/e2e/docs`` tests the search for the fastest choice."""
-    monkeypatch.setenv("MLPERF_BERT_CACHE", str(tmp_path / "cache"))
-    recipe, *settings = small_run.arguments(tmp_path / "results", evaluation__target=0.001)
-    config = parse([recipe, *settings])
-    keep(config, Layout(1, 1))
-    script, told = checkout / "run_and_time.sh", "1 process(es) x 1 thread(s)"
-    done = start(script, recipe, "1", "--", *settings, cwd=tmp_path)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert f"==> tuned on this machine: {told}\n" in done.stdout
-    log = (tmp_path / "results/tiny_cpu/bert/result_0.txt").read_text()
-    assert "# processes: 1 x 1 threads, data 1 x tensor 1\n" in log
-    for env, said in (
-        ({"NPROC": "2"}, [f"==> tuned on this machine is {told}: not used, as NPROC is set"]),
-        ({"TUNED": "0"}, []),
-    ):
-        done = start(script, recipe, "1", "--", *settings, "--dry-run", cwd=tmp_path, **env)
-        assert done.returncode == 0, done.stdout + done.stderr
-        assert [line for line in done.stdout.splitlines() if line.startswith("==> tuned")] == said

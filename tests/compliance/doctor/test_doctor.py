@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from bert.launch.layout import default_layout
+from bert.launch.layout import layout_of
 from bert.train import parse
 from compliance.doctor.diagnosis import Diagnosis
 from compliance.doctor.examination import examine, print_diagnoses
@@ -99,7 +99,7 @@ def test_the_recipes_of_this_repository_can_be_asked_for(tmp_path: Path) -> None
     settings = [plan.settings[name] for name in ("training.global_batch_size", "log.division")]
     assert settings == ["3072", "closed"]
     for recipe in ("tiny_cpu", "own_text_cpu"):
-        ranks = default_layout(parse([recipe])).processes
+        ranks = layout_of(parse([recipe])).processes
         assert lay_out(IntendedRun(recipe), ExaminedHost(environment={}), 0).ranks == ranks
     for intended, words in (
         (IntendedRun("nope"), r"--recipe nope: unknown recipe 'nope': expected one of tiny_cpu, .*dgxa100_128x8"),

@@ -57,7 +57,7 @@ def test_folders_and_patterns_name_their_files_once(tmp_path: Path) -> None:
 
 def test_both_sets_and_their_vocabulary(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(own_text, "_SHARD_CHARACTERS", 5000)
-    split = write_own_text(OwnText((text,), vocab_size=90), tmp_path / "out").split
+    split = write_own_text((text,), OwnText(vocab_size=90), tmp_path / "out").split
     vocabulary = Vocabulary.from_file(tmp_path / "out" / "vocab.txt")
     assert vocabulary.size == 90
     assert not vocabulary.cased
@@ -69,7 +69,7 @@ def test_both_sets_and_their_vocabulary(text: Path, tmp_path: Path, monkeypatch:
         assert list(dataset.info.sources) == [text.as_posix()]
         assert len(dataset) >= len(documents)
         assert len(dataset.shards) == -(-sum(len(part) for each in documents for part in each) // 5000)
-    again = write_own_text(OwnText((text,), vocab_size=90), tmp_path / "again").split
+    again = write_own_text((text,), OwnText(vocab_size=90), tmp_path / "again").split
     assert again == split
     shards = [path.relative_to(tmp_path / "out") for path in (tmp_path / "out").rglob("part_*")]
     for name in (*shards, "vocab.txt"):
@@ -77,7 +77,7 @@ def test_both_sets_and_their_vocabulary(text: Path, tmp_path: Path, monkeypatch:
 
 
 def test_a_vocabulary_is_smaller_than_requested_if_the_text_has_too_few_tokens(text: Path, tmp_path: Path) -> None:
-    write_own_text(OwnText((text,), vocab_size=50_000, cased=True), tmp_path / "out")
+    write_own_text((text,), OwnText(vocab_size=50_000, cased=True), tmp_path / "out")
     vocabulary = Vocabulary.from_file(tmp_path / "out" / "vocab.txt")
     assert vocabulary.size < 2000
     assert vocabulary.cased
@@ -97,18 +97,18 @@ def test_a_vocabulary_that_is_given(text: Path, tmp_path: Path, form: str) -> No
     else:
         (model / "vocab.txt").write_text("\n".join(tokens))
     given = model / "vocab.txt" if form == "file" else model
-    write_own_text(OwnText((text,), vocab=given, accept_losses=True), tmp_path / "out")
+    write_own_text((text,), OwnText(vocab=given, accept_losses=True), tmp_path / "out")
     assert Vocabulary.from_file(tmp_path / "out" / "vocab.txt").tokens == tuple(tokens)
     assert open_dataset(tmp_path / "out" / "train").info.options["do_lower_case"] is False  # "Capital" is a token
 
 
 def test_each_file_is_a_document_where_paragraphs_have_empty_lines_between_them(tmp_path: Path) -> None:
     texts = [write_text(tmp_path / f"{number}.txt", [document(number), document(500 + number)]) for number in range(30)]
-    split = write_own_text(OwnText(tuple(texts), vocab_size=90, documents="files"), tmp_path / "files").split
+    split = write_own_text(texts, OwnText(vocab_size=90, documents="files"), tmp_path / "files").split
     assert sorted(split.train + split.evaluation) == sorted(
         [part for paragraph in (document(number), document(500 + number)) for part in paragraph] for number in range(30)
     )
-    split = write_own_text(OwnText(tuple(texts), vocab_size=90), tmp_path / "paragraphs").split
+    split = write_own_text(texts, OwnText(vocab_size=90), tmp_path / "paragraphs").split
     assert len(split.train) + len(split.evaluation) == 60
 
 
@@ -116,11 +116,22 @@ def test_lines_are_split_into_sentences(tmp_path: Path) -> None:
     long = " ".join(f"w{index}" for index in range(150))
     documents = [["First here. Second there", long], *(document(number) for number in range(30))]
     split = write_own_text(
-        OwnText((write_text(tmp_path / "text.txt", documents),), vocab_size=120), tmp_path / "out"
+        (write_text(tmp_path / "text.txt", documents),), OwnText(vocab_size=120), tmp_path / "out"
     ).split
     (found,) = [each for each in split.train + split.evaluation if each[0] == "First here."]
     assert found[1] == "Second there"
     assert found[2:] == [long]
+
+
+@pytest.mark.parametrize(("documents", "least"), [(30, 1000), (1200, 9900)])
+def test_held_out_text_is_evaluated_on_enough_masked_tokens_and_not_on_more(
+    documents: int, least: int, tmp_path: Path
+) -> None:
+    """Short held-out text is used several times, with other masks, and of long text only a part is evaluated."""
+    text = write_text(tmp_path / "text.txt", [document(number) * 3 for number in range(documents)])
+    write_own_text((text,), OwnText(vocab_size=120, evaluation_share=0.5, dupe_factor=1), tmp_path / "out")
+    dataset = open_dataset(tmp_path / "out" / "evaluation")
+    assert least <= dataset.masked_counts.sum() <= 10_000
 
 
 @pytest.mark.parametrize(
@@ -144,7 +155,7 @@ def test_a_mistake_is_named_and_leaves_nothing(
     (tmp_path / "empty").mkdir()
     write_text(tmp_path / "few.txt", [document(number) for number in range(3)])
     before = sorted(tmp_path.iterdir())
-    own: dict[str, Any] = {"text": (text,)}
+    places = settings.pop("text", (text,))
     with pytest.raises(ValueError, match=message):
-        write_own_text(OwnText(**(own | settings)), tmp_path / "out")
+        write_own_text(places, OwnText(**settings), tmp_path / "out")
     assert sorted(tmp_path.iterdir()) == before

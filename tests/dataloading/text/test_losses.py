@@ -185,7 +185,7 @@ def test_long_lines_without_spaces_lose_nothing(tmp_path: Path) -> None:
     text, vocab = tmp_path / "text.txt", tmp_path / "vocab.txt"
     text.write_text("\n\n".join(paragraphs), encoding="utf-8")
     vocab.write_text("\n".join([*SPECIAL, *ideographs]), encoding="utf-8")
-    write_own_text(OwnText((text,), vocab=vocab, max_seq_length=64), tmp_path / "out")
+    write_own_text((text,), OwnText(vocab=vocab, max_seq_length=64), tmp_path / "out")
     dataset = open_dataset(tmp_path / "out" / "train")
     assert dataset.info.text.unused_tokens < 0.01 * dataset.info.text.tokens
     labels = dataset.take(np.arange(len(dataset))).next_sentence_labels

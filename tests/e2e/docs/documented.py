@@ -38,7 +38,6 @@ SHORTENED = {
     r"--nproc-per-node 8": "--nproc-per-node 1",
     r"cluster probe --out cluster\.json": r"\g<0> --seconds 1",
     r"cluster scale h100_8x8 .*": r"\g<0> --gpus-per-node 8192",
-    r"^python -m cluster tune tiny_cpu$": r"set -o pipefail; \g<0> --seconds 10 | grep 'kept for tiny_cpu on '",
     r"^python -m tests\.kernels\.compiled$": r"env -u TRITON_INTERPRET \g<0>",
     r"^python benchmarks/gpu\.py": r"env -u TRITON_INTERPRET \g<0> --device cpu --tiny --out results/gpu",
     r"--part (\w+),[\w,]+": r"--part \1",  # tests/benchmarks tests the other parts

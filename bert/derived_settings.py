@@ -5,7 +5,11 @@ from dataclasses import replace
 
 from bert.configuration.config import Config
 
-_EVALUATIONS = 20
+_MOST_EVALUATIONS = 20
+_EVALUATION_SHARE = 0.1
+"""Share of a run's time that its evaluations may take."""
+EVALUATION_COST = 0.4
+"""Time to evaluate a sample, relative to the time to train on one. An evaluation has no backward pass."""
 _FEWEST_STEPS = 1000
 """Minimum number of steps when training starts from random weights. A model of this size learns little in fewer steps."""
 
@@ -39,23 +43,24 @@ def _from_the_data(config: Config) -> Config:
         # The checkpoint's word embedding table may be padded. The padding is dropped when the weights are read.
         model = replace(open_source(data.initial_checkpoint, whole=False).model, vocab_size=vocab_size)
     optimizer = replace(config.optimizer, base_learning_rate=_RATE_TIMES_WIDTH / model.hidden_size)
-    steps = max(steps, 1)
-    # Round the steps up to a multiple of the evaluations, which are then evenly spaced, with the last one at the end.
-    steps += -steps % _EVALUATIONS
-    training = replace(training, max_samples=steps * training.global_batch_size)
+    training = replace(training, max_samples=max(steps, 1) * training.global_batch_size)
     return replace(config, model=model, optimizer=optimizer, training=training)
 
 
 def _from_the_length(config: Config) -> Config:
     """Set an evaluation interval that ends with the last step, and a learning rate schedule that reaches 0 there."""
+    from dataloading.dataset.folder import MANIFEST_NAME, open_dataset
+
     batch = config.training.global_batch_size
     steps = -(-config.training.sample_limit // batch)
-    # Evaluations must be evenly spaced even if the user has set the number of samples.
-    evaluations = next(count for count in range(_EVALUATIONS, 0, -1) if steps % count == 0)
+    evaluations = min(_MOST_EVALUATIONS, steps, batch)
+    if (config.data.evaluation / MANIFEST_NAME).is_file():
+        affordable = _EVALUATION_SHARE * steps * batch / (EVALUATION_COST * len(open_dataset(config.data.evaluation)))
+        evaluations = max(1, min(evaluations, int(affordable)))
     return replace(
         config,
         optimizer=replace(config.optimizer, learning_rate_training_steps=steps, num_warmup_steps=min(100, steps // 10)),
-        evaluation=replace(config.evaluation, interval_samples=steps // evaluations * batch),
+        evaluation=replace(config.evaluation, interval_samples=steps * batch // evaluations),
     )
 
 
