@@ -113,6 +113,7 @@ def checkpoint_accuracy(config: "Config") -> float | None:
     if mesh.is_main:
         counts = f"{accuracy.correct:,} of {accuracy.count:,} masked tokens of {samples:,} samples"
         counts += "" if ignored_id is None else ", without [UNK]"
+        say(f"perplexity {accuracy.perplexity:.1f}")
         say(f"masked-LM accuracy {accuracy.value:.5f}: {counts}, in {time.perf_counter() - started:.1f} s")
     return accuracy.value
 

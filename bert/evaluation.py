@@ -1,5 +1,6 @@
-"""Measurement of the masked-LM accuracy over the evaluation set, in exact integer counts."""
+"""Measurement of the masked-LM accuracy, in exact integer counts, and of the perplexity over the evaluation set."""
 
+import math
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -16,6 +17,8 @@ from dataloading.batches.plan import ShapeBucket, choose_shape_buckets
 from dataloading.dataset.folder import Dataset
 from kernels import captured
 
+_MOST_LOSS = 100.0
+
 
 @dataclass(frozen=True)
 class Accuracy:
@@ -23,10 +26,18 @@ class Accuracy:
 
     correct: int
     count: int
+    loss: float
+    """Sum of the cross-entropies."""
 
     @property
     def value(self) -> float:
         return self.correct / self.count
+
+    @property
+    def perplexity(self) -> float:
+        """Exponential of the mean cross-entropy: as uncertain as a choice among this many equally probable tokens."""
+        # The bound keeps the exponential of a diverged model finite.
+        return math.exp(min(self.loss / self.count, _MOST_LOSS))
 
 
 class Evaluator:
@@ -49,6 +60,7 @@ class Evaluator:
         self._shape_buckets: list[ShapeBucket] = []
         # Counts of correct predictions and of masked tokens. Integer sums are exact in any order.
         self._counts = torch.zeros(2, dtype=torch.int64, device=mesh.device)
+        self._loss = torch.zeros(1, dtype=torch.float64, device=mesh.device)
         self._captured: BatchGraphs | None = None
         self._read: Future[list[Batch]] | None = None
         self._batches: list[Batch] = []
@@ -101,12 +113,14 @@ class Evaluator:
             self._batches = [batch.to(self._device) for batch in batches]
         count = self._captured or partial(self._count, model, autocast)
         self._counts.zero_()
+        self._loss.zero_()
         model.eval()
         for done, batch in enumerate(self._batches, 1):
             count(batch)
             report(done / len(self._batches))
         model.train()
-        accuracy = Accuracy(*all_reduce_(self._counts).tolist())
+        correct, masked = all_reduce_(self._counts).tolist()
+        accuracy = Accuracy(correct, masked, all_reduce_(self._loss).item())
         if self._ignored_id is not None and accuracy.count == 0:
             raise ValueError(
                 f"{self._dataset.folder}: every masked token is [UNK], so the vocabulary does not fit the text: prepare the "
@@ -117,11 +131,12 @@ class Evaluator:
     def _count(self, model: BertForPreTraining, autocast: torch.autocast, batch: Batch) -> None:
         with autocast:
             # Ranks that share a copy of the model must all run it, because the model contains collectives.
-            correct = model(batch).masked_lm_correct
-        assert correct is not None  # in evaluation mode, the model counts correct predictions
+            output = model(batch)
+        assert output.masked_lm_correct is not None  # in evaluation mode, the model counts correct predictions
         if not self._counted:  # another rank of this copy of the model counts the predictions
             return
-        self._counts[0] += correct
+        self._loss += output.masked_lm_loss
+        self._counts[0] += output.masked_lm_correct
         self._counts[1] += (batch.masked_lm_ids >= 0).sum()
 
     def _read_all(self) -> list[Batch]:

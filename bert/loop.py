@@ -112,10 +112,9 @@ def _evaluate(run: Run, at: Position) -> float:
     run.log.eval_accuracy(found.value, at.samples)
     run.log.eval_stop(at.samples)
     seconds = time.perf_counter() - began
-    run.reporter.write(
-        EvaluationRecord(at.steps, at.samples, run.reporter.seconds, seconds, found.value, found.correct, found.count)
-    )
-    run.trained.evaluated(at.samples, found.value)
+    times = at.steps, at.samples, run.reporter.seconds, seconds
+    run.reporter.write(EvaluationRecord(*times, found.value, found.correct, found.count, found.perplexity))
+    run.trained.evaluated(at.samples, found)
     return found.value
 
 

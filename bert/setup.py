@@ -1,8 +1,10 @@
 """Construction of a run's objects before the clock starts. Only the metadata of the data sets are read."""
 
+import sys
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from functools import partial
+from shutil import get_terminal_size
 
 import torch
 
@@ -289,11 +291,11 @@ def _reporter(
         commit=commit(),
         started=datetime.now(UTC).isoformat(timespec="seconds"),
     )
+    facts = config.evaluation.target, config.training.sample_limit, inputs.schedule, resumed_samples
     sinks: list[Sink] = [
         MetricsWriter(inputs.metrics, run),
-        StepLines(
-            [log.line, say], config.evaluation.target, config.training.sample_limit, inputs.schedule, resumed_samples
-        ),
+        StepLines(log.line, *facts),
+        StepLines(say, *facts, width=get_terminal_size().columns if sys.stdout.isatty() else None),
     ]
     if config.log.tensorboard is not None:
         sinks.append(TensorBoard(config.log.tensorboard / config.log.system / inputs.result.stem))

@@ -6,6 +6,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from bert.checkpoints.weights import read_header, save_weights
+from bert.evaluation import Accuracy
 from bert.model import BertForPreTraining
 from bert.parallel.mesh import Mesh, agreed_text
 
@@ -37,11 +38,11 @@ class TrainedWeights:
             # Only rank 0 writes the file, and perhaps only rank 0 sees it.
             self._best = json.loads(agreed_text(json.dumps(_accuracy_of(path)) if mesh.is_main else "", mesh))
 
-    def evaluated(self, samples: int, accuracy: float) -> None:
+    def evaluated(self, samples: int, found: Accuracy) -> None:
         """Write the weights if the run keeps its best weights, and these are better than all before."""
-        if self._keeps_best and accuracy > self._best:
-            self._best = accuracy
-            self._write({_ACCURACY: f"{accuracy:.9g}", _SAMPLES: str(samples)})
+        if self._keeps_best and found.value > self._best:
+            self._best = found.value
+            self._write({_ACCURACY: f"{found.value:.9g}", _SAMPLES: str(samples)})
 
     def ended(self) -> None:
         """Write the weights at the end of a run, unless the file already has those of its best evaluation."""

@@ -21,6 +21,7 @@ _FORMER_NAMES = {
     "training.fp32_sums": None,
     "training.in_network": None,
     "training.leave_out_stragglers": None,
+    "evaluation.to_the_end": None,
 }
 """Map from names of settings in earlier versions to current names, or to None if the setting was removed."""
 

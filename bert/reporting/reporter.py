@@ -29,18 +29,20 @@ from console.text import clock, clock_span, visible
 
 @dataclass
 class StepLines:
-    """Sink that describes each record in one line and calls every function in ``put`` with the line.
+    """Sink that describes each record in one line and passes the line to ``put``.
 
     After ``max_samples`` samples, the run ends even if it has not reached the target. Without a ``target``, it ends only
     then. ``resumed_samples`` is the number of samples trained before the run was resumed, which the run's time does not
     include.
     """
 
-    put: Sequence[Callable[[str], None]]
+    put: Callable[[str], None]
     target: float | None
     max_samples: int
     schedule: EvaluationSchedule
     resumed_samples: int = 0
+    width: int | None = None
+    """Width of the terminal in characters, or None if lines are not for a terminal."""
     records: Metrics = field(default_factory=Metrics)
 
     @property
@@ -60,9 +62,7 @@ class StepLines:
 
     def write(self, record: Record) -> None:
         self.records.add(record)  # first, because the time left depends on it
-        text = self._text(record)
-        for put in self.put:
-            put(text)
+        self.put(self._text(record))
 
     def close(self) -> None:
         """Do nothing, because every line has been written already."""
@@ -70,25 +70,48 @@ class StepLines:
     def _text(self, record: Record) -> str:
         if isinstance(record, StepRecord):
             skipped = f"  WARNING: {record.skipped_steps} skipped, gradients not finite" if record.skipped_steps else ""
-            return (
-                f"step {record.step:>6}  samples {record.samples:>9}  {record.step_ms:7.1f} ms  "
-                f"{record.sequences_per_s:8.1f} seq/s  {record.tokens_per_s:9.0f} tok/s  "
-                f"wait {100 * record.data_wait_ms / record.step_ms:4.1f} %  loss {record.loss:.4f}  "
-                f"lr {record.learning_rate:.2e}  eta {self.eta}{skipped}"
-            )
+            return self._fitted(self._step_columns(record), ("tok/s", "wait", "lr", "samples", "ms")) + skipped
         if isinstance(record, EvaluationRecord):
-            best = max(evaluation.masked_lm_accuracy for evaluation in self.records.evaluations)
-            aim = f"best {best:.4f}" if self.target is None else f"target {self.target:.4f}"
-            return (
-                f"eval {record.step:>6}  samples {record.samples:>9}  accuracy {record.masked_lm_accuracy:.4f} "
-                f"({record.correct}/{record.count})  {aim}  {record.eval_s:.2f} s"
-            )
+            return self._fitted(self._evaluation_columns(record), ("samples", "s", "counts"))
         if isinstance(record, WarningRecord):
             # The text may contain names of hosts and files, which may contain control characters.
             return f"warning at step {record.step}: {visible(record.text)}"
         if isinstance(record, PlanRecord):
             return f"plan: a step took {record.step_ms:.1f} ms, planned {record.planned_step_ms:.1f} ms"
         return f"end: {record.status} after {record.samples} samples and {record.time_s:.1f} s"
+
+    def _step_columns(self, record: StepRecord) -> dict[str, str]:
+        return {
+            "step": f"step {record.step:>6}",
+            "samples": f"samples {record.samples:>9}",
+            "ms": f"{record.step_ms:7.1f} ms",
+            "seq/s": f"{record.sequences_per_s:8.1f} seq/s",
+            "tok/s": f"{record.tokens_per_s:9.0f} tok/s",
+            "wait": f"wait {100 * record.data_wait_ms / record.step_ms:4.1f} %",
+            "loss": f"loss {record.loss:.4f}",
+            "lr": f"lr {record.learning_rate:.2e}",
+            "eta": f"eta {self.eta}",
+        }
+
+    def _evaluation_columns(self, record: EvaluationRecord) -> dict[str, str]:
+        accuracy = f"accuracy {record.masked_lm_accuracy:.4f}"
+        best = max(evaluation.masked_lm_accuracy for evaluation in self.records.evaluations)
+        aims = (
+            {"target": f"target {self.target:.4f}"}
+            if self.target is not None
+            else {"perplexity": f"perplexity {record.perplexity:.1f}", "best": f"best {best:.4f}"}
+        )
+        counts = f"({record.correct}/{record.count})"
+        columns = {"eval": f"eval {record.step:>6}", "samples": f"samples {record.samples:>9}", "accuracy": accuracy}
+        return columns | {"counts": counts} | aims | {"s": f"{record.eval_s:.2f} s"}
+
+    def _fitted(self, columns: dict[str, str], dropped: Sequence[str]) -> str:
+        """Join columns, without the first of the ``dropped`` ones if the line is too long otherwise."""
+        for name in dropped:
+            if self.width is None or len("  ".join(columns.values())) <= self.width:
+                break
+            del columns[name]
+        return "  ".join(columns.values())
 
 
 _GROUPS = {

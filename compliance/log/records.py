@@ -73,6 +73,8 @@ class EvaluationRecord(_Event, frozen=True, tag="eval"):
     masked_lm_accuracy: float = NAN
     correct: Count = 0
     count: Count = 0
+    perplexity: float = NAN
+    """Exponential of the mean masked-LM loss on the evaluation set."""
 
 
 @dataclass(frozen=True)

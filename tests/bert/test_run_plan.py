@@ -95,7 +95,7 @@ def test_a_run_says_where_it_differs_from_its_plan(
     reduce_ms: float, forward_backward_ms: float, said: str | None, tmp_path: Path
 ) -> None:
     lines: list[str] = []
-    display = StepLines([lines.append], 0.36, 1000, EvaluationSchedule(100, 32))
+    display = StepLines(lines.append, 0.36, 1000, EvaluationSchedule(100, 32))
     sinks = [MetricsWriter(tmp_path / "metrics.jsonl", RunRecord()), display]
     with Reporter(sinks, (planned(), Path("p.json"))) as reporter:
         reporter.write(interval(20, data_wait=500.0))  # the first interval is ignored, as the loader starts in it

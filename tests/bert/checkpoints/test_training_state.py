@@ -73,7 +73,7 @@ def make(small_run: SmallRun, tmp_path: Path) -> Callable[..., Run]:
         step = TrainingStep(draw_model(config, CPU, seed), config, CPU, Stopwatch())
         step.model.seed_dropout(SEED)
         tracker, told = PhaseTracker(), list[str]()
-        reporter = Reporter([StepLines([told.append], 0.4, 100, EvaluationSchedule(10, 10))])
+        reporter = Reporter([StepLines(told.append, 0.4, 100, EvaluationSchedule(10, 10))])
         checkpoints = Checkpoints(config, train, CPU, SEED, step, tracker, reporter)
         return Run(config, train, small_run, step, checkpoints, tracker, told, folder)
 

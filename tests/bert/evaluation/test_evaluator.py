@@ -1,5 +1,6 @@
 """Evaluation with and without CUDA graphs, division among ranks, and batches that are read ahead."""
 
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -8,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from bert.evaluation import Accuracy, Evaluator
+from bert.evaluation import Evaluator
 from bert.execution.cuda_graphs import CudaCapturer
 from bert.model import BertForPreTraining
 from bert.parallel.mesh import Mesh
@@ -60,9 +61,13 @@ def test_accuracy_is_counted_exactly_and_captured_in_few_graphs(
     with torch.no_grad():
         logits_MV = model.eval().masked_lm_logits(model.head_inputs(batch)[1])
     correct = int((logits_MV.argmax(-1) == batch.masked_lm_ids).sum())
-    expected = Accuracy(correct, len(batch.masked_lm_ids))
-    assert 0 < expected.value == correct / expected.count < 1
-    assert evaluator(dataset, batch_size)(model.train(), PLAIN) == expected
+    loss = torch.nn.functional.cross_entropy(logits_MV.double(), batch.masked_lm_ids, reduction="sum").item()
+    expected = correct, len(batch.masked_lm_ids)
+    found = evaluator(dataset, batch_size)(model.train(), PLAIN)
+    assert (found.correct, found.count) == expected
+    assert 0 < found.value == correct / found.count < 1
+    assert found.loss == pytest.approx(loss, rel=1e-6)
+    assert found.perplexity == pytest.approx(math.exp(loss / found.count), rel=1e-5)
     captured, capturer = evaluator(dataset, batch_size), Recording()
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     with monkeypatch.context() as patch:
@@ -74,7 +79,9 @@ def test_accuracy_is_counted_exactly_and_captured_in_few_graphs(
     assert 1 <= len(capturer.graphs) <= most
     for _ in range(2):
         capturer.replays.clear()
-        assert captured(model, PLAIN) == expected
+        again = captured(model, PLAIN)
+        assert (again.correct, again.count) == expected
+        assert again.loss == pytest.approx(loss, rel=1e-6)
         assert len(capturer.replays) == -(-len(dataset) // batch_size), "every batch has been captured"
 
 
@@ -102,7 +109,8 @@ def test_unknown_tokens_are_left_out_if_they_do_not_count(
         evaluate = evaluator(dataset, 16, ignored_id=ignored_id)
         if warm:
             evaluate.warm_up(model, PLAIN, Recording())
-        assert evaluate(model, PLAIN) == Accuracy(int((counted == token).sum()), len(counted))
+        found = evaluate(model, PLAIN)
+        assert (found.correct, found.count) == (int((counted == token).sum()), len(counted))
 
 
 def test_a_set_without_known_tokens_is_refused(small_run: SmallRun, model: BertForPreTraining, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import pytest
 from msgspec.structs import replace
 
 from bert.reporting.reporter import StepLines
@@ -33,7 +34,7 @@ END = EndRecord(status="success", time_s=65.0, samples=640, masked_lm_accuracy=0
 
 def display(*records: StepRecord | EvaluationRecord, **settings: Any) -> StepLines:
     schedule = EvaluationSchedule(640, 32)
-    made = StepLines([], **({"target": 0.4, "max_samples": 6400, "schedule": schedule} | settings))
+    made = StepLines(lambda _: None, **({"target": 0.4, "max_samples": 6400, "schedule": schedule} | settings))
     for record in records:
         made.write(record)
     return made
@@ -42,15 +43,34 @@ def display(*records: StepRecord | EvaluationRecord, **settings: Any) -> StepLin
 def test_plain_lines_are_one_line_a_record() -> None:
     lines: list[str] = []
     sink = display()
-    sink.put = [lines.append]
+    sink.put = lines.append
     for record in (EVALUATION, STEP, END):
         sink.write(record)
     assert lines == [
-        "eval     20  samples       640  accuracy 0.2500 (25/100)  target 0.4000  0.50 s",
+        "eval     20  samples       640  accuracy 0.2500  (25/100)  target 0.4000  0.50 s",
         "step     20  samples       640    100.0 ms     320.0 seq/s      28000 tok/s  wait  5.0 %  loss 5.5000  "
         "lr 1.00e-03  eta at most 0:18",
         "end: success after 640 samples and 65.0 s",
     ]
+
+
+@pytest.mark.parametrize(
+    ("width", "step"),
+    [
+        (80, "step     20    100.0 ms     320.0 seq/s  loss 5.5000  eta 0:18"),
+        (60, "step     20     320.0 seq/s  loss 5.5000  eta 0:18"),
+    ],
+)
+def test_lines_fit_a_narrow_terminal(width: int, step: str) -> None:
+    lines: list[str] = []
+    sink = display(width=width, target=None)
+    sink.put = lines.append
+    sink.write(replace(EVALUATION, perplexity=123.45))
+    sink.write(STEP)
+    assert lines[1] == step
+    assert max(map(len, lines)) <= width
+    assert "accuracy 0.2500" in lines[0]
+    assert "perplexity 123.5  best 0.2500" in lines[0]
 
 
 def test_time_left_is_a_range_once_there_is_a_curve_and_counts_the_samples_of_this_run_alone() -> None:
