@@ -28,7 +28,7 @@ class LoggedRun:
         first, last: first and last record of each known key.
         open: opening record of each interval that is still open.
         accuracies: eval_accuracy records of the timed run.
-        resumed_samples: sequences trained before the checkpoint that the run resumed from, if known.
+        resumed_samples: sequences trained before the checkpoint that the run resumed from, which its time does not include.
         counted_samples: largest count of sequences in a record of the timed run.
         is_evaluated: whether the accuracy of the last evaluation is logged.
         start_ms, last_ms: times of the earliest and of the latest record.
@@ -73,6 +73,8 @@ class LoggedRun:
             self.counted_samples = max(self.counted_samples, samples_of(record.metadata) or 0)
             if key == "block_stop" and rules.is_integer(samples := record.metadata.get("samples_count")):
                 self._block_samples.append(samples)
+            elif key == "block_start" and is_first and "resumed from" in self.header:
+                self.resumed_samples = self.counted_samples
             elif key == "eval_start":
                 self.is_evaluated = False
             elif key == "eval_accuracy":
@@ -104,6 +106,11 @@ class LoggedRun:
             return rules.QUALITY_TARGET
         logged = self.value("quality_target")
         return float(logged) if rules.is_number(logged) else None
+
+    @property
+    def trains_to_end(self) -> bool:
+        """Tell whether the run has no target according to its header, and so trains to its end."""
+        return self.target is None and self.header.get("config.evaluation.target") == "None"
 
     @property
     def global_batch_size(self) -> int | None:
@@ -189,7 +196,7 @@ class LoggedRun:
     @property
     def sequences_per_s(self) -> float | None:
         """Sequences trained per second of the time to train, which includes evaluations."""
-        return self.trained / self.seconds if self.trained and self.seconds else None
+        return (self.trained - self.resumed_samples) / self.seconds if self.trained and self.seconds else None
 
     # The sequences that the run needed to reach its target. The RCP checker reads epoch_num of the last eval_accuracy
     # (TR 24.6), or train_samples if it is told to.
@@ -248,7 +255,7 @@ class LoggedRun:
             low, high = evaluated, evaluated + interval
         elif schedule:
             # Some round the interval to another batch, or use the interval of a neighbouring batch size.
-            due = self.number_of_evaluations * schedule.interval
+            due = self.resumed_samples + self.number_of_evaluations * schedule.interval
             low, high = due - max(schedule.interval, due // 5), due + max(schedule.interval, due // 10)
         else:
             low, high = 0, rules.MAX_TRAINED

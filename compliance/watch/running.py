@@ -70,7 +70,8 @@ class RunningLog(LoggedRun):
     def _marks(self) -> list[tuple[int, int]]:
         """(samples trained, time in milliseconds) of the last four evaluations, or of run_start and the first one."""
         found = [(samples, record.time_ms) for samples, record in self.counted_accuracies[-4:]]
-        start = [(0, self.run_start_ms)] if self.run_start_ms is not None and len(found) < 2 else []
+        begin = self.resumed_samples
+        start = [(begin, self.run_start_ms)] if self.run_start_ms is not None and len(found) < 2 else []
         return [*start, *found]
 
     @property
@@ -81,13 +82,22 @@ class RunningLog(LoggedRun):
         steps.
         """
         # Use recent evaluations, because the rate of the whole run would hide that the run became slower.
-        if (marks := self._marks) and marks[-1][1] > marks[0][1]:
+        # A resumed run may evaluate before its first step.
+        if (marks := self._marks) and marks[-1][1] > marks[0][1] and marks[-1][0] > marks[0][0]:
             return 1000 * (marks[-1][0] - marks[0][0]) / (marks[-1][1] - marks[0][1])
         return self.step_rate
 
+    @property
+    def sample_limit(self) -> int | None:
+        """Sequences after which the run ends, according to the configuration in its header; None if unknown."""
+        sizes = {"max_samples": 1, "max_steps": self.global_batch_size or 0}
+        logged = {name: self.header.get(f"config.training.{name}", "") for name in sizes}
+        limits = [size * int(logged[name]) for name, size in sizes.items() if re.fullmatch("[0-9]{1,15}", logged[name])]
+        return min(filter(None, limits), default=None)
+
     def check_initialisation(self, now_ms: float) -> None:
-        """Add a complaint if the initialisation nears or exceeds its time limit."""
-        if self.phase == "init" and self.init_start_ms is not None:
+        """Add a complaint if the initialisation nears or exceeds its time limit, which a run without a target lacks."""
+        if self.phase == "init" and self.init_start_ms is not None and not self.trains_to_end:
             limit = rules.INIT_LIMIT_MINUTES[self.division]
             minutes = (now_ms - self.init_start_ms) / 60_000
             if minutes >= limit:
@@ -125,8 +135,7 @@ class RunningLog(LoggedRun):
             self.complain(f"there are more than {MAX_EVALUATIONS} evaluations: the others are ignored")
             return
         for violation in violations(self, record, rules.NEWEST_RULESET):
-            # If the run was resumed, earlier evaluations are in another log.
-            if _is_fatal(violation) and not ("resumed from" in self.header and violation.kind == "schedule"):
+            if _is_fatal(violation):
                 is_count = violation.kind == "count"  # complain once for all records
                 self.complain(violation.sentence, "count" if is_count else violation.found + violation.expected)
         if key == "run_start" and key not in self.first:

@@ -103,7 +103,7 @@ class EvaluationLines:
         self._phase = run.phase
         evaluations = len(run.curve)
         for number, (samples, accuracy) in islice(enumerate(run.curve, 1), self._evaluations, None):
-            words = f"evaluation {number}: accuracy {accuracy:.4f} {_of_target(run)} at {samples:,} samples"
+            words = f"evaluation {number}: accuracy {accuracy:.4f} {_aim(run, number)} at {samples:,} samples"
             if number == evaluations and run.phase != "done":
                 words += (f", {run.rate:,.1f} sequences/s" if run.rate else "") + f", {watched.forecast_words(now_ms)}"
             _put(self._console, words)
@@ -127,7 +127,7 @@ def view(watched: Watch, now_ms: float) -> Panel:
     table.add_row("phase", _styled(_phase_words(run, now_ms)))
     if curve := run.curve:
         samples, accuracy = curve[-1]
-        words = f"{accuracy:.4f} {_of_target(run)} at {samples:,} samples, evaluation {len(curve)}"
+        words = f"{accuracy:.4f} {_aim(run, len(curve))} at {samples:,} samples, evaluation {len(curve)}"
         table.add_row("accuracy", _styled(words))
         table.add_row("", _styled(_sparkline([accuracy for _, accuracy in curve]), "cyan"))
     if run.phase == "run":
@@ -135,7 +135,7 @@ def view(watched: Watch, now_ms: float) -> Panel:
         if run.rate:
             now = f", now {run.step_rate:,.1f}" if run.step_rate else ""
             table.add_row("rate", _styled(f"{run.rate:,.1f} sequences/s with evaluations{now}"))
-        table.add_row("target", _styled(watched.forecast_words(now_ms)))
+        table.add_row("end" if run.trains_to_end else "target", _styled(watched.forecast_words(now_ms)))
     for number, line in enumerate(watched.outlooks()):
         table.add_row("" if number else "outlook", _styled(line))
     if run.phase == "done":
@@ -159,14 +159,17 @@ def _sparkline(values: Sequence[float]) -> str:
     return "".join(_BARS[round(steps * (value - low) / (high - low)) if high > low else 0] for value in shown)
 
 
-def _of_target(run: RunningLog) -> str:
+def _aim(run: RunningLog, evaluations: int) -> str:
+    """Name what the accuracy is compared with: the target or, without one, the best accuracy so far."""
+    if run.trains_to_end:
+        return f"(best {max(accuracy for _, accuracy in run.curve[:evaluations]):.4f})"
     return f"of {run.target:.4f}" if run.target is not None else "(no target logged)"
 
 
 def _phase_words(run: RunningLog, now_ms: float) -> str:
     if run.phase == "init" and run.init_start_ms is not None:
-        limit = rules.INIT_LIMIT_MINUTES[run.division]
-        return f"initialising, {clock((now_ms - run.init_start_ms) / 1000)} of {limit}:00 at most"
+        limit = "" if run.trains_to_end else f" of {rules.INIT_LIMIT_MINUTES[run.division]}:00 at most"
+        return f"initialising, {clock((now_ms - run.init_start_ms) / 1000)}{limit}"
     if run.phase == "run" and run.run_start_ms is not None:
         start = run.open.get("eval_start")
         samples = samples_of(start.metadata) if start and not run.is_evaluated else None

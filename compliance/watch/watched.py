@@ -14,7 +14,7 @@ from compliance.log import rules
 from compliance.log.follower import Follower
 from compliance.log.rules import SUBMISSION_RUNS
 from compliance.watch.running import RunningLog
-from console.text import clock_span
+from console.text import clock, clock_span
 
 MAX_LOGS = 100
 """Maximum number of logs of a folder that are read. The newest logs are chosen."""
@@ -47,7 +47,8 @@ class Watch:
 
     def read_siblings(self) -> None:
         """Read the other logs of the folder, and compare their seeds with this run's seed."""
-        if rules.RESULT_FILE.fullmatch(self.path.name) is None:
+        # Runs without a target form no set, and may have the same seed.
+        if rules.RESULT_FILE.fullmatch(self.path.name) is None or self.run.trains_to_end:
             return
         others = {path: written for path, written in results_in(self.path.parent).items() if path != self.path}
         self.siblings = [_read_log(path, written) for path, written in others.items()]
@@ -71,6 +72,11 @@ class Watch:
 
     def forecast_words(self, now_ms: float) -> str:
         run, schedule, found = self.run, self.run.schedule, self.forecast
+        if run.trains_to_end:
+            limit, trained = run.sample_limit, run.trained(now_ms)
+            at = f" at {limit:,} samples" if limit else ""
+            left = f", in {clock((limit - trained) / run.rate)}" if limit and run.rate and trained is not None else ""
+            return f"trains to its end{at}{left}"
         if self.has_reached:
             return "reached"
         if found is None or schedule is None:

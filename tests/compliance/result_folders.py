@@ -131,6 +131,53 @@ def write_closed_folder(root: Path, evaluations: Sequence[int] = (16, 17, 16, 16
     return folder
 
 
+def write_experiment(
+    folder: Path,
+    number: int,
+    accuracies: Sequence[float],
+    settings: Mapping[str, object] | None = None,
+    *,
+    seed: int = 7,
+    status: Any = "success",
+    resumed: int = 0,
+) -> Path:
+    """Write the log and the metrics of a run without a target. `settings` are those of its configuration."""
+    header: dict[str, object] = {"note": "not an MLPerf result", "processes": "2 x 1 threads"}
+    configured = {"evaluation.target": None, "training.max_samples": 9024, "training.seed": seed, "log.run": number}
+    header |= {f"config.{name}": value for name, value in (configured | dict(settings or {})).items()}
+    path = folder / f"result_{number}.txt"
+    folder.mkdir(parents=True, exist_ok=True)
+    log = log_of(
+        (*accuracies,), "open", header=(*header.items(),), seed=seed, status=status, resumed=resumed,
+        step_ms=100, start_ms=START_MS + number * 3_600_000,
+    )  # fmt: skip
+    path.write_bytes(log)
+    evaluated = [step for step in (32, 63, 94, 125) if 32 * step > resumed][: len(accuracies)]
+    parts = {"step_ms": 8, "data_wait_ms": 1, "forward_backward_ms": 4, "reduce_ms": 1, "update_ms": 2}
+    entries: list[dict[str, Any]] = []
+    for step, accuracy in zip(evaluated, accuracies, strict=True):
+        at = {"step": step, "samples": 32 * step}
+        entries.append({"event": "step", **at, **parts, "loss": 9 / step, "sequences_per_s": 3e3})
+        entries.append({"event": "eval", **at, "eval_s": 0.05, "masked_lm_accuracy": accuracy, "count": 400})
+    entries.append({"event": "warning", "step": 40, "text": "the loss is not finite"})
+    (folder / f"metrics_{number}.jsonl").write_text("".join(json.dumps(entry) + "\n" for entry in entries))
+    return path
+
+
+def write_experiments(root: Path) -> Path:
+    """Write results/made_up_text/bert with runs without a target: two that differ, an interrupted and a resumed one."""
+    folder = root / "results" / "made_up_text" / "bert"
+    slow, fast, faster = (
+        {"optimizer.base_learning_rate": rate, "save_checkpoint": "data/trained.safetensors"}
+        for rate in (0.002, 0.005, 0.01)
+    )
+    write_experiment(folder, 0, (0.1, 0.25, 0.2), fast)
+    write_experiment(folder, 1, (0.1, 0.2, 0.25), slow, seed=8)
+    write_experiment(folder, 2, (0.15,), faster, status="aborted")
+    write_experiment(folder, 3, (0.3, 0.28), faster, resumed=1280)
+    return folder
+
+
 def write_failing_folder(root: Path) -> Path:
     """Write a folder with many problems: an edited log, two aborted runs, an invalid log, broken metrics and description."""
     folder = write_closed_folder(root, (16, 0, 16, 0, 11))

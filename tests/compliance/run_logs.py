@@ -62,10 +62,10 @@ def initialise(
     log.event("run_start")
 
 
-def train(log: MLLog, settings: dict[str, Any], accuracies: list[float]) -> int:
-    """Log the blocks and evaluations of a run, and return the number of trained sequences."""
-    samples, schedule = 0, EvaluationSchedule(settings["eval_interval_samples"], settings["global_batch_size"])
-    for index, accuracy in enumerate(accuracies, start=1):
+def train(log: MLLog, settings: dict[str, Any], accuracies: list[float], samples: int = 0) -> int:
+    """Log the blocks and evaluations after `samples` sequences, and return the number of trained sequences."""
+    schedule = EvaluationSchedule(settings["eval_interval_samples"], settings["global_batch_size"])
+    for index, accuracy in enumerate(accuracies, start=schedule.index_after(samples)):
         log.block_start(samples)
         samples = schedule.samples(index)
         log.block_stop(samples)
@@ -87,17 +87,25 @@ def log_of(
     submission: tuple[tuple[str, Any], ...] = (),
     step_ms: int = 10,
     start_ms: int = START_MS,
+    resumed: int = 0,
 ) -> bytes:
-    """Return a log with one evaluation per accuracy. The log of a "running" run ends with its last evaluation."""
+    """Return a log with one evaluation per accuracy. The log of a "running" run ends with its last evaluation.
+
+    A `resumed` run goes on after this number of sequences. A run has no target if its header says so.
+    """
     settings = CLOSED if division == "closed" else OPEN
     if batch := global_batch_size:
         settings = settings | {"global_batch_size": batch, "eval_interval_samples": evaluation_interval(batch)}
+    if dict(header).get("config.evaluation.target", "") is None:
+        settings = {key: value for key, value in settings.items() if key != "quality_target"}
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "result_0.txt"
         with MLLog(path, clock_ms=counting_clock(step_ms, start_ms)) as log:
             log.header(dict(header))
+            if resumed:
+                log.resumed("a checkpoint", resumed)
             initialise(log, division, settings, seed, **dict(submission))
-            samples = train(log, settings, list(accuracies))
+            samples = train(log, settings, list(accuracies), resumed)
             if status != "running":
                 log.run_stop(status, samples=samples, eval_samples=10_000 if division == "closed" else 500)
         return path.read_bytes()

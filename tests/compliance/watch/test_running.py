@@ -107,7 +107,8 @@ AGAIN = line("init_start", None, BASE + MINUTE, "INTERVAL_START")
 ONCE_MORE = line("run_start", None, BASE + MINUTE, "INTERVAL_START")
 SLOW = "warning at step 300: rank 3 on host node0 is slow: 61.2 ms"
 SLOW_ENTRY = {"event": "warning", "step": 300, "text": SLOW.partition(": ")[2]}
-NO_SCHEDULE = [b"# resumed from: step_00000500"]
+RESUMED = [b"# resumed from: step_00000266"]
+AT_8512 = line("block_start", None, BASE, "INTERVAL_START", first_epoch_num=1, epoch_count=1, samples_count=8512)
 
 
 @pytest.mark.parametrize(
@@ -124,7 +125,7 @@ NO_SCHEDULE = [b"# resumed from: step_00000500"]
         ),
         ({}, [evaluated(FIRST, 1, None), evaluated(SECOND, 2)], ["value null, expected a fraction from 0 to 1"]),
         *(({}, [evaluated(FIRST, 1, value)], ["eval_accuracy: value "]) for value in ("0.7", 72.1, -0.1, True, [1])),
-        ({"division": "open", "head": NO_SCHEDULE}, [evaluated(9024, 1, 0.2)], []),
+        ({"division": "open", "head": RESUMED}, [wrote(AT_8512), evaluated(9024, 1, 0.2)], []),
         (
             {},
             [evaluated(1, minutes, 0.4, False) for minutes in (1, 2, 3)],
@@ -165,3 +166,13 @@ def test_the_rate_is_that_of_the_last_evaluations() -> None:
     for index in range(3, 9):  # only the last evaluations count
         evaluate(run, FIRST * index, 0.05 * index, BASE + 300_000 + 1000 * index)
     assert run.rate == pytest.approx(150_080, rel=0.01)
+
+
+def test_the_rate_of_a_resumed_run_counts_what_it_has_trained_itself() -> None:
+    run = begun("open", head=RESUMED)
+    run.take(AT_8512)
+    run.take_metrics(b'{"event": "step", "step": 270, "samples": 8640, "sequences_per_s": 5.0}')
+    evaluate(run, 8512, 0.2, BASE + 1000)
+    assert run.rate == 5.0  # nothing was trained before the first evaluation
+    evaluate(run, 9024, 0.2, BASE + 5000)
+    assert run.rate == pytest.approx(512 / 4)

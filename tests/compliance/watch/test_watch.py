@@ -25,6 +25,7 @@ from compliance.watch import watched as following
 from compliance.watch.screen import watch
 from compliance.watch.watched import Watch, choose
 from tests.compliance import run_logs
+from tests.compliance.result_folders import write_experiment
 from tests.compliance.watch.test_running import line
 from tests.conftest import REPOSITORY
 from tests.programs import PATIENCE_S
@@ -231,6 +232,28 @@ def test_the_outlook_of_a_run_in_progress_is_that_of_both_ends_of_its_forecast(t
     for index, said in zip((first, last), watched.outlooks(), strict=True):
         of_set = [SAMPLES[17], SAMPLES[17], SCHEDULE.samples(index)]
         assert said == f"ending at evaluation {index}: {outlook(of_set, 448, '5.0.0').sentence}"
+
+
+def test_a_run_without_a_target_trains_to_its_end(tmp_path: Path) -> None:
+    write_experiment(tmp_path, 0, (0.1,))
+    path = write_experiment(tmp_path, 1, (0.1, 0.25, 0.2), {"training.max_steps": 200}, status="running")
+    watched = looked_at(path)
+    end_ms = watched.run.last_ms
+    last = watched.run.counted_accuracies[-1][1].time_ms
+    seconds = (200 * 32 - 3008) / watched.run.rate if watched.run.rate else 0
+    minutes, rest = divmod(round(seconds), 60)
+    assert watched.forecast_words(last) == f"trains to its end at 6,400 samples, in {minutes}:{rest:02}"
+    panel = shown(watched, end_ms)
+    assert "0.2000 (best 0.2500) at 3,008 samples" in panel
+    assert "trains to its end" in panel
+    assert "target" not in panel
+    assert [*watched.run.complaints] == ["warning at step 40: the loss is not finite"]  # an equal seed is no fault
+    write_experiment(tmp_path, 1, (0.1, 0.25, 0.2), {"training.max_samples": "1e9"})
+    status, said = followed(path)
+    assert status == 0
+    assert "evaluation 2: accuracy 0.2500 (best 0.2500)" in said
+    assert watching.view(looked_at(path), end_ms)
+    assert looked_at(path).forecast_words(end_ms) == "trains to its end"
 
 
 # The display
