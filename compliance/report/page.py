@@ -1,6 +1,7 @@
 """Report of a results folder as a self-contained HTML page."""
 
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -9,8 +10,8 @@ from compliance.log.records import RunRecord
 from compliance.log.rules import NEWEST_RULESET
 from compliance.report import Format
 from compliance.report.results import STEP_PARTS, ReportedRun, Results, breakdown, load_results
-from compliance.report.summary import COLUMNS, as_csv, as_json, as_markdown, cells, fraction, heading, rate, statements
-from console.html.charts import Axes, Bar, Guide, Line, level, line_chart, run_chart, short_count
+from compliance.report.summary import as_csv, as_json, as_markdown, count, fraction, heading, rate, statements, table
+from console.html.charts import Axes, Bar, Guide, Line, Points, level, line_chart, run_chart, short_count
 from console.html.page import render_page
 from console.text import counted, duration
 
@@ -18,6 +19,9 @@ TEMPLATE = Path(__file__).with_name("report.html")
 
 PART_CLASSES = dict(zip(STEP_PARTS, ("compute", "reduce", "update", "data-wait"), strict=True))
 PART_CLASSES |= {"evaluation": "evaluation", "other": "other"}
+
+RUN_COLOURS = ("compute", "reduce", "update", "data-wait", "evaluation")
+"""Colours of the best runs of an experiment, the best first. All other runs have the colour "other"."""
 
 # Larger values come from a diverged run or a wrong file, and would flatten all other curves.
 MAX_VALUE = 1e8
@@ -44,7 +48,13 @@ def render_as(results: Results, format: Format) -> str:
 
 
 def render(results: Results) -> str:
-    header = results.shown.log.header
+    header, description, run_charts = results.shown.log.header, {}, []
+    columns, *cells = table(results)
+    if not results.is_experiment:
+        description = {name.replace("_", " "): value for name, value in results.description.items() if value}
+        run_charts = [chart for chart in (_times(results), _convergence(results)) if chart]
+        columns = (*columns, "in the score")
+        cells = [(*row, _in_score(results, run)) for row, run in zip(cells, results.runs, strict=True)]
     return render_page(
         TEMPLATE,
         results=results,
@@ -53,15 +63,15 @@ def render(results: Results) -> str:
         figures=_figures(results),
         statements=statements(results),
         accuracy=_accuracy(results),
-        run_charts=[chart for chart in (_times(results), _convergence(results)) if chart],
-        run_columns=(*COLUMNS, "in the score"),
-        run_cells=[(*cells(run), _in_score(results, run)) for run in results.runs],
+        run_charts=run_charts,
+        run_columns=columns,
+        run_cells=cells,
         warnings=[(run.number, entry) for run in results.runs for entry in run.metrics.warnings],
         time=_time_section(results),
         part_classes=PART_CLASSES,
         duration=duration,
-        description={name.replace("_", " "): value for name, value in results.description.items() if value},
-        environment={key: value for key, value in header.items() if not key.startswith("config.")},
+        description=description,
+        environment={key: value for key, value in header.items() if not key.startswith(("config.", "note"))},
         settings={key.removeprefix("config."): value for key, value in header.items() if key.startswith("config.")},
     )
 
@@ -73,7 +83,7 @@ def _subtitle(results: Results) -> str:
     parallel = {kind: header.get(f"config.parallel.{kind}", "1") for kind in ("tensor", "pipeline")}
     pieces = [
         f"recipe {recipe}" if recipe else "",
-        f"{results.division} division" if results.division else "",
+        f"{results.division} division" if results.division and not results.is_experiment else "",
         f"{results.accelerators} x {results.accelerator}" if results.accelerators else "",
         f"{processes} process{'es' if processes != 1 else ''}" if processes and not results.accelerators else "",
         *(f"{kind} parallel {size}" for kind, size in parallel.items() if size != "1"),
@@ -85,7 +95,11 @@ def _subtitle(results: Results) -> str:
 
 def _figures(results: Results) -> list[tuple[str, str, str]]:
     """Return the name, value and note of each key figure."""
-    shown, kept = results.shown, [run for run in results.valid if run.number not in results.dropped]
+    if results.is_experiment:
+        return _experiment_figures(results)
+    # Runs of different settings have no mean.
+    means = [] if results.differing else results.valid
+    shown, kept = results.shown, [run for run in means if run.number not in results.dropped]
     if results.dropped:
         seconds, over = results.scaled_seconds, f"mean of {counted(len(kept), 'run')}, fastest and slowest dropped"
     else:
@@ -100,36 +114,55 @@ def _figures(results: Results) -> list[tuple[str, str, str]]:
     aim = "no target logged" if target is None else f"target {fraction(target)}, run {shown.number}"
     number, valid = len(results.runs), sum(run.verdict.passed for run in results.runs)
     official = sum(run.verdict.official == "pass" for run in results.runs)
-    figures = [
+    return [
         ("Time to train", duration(seconds), over),
         ("Sequences per second", rate(mean_rate), each),
         ("Masked-LM accuracy", fraction(shown.logged.accuracy), aim),
         ("Valid runs", f"{valid} of {number}", f"official checker: {official} of {number}"),
     ]
-    outlook = results.convergence
-    if outlook is not None and outlook.reference is not None:
-        said = {"pass": "passes", "scaled": "passes", "fail": "fails", "unfinished": "open"}.get(outlook.verdict, "-")
-        scaled = f"score x {outlook.scaling:.4f}, " if outlook.verdict == "scaled" else ""
-        mean = f"mean {short_count(outlook.mean)}, " if outlook.mean else ""
-        note = f"{scaled}{mean}minimum {short_count(outlook.reference.minimum)} sequences"
-        figures.append(("Convergence", said, note))
-    return figures
+
+
+def _experiment_figures(results: Results) -> list[tuple[str, str, str]]:
+    shown, outcomes = results.shown, Counter(run.outcome for run in results.runs)
+    samples, accuracy = shown.best
+    error = f"± {shown.best_error:.4f}, " if shown.best_error is not None else ""
+    best = f"{error}run {shown.number} after {count(samples)} sequences" if samples else "no evaluation"
+    of_run = f"run {shown.number}, evaluations included"
+    return [
+        ("Best accuracy", fraction(accuracy), best),
+        ("Training time", duration(shown.logged.seconds), of_run),
+        ("Sequences per second", rate(shown.logged.sequences_per_s), of_run),
+        ("Runs", str(len(results.runs)), ", ".join(f"{number} {outcome}" for outcome, number in outcomes.items())),
+    ]
+
+
+def _lines(results: Results, points_of: Callable[[ReportedRun], Points]) -> list[Line]:
+    """Return a line for each run that has points. The best runs of an experiment have colours of their own."""
+    ranked = results.ranked if results.is_experiment and len(results.runs) > 1 else []
+    colours = {run.log.path: colour for run, colour in zip(ranked, RUN_COLOURS, strict=False)}
+    return [
+        Line(
+            f"run {run.number}, {run.outcome}",
+            points,
+            run.outcome,
+            colours.get(run.log.path, "other" if ranked else ""),
+        )
+        for run in results.runs
+        if (points := points_of(run))
+    ]
 
 
 def _accuracy(results: Results) -> Figure | None:
     """Plot the accuracy of all runs over sequences, with the target and the reference's sequences to the target."""
-    lines = [
-        Line(f"run {run.number}, {run.outcome}", run.logged.curve, run.outcome)
-        for run in results.runs
-        if run.logged.curve
-    ]
+    lines = _lines(results, lambda run: run.logged.curve)
     if not lines:
         return None
     targets = {run.logged.target for run in results.runs if run.logged.target is not None}
     guides = [Guide("target", f"target {target:g}", target) for target in targets if len(targets) == 1]
     description = f"Masked-LM accuracy over sequences trained, {counted(len(lines), 'run')}"
     axes = Axes(description, "sequences trained", level, [*guides, *_reference_guides(results, "x")])
-    note = "Dashed: aborted. Dotted: no valid result." if any(line.kind != "valid" for line in lines) else ""
+    is_noted = {"aborted", "invalid"} & {line.kind for line in lines}
+    note = "Dashed: aborted. Dotted: no valid result." if is_noted else ""
     return Figure("", line_chart(lines, axes, dots=True), note)
 
 
@@ -185,24 +218,23 @@ def _in_score(results: Results, run: ReportedRun) -> str:
 
 def _time_section(results: Results) -> dict[str, Any]:
     """Return the curves, the bars with their legend, and the planned step. All are empty if no run has step records."""
-    rates = _curve(results.runs, "Sequences per second", "sequences_per_s")
-    losses = _curve(results.runs, "Training loss", "loss")
+    rates = _curve(results, "Sequences per second", "sequences_per_s")
+    losses = _curve(results, "Training loss", "loss")
     bars, key = _parts(results.runs)
     curves = [curve for curve in (rates, losses) if curve]
     return {"curves": curves, "bars": bars, "key": key, "planned": _against_plan(results.shown)}
 
 
-def _curve(runs: Iterable[ReportedRun], title: str, key: str) -> Figure | None:
-    lines = []
-    for run in runs:
-        points = [(step.samples, value) for step in run.metrics.steps if abs(value := getattr(step, key)) < MAX_VALUE]
-        if points:
-            lines.append(Line(f"run {run.number}, {run.outcome}", points, run.outcome))
+def _curve(results: Results, title: str, key: str) -> Figure | None:
+    lines = _lines(
+        results,
+        lambda run: [(step.samples, each) for step in run.metrics.steps if abs(each := getattr(step, key)) < MAX_VALUE],
+    )
     if not lines:
         return None
     description = f"{title} over sequences trained, {counted(len(lines), 'run')}"
     axes = Axes(description, "sequences trained", level, from_zero=key != "loss")
-    skipped = sum(step.skipped_steps for run in runs for step in run.metrics.steps) if key == "loss" else 0
+    skipped = sum(step.skipped_steps for run in results.runs for step in run.metrics.steps) if key == "loss" else 0
     note = f"{skipped:,} steps were skipped: a gradient was not finite." if skipped > 0 else ""
     return Figure(title, line_chart(lines, axes), note)
 
@@ -214,7 +246,7 @@ def _parts(runs: Sequence[ReportedRun]) -> tuple[dict[str, dict[str, float]], li
         return {}, []
     totals = {name: sum(seconds[name] for seconds in parts.values()) for name in PART_CLASSES}
     rows = {f"run {number}": seconds for number, seconds in parts.items()}
-    steps = sum(max(step.step for step in run.metrics.steps) for run in runs if run.number in parts)
+    steps = sum(max(step.step for step in run.metrics.steps) - run.first_step for run in runs if run.number in parts)
     whole = sum(totals.values())
     key = []
     for name, seconds in totals.items():

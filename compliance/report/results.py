@@ -5,6 +5,7 @@ results/<system>/bert/metrics_<n>.jsonl   the records of the run (compliance.log
 results/systems/<system>.json             the system description, in a submission <org>/systems/; may be missing
 """
 
+import math
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -20,6 +21,7 @@ from compliance.log.reader import Log, read_log
 from compliance.log.records import Metrics, read_metrics
 from compliance.log.run import LoggedRun
 from compliance.submission.check import check_paths, is_for_submission
+from compliance.submission.comparison import differing_settings
 from compliance.submission.derived import metrics_fault
 from compliance.submission.description import count_accelerators, read_description
 
@@ -33,7 +35,7 @@ STEP_PARTS = {
     "waiting for data": "data_wait_ms",
 }
 
-Outcome = Literal["valid", "aborted", "invalid"]
+Outcome = Literal["valid", "aborted", "invalid", "finished", "resumed", "interrupted", "failed", "unfinished"]
 Value = TypeVar("Value")
 
 
@@ -53,9 +55,32 @@ class ReportedRun:
 
     @property
     def outcome(self) -> Outcome:
+        """Verdict on a run with a target. For a run without a target, how it ended: "resumed" if it then finished."""
+        if self.logged.trains_to_end:
+            if self.logged.status == "success":
+                return "resumed" if "resumed from" in self.log.header else "finished"
+            is_fault = "ended by a fault" in self.log.header
+            return "failed" if is_fault else "interrupted" if self.logged.is_ended else "unfinished"
         if self.verdict.passed:
             return "valid"
         return "aborted" if self.verdict.status == "aborted" else "invalid"
+
+    @property
+    def first_step(self) -> int:
+        """Number of steps before the checkpoint that the run resumed from."""
+        return self.logged.resumed_samples // (self.logged.global_batch_size or 1)
+
+    @cached_property
+    def best(self) -> tuple[int, float] | tuple[None, None]:
+        """(sequences trained, accuracy) of the first evaluation with the highest accuracy, if there is any."""
+        return max(self.logged.curve, key=lambda point: point[1], default=(None, None))
+
+    @property
+    def best_error(self) -> float | None:
+        """Standard error of the best accuracy; None if the number of masked tokens of its evaluation is unknown."""
+        samples, accuracy = self.best
+        count = next((record.count for record in self.metrics.evaluations if record.samples == samples), 0)
+        return math.sqrt(accuracy * (1 - accuracy) / count) if accuracy is not None and count else None
 
     @property
     def counted_seconds(self) -> float:
@@ -77,6 +102,27 @@ class Results:
     description: dict[str, str]
     ruleset: str
     beside: tuple[Verdict, ...] = ()
+
+    @cached_property
+    def is_experiment(self) -> bool:
+        """Tell whether no run has a target. MLPerf's rules do not apply to such runs."""
+        # A file without records has no header, and says nothing about its run.
+        known = [run for run in self.runs if run.log.header]
+        return bool(known) and all(run.logged.trains_to_end for run in known)
+
+    @cached_property
+    def differing(self) -> dict[str, list[str]]:
+        """Settings that differ between the runs, with the value of each run. Such runs have no common mean."""
+        # A closed run with other settings is invalid, and so in no mean.
+        is_closed = [str(run.verdict.division).lower() == "closed" for run in self.runs]
+        return differing_settings(
+            [LoggedRun() if closed else run.logged for closed, run in zip(is_closed, self.runs, strict=True)]
+        )
+
+    @cached_property
+    def ranked(self) -> list[ReportedRun]:
+        """All runs, the one with the best accuracy first."""
+        return sorted(self.runs, key=lambda run: run.best[1] or 0.0, reverse=True)
 
     @cached_property
     def submitted(self) -> tuple[ReportedRun, ...]:
@@ -107,9 +153,9 @@ class Results:
     def score_seconds(self) -> float | None:
         """Mean time to train without the fastest and the slowest run (TR 12), before scaling.
 
-        None if there are fewer than three runs, or if more than one run is invalid.
+        None if there are fewer than three runs, if more than one run is invalid, or if their settings differ.
         """
-        if len(self.submitted) < MIN_RUNS_FOR_SCORE:
+        if len(self.submitted) < MIN_RUNS_FOR_SCORE or self.differing:
             return None
         score = olympic_mean([run.counted_seconds for run in self.submitted])
         return score if score < FAILED else None
@@ -123,7 +169,12 @@ class Results:
 
     @property
     def notice(self) -> str:
-        """Disclaimer: runs of this repository are not MLPerf results. Other logs may be, but this summary is unofficial."""
+        """Disclaimer: runs of this repository are not MLPerf results. Other logs may be, but this summary is unofficial.
+
+        An experiment has nothing to do with MLPerf, and no disclaimer.
+        """
+        if self.is_experiment:
+            return ""
         own = any(run.log.chain.opened for run in self.runs)
         return rules.NOT_A_RESULT if own else rules.UNOFFICIAL
 
@@ -152,10 +203,14 @@ class Results:
 
     @cached_property
     def findings(self) -> list[tuple[str, Finding]]:
-        """All findings with their subjects, errors first. A subject is "run 3", or the name of the folder or description."""
+        """Findings with their subjects, errors first. A subject is "run 3", or the name of the folder or description.
+
+        The findings of an experiment are only about logs that cannot be read.
+        """
         found = [(f"run {run.number}", finding) for run in self.runs for finding in run.verdict.findings]
         found += [(verdict.path.resolve().name, finding) for verdict in self.beside for finding in verdict.findings]
-        return sorted(found, key=lambda pair: pair[1].severity == "warning")  # sorted() is stable
+        kept = [pair for pair in found if not self.is_experiment or pair[1].rule.startswith("log format")]
+        return sorted(kept, key=lambda pair: pair[1].severity == "warning")  # sorted() is stable
 
     @property
     def accelerator(self) -> str:
@@ -174,8 +229,8 @@ class Results:
 
     @cached_property
     def shown(self) -> ReportedRun:
-        """Run whose settings and facts are shown: the last valid run, or else the last run."""
-        return (self.valid or self.runs)[-1]
+        """Run whose settings and facts are shown: the best one of an experiment, the last valid run, or else the last."""
+        return self.ranked[0] if self.is_experiment else (self.valid or self.runs)[-1]
 
 
 def load_results(folder: Path, ruleset: str = rules.NEWEST_RULESET) -> Results:
@@ -211,7 +266,7 @@ def breakdown(run: ReportedRun) -> dict[str, float]:
     if not run.metrics.steps or not run.logged.seconds:
         return {}
     seconds = dict.fromkeys(STEP_PARTS, 0.0)
-    done = 0
+    done = run.first_step
     for record in run.metrics.steps:
         # The step number decreases after a restart.
         taken = max(0, record.step - done)

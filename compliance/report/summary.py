@@ -2,6 +2,9 @@
 
 import csv
 import io
+import re
+import textwrap
+from collections.abc import Iterable
 from dataclasses import asdict
 from typing import Any, Literal, NamedTuple
 
@@ -12,6 +15,17 @@ from console.program import say
 from console.text import counted, duration, json_document, visible
 
 COLUMNS = ("run", "official", "ours", "time to train", "accuracy", "target", "sequences", "sequences/s")
+EXPERIMENT_COLUMNS = ("run", "status", "best accuracy", "after", "time", "sequences")
+RULED_FIELDS = {
+    "official", "ours", "dropped", "target", "converged_samples", "verdict", "note", "ruleset", "division",
+    "score_seconds", "scaled_score_seconds", "convergence", "beside", "description",
+}  # fmt: skip
+"""Fields about the rules of MLPerf, which the documents about an experiment lack."""
+
+MAX_NAMED = 3
+MAX_CELL = 40
+HEAD_WIDTH = 13
+"""Characters of a line in the head of the printed table, whose names are broken at dots and underscores."""
 
 Kind = Literal["good", "warn", "bad", "plain"]
 
@@ -27,6 +41,8 @@ class Statement(NamedTuple):
 
 
 def statements(results: Results) -> list[Statement]:
+    if results.is_experiment:
+        return _experiment_statements(results)
     number = len(results.runs)
     official = sum(run.verdict.official == "pass" for run in results.runs)
     passed = sum(run.verdict.passed for run in results.runs)
@@ -56,7 +72,36 @@ def _share(part: int, whole: int) -> Kind:
     return "good" if part == whole else "warn" if whole - part == 1 and whole >= MIN_RUNS_FOR_SCORE else "bad"
 
 
+def _experiment_statements(results: Results) -> list[Statement]:
+    best = results.shown
+    samples, accuracy = best.best
+    if samples is None:
+        return [Statement("warn", "Best accuracy", "No run was evaluated yet.")]
+    error = f" ± {best.best_error:.4f} (standard error)" if best.best_error is not None else ""
+    text = f"Run {best.number}: {fraction(accuracy)}{error} after {count(samples)} sequences."
+    said = [Statement("good", "Best accuracy", text)]
+    place = "config.save_checkpoint"
+    if (path := best.log.header.get(place, "None")) != "None":
+        # A resumed run replaces the file only with better weights.
+        writers = [run for run in results.runs if run.log.header.get(place) == path and run.outcome != "resumed"]
+        later = [run.number for run in writers if (run.logged.start_ms or 0) > (best.logged.start_ms or 0)]
+        text = f"{visible(path, MAX_TEXT)}{f', to which run {later[-1]} wrote later' if later else ''}."
+        said.append(Statement("warn" if later else "good", "Best weights", text))
+    if any(run.logged.resumed_samples for run in results.runs):
+        said.append(Statement("plain", "Resumed runs", "Their time begins at their checkpoint."))
+    return said
+
+
+def _named(settings: Iterable[str]) -> str:
+    names = [_cell(name) for name in settings]
+    more = [f"{len(names) - MAX_NAMED} more"] if len(names) > MAX_NAMED else []
+    *first, last = [*names[:MAX_NAMED], *more]
+    return f"{', '.join(first)} and {last}" if first else last
+
+
 def _score_statement(results: Results) -> Statement:
+    if results.differing:
+        return Statement("plain", "Score", f"No score: the runs differ in {_named(results.differing)}.")
     if results.lost > 1:
         why = f"{results.lost} of {len(results.submitted)} runs are no valid results, and only one may be"
         return Statement("bad", "Score", f"No score: {why}.")
@@ -81,8 +126,34 @@ def _score_statement(results: Results) -> Statement:
     return Statement("good" if len(results.submitted) == SUBMISSION_RUNS else "plain", "Score", text)
 
 
-def cells(run: ReportedRun) -> tuple[str, ...]:
-    """Return the run's table row, in the order of `COLUMNS`."""
+def table(results: Results) -> list[tuple[str, ...]]:
+    """Return the head and the rows of the table of the runs."""
+    if not results.is_experiment:
+        return [COLUMNS, *(_cells(run) for run in results.runs)]
+    seeds = [str(run.logged.seed or "-") for run in results.runs]
+    settings = results.differing | ({"seed": seeds} if len(set(seeds)) > 1 else {})
+    rows = [
+        (
+            str(run.number),
+            run.outcome,
+            fraction(run.best[1]),
+            count(run.best[0]),
+            duration(run.logged.seconds),
+            count(run.logged.trained),
+            *map(_cell, values),
+        )
+        for run, *values in zip(results.runs, *settings.values(), strict=True)
+    ]
+    return [(*EXPERIMENT_COLUMNS, *map(_cell, settings)), *rows]
+
+
+def _cell(text: str) -> str:
+    shown = visible(text, MAX_TEXT)
+    # The end of a path tells more than its beginning.
+    return shown if len(shown) <= MAX_CELL else f"...{shown[3 - MAX_CELL :]}"
+
+
+def _cells(run: ReportedRun) -> tuple[str, ...]:
     return (
         str(run.number),
         run.verdict.official,
@@ -96,14 +167,24 @@ def cells(run: ReportedRun) -> tuple[str, ...]:
 
 
 def print_summary(results: Results) -> None:
-    rows = [COLUMNS, *(cells(run) for run in results.runs)]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(COLUMNS))]
+    head, *rows = table(results)
+    broken = [textwrap.wrap(re.sub(r"(?<=[._])", " ", name), HEAD_WIDTH) for name in head]
+    names = [[re.sub("(?<=[._]) ", "", line) for line in lines] for lines in broken]
+    height = max(map(len, names))
+    rows = [*zip(*([""] * (height - len(lines)) + lines for lines in names), strict=True), *rows]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     say(heading(results))
     for row in rows:
         say("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)))
+    if results.is_experiment:
+        for _, title, text in statements(results):
+            say(f"{title}: {text}")
+        return
     valid = f"{sum(run.verdict.passed for run in results.runs)} of {len(results.runs)} runs valid"
     score = results.score_seconds
     mean = f"; mean time to train without the fastest and the slowest: {duration(score)}" if score is not None else ""
+    if results.differing:
+        mean = f"; no mean: the runs differ in {_named(results.differing)}"
     say(valid + mean)
     say(results.notice)
 
@@ -114,11 +195,11 @@ def heading(results: Results) -> str:
 
 def as_markdown(results: Results) -> str:
     """Return the summary as Markdown: statements, the table of the runs, findings."""
-    head = f"| {' | '.join(COLUMNS)} |\n|{'---:|' * len(COLUMNS)}\n"
-    rows = "".join(f"| {' | '.join(cells(run))} |\n" for run in results.runs)
+    head, *rows = [f"| {' | '.join(map(_markdown, row))} |\n" for row in table(results)]
+    head += f"|{'---:|' * len(table(results)[0])}\n"
     said = "".join(f"- **{item.title}**: {_markdown(item.text)}\n" for item in statements(results))
     findings = "".join(f"- {_markdown(about)}, {_markdown(finding)}\n" for about, finding in results.findings)
-    parts = [f"# {_markdown(heading(results))}\n", f"{results.notice}\n", said, head + rows]
+    parts = [f"# {_markdown(heading(results))}\n", f"{results.notice}\n", said, head + "".join(rows)]
     if findings:
         parts += ["## Findings\n", findings]
     return "\n".join(parts)
@@ -137,7 +218,7 @@ def as_json(results: Results) -> str:
 def as_dict(results: Results) -> dict[str, Any]:
     """Return the report as a dictionary for JSON. Unknown figures are None."""
     outlook = results.convergence
-    return {
+    document = {
         "note": results.notice,
         "system": results.system,
         "ruleset": results.ruleset,
@@ -147,30 +228,38 @@ def as_dict(results: Results) -> dict[str, Any]:
         "global_batch_size": results.global_batch_size,
         "score_seconds": results.score_seconds,
         "scaled_score_seconds": results.scaled_seconds,
+        "differing_settings": results.differing,
         "statements": [statement._asdict() for statement in statements(results)],
         "convergence": asdict(outlook) if outlook else None,
         "beside": [verdict.as_dict() for verdict in results.beside],
-        "runs": [_run_as_dict(run, results.dropped.get(run.number)) for run in results.runs],
+        "runs": [_run_as_dict(results, run) for run in results.runs],
         "description": results.description,
     }
+    return _without_rules(results, document)
 
 
-def _run_as_dict(run: ReportedRun, dropped: str | None) -> dict[str, Any]:
-    return _figures(run, dropped) | {
+def _without_rules(results: Results, fields: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in fields.items() if not (results.is_experiment and name in RULED_FIELDS)}
+
+
+def _run_as_dict(results: Results, run: ReportedRun) -> dict[str, Any]:
+    fields = _figures(results, run) | {
         "evaluations": [{"samples": samples, "accuracy": accuracy} for samples, accuracy in run.logged.curve],
         "seconds_by_part": breakdown(run),
         "configuration": run.log.header,
         "verdict": run.verdict.as_dict(),
     }
+    return _without_rules(results, fields)
 
 
-def _figures(run: ReportedRun, dropped: str | None) -> dict[str, Any]:
-    return {
+def _figures(results: Results, run: ReportedRun) -> dict[str, Any]:
+    best_samples, best_accuracy = run.best
+    fields = {
         "run": run.number,
         "official": run.verdict.official,
         "ours": run.verdict.ours,
         "outcome": run.outcome,
-        "dropped": dropped,
+        "dropped": results.dropped.get(run.number),
         "seconds": run.logged.seconds,
         "init_seconds": run.logged.init_seconds,
         "accuracy": run.logged.accuracy,
@@ -180,17 +269,29 @@ def _figures(run: ReportedRun, dropped: str | None) -> dict[str, Any]:
         "sequences_per_s": run.logged.sequences_per_s,
         "global_batch_size": run.logged.global_batch_size,
         "seed": run.logged.seed,
+        "best_accuracy": best_accuracy,
+        "best_accuracy_error": run.best_error,
+        "best_samples": best_samples,
     }
+    return _without_rules(results, fields)
 
 
 def as_csv(results: Results) -> str:
-    """Return one CSV row per run. Unknown figures are empty."""
-    rows = [_figures(run, results.dropped.get(run.number)) for run in results.runs]
-    # No cell contains text from a log, which a spreadsheet could interpret as a formula.
+    """Return one CSV row per run, with the settings that differ. Unknown figures are empty."""
+    rows = [_figures(results, run) for run in results.runs]
+    for name, values in results.differing.items():
+        for row, value in zip(rows, values, strict=True):
+            row[_no_formula(name)] = _no_formula(value)
     writer = csv.DictWriter(text := io.StringIO(), list(rows[0]), lineterminator="\n")
     writer.writeheader()
     writer.writerows(rows)
     return text.getvalue()
+
+
+def _no_formula(text: str) -> str:
+    """Return text from a log such that no spreadsheet interprets it as a formula."""
+    shown = visible(text, MAX_TEXT)
+    return f"'{shown}" if shown.startswith(("=", "+", "-", "@")) else shown
 
 
 def fraction(value: float | None) -> str:

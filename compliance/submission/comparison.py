@@ -30,6 +30,11 @@ SUBMISSION_KEYS: dict[str, Severity] = {
 }
 """Keys that must have the same value in all logs of a folder, and the severity of a difference."""
 
+NOT_COMPARED = ("training.seed", "log.", "checkpoint.", "plan", "resume", "save_checkpoint", "dry_run")
+"""Beginnings of the names of configuration lines that are no settings of a result: seeds, places, the start of a run."""
+
+MAX_SETTINGS = 100
+
 
 @dataclass(frozen=True)
 class FolderRun:
@@ -97,6 +102,30 @@ def compare_settings(runs: Sequence[FolderRun], division: rules.Division) -> Non
     for (run, record, found), *others in odd.values():
         likewise = f"; {', '.join(other.key for _, other, _ in others)} likewise" if others else ""
         run.object(record, record.key, "TR 9.1; TR 12", found + likewise, remedy, severity)
+
+
+def differing_settings(runs: Sequence[LoggedRun]) -> dict[str, list[str]]:
+    """Return the settings that differ between runs, with the value of every run, "-" if its log has none.
+
+    Settings are the configuration in the header, with the number of processes, or the logged hyperparameters if a log has no
+    such header. Data sets are compared by their paths, because the log has no digests of them.
+    """
+    tables = [
+        {key.removeprefix("config."): value for key, value in run.header.items() if _is_setting(key)} for run in runs
+    ]
+    if any(run.first and not table for run, table in zip(runs, tables, strict=True)):
+        keys = ("global_batch_size", "quality_target", "eval_interval_samples", *HYPERPARAMETERS)
+        tables = [{key: run.value(key) for key in keys if key in run.first} for run in runs]
+    names = dict.fromkeys(name for table in tables for name in table)
+    values = {name: [table[name] for table in tables if name in table] for name in names}
+    differing = [name for name in names if len({*map(_comparable, values[name])}) > 1]
+    return {name: [str(table.get(name, "-")) for table in tables] for name in differing[:MAX_SETTINGS]}
+
+
+def _is_setting(line: str) -> bool:
+    return line == "processes" or (
+        line.startswith("config.") and not line.removeprefix("config.").startswith(NOT_COMPARED)
+    )
 
 
 def _odd_ones(runs: Sequence[FolderRun], key: str) -> Iterator[tuple[FolderRun, Record, str]]:

@@ -32,11 +32,15 @@ Points = Sequence[tuple[float, float]]
 
 @dataclass(frozen=True)
 class Line:
-    """A line of a chart: points with increasing x, and a class of the style sheet as its kind."""
+    """A line of a chart: points with increasing x, and classes of the style sheet as its kind and as its colour.
+
+    The key below the chart names lines that have a colour, except for those of the colour "other".
+    """
 
     name: str
     points: Points
     kind: str = "valid"
+    colour: str = ""
 
 
 @dataclass(frozen=True)
@@ -93,7 +97,7 @@ def line_chart(lines: Sequence[Line], axes: Axes, *, dots: bool = False) -> "Mar
     frame = _Frame(axes, [y for line in thinned for _, y in line], _scale(x_ticks, 0.0, SIDE))
     frame.names = [((axes.x_format or short_count)(x), frame.x(x)) for x in x_ticks]
     places = [[f"{frame.x(x):.1f} {frame.y(y):.1f}" for x, y in line] for line in thinned]
-    return render_part(CHART, frame=frame, lines=zip(lines, places, strict=True), bars=(), dots=dots)
+    return render_part(CHART, frame=frame, lines=[*zip(lines, places, strict=True)], bars=(), dots=dots)
 
 
 def run_chart(bars: Sequence[Bar], axes: Axes, *, columns: bool) -> "Markup":

@@ -16,7 +16,7 @@ import pytest
 
 from compliance.report.page import render
 from compliance.report.results import load_results
-from tests.compliance.result_folders import write_closed_folder, write_failing_folder
+from tests.compliance.result_folders import write_closed_folder, write_experiments, write_failing_folder
 from tests.conftest import REPOSITORY
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
@@ -99,6 +99,7 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         "tiny": REPOSITORY / "results/cpu_2cores/bert",
         "closed": write_closed_folder(root / "closed"),
         "failing": write_failing_folder(root / "failing"),
+        "experiments": write_experiments(root / "experiments"),
     }
     return {name: render(load_results(folder)) for name, folder in folders.items()}
 
@@ -122,7 +123,7 @@ def measured(pages: dict[str, str], tmp_path_factory: pytest.TempPathFactory) ->
 
 
 @pytest.mark.parametrize("width", WIDTHS)
-@pytest.mark.parametrize("name", ["tiny", "closed", "failing"])
+@pytest.mark.parametrize("name", ["tiny", "closed", "failing", "experiments"])
 def test_nothing_sticks_out_or_hides(measured: dict[str, dict[str, Any]], name: str, width: int) -> None:
     for scheme, found in measured.items():
         page = found[f"{name} {width}"]
