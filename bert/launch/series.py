@@ -138,14 +138,18 @@ class Series:
 
 
 def judge(results: Sequence[Path], supervisor: Supervisor) -> int:
-    """Check result files, print the table of their folder and write its report. Return 1 if anything fails."""
-    folder = results[0].parent
+    """Check result files, print the table of their folder and write its report. Return 1 if anything fails.
+
+    The check and the system description are about MLPerf's rules, which do not apply to runs without a target.
+    """
+    folder, run = results[0].parent, read_log(results[0]).run
+    steps = [["summary", str(folder)], ["report", str(folder)]]
     description = folder.parent.parent / "systems" / f"{folder.parent.name}.json"
-    steps = [["check", *map(str, results)], ["summary", str(folder)], ["report", str(folder)]]
-    if not description.exists():
-        division = read_log(results[0]).run.division
-        steps.insert(1, ["system", "--out", str(description), "--division", division])
-    announce("check, summary and report")
+    if not run.trains_to_end and not description.exists():
+        steps.insert(0, ["system", "--out", str(description), "--division", run.division])
+    if not run.trains_to_end:
+        steps.insert(0, ["check", *map(str, results)])
+    announce("summary and report" if run.trains_to_end else "check, summary and report")
     status = 0
     for words in steps:  # a failure of one does not keep the others from reporting
         status |= supervisor.run([sys.executable, "-m", "compliance", *words]) != 0

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.bert.launch.started import Started
+from tests.compliance.result_folders import write_experiment
 from tests.programs import PATIENCE_S, REPOSITORY, python, wait_for
 
 SETTINGS = "--data.train a --data.evaluation b"
@@ -51,6 +52,14 @@ def test_each_run_is_checked_and_the_verdict_comes_last(tmp_path: Path, log: Pat
     ]
     said = [f"==> tiny_cpu, run {number} of 2: 1 process(es) with 3 thread(s) each" for number in (1, 2)]
     assert done.stdout.splitlines() == [*said, "==> check, summary and report"]
+
+
+def test_runs_without_a_target_are_not_judged_by_rules(tmp_path: Path) -> None:
+    log = write_experiment(tmp_path / "results/my system/bert", 0, (0.1,), status="aborted")
+    started = start(tmp_path, "tiny_cpu", logs(log, "exit 130"))
+    assert started.end().returncode == 130
+    assert started.calls[-2:] == [f"compliance {word} {log.parent}" for word in ("summary", "report")]
+    assert modules(started.calls) == ["bert.train check", "bert.train", *["compliance"] * 2]
     assert not list((tmp_path / "tmp").iterdir())
 
 
