@@ -13,7 +13,7 @@ import torch
 
 from console.version import commit
 
-_PACKAGES = ("torch", "triton", "numpy", "scipy", "transformers", "flash-attn")
+_PACKAGES = ("torch", "triton", "numpy", "scipy", "transformers", "accelerate", "flash-attn")
 
 
 def conditions() -> dict[str, object]:

@@ -9,11 +9,11 @@ from bert.model import BertForPreTraining
 from dataloading.shards.samples import Samples
 
 
-def new_model(config: ModelConfig, attention: str = "sdpa") -> torch.nn.Module:
+def new_model(config: ModelConfig, kind: str = "AutoModelForPreTraining", attention: str = "sdpa") -> torch.nn.Module:
     """Build a model with both pretraining heads, scaled-dot-product attention by default, and random weights."""
     import transformers  # optional, only needed for comparisons
 
-    return transformers.AutoModelForPreTraining.from_config(
+    return getattr(transformers, kind).from_config(
         transformers.BertConfig(
             vocab_size=config.vocab_size,
             hidden_size=config.hidden_size,

@@ -33,7 +33,7 @@ def samples() -> Samples:
 
 def hugging_face_model(dtype: torch.dtype) -> Any:
     pytest.importorskip("transformers", reason="transformers, the independent model, is not installed")
-    theirs = new_model(SMALL, "eager").to(dtype)
+    theirs = new_model(SMALL, attention="eager").to(dtype)
     generator = torch.Generator().manual_seed(11)
     with torch.no_grad():
         for parameter in theirs.parameters():
