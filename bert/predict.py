@@ -34,7 +34,7 @@ def predict(
         raise ValueError(f"--top is {top}: expected at least 1")
     if MASK not in text:
         raise ValueError(f"the text has no gap: write {MASK} in place of a word")
-    gaps = fill(checkpoint, text, vocab, top, normalization)
+    gaps = GapFiller(checkpoint, vocab, normalization)(text, top)
     filled, *rest = text.split(MASK)
     for number, (words, piece) in enumerate(zip(gaps, rest, strict=True), 1):
         say(f"gap {number}: {', '.join(f'{word} {100 * share:.1f} %' for word, share in words)}")
@@ -42,48 +42,59 @@ def predict(
     say(filled)
 
 
-def fill(
-    checkpoint: Path, text: str, vocab: Path | None, top: int, normalization: NormalizationOptions = AS_STATED
-) -> list[list[tuple[str, float]]]:
-    """Print how the text is normalized, and return the ``top`` most probable words for each gap with their probabilities.
+class GapFiller:
+    """Filler of gaps in texts by a checkpoint. Prints how texts are normalized.
 
-    Raises ``ValueError`` if the checkpoint is not a BERT with a masked-LM head, or if the text is too long.
+    Raises ``ValueError`` if the checkpoint is not a BERT with a masked-LM head.
     """
-    import numpy as np
-    import torch
 
-    from bert.checkpoints.sources import open_source
-    from bert.checkpoints.tokenizer import tokenizer_of
-    from bert.model import BertForPreTraining
-    from dataloading.batches.loader import batch_of
-    from dataloading.shards.samples import SampleBuilder
-    from dataloading.text.tokenization import Tokenizer
+    def __init__(self, checkpoint: Path, vocab: Path | None, normalization: NormalizationOptions = AS_STATED) -> None:
+        import torch
 
-    source = open_source(checkpoint, whole=False)
-    vocabulary, found = tokenizer_of(source, checkpoint, vocab, normalization)
-    weights = source.weights
-    if missing := [name for name in ("transform.weight", "decoder_bias") if name not in weights]:
-        raise ValueError(f"{checkpoint} has no masked-LM head ({', '.join(missing)}): it cannot fill gaps")
-    pieces, offsets = Tokenizer(vocabulary, **asdict(found)).encode_lines(text.split(MASK))
-    cls_id, sep_id, mask_id = (vocabulary.ids[token] for token in ("[CLS]", "[SEP]", "[MASK]"))
-    ids = np.concatenate([[cls_id], np.insert(pieces, offsets[1:-1], mask_id), [sep_id]])
-    if len(ids) > source.model.max_position_embeddings:
-        raise ValueError(f"the text has {len(ids)} tokens, the model {source.model.max_position_embeddings} positions")
-    gaps = offsets[1:-1] + np.arange(1, len(offsets) - 1)  # shifted by [CLS] and by the earlier gaps
-    builder = SampleBuilder()
-    parts = (ids.astype("<u2"), np.zeros(len(ids), "u1"), gaps.astype("<u2"), np.zeros(len(gaps), "<u2"))
-    builder.add(*(part.data.cast("B") for part in parts), next_sentence_label=0)
-    model = BertForPreTraining(source.model).eval()
-    state = model.state_dict()
-    with torch.inference_mode():
-        for name, weight in weights.items():
-            state[name].copy_(weight.read())
-        _, masked_MD = model.head_inputs(batch_of(builder.samples()))
-        # Rows beyond the vocabulary are padding of the word embedding table.
-        shares = model.masked_lm_logits(masked_MD)[:, : vocabulary.size].softmax(-1)
-        best = shares.topk(min(top, vocabulary.size))
-    rows = zip(best.indices.tolist(), best.values.tolist(), strict=True)
-    return [[(vocabulary.tokens[index], share) for index, share in zip(*row, strict=True)] for row in rows]
+        from bert.checkpoints.sources import open_source
+        from bert.checkpoints.tokenizer import tokenizer_of
+        from bert.model import BertForPreTraining
+        from dataloading.text.tokenization import Tokenizer
+
+        self.source = source = open_source(checkpoint, whole=False)
+        self.vocabulary, self.normalization = tokenizer_of(source, checkpoint, vocab, normalization)
+        self._tokenizer = Tokenizer(self.vocabulary, **asdict(self.normalization))
+        if missing := [name for name in ("transform.weight", "decoder_bias") if name not in source.weights]:
+            raise ValueError(f"{checkpoint} has no masked-LM head ({', '.join(missing)}): it cannot fill gaps")
+        self._model = BertForPreTraining(source.model).eval()
+        state = self._model.state_dict()
+        with torch.inference_mode():
+            for name, weight in source.weights.items():
+                state[name].copy_(weight.read())
+
+    def __call__(self, text: str, top: int) -> list[list[tuple[str, float]]]:
+        """Return the ``top`` most probable words for each gap with their probabilities.
+
+        Raises ``ValueError`` if the text is too long.
+        """
+        import numpy as np
+        import torch
+
+        from dataloading.batches.loader import batch_of
+        from dataloading.shards.samples import SampleBuilder
+
+        vocabulary, most = self.vocabulary, self._model.config.max_position_embeddings
+        pieces, offsets = self._tokenizer.encode_lines(text.split(MASK))
+        cls_id, sep_id, mask_id = (vocabulary.ids[token] for token in ("[CLS]", "[SEP]", "[MASK]"))
+        ids = np.concatenate([[cls_id], np.insert(pieces, offsets[1:-1], mask_id), [sep_id]])
+        if len(ids) > most:
+            raise ValueError(f"the text has {len(ids)} tokens, the model {most} positions")
+        gaps = offsets[1:-1] + np.arange(1, len(offsets) - 1)  # shifted by [CLS] and by the earlier gaps
+        builder = SampleBuilder()
+        parts = (ids.astype("<u2"), np.zeros(len(ids), "u1"), gaps.astype("<u2"), np.zeros(len(gaps), "<u2"))
+        builder.add(*(part.data.cast("B") for part in parts), next_sentence_label=0)
+        with torch.inference_mode():
+            _, masked_MD = self._model.head_inputs(batch_of(builder.samples()))
+            # Rows beyond the vocabulary are padding of the word embedding table.
+            shares = self._model.masked_lm_logits(masked_MD)[:, : vocabulary.size].softmax(-1)
+            best = shares.topk(min(top, vocabulary.size))
+        rows = zip(best.indices.tolist(), best.values.tolist(), strict=True)
+        return [[(vocabulary.tokens[index], share) for index, share in zip(*row, strict=True)] for row in rows]
 
 
 if __name__ == "__main__":

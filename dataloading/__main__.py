@@ -20,6 +20,7 @@ from dataloading.options import AS_STATED, ExtractionOptions, Layout, OwnText, P
 if TYPE_CHECKING:
     from dataloading.dataset.folder import Dataset
     from dataloading.jobs import JobProgress, WorkPart
+    from dataloading.preparation.own_text import OwnData
 
 app = Commands()
 
@@ -127,10 +128,15 @@ def from_text(
         out: Folder to make, for train, evaluation and vocab.txt.
         own: Settings.
     """
-    from dataloading.dataset.folder import open_dataset
     from dataloading.preparation.own_text import write_own_text
 
-    made = write_own_text(text, own, out)
+    report_own_text(write_own_text(text, own, out), out)
+
+
+def report_own_text(made: "OwnData", out: Path) -> None:
+    """Print what was made of a text in the folder ``out``, and what was lost."""
+    from dataloading.dataset.folder import open_dataset
+
     if made.split.repeated:
         say(f"{made.split.repeated:,} documents that repeat other documents left out")
     for name, documents in (("train", made.split.train), ("evaluation", made.split.evaluation)):

@@ -81,8 +81,12 @@ def write_folder(
     vocabulary: Vocabulary,
     normalization: Normalization,
     metadata: Mapping[str, str],
+    card: str = "",
 ) -> None:
-    """Atomically write a folder from which ``from_pretrained`` of transformers loads the model and the tokenizer."""
+    """Atomically write a folder from which ``from_pretrained`` of transformers loads the model and the tokenizer.
+
+    ``card`` is the text of README.md, if any.
+    """
     parts: dict[str, Weight] = {}
     for ours, theirs in hugging_face_names(model.num_hidden_layers).items():
         weight = weights[ours]
@@ -96,6 +100,8 @@ def write_folder(
         _write_tokenizer(folder, model, vocabulary, normalization)
         # transformers rejects a file without a format in its metadata.
         write_safetensors(folder / "model.safetensors", parts, {"format": "pt"} | dict(metadata))
+        if card:
+            (folder / "README.md").write_text(card, encoding="utf-8")
         # ``atomic_path`` flushes the folder to disk, but not the files in it.
         for path in folder.iterdir():
             sync(path)

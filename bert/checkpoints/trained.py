@@ -1,17 +1,45 @@
 """The weights that a run leaves behind, in the file that save_checkpoint names."""
 
 import json
+import math
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from bert.checkpoints.weights import read_header, save_weights
+from bert.checkpoints.weights import read_header, save_weights, stated
 from bert.evaluation import Accuracy
 from bert.model import BertForPreTraining
 from bert.parallel.mesh import Mesh, agreed_text
 
-_ACCURACY, _SAMPLES = "masked_lm_accuracy", "samples"
-"""Keys in the file's metadata: accuracy of the weights on the evaluation set, and sequences trained before them."""
+_EVALUATION = "evaluation"
+"""Key in the file's metadata."""
+
+
+@dataclass(frozen=True)
+class EvaluatedWeights:
+    """What the file of a run's best weights states about them."""
+
+    samples: int
+    """Number of sequences trained before the evaluation."""
+    masked_lm_accuracy: float
+    masked_lm_count: int
+    """Number of masked tokens in the evaluation set."""
+    perplexity: float
+
+    @property
+    def error(self) -> float:
+        """Half of the accuracy's 95 % confidence interval."""
+        share = self.masked_lm_accuracy
+        return 1.96 * math.sqrt(share * (1 - share) / self.masked_lm_count)
+
+
+def stated_evaluation(path: Path) -> EvaluatedWeights | None:
+    """Return what a file of weights states about their evaluation, or None if it states nothing.
+
+    Raises ``ValueError`` if the file is missing or damaged.
+    """
+    return stated(read_header(path)[1], _EVALUATION, EvaluatedWeights, str(path))
 
 
 class TrainedWeights:
@@ -36,13 +64,14 @@ class TrainedWeights:
         self._best = -1.0
         if path is not None and keeps_best and is_resumed:
             # Only rank 0 writes the file, and perhaps only rank 0 sees it.
-            self._best = json.loads(agreed_text(json.dumps(_accuracy_of(path)) if mesh.is_main else "", mesh))
+            self._best = float(agreed_text(repr(_accuracy_of(path)) if mesh.is_main else "", mesh))
 
     def evaluated(self, samples: int, found: Accuracy) -> None:
         """Write the weights if the run keeps its best weights, and these are better than all before."""
         if self._keeps_best and found.value > self._best:
             self._best = found.value
-            self._write({_ACCURACY: f"{found.value:.9g}", _SAMPLES: str(samples)})
+            evaluated = EvaluatedWeights(samples, found.value, found.count, found.perplexity)
+            self._write({_EVALUATION: json.dumps(asdict(evaluated))})
 
     def ended(self) -> None:
         """Write the weights at the end of a run, unless the file already has those of its best evaluation."""
@@ -61,5 +90,6 @@ class TrainedWeights:
 def _accuracy_of(path: Path) -> float:
     """Return the accuracy that the file of an earlier part of the run states, or -1."""
     with suppress(ValueError):
-        return float(read_header(path)[1].get(_ACCURACY, -1))
+        if found := stated_evaluation(path):
+            return found.masked_lm_accuracy
     return -1.0

@@ -49,11 +49,12 @@ def stated_model(metadata: Mapping[str, str], source: str) -> dict[str, int | fl
 
     Raises ``ValueError`` if the fields are invalid.
     """
-    found = _stated(metadata, MODEL, ModelConfig, source)
+    found = stated(metadata, MODEL, ModelConfig, source)
     return {} if found is None else asdict(found)
 
 
-def _stated(metadata: Mapping[str, str], key: str, kind: type[_Content], source: str) -> _Content | None:
+def stated(metadata: Mapping[str, str], key: str, kind: type[_Content], source: str) -> _Content | None:
+    """Return an object of ``kind`` from a file's metadata, or None. Raises ``ValueError`` if it is invalid."""
     if key not in metadata:
         return None
     try:
@@ -70,7 +71,7 @@ def text_metadata(vocabulary_sha256: str | None, normalization: Normalization | 
 
 def trained_normalization(metadata: Mapping[str, str], source: str) -> Normalization | None:
     """Return the normalization in a file's metadata, or None. Raises ``ValueError`` if it is invalid."""
-    return _stated(metadata, NORMALIZATION, Normalization, source)
+    return stated(metadata, NORMALIZATION, Normalization, source)
 
 
 def write_safetensors(path: Path, weights: Mapping[str, Weight], metadata: Mapping[str, str]) -> None:

@@ -68,7 +68,7 @@ class Series:
                     f"{self.config.recipe}, run {number} of {self.runs}: {self.layout.processes} process(es) with "
                     f"{self.layout.threads} thread(s) each"
                 )
-                ended = self._train_once(claim, supervisor)
+                ended = self.train_once(claim, supervisor)
                 if claim.exists():
                     results.append(Path(os.fsdecode(claim.read_bytes().removesuffix(b"\n"))))
                 elif not ended and not self.nodes.rank:  # torchrun's status is 0 if a signal has ended all ranks
@@ -96,7 +96,11 @@ class Series:
         command = [sys.executable, "-m", "bert.train", *self.arguments, "--dry-run"]
         return supervisor.run(command, os.environ | places | {CLAIM: str(claim)}, quiet=True)
 
-    def _train_once(self, claim: Path, supervisor: Supervisor) -> int:
+    def train_once(self, claim: Path, supervisor: Supervisor, *, quiet: bool = False) -> int:
+        """Start the processes of one run and return its exit status. The run writes the path of its log to ``claim``.
+
+        ``quiet`` drops the standard output.
+        """
         cleared = ["--log.cache-cleared"] if self.clear_caches and _clear_caches() else []
         variables = torchrun_environment() | {CLAIM: str(claim), "OMP_NUM_THREADS": str(self.layout.threads)}
 
@@ -114,7 +118,8 @@ class Series:
                 _send(signal.SIGKILL, [process])
             _send(signal.SIGKILL if earlier else signal.SIGTERM, ranks)
 
-        status = supervisor.run([*self._launcher(claim.parent), *self.arguments, *cleared], variables, stop=stop)
+        command = [*self._launcher(claim.parent), *self.arguments, *cleared]
+        status = supervisor.run(command, variables, stop=stop, quiet=quiet)
         if status > 128:
             await_orphans()  # ranks notice within seconds that their launcher is gone, and complete the log
         return status

@@ -107,7 +107,7 @@ def text_files(places: Sequence[Path]) -> list[Path]:
     Raises ``ValueError`` if there are no places, or if one of them names no file.
     """
     if not places:
-        raise ValueError("--text names no file; expected one or more")
+        raise ValueError("no text is named: expected one or more files, folders or patterns")
     found: dict[Path, None] = {}
     for place in places:
         if place.is_dir():
@@ -117,7 +117,7 @@ def text_files(places: Sequence[Path]) -> list[Path]:
             matches = glob.glob(str(place), recursive=True)  # noqa: PTH207 - skips hidden files, as a shell does
             files = [place] if place.exists() else [path for path in sorted(map(Path, matches)) if path.is_file()]
         if not files:
-            raise ValueError(f"--text {place}: there is no such file, expected a file, a folder of files or a pattern")
+            raise ValueError(f"{place}: there is no such file, expected a file, a folder of files or a pattern")
         found |= dict.fromkeys(files)
     return list(found)
 

@@ -41,11 +41,11 @@ def arguments(own: Path, *more: object) -> list[str]:
 @pytest.mark.parametrize(
     ("given", "samples", "interval", "steps", "warmup", "hidden", "rate"),
     [
-        ("", 32_000, 1600, 1000, 100, 128, 5e-3),
+        ("", 32_000, 1600, 1000, 100, 128, 0.01),
         # All evaluations together take at most about a tenth of the time.
         ("--training.max-samples=960 --model.hidden-size=64", 960, 320, 30, 3, 64, 0.01),
-        ("--training.max-samples=960 --evaluation.interval-samples=320", 960, 320, 30, 3, 128, 5e-3),
-        ("--training.max-steps=17 --optimizer.num-warmup-steps=2", 32_000, 544, 17, 2, 128, 5e-3),
+        ("--training.max-samples=960 --evaluation.interval-samples=320", 960, 320, 30, 3, 128, 0.01),
+        ("--training.max-steps=17 --optimizer.num-warmup-steps=2", 32_000, 544, 17, 2, 128, 0.01),
     ],
 )
 def test_settings_follow_from_the_data_and_from_what_is_given(
@@ -67,7 +67,7 @@ def test_from_a_checkpoint_the_model_is_taken_and_the_data_are_seen_once(own: Pa
     assert (model.hidden_size, model.vocab_size, model.max_position_embeddings) == (32, 100, 48)
     assert (model.layer_norm_eps, model.hidden_dropout) == (1e-7, 0.1)
     assert config.training.max_samples == 32 * -(-len(open_dataset(own / "train")) // 32)
-    assert config.optimizer.base_learning_rate == 0.02
+    assert config.optimizer.base_learning_rate == 0.01
     check(parse(arguments(own, f"--data.initial-checkpoint={folder}", f"--log.results={tmp_path}")), 1)
     save_weights(BertForPreTraining(model), tmp_path / "ours.safetensors")
     assert parse(arguments(own, f"--data.initial-checkpoint={tmp_path / 'ours.safetensors'}")).model == model

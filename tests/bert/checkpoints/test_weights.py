@@ -21,7 +21,7 @@ from bert.checkpoints.weights import model_metadata, read_header, save_weights
 from bert.configuration.sections import ModelConfig
 from bert.convert import convert
 from bert.optimizer import FlatParameters
-from bert.predict import fill
+from bert.predict import GapFiller
 from bert.train import run_command
 from dataloading.text.vocabulary import Vocabulary
 from tests.bert.checkpoints.tf_bundles.expected import BUNDLES, bundle_weights
@@ -160,9 +160,9 @@ def test_an_exported_folder_fills_masks_as_the_model_does(tmp_path: Path):
     tokens = Vocabulary.from_file(tmp_path / "vocab.txt").tokens
     theirs = [{tokens[one["token"]]: one["score"] for one in gap} for gap in pipeline(text, top_k=30)]
     for checkpoint in ("ours.safetensors", "theirs"):
-        gaps = fill(tmp_path / checkpoint, text, None, top=30)
+        gaps = GapFiller(tmp_path / checkpoint, None)(text, top=30)
         assert [dict(gap) for gap in gaps] == [pytest.approx(gap, rel=1e-4, abs=1e-6) for gap in theirs]
-        assert [word for word, _ in fill(tmp_path / checkpoint, text, None, top=1)[1]] == [gaps[1][0][0]]
+        assert [word for word, _ in GapFiller(tmp_path / checkpoint, None)(text, top=1)[1]] == [gaps[1][0][0]]
 
 
 def test_a_vocabulary_is_asked_for_and_must_be_the_models(tmp_path: Path):

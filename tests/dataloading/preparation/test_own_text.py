@@ -137,7 +137,7 @@ def test_held_out_text_is_evaluated_on_enough_masked_tokens_and_not_on_more(
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"text": ()}, "--text names no file"),
+        ({"text": ()}, "no text is named"),
         ({"evaluation_share": 0.0}, "evaluation_share is 0.0"),
         ({"evaluation_share": float("nan")}, "evaluation_share is nan"),
         ({"max_seq_length": 4}, "max_seq_length is 4"),

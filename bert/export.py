@@ -1,0 +1,149 @@
+"""Export of a model that was trained on own text: a Hugging Face folder with a model card, and what it has learned."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from bert.checkpoints.hugging_face import write_folder
+from bert.checkpoints.trained import EvaluatedWeights, stated_evaluation
+from bert.predict import MASK, GapFiller
+from compliance.log.records import EvaluationRecord, read_metrics
+from console.program import say
+from dataloading.dataset.folder import Dataset, open_dataset
+from dataloading.text.vocabulary import Vocabulary
+
+_EXAMPLES = 3
+_EXAMPLE_CHARACTERS = 70
+_FEWEST_WORDS = 5
+_NAMED_FILES = 5
+"""Number of files from which on the model card counts the files instead of naming them."""
+_READ_SAMPLES = 256
+"""Number of held-out samples that are searched for examples."""
+
+_CARD = """\
+---
+library_name: transformers
+pipeline_tag: fill-mask
+tags: [bert]
+---
+# BERT trained on own text
+
+A BERT with {layers} layers of {width}, trained on {samples:,} samples from {files}. License: that of the text; add it here.
+
+| on held-out documents | |
+|---|---|
+| masked tokens filled in correctly | {accuracy:.1%} ± {error:.1%} of {count:,} |
+| perplexity of masked tokens | {perplexity:.1f} |
+
+Text is normalized to {normalization}. The model takes up to {positions} tokens.
+
+```python
+from transformers import pipeline
+
+fill = pipeline("fill-mask", model="PATH OF THIS FOLDER")
+print(fill("{example}"))
+```
+"""
+"""README.md of the exported folder, which model hubs show as its model card."""
+
+
+def export(trained: Path, data: Path, logs: Path, out: Path) -> None:
+    """Write the Hugging Face folder ``out``, and print the quality of the model, examples, and an outlook.
+
+    ``trained`` has the weights, ``data`` the data sets and the vocabulary, and ``logs`` the metrics of the training.
+    """
+    found, held_out, train = stated_evaluation(trained), open_dataset(data / "evaluation"), open_dataset(data / "train")
+    if found is None:
+        raise ValueError(f"{trained} does not state its evaluation: train again, to another --out")
+    fill = GapFiller(trained, data / "vocab.txt")
+    weights, vocabulary, normalization = fill.source.weights, fill.vocabulary, fill.normalization
+    examples = list(examples_of(held_out, vocabulary))
+    card = _card(fill, found, train.info.sources, examples[0][0] if examples else MASK)
+    write_folder(out, fill.source.model, weights, vocabulary, normalization, {}, card)
+    say(f"model in {out}")
+    say(
+        f"held-out text: {found.masked_lm_accuracy:.1%} (± {found.error:.1%}) of the masked tokens right, perplexity "
+        f"{found.perplexity:.1f}"
+    )
+    for text, word in examples:
+        (best,) = fill(text, 3)
+        say(f"  {text}")
+        say(f"    {', '.join(f'{each} {share:.0%}' for each, share in best)}; the text has: {word}")
+    evaluations = [each for path in logs.glob("metrics_*.jsonl") for each in read_metrics(path).evaluations]
+    say(outlook(evaluations, found, len(train)))
+
+
+def _card(fill: GapFiller, found: EvaluatedWeights, sources: Iterable[str], example: str) -> str:
+    model, names = fill.source.model, [Path(name).name for name in sources]
+    return _CARD.format(
+        layers=model.num_hidden_layers,
+        width=model.hidden_size,
+        positions=model.max_position_embeddings,
+        samples=found.samples,
+        files=", ".join(names) if len(names) < _NAMED_FILES else f"{len(names):,} files",
+        accuracy=found.masked_lm_accuracy,
+        error=found.error,
+        count=found.masked_lm_count,
+        perplexity=found.perplexity,
+        normalization=fill.normalization,
+        example=example.replace('"', "'"),
+    )
+
+
+def examples_of(held_out: Dataset, vocabulary: Vocabulary) -> Iterator[tuple[str, str]]:
+    """Yield beginnings of held-out samples with a gap in place of their longest word, and this word."""
+    samples = held_out.take(np.arange(min(_READ_SAMPLES, len(held_out))))
+    ids = samples.input_ids.copy()
+    starts = np.repeat(samples.sequence_offsets[:-1], samples.masked_counts)
+    ids[starts + samples.masked_lm_positions] = samples.masked_lm_ids
+    seen: set[str] = set()
+    for start in samples.sequence_offsets[:-1].tolist():
+        tokens = [vocabulary.tokens[index] for index in ids[start + 1 : start + 1 + _EXAMPLE_CHARACTERS].tolist()]
+        words = _words(tokens[: tokens.index("[SEP]")] if "[SEP]" in tokens else tokens)
+        plain = ["".join(piece.removeprefix("##") for piece in pieces) for pieces in words]
+        whole = [pieces[0] for pieces in words if len(pieces) == 1 and pieces[0].isalpha()]
+        if len(words) < _FEWEST_WORDS or not whole or "[UNK]" in plain:
+            continue
+        longest = max(whole, key=len)
+        place = words.index([longest])
+        text = " ".join([*plain[:place], MASK, *plain[place + 1 :]])
+        if text not in seen:
+            seen.add(text)
+            yield text, longest
+        if len(seen) == _EXAMPLES:
+            return
+
+
+def _words(tokens: Sequence[str]) -> list[list[str]]:
+    """Group tokens into words, as many as fit into a line."""
+    words: list[list[str]] = []
+    characters = 0
+    for token in tokens:
+        characters += len(token) + 1
+        if characters > _EXAMPLE_CHARACTERS:
+            return words[:-1] if token.startswith("##") else words
+        if token.startswith("##") and words:
+            words[-1].append(token)
+        else:
+            words.append([token])
+    return words
+
+
+def outlook(evaluations: Sequence[EvaluationRecord], best: EvaluatedWeights, samples: int) -> str:
+    """Say what longer training would bring, from the held-out accuracy over the training.
+
+    ``samples`` is the number of training samples.
+    """
+    curve = {each.samples: each.masked_lm_accuracy for each in evaluations}
+    end = max(curve, default=0)
+    passes = f"The training took each of its {samples:,} samples {end / samples:.1f} times."
+    if end > best.samples and curve[end] < best.masked_lm_accuracy - best.error:
+        return f"{passes} It was best after {best.samples:,}: longer training would not help, more text would."
+    halfway = max((at for at in curve if at <= end / 2), default=None)
+    if halfway is None:
+        return f"{passes} It was too short to tell what longer training would bring."
+    gain = curve[end] - curve[halfway]
+    if gain < best.error:
+        return f"{passes} Its second half brought no measurable gain: longer training may not help, more text would."
+    return f"{passes} Its second half brought {100 * gain:.1f} points: longer training should bring more."

@@ -1,0 +1,232 @@
+"""From own text to a model, in one command: ``python -m bert.own_text TEXT... --out FOLDER``.
+
+The folder then holds
+
+    data/                  training set, held-out set and vocabulary
+    run.toml               settings of the training, which ./run_and_time.sh --config repeats
+    results/               logs and report
+    trained.safetensors    weights of the best evaluation
+    model/                 Hugging Face folder with tokenizer and model card
+
+The same command continues after an interruption.
+"""
+
+import json
+import statistics
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Annotated
+
+import tyro
+
+from bert.configuration.recipes import RECIPES
+from bert.derived_settings import affordable_samples
+from bert.train import parse, run_command
+from console.files import read_bounded, sha256_of, write_atomically
+from console.program import say
+from dataloading.options import OwnText
+
+if TYPE_CHECKING:
+    from bert.launch.series import Series
+    from bert.launch.supervision import Supervisor
+
+_RECIPE = "own_text_cpu"
+_DEFAULTS = OwnText()
+_TRIAL_STEPS, _TRIAL_MINUTES = 60, 0.15
+"""Length of the trial that measures the time of a step: the number of steps, or fewer if they take longer."""
+_LINE_SECONDS = 5.0
+"""Approximate time between two lines about steps."""
+_MOST_BYTES = 1 << 24
+"""Most bytes of the file that says how the folder was made."""
+
+
+@dataclass(frozen=True)
+class Places:
+    """Paths in the folder that the command makes."""
+
+    out: Path
+
+    @property
+    def request(self) -> Path:
+        """What the command was asked for, so that only the same command continues it."""
+        return self.out / "own_text.json"
+
+    @property
+    def data(self) -> Path:
+        return self.out / "data"
+
+    @property
+    def settings(self) -> Path:
+        return self.out / "run.toml"
+
+    @property
+    def logs(self) -> Path:
+        return self.out / "results" / _RECIPE / "bert"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.out / "checkpoints"
+
+    @property
+    def trained(self) -> Path:
+        return self.out / "trained.safetensors"
+
+    @property
+    def model(self) -> Path:
+        return self.out / "model"
+
+
+def own_text(
+    text: tyro.conf.Positional[tuple[Path, ...]],
+    out: Path,
+    minutes: float = 5.0,
+    start: str | None = None,
+    own: Annotated[OwnText, tyro.conf.arg(name=""), tyro.conf.OmitArgPrefixes] = _DEFAULTS,
+) -> None:
+    """Train a BERT on your own text, and export it as a Hugging Face folder. The same command continues after Ctrl-C.
+
+    Args:
+        text: Files of UTF-8 text with an empty line between documents, folders of such files, or patterns
+            ("texts/**/*.txt").
+        out: Folder to make.
+        minutes: Approximate time to train.
+        start: Model to start from: tiny_cpu (English, ships with this program), or the folder of a Hugging Face model. By
+            default, weights are random.
+        own: Settings of the data.
+    """
+    # These imports are slow, so a wrong command line is reported first.
+    from bert.launch.supervision import Stopped, Supervisor
+
+    if not 0 < minutes <= 100_000:
+        raise ValueError(f"--minutes is {minutes:g}: expected more than 0 and at most 100,000")
+    places = Places(out.absolute())
+    if places.model.exists():
+        raise ValueError(
+            f"{places.model} exists, so this training is complete: name another --out, perhaps with --start {places.model}"
+        )
+    initial, own = _starting_point(start, own)
+    supervisor = Supervisor()
+    try:
+        _prepare(text, own, initial, places)
+        if not places.settings.exists():
+            _choose_length(minutes, initial, own, places, supervisor)
+        _train(places, supervisor)
+    except Stopped:
+        say(f"to go on: the same command ({places.out})")
+        raise SystemExit(supervisor.status) from None
+    from bert.export import export  # imports PyTorch
+
+    export(places.trained, places.data, places.logs, places.model)
+
+
+def _starting_point(start: str | None, own: OwnText) -> tuple[Path | None, OwnText]:
+    """Return the initial weights, if any, and the settings of the data with the vocabulary of these weights."""
+    if start is None:
+        return None, own
+    if start == "tiny_cpu":
+        data = RECIPES["tiny_cpu"]().data
+        initial, vocab = data.initial_checkpoint, data.vocab
+    else:
+        initial = vocab = Path(start).absolute()
+        if not initial.is_dir():
+            raise ValueError(
+                f"--start {start}: expected tiny_cpu, or the folder of a Hugging Face model on this machine"
+            )
+    return initial, own if own.vocab is not None else replace(own, vocab=vocab)
+
+
+def _prepare(text: Sequence[Path], own: OwnText, initial: Path | None, places: Places) -> None:
+    """Make the data sets, unless an earlier call of the same command has made them."""
+    from dataloading.__main__ import report_own_text
+    from dataloading.preparation.own_text import text_files, write_own_text
+
+    files = {path.as_posix(): sha256_of(path) for path in text_files(text)}
+    asked = json.dumps({"text": files, "start": initial, "data": asdict(own)}, indent=1, default=str).encode()
+    if places.request.exists() and read_bounded(places.request, _MOST_BYTES, "name another --out") != asked:
+        raise ValueError(f"{places.out} was made from other text or with other settings: name another --out")
+    if not places.data.exists():
+        if not places.request.exists() and places.out.exists() and any(places.out.iterdir()):
+            raise ValueError(f"{places.out} is not empty and not from this command: name another --out")
+        places.out.mkdir(parents=True, exist_ok=True)
+        write_atomically(places.request, asked)
+        report_own_text(write_own_text(text, own, places.data), places.data)
+
+
+def _choose_length(
+    minutes: float, initial: Path | None, own: OwnText, places: Places, supervisor: "Supervisor"
+) -> None:
+    """Write the settings of a training that takes about ``minutes``, by the speed of a short trial."""
+    from dataloading.dataset.folder import open_dataset
+
+    settings = {
+        "data.train": places.data / "train",
+        "data.evaluation": places.data / "evaluation",
+        "data.vocab": places.data / "vocab.txt",
+        **({} if initial is None else {"data.initial_checkpoint": initial}),
+        "training.seed": own.seed,
+    }
+    say("==> short trial, to measure the speed")
+    seconds = _seconds_per_sample([_RECIPE, *(f"--{name}={value}" for name, value in settings.items())], supervisor)
+    samples = affordable_samples(60 * minutes / seconds, len(open_dataset(places.data / "evaluation")))
+    batch = RECIPES[_RECIPE]().training.global_batch_size
+    settings |= {
+        "training.max_samples": max(1, samples // batch) * batch,
+        "log.interval_steps": max(1, round(_LINE_SECONDS / (batch * seconds))),
+        "log.results": places.out / "results",
+        "checkpoint.folder": places.checkpoints,
+        "save_checkpoint": places.trained,
+    }
+    # JSON's strings and numbers are TOML's too.
+    values = {name: json.dumps(value, default=str, ensure_ascii=False) for name, value in settings.items()}
+    lines = [f'recipe = "{_RECIPE}"', *(f"{name} = {value}" for name, value in values.items())]
+    write_atomically(places.settings, "".join(f"{line}\n" for line in lines).encode())
+
+
+def _seconds_per_sample(arguments: list[str], supervisor: "Supervisor") -> float:
+    from bert.launch.supervision import Stopped
+    from compliance.log.records import read_metrics
+
+    with TemporaryDirectory(prefix="mlperf-bert-") as folder:
+        limits = f"--training.max-steps={_TRIAL_STEPS}", f"--training.max-minutes={_TRIAL_MINUTES}"
+        series = _series([*arguments, *limits, "--log.interval-steps=2", f"--log.results={folder}"])
+        series.train_once(Path(folder, "claim"), supervisor, quiet=True)
+        found = [record for path in Path(folder).rglob("metrics_*.jsonl") for record in read_metrics(path).steps]
+    if supervisor.status:
+        raise Stopped
+    if len(found) < 2:
+        raise ValueError("the trial has failed, for the reason above")
+    # The median ignores a disturbance, and the first steps are slower.
+    return statistics.median(record.step_ms for record in found[1:]) / 1000 / series.config.training.global_batch_size
+
+
+def _series(arguments: list[str]) -> "Series":
+    from bert.launch.layout import layout_of
+    from bert.launch.series import Nodes, Series
+
+    config = parse(arguments)
+    return Series(config, arguments, 1, Nodes(1, 0, "127.0.0.1", 0), layout_of(config), clear_caches=False)
+
+
+def _train(places: Places, supervisor: "Supervisor") -> None:
+    """Train to the end, unless an earlier call has done so. Raises ``SystemExit`` if the training does not end well."""
+    from bert.checkpoints.training_state import checkpoint_folders
+    from bert.launch.supervision import Stopped
+    from compliance.log.reader import read_log
+
+    if any(read_log(path).run.status == "success" for path in places.logs.glob("result_*.txt")):
+        return
+    arguments = ["--config", str(places.settings)]
+    if places.checkpoints.is_dir() and checkpoint_folders(places.checkpoints):
+        arguments += ["--resume", str(places.checkpoints)]
+    status = _series(arguments).train(supervisor)
+    if supervisor.status:
+        raise Stopped
+    if status:
+        raise SystemExit(status)
+
+
+if __name__ == "__main__":
+    sys.exit(run_command(own_text, "bert.own_text"))
