@@ -15,7 +15,7 @@ import json
 import statistics
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from bert.launch.supervision import Supervisor
 
 _RECIPE = "own_text_cpu"
+_SETTINGS, _TRAINED, _CHECKPOINTS, _LOGS = "run.toml", "trained.safetensors", "checkpoints", f"results/{_RECIPE}/bert"
 _DEFAULTS = OwnText()
 _TRIAL_STEPS, _TRIAL_MINUTES = 60, 0.15
 """Length of the trial that measures the time of a step: the number of steps, or fewer if they take longer."""
@@ -41,42 +42,6 @@ _LINE_SECONDS = 5.0
 """Approximate time between two lines about steps."""
 _MOST_BYTES = 1 << 24
 """Most bytes of the file that says how the folder was made."""
-
-
-@dataclass(frozen=True)
-class Places:
-    """Paths in the folder that the command makes."""
-
-    out: Path
-
-    @property
-    def request(self) -> Path:
-        """What the command was asked for, so that only the same command continues it."""
-        return self.out / "own_text.json"
-
-    @property
-    def data(self) -> Path:
-        return self.out / "data"
-
-    @property
-    def settings(self) -> Path:
-        return self.out / "run.toml"
-
-    @property
-    def logs(self) -> Path:
-        return self.out / "results" / _RECIPE / "bert"
-
-    @property
-    def checkpoints(self) -> Path:
-        return self.out / "checkpoints"
-
-    @property
-    def trained(self) -> Path:
-        return self.out / "trained.safetensors"
-
-    @property
-    def model(self) -> Path:
-        return self.out / "model"
 
 
 def own_text(
@@ -102,24 +67,24 @@ def own_text(
 
     if not 0 < minutes <= 100_000:
         raise ValueError(f"--minutes is {minutes:g}: expected more than 0 and at most 100,000")
-    places = Places(out.absolute())
-    if places.model.exists():
+    out = out.absolute()
+    if (model := out / "model").exists():
         raise ValueError(
-            f"{places.model} exists, so this training is complete: name another --out, perhaps with --start {places.model}"
+            f"{model} exists, so this training is complete: name another --out, perhaps with --start {model}"
         )
     initial, own = _starting_point(start, own)
     supervisor = Supervisor()
     try:
-        _prepare(text, own, initial, places)
-        if not places.settings.exists():
-            _choose_length(minutes, initial, own, places, supervisor)
-        _train(places, supervisor)
+        _prepare(text, own, initial, minutes, out)
+        if not (out / _SETTINGS).exists():
+            _choose_length(minutes, initial, own, out, supervisor)
+        _train(out, supervisor)
     except Stopped:
-        say(f"to go on: the same command ({places.out})")
+        say(f"to go on: the same command ({out})")
         raise SystemExit(supervisor.status) from None
     from bert.export import export  # imports PyTorch
 
-    export(places.trained, places.data, places.logs, places.model)
+    export(out / _TRAINED, out / "data", out / _LOGS, model)
 
 
 def _starting_point(start: str | None, own: OwnText) -> tuple[Path | None, OwnText]:
@@ -138,51 +103,52 @@ def _starting_point(start: str | None, own: OwnText) -> tuple[Path | None, OwnTe
     return initial, own if own.vocab is not None else replace(own, vocab=vocab)
 
 
-def _prepare(text: Sequence[Path], own: OwnText, initial: Path | None, places: Places) -> None:
+def _prepare(text: Sequence[Path], own: OwnText, initial: Path | None, minutes: float, out: Path) -> None:
     """Make the data sets, unless an earlier call of the same command has made them."""
     from dataloading.__main__ import report_own_text
     from dataloading.preparation.own_text import text_files, write_own_text
 
+    data, stored = out / "data", out / "own_text.json"
     files = {path.as_posix(): sha256_of(path) for path in text_files(text)}
-    asked = json.dumps({"text": files, "start": initial, "data": asdict(own)}, indent=1, default=str).encode()
-    if places.request.exists() and read_bounded(places.request, _MOST_BYTES, "name another --out") != asked:
-        raise ValueError(f"{places.out} was made from other text or with other settings: name another --out")
-    if not places.data.exists():
-        if not places.request.exists() and places.out.exists() and any(places.out.iterdir()):
-            raise ValueError(f"{places.out} is not empty and not from this command: name another --out")
-        places.out.mkdir(parents=True, exist_ok=True)
-        write_atomically(places.request, asked)
-        report_own_text(write_own_text(text, own, places.data), places.data)
+    request = {"text": files, "start": initial, "minutes": minutes, "data": asdict(own)}
+    asked = json.dumps(request, indent=1, default=str).encode()
+    if stored.exists() and read_bounded(stored, _MOST_BYTES, "name another --out") != asked:
+        raise ValueError(f"{out} was made from other text or with other settings: name another --out")
+    if not data.exists():
+        if not stored.exists() and out.exists() and any(out.iterdir()):
+            raise ValueError(f"{out} is not empty and not from this command: name another --out")
+        out.mkdir(parents=True, exist_ok=True)
+        write_atomically(stored, asked)
+        report_own_text(write_own_text(text, own, data), data)
 
 
-def _choose_length(
-    minutes: float, initial: Path | None, own: OwnText, places: Places, supervisor: "Supervisor"
-) -> None:
+def _choose_length(minutes: float, initial: Path | None, own: OwnText, out: Path, supervisor: "Supervisor") -> None:
     """Write the settings of a training that takes about ``minutes``, by the speed of a short trial."""
     from dataloading.dataset.folder import open_dataset
 
+    data = out / "data"
     settings = {
-        "data.train": places.data / "train",
-        "data.evaluation": places.data / "evaluation",
-        "data.vocab": places.data / "vocab.txt",
+        "data.train": data / "train",
+        "data.evaluation": data / "evaluation",
+        "data.vocab": data / "vocab.txt",
         **({} if initial is None else {"data.initial_checkpoint": initial}),
         "training.seed": own.seed,
     }
     say("==> short trial, to measure the speed")
     seconds = _seconds_per_sample([_RECIPE, *(f"--{name}={value}" for name, value in settings.items())], supervisor)
-    samples = affordable_samples(60 * minutes / seconds, len(open_dataset(places.data / "evaluation")))
+    samples = affordable_samples(60 * minutes / seconds, len(open_dataset(data / "evaluation")))
     batch = RECIPES[_RECIPE]().training.global_batch_size
     settings |= {
         "training.max_samples": max(1, samples // batch) * batch,
         "log.interval_steps": max(1, round(_LINE_SECONDS / (batch * seconds))),
-        "log.results": places.out / "results",
-        "checkpoint.folder": places.checkpoints,
-        "save_checkpoint": places.trained,
+        "log.results": out / "results",
+        "checkpoint.folder": out / _CHECKPOINTS,
+        "save_checkpoint": out / _TRAINED,
     }
     # JSON's strings and numbers are TOML's too.
     values = {name: json.dumps(value, default=str, ensure_ascii=False) for name, value in settings.items()}
     lines = [f'recipe = "{_RECIPE}"', *(f"{name} = {value}" for name, value in values.items())]
-    write_atomically(places.settings, "".join(f"{line}\n" for line in lines).encode())
+    write_atomically(out / _SETTINGS, "".join(f"{line}\n" for line in lines).encode())
 
 
 def _seconds_per_sample(arguments: list[str], supervisor: "Supervisor") -> float:
@@ -210,17 +176,17 @@ def _series(arguments: list[str]) -> "Series":
     return Series(config, arguments, 1, Nodes(1, 0, "127.0.0.1", 0), layout_of(config), clear_caches=False)
 
 
-def _train(places: Places, supervisor: "Supervisor") -> None:
+def _train(out: Path, supervisor: "Supervisor") -> None:
     """Train to the end, unless an earlier call has done so. Raises ``SystemExit`` if the training does not end well."""
     from bert.checkpoints.training_state import checkpoint_folders
     from bert.launch.supervision import Stopped
     from compliance.log.reader import read_log
 
-    if any(read_log(path).run.status == "success" for path in places.logs.glob("result_*.txt")):
+    if any(read_log(path).run.status == "success" for path in (out / _LOGS).glob("result_*.txt")):
         return
-    arguments = ["--config", str(places.settings)]
-    if places.checkpoints.is_dir() and checkpoint_folders(places.checkpoints):
-        arguments += ["--resume", str(places.checkpoints)]
+    arguments, checkpoints = ["--config", str(out / _SETTINGS)], out / _CHECKPOINTS
+    if checkpoints.is_dir() and checkpoint_folders(checkpoints):
+        arguments += ["--resume", str(checkpoints)]
     status = _series(arguments).train(supervisor)
     if supervisor.status:
         raise Stopped

@@ -18,7 +18,7 @@ from compliance.folders import find, numbered_logs
 from compliance.log import rules
 from compliance.log.findings import Finding, Verdict
 from compliance.log.reader import Log, read_log
-from compliance.log.records import Metrics, read_metrics
+from compliance.log.records import EvaluationRecord, Metrics, read_metrics
 from compliance.log.run import LoggedRun
 from compliance.submission.check import check_paths, is_for_submission
 from compliance.submission.comparison import differing_settings
@@ -76,11 +76,15 @@ class ReportedRun:
         return max(self.logged.curve, key=lambda point: point[1], default=(None, None))
 
     @property
+    def best_record(self) -> EvaluationRecord | None:
+        """The metrics of the evaluation with the best accuracy; None if they are unknown."""
+        return next((record for record in self.metrics.evaluations if record.samples == self.best[0]), None)
+
+    @property
     def best_error(self) -> float | None:
-        """Standard error of the best accuracy; None if the number of masked tokens of its evaluation is unknown."""
-        samples, accuracy = self.best
-        count = next((record.count for record in self.metrics.evaluations if record.samples == samples), 0)
-        return math.sqrt(accuracy * (1 - accuracy) / count) if accuracy is not None and count else None
+        """Half of the best accuracy's 95 % confidence interval; None if its number of masked tokens is unknown."""
+        accuracy, count = self.best[1], self.best_record.count if self.best_record else 0
+        return 1.96 * math.sqrt(accuracy * (1 - accuracy) / count) if accuracy is not None and count else None
 
     @property
     def counted_seconds(self) -> float:

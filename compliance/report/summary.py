@@ -2,6 +2,7 @@
 
 import csv
 import io
+import math
 import re
 import textwrap
 from collections.abc import Iterable
@@ -77,8 +78,10 @@ def _experiment_statements(results: Results) -> list[Statement]:
     samples, accuracy = best.best
     if samples is None:
         return [Statement("warn", "Best accuracy", "No run was evaluated yet.")]
-    error = f" ± {best.best_error:.4f} (standard error)" if best.best_error is not None else ""
-    text = f"Run {best.number}: {fraction(accuracy)}{error} after {count(samples)} sequences."
+    error = f" ± {best.best_error:.4f}" if best.best_error is not None else ""
+    record = best.best_record
+    perplexity = f", perplexity {record.perplexity:.1f}" if record and math.isfinite(record.perplexity) else ""
+    text = f"Run {best.number}: {fraction(accuracy)}{error}{perplexity} after {count(samples)} sequences."
     said = [Statement("good", "Best accuracy", text)]
     place = "config.save_checkpoint"
     if (path := best.log.header.get(place, "None")) != "None":
