@@ -9,8 +9,7 @@ from bert.checkpoints.sources import open_source
 from bert.checkpoints.trained import TrainedWeights, stated_evaluation
 from bert.configuration.sections import ModelConfig
 from bert.evaluation import Accuracy
-from tests.bert.checkpoints.test_training_state import CPU
-from tests.bert.small_models import drawn_model
+from tests.bert.small_models import CPU, drawn_model
 
 SMALL = ModelConfig(1, 16, 2, 32, 50, 16)
 
