@@ -29,7 +29,7 @@ SHORTENED = {
     r"tiny_cpu 3$": "tiny_cpu 2 --",
     r"^\./run_and_time\.sh tiny_cpu (?=\d)": "NPROC=1 ./run_and_time.sh tiny_cpu ",
     r"\./run_and_time\.sh tiny_cpu .*": r"\g<0> --evaluation.interval-samples 64 --evaluation.target 0.02",
-    r"\./run_and_time\.sh own_text_cpu .*": rf"\g<0>{SHORT}",
+    r"\./run_and_time\.sh own_text_cpu .*": r"\g<0> --training.max-samples 320",
     r"--minutes 1$": "--minutes 0.02",
     r"--training\.max-samples 9600": "--training.max-samples 64 --evaluation.interval-samples 64",
     r"--tolerance 0\.02": r"\g<0> --data.evaluation data/whole/evaluation",
