@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 
 from bert.checkpoints.hugging_face import write_folder
-from bert.checkpoints.trained import EvaluatedWeights, stated_evaluation
+from bert.checkpoints.trained import stated_evaluation
 from bert.predict import MASK, GapFiller
 from compliance.log.records import EvaluationRecord, read_metrics
 from console.program import say
@@ -29,7 +29,8 @@ tags: [bert]
 ---
 # BERT trained on own text
 
-A BERT with {layers} layers of {width}, trained on {samples:,} samples from {files}. License: that of the text; add it here.
+A BERT with {layers} layers of {width}, trained on {samples:,} samples from {files}.
+Its license depends on the text: name it here.
 
 | on held-out documents | |
 |---|---|
@@ -74,7 +75,7 @@ def export(trained: Path, data: Path, logs: Path, out: Path) -> None:
     say(outlook(evaluations, found, len(train)))
 
 
-def _card(fill: GapFiller, found: EvaluatedWeights, sources: Iterable[str], example: str) -> str:
+def _card(fill: GapFiller, found: EvaluationRecord, sources: Iterable[str], example: str) -> str:
     model, names = fill.source.model, [Path(name).name for name in sources]
     return _CARD.format(
         layers=model.num_hidden_layers,
@@ -84,7 +85,7 @@ def _card(fill: GapFiller, found: EvaluatedWeights, sources: Iterable[str], exam
         files=", ".join(names) if len(names) < _NAMED_FILES else f"{len(names):,} files",
         accuracy=found.masked_lm_accuracy,
         error=found.error,
-        count=found.masked_lm_count,
+        count=found.count,
         perplexity=found.perplexity,
         normalization=fill.normalization,
         example=example.replace('"', "'"),
@@ -94,9 +95,7 @@ def _card(fill: GapFiller, found: EvaluatedWeights, sources: Iterable[str], exam
 def examples_of(held_out: Dataset, vocabulary: Vocabulary) -> Iterator[tuple[str, str]]:
     """Yield beginnings of held-out samples with a gap in place of their longest word, and this word."""
     samples = held_out.take(np.arange(min(_READ_SAMPLES, len(held_out))))
-    ids = samples.input_ids.copy()
-    starts = np.repeat(samples.sequence_offsets[:-1], samples.masked_counts)
-    ids[starts + samples.masked_lm_positions] = samples.masked_lm_ids
+    ids = samples.unmasked_ids
     seen: set[str] = set()
     for start in samples.sequence_offsets[:-1].tolist():
         tokens = [vocabulary.tokens[index] for index in ids[start + 1 : start + 1 + _EXAMPLE_CHARACTERS].tolist()]
@@ -130,7 +129,7 @@ def _words(tokens: Sequence[str]) -> list[list[str]]:
     return words
 
 
-def outlook(evaluations: Sequence[EvaluationRecord], best: EvaluatedWeights, samples: int) -> str:
+def outlook(evaluations: Sequence[EvaluationRecord], best: EvaluationRecord, samples: int) -> str:
     """Say what longer training would bring, from the held-out accuracy over the training.
 
     ``samples`` is the number of training samples.

@@ -113,8 +113,9 @@ def _evaluate(run: Run, at: Position) -> float:
     run.log.eval_stop(at.samples)
     seconds = time.perf_counter() - began
     times = at.steps, at.samples, run.reporter.seconds, seconds
-    run.reporter.write(EvaluationRecord(*times, found.value, found.correct, found.count, found.perplexity))
-    run.trained.evaluated(at.samples, found)
+    record = EvaluationRecord(*times, found.value, found.correct, found.count, found.perplexity)
+    run.reporter.write(record)
+    run.trained.evaluated(record)
     return found.value
 
 

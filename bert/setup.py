@@ -99,7 +99,7 @@ def build_run(
 
 
 def _announcement(config: Config, inputs: Inputs, done: int, step_seconds: float) -> str:
-    """Describe the rest of a run of which ``done`` samples are trained: its steps, evaluations and time."""
+    """Describe the remaining steps, evaluations and time of a run that has trained on ``done`` samples."""
     batch, held_out, schedule = config.training.global_batch_size, len(inputs.evaluation), inputs.schedule
     steps = -(-(config.training.sample_limit - done) // batch)
     evaluations = (done + steps * batch) // schedule.interval - schedule.index_after(done + 1) + 1

@@ -106,8 +106,7 @@ def training_examples(dataset: Dataset, special_ids: list[int]) -> list[dict[str
     """Return all samples as they were before masking, because the collator masks them anew for each batch."""
     examples = []
     for samples in dataset.blocks():
-        ids, starts = samples.input_ids.copy(), samples.sequence_offsets[:-1]
-        ids[np.repeat(starts, samples.masked_counts) + samples.masked_lm_positions] = samples.masked_lm_ids
+        ids, starts = samples.unmasked_ids, samples.sequence_offsets[:-1]
         special = np.isin(ids, special_ids).astype(np.int64)
         columns = {"input_ids": ids, "token_type_ids": samples.segment_ids, "special_tokens_mask": special}
         for start, stop in zip(starts.tolist(), samples.sequence_offsets[1:].tolist(), strict=True):

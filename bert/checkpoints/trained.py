@@ -1,45 +1,26 @@
 """The weights that a run leaves behind, in the file that save_checkpoint names."""
 
-import json
-import math
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import msgspec
+
 from bert.checkpoints.weights import read_header, save_weights, stated
-from bert.evaluation import Accuracy
 from bert.model import BertForPreTraining
 from bert.parallel.mesh import Mesh, agreed_text
+from compliance.log.records import EvaluationRecord
 
 _EVALUATION = "evaluation"
 """Key in the file's metadata."""
 
 
-@dataclass(frozen=True)
-class EvaluatedWeights:
-    """What the file of a run's best weights states about them."""
-
-    samples: int
-    """Number of sequences trained before the evaluation."""
-    masked_lm_accuracy: float
-    masked_lm_count: int
-    """Number of masked tokens in the evaluation set."""
-    perplexity: float
-
-    @property
-    def error(self) -> float:
-        """Half of the accuracy's 95 % confidence interval."""
-        share = self.masked_lm_accuracy
-        return 1.96 * math.sqrt(share * (1 - share) / self.masked_lm_count)
-
-
-def stated_evaluation(path: Path) -> EvaluatedWeights | None:
-    """Return what a file of weights states about their evaluation, or None if it states nothing.
+def stated_evaluation(path: Path) -> EvaluationRecord | None:
+    """Return the evaluation of the best weights of a run that their file states, or None if it states none.
 
     Raises ``ValueError`` if the file is missing or damaged.
     """
-    return stated(read_header(path)[1], _EVALUATION, EvaluatedWeights, str(path))
+    return stated(read_header(path)[1], _EVALUATION, EvaluationRecord, str(path))
 
 
 class TrainedWeights:
@@ -66,12 +47,11 @@ class TrainedWeights:
             # Only rank 0 writes the file, and perhaps only rank 0 sees it.
             self._best = float(agreed_text(repr(_accuracy_of(path)) if mesh.is_main else "", mesh))
 
-    def evaluated(self, samples: int, found: Accuracy) -> None:
+    def evaluated(self, found: EvaluationRecord) -> None:
         """Write the weights if the run keeps its best weights, and these are better than all before."""
-        if self._keeps_best and found.value > self._best:
-            self._best = found.value
-            evaluated = EvaluatedWeights(samples, found.value, found.count, found.perplexity)
-            self._write({_EVALUATION: json.dumps(asdict(evaluated))})
+        if self._keeps_best and found.masked_lm_accuracy > self._best:
+            self._best = found.masked_lm_accuracy
+            self._write({_EVALUATION: msgspec.json.encode(found).decode()})
 
     def ended(self) -> None:
         """Write the weights at the end of a run, unless the file already has those of its best evaluation."""

@@ -76,6 +76,12 @@ class EvaluationRecord(_Event, frozen=True, tag="eval"):
     perplexity: float = NAN
     """Exponential of the mean masked-LM loss on the evaluation set."""
 
+    @property
+    def error(self) -> float:
+        """Half of the accuracy's 95 % confidence interval; not a number without a count of masked tokens."""
+        share = self.masked_lm_accuracy
+        return 1.96 * math.sqrt(share * (1 - share) / self.count) if self.count and 0 <= share <= 1 else NAN
+
 
 @dataclass(frozen=True)
 class Straggler:

@@ -83,8 +83,8 @@ class ReportedRun:
     @property
     def best_error(self) -> float | None:
         """Half of the best accuracy's 95 % confidence interval; None if its number of masked tokens is unknown."""
-        accuracy, count = self.best[1], self.best_record.count if self.best_record else 0
-        return 1.96 * math.sqrt(accuracy * (1 - accuracy) / count) if accuracy is not None and count else None
+        error = self.best_record.error if self.best_record else math.nan
+        return error if math.isfinite(error) else None
 
     @property
     def counted_seconds(self) -> float:

@@ -198,8 +198,9 @@ def heading(results: Results) -> str:
 
 def as_markdown(results: Results) -> str:
     """Return the summary as Markdown: statements, the table of the runs, findings."""
-    head, *rows = [f"| {' | '.join(map(_markdown, row))} |\n" for row in table(results)]
-    head += f"|{'---:|' * len(table(results)[0])}\n"
+    cells = table(results)
+    head, *rows = [f"| {' | '.join(map(_markdown, row))} |\n" for row in cells]
+    head += f"|{'---:|' * len(cells[0])}\n"
     said = "".join(f"- **{item.title}**: {_markdown(item.text)}\n" for item in statements(results))
     findings = "".join(f"- {_markdown(about)}, {_markdown(finding)}\n" for about, finding in results.findings)
     parts = [f"# {_markdown(heading(results))}\n", f"{results.notice}\n", said, head + "".join(rows)]

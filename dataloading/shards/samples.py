@@ -52,6 +52,13 @@ class Samples:
         return np.diff(self.masked_lm_offsets)
 
     @property
+    def unmasked_ids(self) -> NDArray[np.uint16]:
+        """[T] tokens before masking."""
+        ids = self.input_ids.copy()
+        ids[np.repeat(self.sequence_offsets[:-1], self.masked_counts) + self.masked_lm_positions] = self.masked_lm_ids
+        return ids
+
+    @property
     def nbytes(self) -> int:
         return sum(getattr(self, field.name).nbytes for field in fields(self))
 

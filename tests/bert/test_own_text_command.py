@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from bert.checkpoints.trained import EvaluatedWeights, stated_evaluation
+from bert.checkpoints.trained import stated_evaluation
 from bert.checkpoints.training_state import checkpoint_folders
 from bert.export import examples_of, outlook
 from bert.predict import GapFiller
@@ -126,5 +126,4 @@ def evaluations(*accuracies: float) -> list[EvaluationRecord]:
 )
 def test_the_outlook_follows_the_held_out_accuracy(accuracies: tuple[float, ...], best: int, said: str) -> None:
     records = evaluations(*accuracies)
-    weights = EvaluatedWeights(records[best - 1].samples, records[best - 1].masked_lm_accuracy, 10_000, 20.0)
-    assert said in outlook(records, weights, samples=200)
+    assert said in outlook(records, records[best - 1], samples=200)

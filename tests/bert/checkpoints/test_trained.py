@@ -1,5 +1,6 @@
 """The weights that a run leaves behind: of its end, or of its best evaluation, also after it was resumed."""
 
+import math
 from pathlib import Path
 
 import pytest
@@ -8,14 +9,14 @@ import torch
 from bert.checkpoints.sources import open_source
 from bert.checkpoints.trained import TrainedWeights, stated_evaluation
 from bert.configuration.sections import ModelConfig
-from bert.evaluation import Accuracy
+from compliance.log.records import EvaluationRecord
 from tests.bert.small_models import CPU, drawn_model
 
 SMALL = ModelConfig(1, 16, 2, 32, 50, 16)
 
 
 class Leaving:
-    """A run of which only the saved weights matter. Its model has the number of the last evaluation in its bias."""
+    """A run that only saves weights. The bias of its decoder is the number of the last evaluation."""
 
     def __init__(self, path: Path, *, keeps_best: bool, is_resumed: bool = False) -> None:
         self.path, self.model = path, drawn_model(SMALL, seed=0)
@@ -25,7 +26,8 @@ class Leaving:
 
     def evaluated(self, number: int, correct: int) -> None:
         torch.nn.init.constant_(self.model.decoder_bias, number)
-        self.weights.evaluated(100 * number, Accuracy(correct, 1000, loss=2000.0))
+        record = EvaluationRecord(number, 100 * number, 0.0, 0.0, correct / 1000, correct, 1000, math.exp(2))
+        self.weights.evaluated(record)
 
     @property
     def saved(self) -> int:
@@ -42,7 +44,7 @@ def test_a_run_without_a_target_keeps_its_best_weights_also_after_it_was_resumed
     assert run.saved == 2
     found = stated_evaluation(run.path)
     assert found is not None
-    assert (found.samples, found.masked_lm_accuracy, found.masked_lm_count) == (200, 0.3, 1000)
+    assert (found.samples, found.masked_lm_accuracy, found.count) == (200, 0.3, 1000)
     assert found.perplexity == pytest.approx(7.389, rel=1e-3)
     assert found.error == pytest.approx(0.0284, rel=1e-2)
     resumed = Leaving(run.path, keeps_best=True, is_resumed=True)
