@@ -95,7 +95,7 @@ def _timed_run(config: Config, inputs: Inputs, mesh: Mesh, guard: DataGuard, int
         config = rebalance_batch(config, before, mesh.data_size)
     adaptive = config.log.division == "open" and (again or may_start_again())
     # Preflight skips this check if the shares may depend on the checkpoint, so check again.
-    check_shares(config, inputs.train, mesh.data_size, uneven=adaptive)
+    check_shares(config, mesh.data_size, uneven=adaptive)
     # Each checkpoint stores the world, so that a run on other hosts knows which micro-batch sizes fit in memory.
     world = World.of(mesh.hosts, config, before if again else None)
     # If no seed is set, each rank draws one, and all use rank 0's seed. The seed determines the order of the samples, so

@@ -1,35 +1,55 @@
-"""Check a run before it starts, and predict its memory and the time of a step.
+"""Predict a run's memory and the time of its step, and check whether the run could start.
 
     python -m cluster.dry_run RECIPE [--section.field value ...]
 
-This runs ``python -m bert.train RECIPE --dry-run``. It adds a forecast if the run uses GPUs, or if several ranks share a
-copy of the model.
+The forecast is for runs that use GPUs, or in which several ranks share a copy of the model. It needs no data for the
+benchmark. The check is that of ``python -m bert.train RECIPE --dry-run``, and so is the exit status. Without a launcher, the
+number of ranks is the plan's or the recipe's.
 """
 
-import signal
+import math
+import os
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from bert.configuration.config import Config
-from bert.parallel.environment import Launch
+from bert.configuration.recipes import shape_of
+from bert.configuration.run_plan import read_plan
+from bert.parallel.environment import Launch, is_rank
 from bert.train import main as train
-from bert.train import parse
-from console.program import say
+from bert.train import parse, refused
+from console.program import accept_any_text, say
 
 
 def main(arguments: Sequence[str]) -> int:
-    if status := train([*arguments, "--dry-run"]):
-        return status
-    # The trainer ignores signals once it has ended, but the forecast takes seconds.
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_DFL)
-    config, launch = parse(arguments), Launch.from_environment()
-    if config.training.device == "cuda" or config.parallel.copy_ranks > 1:
-        for line in memory_and_step(config, launch.world_size, launch.local_size):
-            say(f"{config.recipe}: {line}")
-    return 0
+    accept_any_text()
+    problem = None
+    try:
+        config = parse(arguments)
+        if config.training.device == "cuda" and not is_rank():
+            os.environ["WORLD_SIZE"] = str(_intended_ranks(config))
+        launch = Launch.from_environment()
+    except (ValueError, OSError) as error:
+        return refused(error)
+    try:
+        if config.training.device == "cuda" or config.parallel.copy_ranks > 1:
+            for line in list(memory_and_step(config, launch.world_size, launch.local_size)):
+                say(f"{config.recipe}: {line}")
+    except (ValueError, OSError) as error:
+        problem = error
+    # Check last, so that the verdict is the last line.
+    status = train([*arguments, "--dry-run"])
+    # The forecast reads the same inputs, so its error is new only if the check finds none.
+    return refused(problem) if problem and not status else status
+
+
+def _intended_ranks(config: Config) -> int:
+    """Return the number of ranks that the plan or the recipe's name states, or 1."""
+    if config.plan is not None:
+        plan = read_plan(config.plan)
+        return plan.nodes * plan.ranks_per_node
+    return math.prod(shape_of(config.recipe) or (1,))
 
 
 def memory_and_step(config: Config, world_size: int, local_size: int = 0) -> Iterator[str]:
@@ -41,7 +61,7 @@ def memory_and_step(config: Config, world_size: int, local_size: int = 0) -> Ite
     from cluster.model.memory import USABLE_MEMORY, memory_of_rank
     from cluster.model.rates import device_of, target_of_devices
     from cluster.model.step import predict_step
-    from cluster.model.work import REPEATED, strategy_of, work_of
+    from cluster.model.work import REPEATED, strategy_of, work_to_plan
 
     try:
         device, per_node = device_of(config.recipe, None)
@@ -49,7 +69,9 @@ def memory_and_step(config: Config, world_size: int, local_size: int = 0) -> Ite
         device, per_node = None, world_size
     a_node = local_size or min(per_node, world_size)
     nodes = world_size // a_node
-    work, strategy = work_of(config), strategy_of(config)
+    work, strategy = work_to_plan(config), strategy_of(config)
+    if not config.data.train.is_dir():
+        yield f"{config.data.train} is missing, so the forecast uses the lengths of the benchmark's Wikipedia"
 
     def memory(mode: str) -> dict[str, float]:
         chosen = replace(strategy, recompute=mode)

@@ -156,11 +156,11 @@ def is_alive(process: int) -> bool:
         return False
 
 
-def python(*arguments: object, **changes: object) -> subprocess.CompletedProcess[str]:
-    """Run Python in the repository's root. ``changes`` sets environment variables, or unsets them if None."""
+def python(*arguments: object, cwd: Path = REPOSITORY, **changes: object) -> subprocess.CompletedProcess[str]:
+    """Run Python, by default in the repository's root. ``changes`` sets environment variables, or unsets them if None."""
     environment = {name: str(value) for name, value in (os.environ | changes).items() if value is not None}
     command = [sys.executable, *map(str, arguments)]
-    return subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=PATIENCE_S)
+    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=PATIENCE_S)
 
 
 def git(folder: Path, *arguments: str) -> str:

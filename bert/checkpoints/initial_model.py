@@ -98,11 +98,6 @@ def load_initial_weights(model: BertForPreTraining, path: Path) -> list[str]:
 def _open(path: Path, model: ModelConfig, whole: bool) -> "CheckpointSource":
     from bert.checkpoints.sources import open_source
 
-    if not path.exists() and not path.with_name(path.name + ".index").exists():
-        raise ValueError(
-            f"no checkpoint at {path}: make the benchmark's with `python -m dataloading wikipedia` (docs/data.md), or set "
-            "data.initial_checkpoint to a safetensors file, a Hugging Face folder or the prefix of a TensorFlow checkpoint"
-        )
     source = open_source(path, whole=whole)
     for name, expected in asdict(model).items():
         found = getattr(source.model, name)

@@ -4,6 +4,7 @@ The GPU recipes use the hyperparameters and the precision of published results w
 the rules allow.
 """
 
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +20,7 @@ from bert.configuration.sections import (
     Precision,
     TrainingConfig,
 )
+from console.text import counted
 
 ARTIFACTS = Path(__file__).resolve().parents[1] / "artifacts"
 """Folder with the vocabulary and the phase-1 checkpoint of ``tiny_cpu``, which ship with the program."""
@@ -174,11 +176,15 @@ RECIPES: dict[str, Callable[[], Config]] = {
 }
 
 
+def shape_of(name: str) -> tuple[int, int] | None:
+    """Return the nodes and the GPUs per node in a recipe's name, such as (8, 4) for ``a100_8x4``, or None."""
+    sized = re.fullmatch(r"\w+_(\d+)x(\d+)", name, re.ASCII)
+    return (int(sized[1]), int(sized[2])) if sized else None
+
+
 def described(name: str) -> str:
-    config = RECIPES[name]()
-    nodes, _, gpus = name.rpartition("_")[2].partition("x")
+    config, (nodes, gpus) = RECIPES[name](), shape_of(name) or (1, 1)
     # Recipes that are not plain BERT-Large are functions with a docstring.
-    what = (
-        (RECIPES[name].__doc__ or f"BERT-Large on Wikipedia, {nodes} nodes x {gpus} GPUs").splitlines()[0].rstrip(".")
-    )
+    what = RECIPES[name].__doc__ or f"BERT-Large on Wikipedia, {counted(nodes, 'node')} x {counted(gpus, 'GPU')}"
+    what = what.splitlines()[0].rstrip(".")
     return f"{what}; global batch {config.training.global_batch_size:,}, {config.training.precision}"

@@ -25,7 +25,7 @@ from bert.parallel.mesh import Mesh, require_whole_copies
 from bert.reporting.reporter import require_tensorboard
 from compliance.log.schedule import EvaluationSchedule, evaluation_interval
 from dataloading.batches.loader_choice import check_loader
-from dataloading.batches.plan import BatchPlan
+from dataloading.batches.plan import BatchPlan, require_sequences
 from dataloading.dataset.folder import Dataset, open_dataset
 from dataloading.options import Normalization
 from dataloading.text.vocabulary import Vocabulary, read_stated
@@ -65,11 +65,11 @@ def check(config: Config, world_size: int, local_size: int = 0) -> Inputs:
             plan.require_ranks(world_size, local_size, config.plan)
         elif not plan.is_for(world_size, local_size):
             plan = None  # the hosts have changed: the plan's settings still apply, but its prediction does not
-    (train, evaluation), vocabulary, normalization = _open_inputs(config, [config.data.train, config.data.evaluation])
     # The hosts are not known yet, so assume one host for all ranks. ``join_mesh`` checks the real hosts.
     require_whole_copies(config.parallel, 1, world_size)
     if not may_go_on:  # a restarted run may take its shares from the checkpoint
-        check_shares(config, train, world_size // config.parallel.copy_ranks)
+        check_shares(config, world_size // config.parallel.copy_ranks)
+    (train, evaluation), vocabulary, normalization = _open_inputs(config, [config.data.train, config.data.evaluation])
     check_loader(config.data.loader)
     if not (may_go_on or job()):
         refuse_others(config)
@@ -116,17 +116,17 @@ def batch_plan(config: Config, train: Dataset, data_size: int, seed: int) -> Bat
     )
 
 
-def check_shares(config: Config, train: Dataset, data_size: int, uneven: bool = False) -> None:
+def check_shares(config: Config, data_size: int, uneven: bool = False) -> None:
     """Raise ``ValueError`` if the global batch cannot be divided evenly over micro-batches.
 
     If ``uneven`` is set, uneven shares are allowed, and the error is raised only if a model copy would get no samples.
     """
-    micro_batches = batch_plan(config, train, data_size, seed=0).micro_batches
     batch, steps = config.training.global_batch_size, config.training.gradient_accumulation_steps
-    if batch % micro_batches and not uneven:
+    require_sequences(batch, data_size, steps)
+    if batch % (data_size * steps) and not uneven:
         raise ValueError(
             f"training.global_batch_size {batch} does not divide over {data_size} ranks x {steps} accumulation steps: "
-            f"make it a multiple of {micro_batches}"
+            f"make it a multiple of {data_size * steps}"
         )
 
 
@@ -141,6 +141,7 @@ def refuse_others(config: Config) -> None:
 
 def _open_inputs(config: Config, folders: Sequence[Path]) -> tuple[list[Dataset], Vocabulary, Normalization | None]:
     """Open data sets and check the vocabulary, the weights and the software. The last folder is the evaluation set."""
+    _require_presence(config, folders)
     datasets = [open_dataset(folder) for folder in folders]
     vocabulary = Vocabulary.read(config.data.vocab)
     # The word embedding table has one row per vocabulary entry; a larger id would read out of bounds.
@@ -157,8 +158,8 @@ def _open_inputs(config: Config, folders: Sequence[Path]) -> tuple[list[Dataset]
                 f"{dataset.folder} holds sequences of up to {dataset.info.max_seq_length} tokens, but "
                 f"model.max_position_embeddings is {config.model.max_position_embeddings}"
             )
-    if not datasets[-1].masked_counts.any():
-        raise ValueError(f"{datasets[-1].folder}: no token is masked, so there is nothing to predict: prepare it again")
+        if not dataset.masked_counts.any():
+            raise ValueError(f"{dataset.folder}: no token is masked, so there is nothing to predict: prepare it again")
     normalizations = {str(dataset.folder): dataset.info.normalization for dataset in datasets}
     normalizations[str(config.data.vocab)] = read_stated(config.data.vocab)
     if (start := config.data.initial_checkpoint) is not None:
@@ -172,6 +173,23 @@ def _open_inputs(config: Config, folders: Sequence[Path]) -> tuple[list[Dataset]
     if config.training.device == "cuda" and torch.cuda.is_available() and (lacks := lacks_of_triton()):
         raise ValueError(f"training.device is cuda, but {'; '.join(lacks)}")
     return datasets, vocabulary, normalization
+
+
+def _require_presence(config: Config, folders: Sequence[Path]) -> None:
+    """Raise ``ValueError`` with the names of all inputs that do not exist, so that all can be made at once."""
+    start, data = config.data.initial_checkpoint, config.data
+    settings = {data.train: "data.train", data.evaluation: "data.evaluation"}
+    missing = [f"{settings[folder]} {folder}" for folder in folders if not folder.exists()]
+    if not data.vocab.exists():
+        missing.append(f"data.vocab {data.vocab}")
+    # A TensorFlow checkpoint is named by the prefix of its files.
+    if start is not None and not start.exists() and not start.with_name(f"{start.name}.index").exists():
+        missing.append(f"data.initial_checkpoint {start}")
+    if missing:
+        raise ValueError(
+            f"missing: {', '.join(missing)}. `python -m dataloading wikipedia` makes the data, the vocabulary and the "
+            "checkpoint of the GPU recipes (docs/data.md), and `from-text` makes data of your own text (docs/own_text.md)"
+        )
 
 
 def _common_normalization(stated: Mapping[str, Normalization | None]) -> Normalization | None:

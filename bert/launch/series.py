@@ -13,7 +13,7 @@ import psutil
 
 from bert.configuration.config import Config
 from bert.launch.binding import torchrun, torchrun_environment
-from bert.launch.layout import Layout
+from bert.launch.layout import Layout, has_gpus
 from bert.launch.supervision import Stopped, Supervisor, announce, await_orphans, say_at_once
 from bert.parallel.environment import CLAIM
 from bert.parallel.master_port import free_port, require_free_port
@@ -50,9 +50,14 @@ class Series:
 
     def prepare(self, supervisor: Supervisor) -> int:
         """Check a run that another launcher will start, or a dry run, and print a forecast. Return the exit status."""
-        world_size = os.environ.get("WORLD_SIZE") or str(self.world_size)
-        command = [sys.executable, "-m", "cluster.dry_run", *self.arguments]
-        return supervisor.run(command, os.environ | {"WORLD_SIZE": world_size})
+        ranks = {} if os.environ.get("WORLD_SIZE") else {"WORLD_SIZE": str(self.world_size)}
+        if (
+            self.config.training.device == "cuda"
+            and not (has_gpus() or os.environ.get("NPROC"))
+            and self.nodes.count == 1
+        ):
+            ranks = {}  # this machine will not train, so the plan or the recipe states the number of ranks
+        return supervisor.run([sys.executable, "-m", "cluster.dry_run", *self.arguments], os.environ | ranks)
 
     def train(self, supervisor: Supervisor) -> int:
         """Train and judge. Return the exit status: that of the verdict, or else of the last run that failed."""

@@ -6,7 +6,6 @@ The rates come either from a probe, or from data sheets and parameters that were
 import bisect
 import functools
 import math
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import get_args
 
 import numpy as np
 
+from bert.configuration.recipes import shape_of
 from bert.configuration.sections import ParallelConfig, Precision
 from bert.parallel.mesh import require_whole_copies
 from cluster.devices import Device, Machine, describe_machine, device_named
@@ -47,8 +47,6 @@ product takes 6 launches, and any other computation takes 8."""
 
 _ACCELERATORS = {"h100": "H100-SXM-80GB", "dgxa100": "A100-SXM-80GB", "bert_3_9b": "A100-SXM-40GB"}
 """Device names by the first words of a recipe's name."""
-_SIZED = re.compile(r"([a-z0-9_]+)_(\d+)x(\d+)")
-"""Pattern of a recipe's name: device, number of nodes, and devices per node."""
 
 
 @dataclass(frozen=True)
@@ -227,18 +225,17 @@ def target_of(
             raise ValueError("--cluster describes the machines: omit --accelerator and --networking")
         return _target_of_probe(cluster, gpus)
     device, per_node = device_of(recipe, accelerator)
-    sized = _SIZED.fullmatch(recipe)
-    count = gpus if gpus is not None else int(sized[2]) * int(sized[3]) if sized else per_node
+    count = gpus if gpus is not None else math.prod(shape_of(recipe) or (per_node,))
     return target_of_devices(device, count, per_node, networking)
 
 
 def device_of(recipe: str, accelerator: str | None) -> tuple[Device, int]:
     """Return the named or the recipe's device, and the number per node. Raises ``ValueError`` if the device is unknown."""
-    sized = _SIZED.fullmatch(recipe)
-    name = accelerator or (_ACCELERATORS.get(sized[1]) if sized else None)
+    shape = shape_of(recipe)
+    name = accelerator or (_ACCELERATORS.get(recipe.rpartition("_")[0]) if shape else None)
     if name is None:
         raise ValueError(f"{recipe} names no device: give --cluster, the file of `python -m cluster probe`")
-    return device_named(name), max(8, int(sized[3])) if sized else 8  # a smaller recipe uses part of a node
+    return device_named(name), max(8, shape[1]) if shape else 8  # a smaller recipe uses part of a node
 
 
 def target_of_devices(device: Device, count: int, per_node: int, networking: str = "") -> Target:

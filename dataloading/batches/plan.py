@@ -75,11 +75,7 @@ class BatchPlan:
     def __post_init__(self) -> None:
         if len(self.lengths) == 0:
             raise ValueError("the length index holds no samples: check data.train")
-        if self.global_batch_size < self.micro_batches:
-            raise ValueError(
-                f"training.global_batch_size {self.global_batch_size} leaves some of {self.world_size} ranks x "
-                f"{self.gradient_accumulation_steps} accumulation steps without a sequence: take fewer of either"
-            )
+        require_sequences(self.global_batch_size, self.world_size, self.gradient_accumulation_steps)
 
     @property
     def micro_batches(self) -> int:
@@ -119,6 +115,15 @@ class BatchPlan:
             MicroBatch(batch[rows[rows >= 0]], len(batch), masked, *both)
             for rows, *both in zip(mine, *largest, strict=True)
         ]
+
+
+def require_sequences(global_batch_size: int, world_size: int, gradient_accumulation_steps: int) -> None:
+    """Raise ``ValueError`` if some micro-batch of a global batch would be empty."""
+    if global_batch_size < world_size * gradient_accumulation_steps:
+        raise ValueError(
+            f"training.global_batch_size {global_batch_size} leaves some of {world_size} ranks x "
+            f"{gradient_accumulation_steps} accumulation steps without a sequence: take fewer of either"
+        )
 
 
 def sums_of(sizes: NDArray[np.integer], dealt: NDArray[np.int64]) -> NDArray[np.int64]:

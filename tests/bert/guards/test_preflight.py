@@ -47,7 +47,10 @@ def test_places_that_cannot_be_written(small_run: SmallRun, tmp_path: Path) -> N
         ({"data__train": "nowhere"}, "nowhere"),
         ({"model__vocab_size": 300}, "model.vocab_size is 300"),
         ({"model__max_position_embeddings": 16}, "model.max_position_embeddings is 16"),
-        ({"data__initial_checkpoint": "broken.safetensors"}, "no checkpoint at broken.safetensors"),
+        (
+            {"data__train": "no/train", "data__vocab": "no/vocab.txt", "data__initial_checkpoint": "no.safetensors"},
+            "missing: data.train no/train, data.vocab no/vocab.txt, data.initial_checkpoint no.safetensors",
+        ),
         ({"training__max_samples": 160, "evaluation__interval_samples": 161}, "training.max_samples 160 ends"),
         ({"training__max_steps": 4}, "training.max_steps 4 ends the run before its first evaluation, after 80 samples"),
     ],

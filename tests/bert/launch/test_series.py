@@ -1,5 +1,6 @@
 """Series of runs: what is started in which order, what a failure ends, and what signals do."""
 
+import os
 import re
 import shutil
 import signal
@@ -172,6 +173,14 @@ def test_a_preparation_is_only_checked(
     assert done.stderr == (f"{world_size} none\n" if world_size else "")
     assert [call.split()[0] for call in started.calls] == (["cluster.dry_run"] if world_size else [])
     assert ("# config.recipe: tiny_cpu\n" in done.stdout) == ("print" in words)
+
+
+def test_the_dry_run_of_a_gpu_recipe_takes_the_ranks_from_the_recipe_if_there_are_no_gpus_here(tmp_path: Path) -> None:
+    shows = 'echo "${WORLD_SIZE-unset}" >&2'
+    own = os.environ["PATH"].split(":")
+    path = ":".join(folder for folder in own if not Path(folder, "nvidia-smi").exists())
+    started = Started(tmp_path, "bert.launch h100_1x8 1 -- --dry-run", dry_run=shows, PATH=path)
+    assert started.end().stderr == "unset\n"
 
 
 NOTES = "trap 'echo got INT >&2; exit 5' INT; trap 'echo got TERM >&2; exit 6' TERM"
