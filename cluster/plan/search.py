@@ -328,10 +328,11 @@ def as_lines(found: Found, world_size: int) -> Iterator[str]:
 def summary(candidate: Candidate) -> str:
     """Describe a plan and the source of its hyperparameters in one line."""
     optimizer, run = candidate.schedule.optimizer, candidate.run
+    note = f" ({visible(candidate.schedule.note)})" if candidate.schedule.note else ""
     return (
         f"batch {candidate.schedule.global_batch_size:,}: learning rate {optimizer.base_learning_rate:g}, betas "
         f"{optimizer.beta_1:g} and {optimizer.beta_2:g}, decay {optimizer.weight_decay_rate:g}, "
-        f"{counted(optimizer.learning_rate_training_steps, 'step')}; {run.samples / 1e6:.3g} million samples; "
+        f"{counted(optimizer.learning_rate_training_steps, 'step')}; {_samples(run)}{note}; "
         f"{visible(candidate.schedule.source)}"
     )
 
@@ -396,4 +397,8 @@ def _cause(best: Candidate, rival: Candidate) -> str:
 
 
 def _steps(each: Candidate) -> str:
-    return f"{each.run.samples / 1e6:.2f} million samples in {each.run.steps:,.0f} steps of {1000 * each.step.total:.2f} ms"
+    return f"{_samples(each.run)} in {each.run.steps:,.0f} steps of {1000 * each.step.total:.2f} ms"
+
+
+def _samples(run: RunTime) -> str:
+    return f"{run.samples / 1e6:.2f} million samples" if run.samples >= 1e6 else f"{run.samples:,.0f} samples"

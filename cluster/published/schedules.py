@@ -13,14 +13,16 @@ failed run counts as the slowest.
 import csv
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import NamedTuple
 
-from bert.configuration.config import Config
+from bert.configuration.config import Config, flattened
 from bert.configuration.recipes import RECIPES
 from bert.configuration.sections import ModelConfig, OptimizerConfig
+from compliance.log.reader import read_log
 from console.text import counted
 
 TABLE = Path(__file__).with_name("published_results.csv")
@@ -49,8 +51,10 @@ class BatchSchedule:
 
     Attributes:
         max_samples: samples at which a run that has not reached the target ends.
-        samples: median number of samples to the target in published results; None if none was published.
+        samples: median number of samples to the target in published results, or in finished runs of the recipe; None if
+            there are none.
         source: where the hyperparameters come from.
+        note: where the samples come from unless they are published.
     """
 
     global_batch_size: int
@@ -58,6 +62,7 @@ class BatchSchedule:
     max_samples: int
     samples: float | None
     source: str
+    note: str = ""
 
 
 def schedules(config: Config) -> list[BatchSchedule]:
@@ -69,7 +74,7 @@ def schedules(config: Config) -> list[BatchSchedule]:
     published = _published()
     own = _of_recipe(config, published, "the recipe's own")
     if not _is_benchmark(config):
-        return [own]
+        return [_with_own_samples(own, config)]
     recipes = [_of_recipe(recipe(), published, f"recipe {name}") for name, recipe in RECIPES.items()]
     known = [each for each in [*recipes, *_stated(published)] if each.samples is not None]
     found = {own.global_batch_size: own}
@@ -80,6 +85,26 @@ def schedules(config: Config) -> list[BatchSchedule]:
 
 def _is_benchmark(config: Config) -> bool:
     return config.model == ModelConfig() and config.log.division == "closed"
+
+
+def _with_own_samples(schedule: BatchSchedule, config: Config) -> BatchSchedule:
+    """Add the median samples to the target of finished runs in the results folder, if there are any."""
+    # Only runs with the same model, hyperparameters and target tell how many samples this run needs.
+    sections = ("recipe", "model.", "optimizer.", "training.global_batch_size", "evaluation.target")
+    prefixes = tuple(f"config.{section}" for section in sections)
+    stated = {name: str(value) for name, value in flattened("config", config) if name.startswith(prefixes)}
+    samples = []
+    for path in config.log.results.glob("*/bert/result_*.txt"):
+        with suppress(ValueError):  # an unreadable file is no finished run
+            run = read_log(path).run
+            if stated.items() <= run.header.items() and (needed := run.converged_samples()):
+                samples.append(needed)
+    where = f"of {config.recipe} in {config.log.results}"
+    if not samples:
+        return replace(schedule, note=f"its limit, because no run {where} has reached the target")
+    return replace(
+        schedule, samples=median(samples), note=f"to the target, the median of {counted(len(samples), 'run')} {where}"
+    )
 
 
 def closed_rows() -> list[dict[str, str]]:

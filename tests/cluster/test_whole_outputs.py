@@ -1,14 +1,20 @@
 """The whole output of commands that measure nothing: a change of the cost model shows here as changed numbers.
 
-If they are meant to change, write the new output to the file, and read the difference.
+If they are meant to change, write the new output to the file, read the difference, and copy it to the page that shows it.
 """
 
+import re
+import shlex
+import textwrap
 from pathlib import Path
 
 import pytest
 
 from tests.cluster.conftest import Command
-from tests.programs import REPOSITORY
+from tests.programs import REPOSITORY, python
+
+OUTPUTS = Path(__file__).parent / "outputs"
+NETWORK = "--networking '8x ConnectX-7 IB NDR 400Gb/s'"
 
 
 @pytest.mark.parametrize(
@@ -17,7 +23,7 @@ from tests.programs import REPOSITORY
         ("devices", "devices.txt"),
         ("plan h100_8x8 --gpus 64", "plan_h100.txt"),
         ("plan bert_3_9b_8x8", "plan_3_9b.txt"),
-        ("predict --accelerator A100-SXM --nodes 8 --gpus-per-node 8", "predict_a100.txt"),
+        (f"predict --accelerator H100-SXM --nodes 8 --gpus-per-node 8 {NETWORK}", "predict_h100.txt"),
         ("predict --accelerator B200 --nodes 9 --gpus-per-node 8", "predict_b200.txt"),
         (f"whatif {REPOSITORY}/results/cpu_2cores/bert/metrics_0.jsonl", "whatif.txt"),
     ],
@@ -26,4 +32,30 @@ def test_the_whole_output(
     command: str, file: str, cluster: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.chdir(tmp_path)  # for plan.json
-    assert cluster(*command.split()).stdout == (Path(__file__).parent / "outputs" / file).read_text()
+    assert cluster(*shlex.split(command)).stdout == (OUTPUTS / file).read_text()
+
+
+@pytest.mark.slow
+def test_the_whole_output_of_a_dry_run(tmp_path: Path) -> None:
+    done = python("-m", "cluster.dry_run", "bert_3_9b_8x8", cwd=tmp_path, PYTHONPATH=REPOSITORY)
+    assert done.stdout == (OUTPUTS / "dry_run_3_9b.txt").read_text()
+
+
+@pytest.mark.parametrize(
+    ("file", "page"),
+    [
+        ("plan_h100.txt", "cluster.md"),
+        ("predict_h100.txt", "cluster.md"),
+        ("whatif.txt", "cluster.md"),
+        ("dry_run_3_9b.txt", "scaling.md"),
+    ],
+)
+def test_a_page_shows_lines_of_the_output(file: str, page: str) -> None:
+    output, text = (OUTPUTS / file).read_text().splitlines(), (REPOSITORY / "docs" / page).read_text(encoding="utf-8")
+    blocks = [
+        textwrap.dedent(block).splitlines() for block in re.findall(r"^    .*\n(?:    .*\n|\n(?=    ))*", text, re.M)
+    ]
+    (shown,) = (block for block in blocks if block[0] == output[0])
+    following = iter(output)
+    for line in shown:
+        assert line.strip() == "..." or line in following, f"docs/{page}: {line}"

@@ -21,6 +21,7 @@ from cluster.published.schedules import schedules
 from cluster.view import write_view
 from tests.cluster.conftest import Command
 from tests.cluster.test_view import made_up
+from tests.programs import REPOSITORY
 
 pytestmark = pytest.mark.slow
 
@@ -48,6 +49,24 @@ def follow(config: Config, target: Target, best: Candidate, folder: Path) -> Con
     """Write a plan file, and return the configuration of a run with ``--plan``."""
     write_plan(run_plan(config, target, best), folder / "plan.json")
     return parse([config.recipe, "--plan", str(folder / "plan.json")])
+
+
+def test_the_time_to_the_target_takes_the_samples_of_own_runs(tmp_path: Path) -> None:
+    config = RECIPES["tiny_cpu"]()
+    tenth = REPOSITORY / "results/cpu_2cores/bert/result_1.txt"
+    write = tmp_path / "mine/bert/result_0.txt"
+    write.parent.mkdir(parents=True)
+    own = replace(config, log=replace(config.log, results=tmp_path))
+    for text, samples in (
+        ("not a log\n", None),
+        (tenth.read_text(), 38_400),
+        (tenth.read_text().replace("# config.optimizer.base_learning_rate: 0.005", ""), None),
+        (tenth.read_text().replace('"status": "success"', '"status": "aborted"'), None),
+    ):
+        write.write_text(text)
+        (schedule,) = schedules(own)
+        assert schedule.samples == samples
+        assert ("its limit" in schedule.note) == (samples is None)
 
 
 def test_every_batch_has_hyperparameters_that_reached_the_target() -> None:
