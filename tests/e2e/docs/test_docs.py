@@ -1,11 +1,15 @@
 """The README's commands, and links and results on all pages. Other files in this folder test the pages' commands."""
 
+import json
 import re
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from compliance.check.checker import check_file
+from compliance.log.reader import read_log
 from tests.conftest import REPOSITORY
 from tests.e2e.docs.documented import FIRST, PAGES, SHORTENED, assert_works, commands
 
@@ -26,7 +30,37 @@ def test_the_commands_that_are_shortened_are_documented_ones() -> None:
     assert [pattern for pattern in SHORTENED if not any(re.search(pattern, line) for line in commands())] == []
 
 
-@pytest.mark.parametrize("log", sorted(REPOSITORY.glob("results/cpu_2cores/bert/result_*")), ids=lambda log: log.name)
+LOGS = sorted(REPOSITORY.glob("results/cpu_2cores/bert/result_*"))
+
+
+@pytest.mark.parametrize("log", LOGS, ids=lambda log: log.name)
 def test_a_committed_result_is_valid(log: Path) -> None:
     verdict = check_file(log)
     assert verdict.passed, verdict.findings
+
+
+def test_the_times_to_train_on_the_pages_are_those_of_the_committed_logs() -> None:
+    runs = [read_log(log).run for log in LOGS]
+    seconds = sorted(run.seconds or 0.0 for run in runs)[1:-1]
+    mean = f"| {sum(seconds) / len(seconds):.1f} s |"
+    for page in ("README.md", "results/README.md", "benchmarks/results/README.md"):
+        assert mean in (REPOSITORY / page).read_text(encoding="utf-8"), page
+    table = (REPOSITORY / "docs/tiny_cpu.md").read_text(encoding="utf-8")
+    for number, run in enumerate(runs):
+        assert f"| {number} | {run.seed} | {run.seconds:.1f} s | {run.accuracy:.4f} | {run.trained:,} |" in table
+
+
+@pytest.mark.parametrize(
+    ("file", "figure"),
+    [
+        ("cpu_step", lambda found: f"{found['ratios']['Hugging Face, padded']:.1f}x"),
+        ("own_text", lambda found: f"{found['medians']['time_to_target']:.1f}x"),
+        ("prepare_wikipedia", lambda found: f"{found['ratio']:.1f}x"),
+        ("packing", lambda found: f"{100 * found['algorithms'][0]['efficiency']:.3f} %"),
+        ("prediction", lambda found: f"{100 * found['errors']['submitter: all']['median']:.1f} %"),
+    ],
+)
+def test_a_figure_on_the_pages_is_that_of_the_committed_benchmark(file: str, figure: Callable[[Any], str]) -> None:
+    found = json.loads((REPOSITORY / f"benchmarks/results/cpu_2cores/{file}.json").read_bytes())
+    for page in ("README.md", "benchmarks/results/README.md"):
+        assert f"| {figure(found)} | [{file}.json]" in (REPOSITORY / page).read_text(encoding="utf-8"), page
