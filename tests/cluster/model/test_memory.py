@@ -27,6 +27,7 @@ from cluster.model.memory import held_by_rank, hidden_bytes, kept_by_forward, me
 from cluster.model.work import Strategy, Work
 from dataloading.batches.loader import Batch, batch_of
 from dataloading.shards.samples import Samples, synthetic_samples
+from tests.programs import REPOSITORY
 
 SEQUENCES = 16
 
@@ -196,3 +197,18 @@ def test_recomputation_keeps_what_is_predicted(precision: Precision) -> None:
         assert saved == pytest.approx(kept["none"] - kept[mode], rel=0.02)
         assert parts[mode]["recomputed"] == pytest.approx(saved / 2), "one of two inner layers at a time"
     assert parts["none"]["recomputed"] == 0 < parts["full"]["activations"] < parts["selective"]["activations"]
+
+
+def test_the_page_states_the_bytes_that_a_layer_keeps_for_a_token() -> None:
+    page = (REPOSITORY / "docs/training.md").read_text(encoding="utf-8").splitlines()
+    columns: list[tuple[Precision, bool, int]] = [("bf16", True, 512), ("fp8", True, 512), ("fp32", False, 128)]
+    for mode in get_args(Recompute):
+        row = []
+        for precision, on_gpu, length in columns:
+            strategy, kept = Strategy(8, precision=precision, recompute=mode), []
+            for layers in (3, 4):
+                work = Work(ModelConfig(layers), np.full(8, length), np.ones(8, np.int64))
+                (share,) = model_shares(work.model, 1, 1, 1)
+                kept.append(float(kept_by_forward(work, strategy, work.typical(1), on_gpu, share).sum()))
+            row.append(f"{(kept[1] - kept[0]) / length:,.0f}")
+        assert any(line.startswith(f"| `{mode}`") and line.endswith(f"| {' | '.join(row)} |") for line in page), row
