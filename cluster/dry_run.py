@@ -13,10 +13,13 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
+from rich.filesize import decimal
+
 from bert.configuration.config import Config
 from bert.configuration.recipes import shape_of
 from bert.configuration.run_plan import read_plan
 from bert.parallel.environment import Launch, is_rank
+from bert.parallel.mesh import require_whole_copies
 from bert.train import main as train
 from bert.train import parse, refused
 from console.program import accept_any_text, say
@@ -67,8 +70,10 @@ def memory_and_step(config: Config, world_size: int, local_size: int = 0) -> Ite
         device, per_node = device_of(config.recipe, None)
     except ValueError:
         device, per_node = None, world_size
-    a_node = local_size or min(per_node, world_size)
+    whole_nodes = world_size if world_size <= per_node else math.gcd(world_size, per_node)
+    a_node = whole_nodes if local_size == 0 or world_size % local_size else local_size
     nodes = world_size // a_node
+    require_whole_copies(config.parallel, nodes, a_node)
     work, strategy = work_to_plan(config), strategy_of(config)
     if not config.data.train.is_dir():
         yield f"{config.data.train} is missing, so the forecast uses the lengths of the benchmark's Wikipedia"
@@ -79,17 +84,17 @@ def memory_and_step(config: Config, world_size: int, local_size: int = 0) -> Ite
 
     parts = memory(strategy.recompute)
     total = sum(parts.values())
-    yield f"a rank holds {_gigabytes(total)} at most: " + ", ".join(
-        f"{part} {_gigabytes(size)}" for part, size in parts.items() if size
+    yield f"a rank holds {_shown(total)} at most: " + ", ".join(
+        f"{part} {_shown(size)}" for part, size in parts.items() if size
     )
     yield f"training.recompute is {strategy.recompute}; " + ", ".join(
-        f"{mode} would hold {_gigabytes(sum(memory(mode).values()))}" for mode in REPEATED if mode != strategy.recompute
+        f"{mode} would hold {_shown(sum(memory(mode).values()))}" for mode in REPEATED if mode != strategy.recompute
     )
     if device is None:
         return
     usable = USABLE_MEMORY * device.memory_gb * 1e9
     if total > usable:
-        yield f"{device.name} has {_gigabytes(usable)} for it, which is less; `python -m cluster plan` finds what fits"
+        yield f"{device.name} has {_shown(usable)} for it, which is less; `python -m cluster plan` finds what fits"
     # A device may lack the precision, such as FP8 on an A100.
     rates = target_of_devices(device, world_size, a_node).rates.get(strategy.precision)
     if rates is not None:
@@ -100,8 +105,8 @@ def memory_and_step(config: Config, world_size: int, local_size: int = 0) -> Ite
         yield f"a step is predicted to take {1000 * step.total:.0f} ms on {nodes} x {a_node} {device.name}: {times}"
 
 
-def _gigabytes(size: float) -> str:
-    return f"{size / 1e9:.2f} GB"
+def _shown(size: float) -> str:
+    return decimal(int(size), precision=2)
 
 
 if __name__ == "__main__":

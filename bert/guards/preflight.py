@@ -34,6 +34,12 @@ from kernels import choose
 _LOGS_BYTES = 16 << 20
 """Disk space in bytes for a run's log, metrics and report."""
 
+_MAKERS = {
+    "tiny_cpu": "`./run_and_time.sh tiny_cpu` makes its data (docs/tiny_cpu.md)",
+    "own_text_cpu": "`python -m dataloading from-text` makes data and vocabulary of your text (docs/own_text.md)",
+}
+"""Command that makes the missing inputs, for recipes on other data than the benchmark's."""
+
 
 @dataclass(frozen=True)
 class Inputs:
@@ -186,10 +192,8 @@ def _require_presence(config: Config, folders: Sequence[Path]) -> None:
     if start is not None and not start.exists() and not start.with_name(f"{start.name}.index").exists():
         missing.append(f"data.initial_checkpoint {start}")
     if missing:
-        raise ValueError(
-            f"missing: {', '.join(missing)}. `python -m dataloading wikipedia` makes the data, the vocabulary and the "
-            "checkpoint of the GPU recipes (docs/data.md), and `from-text` makes data of your own text (docs/own_text.md)"
-        )
+        maker = _MAKERS.get(config.recipe, "`python -m dataloading wikipedia` makes the benchmark's (docs/data.md)")
+        raise ValueError(f"missing: {', '.join(missing)}. {maker}")
 
 
 def _common_normalization(stated: Mapping[str, Normalization | None]) -> Normalization | None:

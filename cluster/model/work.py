@@ -29,6 +29,7 @@ from bert.parallel.tensor.shards import split_of
 from cluster.model.histogram import drawn_lengths
 from cluster.published.fitted import EVALUATION_SEQUENCES
 from compliance.log.schedule import evaluation_interval
+from console.text import counted
 from dataloading.batches.plan import BatchPlan, deal
 from dataloading.dataset.folder import open_dataset
 
@@ -86,7 +87,8 @@ class Strategy:
         """Return the sequences of a micro-batch. Raises ``ValueError`` if the ranks cannot share the global batch evenly."""
         micro_batches = ranks // self.copy_ranks * self.gradient_accumulation_steps
         if self.global_batch_size % micro_batches:
-            copies = f"{ranks // self.copy_ranks} copies of the model ({ranks} ranks)"
+            copies = ranks // self.copy_ranks
+            copies = f"{copies} {'copy' if copies == 1 else 'copies'} of the model ({counted(ranks, 'rank')})"
             raise ValueError(
                 f"global_batch_size is {self.global_batch_size}, which {copies} x {self.gradient_accumulation_steps} "
                 f"micro-batches cannot share evenly. Use a multiple of {micro_batches}."

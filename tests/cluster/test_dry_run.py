@@ -42,8 +42,15 @@ def test_without_data_the_forecast_comes_before_the_missing_inputs(recipe: str, 
 
 
 @pytest.mark.slow
-def test_a_wrong_setting_is_named_before_missing_data(tmp_path: Path) -> None:
-    done = dry_run(tmp_path, "h100_1x8", "--training.global-batch-size", "769")
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ("h100_1x8 --training.global-batch-size 769", "make it a multiple of 8"),
+        ("tiny_cpu --parallel.tensor 2", "parallel.tensor is 2"),
+    ],
+)
+def test_a_wrong_setting_is_named_before_missing_data(arguments: str, said: str, tmp_path: Path) -> None:
+    done = dry_run(tmp_path, *arguments.split())
     assert (done.returncode, done.stdout) == (2, "")
-    assert "make it a multiple of 8" in done.stderr
+    assert said in done.stderr
     assert done.stderr.count("\n") == 1
