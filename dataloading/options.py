@@ -39,9 +39,9 @@ class ExtractionOptions:
 
     def __post_init__(self) -> None:
         if self.evaluation_articles < 0:
-            raise ValueError(f"evaluation_articles is {self.evaluation_articles}; expected 0 or more")
+            raise ValueError(f"--evaluation-articles is {self.evaluation_articles}; expected 0 or more")
         if self.part_bytes < 1:
-            raise ValueError(f"part_bytes is {self.part_bytes}; expected at least 1")
+            raise ValueError(f"--part-bytes is {self.part_bytes}; expected at least 1")
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ import google_crc32c
 import numpy as np
 
 from console.files import open_regular, read_bounded
+from dataloading.preparation.mlcommons import INDEX, KNOWN, OBJECT_GRAPH, TF1_DATA, TF1_FILES
 
 INDEX_SUFFIX = ".index"
 MAGIC = struct.pack("<Q", 0xDB4775248B80FB57)
@@ -31,10 +32,9 @@ _MOST_TENSOR_BYTES = 1 << 30
 _FOOTER_BYTES = 48
 _TRAILER_BYTES = 5
 """Each block is followed by one byte for the compression type and a checksum of four bytes."""
-_OBJECT_GRAPH = "_CHECKPOINTABLE_OBJECT_GRAPH"
 _FLOAT32 = 1
 _REMEDY = "fetch or copy the checkpoint again"
-_PUBLISHED = ("f97de3ae180eb8d479555c939d50d048", 4_034_713_312)
+_PUBLISHED = (KNOWN[INDEX][1], KNOWN[TF1_DATA][0])
 """The benchmark's phase-1 checkpoint: MD5 of its index, and size of its data file in bytes."""
 # Maps endings of Hugging Face names to endings of TensorFlow names. The first match is used, so ".weight" comes last.
 _ENDINGS = {
@@ -83,8 +83,11 @@ class TensorBundle:
             }
         except ValueError as error:  # includes UnicodeDecodeError, for a name that is not UTF-8
             raise ValueError(f"{self.index}: {error}; {_REMEDY}") from None
-        if _OBJECT_GRAPH in self.entries:
-            raise ValueError(f"{self.index} is a TF2 checkpoint: take the TF1 form, or a Hugging Face folder")
+        if OBJECT_GRAPH in self.entries:
+            raise ValueError(
+                f"{self.index} is a TF2 checkpoint, which is not supported; take a Hugging Face folder, or of MLCommons' "
+                f"download the TF1 form: {TF1_FILES}"
+            )
         self._require_extents()
         # MLCommons publishes MD5 digests. FIPS builds allow MD5 only for purposes other than security.
         md5 = hashlib.md5(content, usedforsecurity=False).hexdigest()

@@ -92,13 +92,14 @@ def describe_options(info: DatasetInfo) -> str:
     return f"settings: not the benchmark's ({', '.join(different)})" if different else "settings: the benchmark's"
 
 
-def doubts(info: DatasetInfo) -> list[str]:
-    """Return what is wrong with the text of a data set, with remedies."""
+def doubts(info: DatasetInfo, remedy: str = "") -> list[str]:
+    """Return what is wrong with the text of a data set, with the usual remedies or with ``remedy``."""
+    usual = "prepare the data set again with the right --do-lower-case and --strip-accents"
     misfit = (
         "the normalization of the text does not fit the vocabulary, many of whose words cannot occur in the samples; "
-        "prepare the data set again with the right --do-lower-case and --strip-accents"
+        f"{remedy or usual}"
     )
-    return [*([misfit] if info.options.get(VOCABULARY_FITS) is False else []), *info.text.losses()]
+    return [*([misfit] if info.options.get(VOCABULARY_FITS) is False else []), *info.text.losses(remedy)]
 
 
 def describe_samples(dataset: Dataset) -> str:

@@ -1,5 +1,5 @@
-"""The benchmark's files as MLCommons distributes them: finding them in folders, checking their sizes and MD5 sums, and
-estimating how long it takes to prepare them.
+"""The benchmark's files as MLCommons distributes them: finding them in folders, checking their sizes and MD5 sums, saying
+what is missing and how to download it, and estimating how long it takes to prepare them.
 
 The known values come from the README of the benchmark's reference (mlcommons/training, retired_benchmarks/bert).
 """
@@ -12,7 +12,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path, PurePath, PurePosixPath
 
-from console.files import open_regular, read_bounded
+from console.files import open_regular, read_bounded, read_json
+from console.program import reason
 from console.text import counted
 from dataloading.text.documents import text_lines
 
@@ -34,10 +35,41 @@ KNOWN: Mapping[str, tuple[int, str]] = {
 }
 """Size in bytes and MD5 sum, by file name. For the other parts of the text, the downloader stores a list of MD5 sums."""
 
+
+def _with_size(name: str) -> str:
+    """Return a name with the known size of the file of this name."""
+    sizes = [size for path, (size, _) in KNOWN.items() if path.endswith(PurePath(name).name)]
+    return f"{name} ({sizes[0]:,} bytes)" if sizes else name
+
+
+INDEX, TF1_DATA = (name for name in KNOWN if name.startswith("tf1_ckpt/"))
+TF1_FILES = f"{_with_size(INDEX)} and {_with_size(TF1_DATA)}"
+OBJECT_GRAPH = "_CHECKPOINTABLE_OBJECT_GRAPH"
+"""Name in the index of a TF2 checkpoint. It is stored there as it is, because no earlier name begins like it."""
+_PREFIX = PurePath(INDEX).stem
+
+_FILES, _TEXT = "bert-input-files", "bert-preprocessed-wikipedia-dataset"
+"""Names of MLCommons' downloads."""
+_DOWNLOADER = "https://raw.githubusercontent.com/mlcommons/r2-downloader/refs/heads/main/mlc-r2-downloader.sh"
+_METADATA = "https://training.mlcommons-storage.org/metadata"
+SOURCES = {
+    VOCABULARY: f"{_with_size('vocab.txt')} of {_FILES}",
+    CHECKPOINT: f"{TF1_FILES} of {_FILES}",
+    EVALUATION: f"{_with_size('eval.txt')} of {_TEXT}",
+    TRAIN: f"part-00000-of-00500 to part-00499-of-00500 (500 files, 14 GB in all) of {_TEXT}, or WikiExtractor's files",
+}
+"""Files that each result is made from, and the download that they belong to."""
+
 _PART = re.compile(r"part-(\d{5})-of-(\d{5})")
 _WIKI = re.compile(r"wiki_\d\d(\.bz2)?")
 _CHECKPOINT = re.compile(r"(.+)\.(?:index|data-\d{5}-of-(\d{5}))")
 _LISTED = re.compile(r"([0-9a-fA-F]{32}) [ *](.+)")
+_OTHERS = {
+    re.compile(r".+\.(safetensors|bin|pt|pth|h5|msgpack)"): (CHECKPOINT, "is not a TensorFlow checkpoint"),
+    re.compile(r".+\.xml(\.bz2)?"): (TRAIN, "is a dump: run WikiExtractor on it"),
+    re.compile(r".+\.(tar|tgz|tar\.gz|zip)"): (TRAIN, "is an archive: unpack it"),
+}
+"""For names of files that are of no use here, the result that they are meant for, and the reason."""
 _MAX_LIST_BYTES = 64 << 20
 _MOST_NAMED = 10
 
@@ -68,9 +100,17 @@ class Inputs:
     evaluation: tuple[Path, ...] = ()
     """The file eval.txt."""
     articles: tuple[Path, ...] = ()
-    """WikiExtractor's files. They are used if there is no preprocessed text. Extraction refuses compressed files."""
+    """WikiExtractor's files. They are used if there is no other text. Extraction refuses compressed files."""
     lists: tuple[Path, ...] = ()
     """Lists of MD5 sums that were found beside the data."""
+    others: tuple[tuple[str, str], ...] = ()
+    """Files that cannot be used: the result that each is meant for, and a sentence with its name and the reason."""
+    problems: tuple[str, ...] = ()
+    """Sentences about files that are incomplete or in the way. Nothing can be made from such folders."""
+
+    @property
+    def uses_articles(self) -> bool:
+        return bool(self.articles) and not (self.text or self.evaluation)
 
     @property
     def files(self) -> list[Path]:
@@ -90,79 +130,138 @@ class Inputs:
 def find_inputs(folders: Sequence[Path], leave_out: Path) -> Inputs:
     """Find the input files in ``folders``, at any depth, except in ``leave_out``."""
     names: dict[str, list[Path]] = {}
-    for path in _walk(folders, leave_out.resolve()):
+    problems: list[str] = []
+    for path in _walk(folders, leave_out.resolve(), problems):
         names.setdefault(path.name, []).append(path)
+    others = [
+        (result, f"{paths[0]} {why}")
+        for name, paths in names.items()
+        for pattern, (result, why) in _OTHERS.items()
+        if pattern.fullmatch(name)
+    ]
     return Inputs(
-        vocabulary=_single(names, "vocab.txt"),
-        config=_single(names, "bert_config.json"),
-        checkpoint=_checkpoint(names),
-        text=_parts(names),
-        evaluation=_single(names, "eval.txt"),
+        vocabulary=_single(names, "vocab.txt", problems),
+        config=_single(names, "bert_config.json", problems),
+        checkpoint=_checkpoint(names, problems, others),
+        text=_parts(names, problems),
+        evaluation=_single(names, "eval.txt", problems),
         articles=tuple(sorted((path for name in names if _WIKI.fullmatch(name) for path in names[name]), key=str)),
         lists=tuple(path for name in names if name.endswith(".md5") for path in names[name]),
+        others=tuple(others),
+        problems=tuple(problems),
     )
 
 
-def _walk(folders: Sequence[Path], leave_out: Path) -> Iterator[Path]:
+def attention_heads(inputs: Inputs) -> int | None:
+    """Return the number of attention heads, which a TF1 checkpoint does not contain; None for the published one."""
+    for config in inputs.config:
+        stated = read_json(config, _MAX_LIST_BYTES, "download it again")
+        heads = stated.get("num_attention_heads") if isinstance(stated, dict) else None
+        if type(heads) is not int or heads < 1:
+            raise ValueError(f"{config}: num_attention_heads is {heads!r}; expected a number from 1: download it again")
+        return heads
+    for path in inputs.checkpoint:
+        if path.suffix == ".index" and path.stat().st_size != KNOWN[INDEX][0]:
+            raise ValueError(
+                f"{path} is not the published checkpoint, whose index has {KNOWN[INDEX][0]:,} bytes, and there is no "
+                "bert_config.json; take the published one, or add that file"
+            )
+    return None
+
+
+def how_to_download(sentences: Collection[str]) -> list[str]:
+    """Return a command for each download that the ``sentences`` name."""
+    return [
+        f"to download {name} (docs/data.md): bash <(curl -s {_DOWNLOADER}) -d download/{folder} {_METADATA}/{name}.uri"
+        for name, folder in ((_FILES, "input"), (_TEXT, "text"))
+        if any(name in sentence for sentence in sentences)
+    ]
+
+
+def _walk(folders: Sequence[Path], leave_out: Path, problems: list[str]) -> Iterator[Path]:
     seen: set[Path] = set()
+    known = {PurePath(name).name for name in KNOWN}
     for folder in folders:
         if not folder.is_dir():
-            raise ValueError(f"{folder}: no such folder; name the folders that the downloader made")
-        for top, below, files in os.walk(folder):
+            kind = "a file, expected its folder" if folder.exists() else "no such folder"
+            problems.append(f"{folder}: {kind}; name the folders that the downloader made")
+            continue
+        unreadable: list[OSError] = []
+        for top, below, files in os.walk(folder, onerror=unreadable.append, followlinks=True):
             here = Path(top).resolve()
-            below[:] = [] if here == leave_out else sorted(name for name in below if not name.startswith("."))
-            for path in (here / name for name in sorted(files) if here != leave_out):
-                if path not in seen:
-                    seen.add(path)
+            # A link to a parent folder would lead here again and again.
+            is_new = here != leave_out and here not in seen
+            below[:] = sorted(name for name in below if is_new and not name.startswith("."))
+            for path in (here / name for name in sorted(files) if is_new):
+                if path.is_file():
                     yield path
+                elif path.name in known or _PART.fullmatch(path.name):
+                    problems.append(f"{path} is a broken link, a pipe or a device, expected a file")
+            seen.add(here)
+        problems += map(reason, unreadable)
 
 
-def _single(names: Mapping[str, list[Path]], name: str) -> tuple[Path, ...]:
+def _single(names: Mapping[str, list[Path]], name: str, problems: list[str]) -> tuple[Path, ...]:
     found = names.get(name, [])
     if len(found) > 1:
-        raise ValueError(f"{name} is in {found[0].parent} and in {found[1].parent}; name folders that hold it once")
-    return tuple(found)
+        problems.append(f"{name} is in {found[0].parent} and in {found[1].parent}; name folders that hold it once")
+    return tuple(found[:1])
 
 
-def _parts(names: Mapping[str, list[Path]]) -> tuple[Path, ...]:
-    """Return the parts of the text in order. Raises ``ValueError`` if a part is missing or does not belong to the text."""
+def _parts(names: Mapping[str, list[Path]], problems: list[str]) -> tuple[Path, ...]:
+    """Return the parts of the text in order. A part that is missing or does not belong to the text is a problem."""
     matches = [match for name in names if (match := _PART.fullmatch(name))]
     counts = sorted({int(match[2]) for match in matches})
     if len(counts) > 1:
-        raise ValueError(f"parts of texts with {counts[0]:,} and {counts[1]:,} parts; name the folder of one text")
+        problems.append(f"parts of texts with {counts[0]:,} and {counts[1]:,} parts; name the folder of one text")
     if not counts:
         return ()
     wanted = [f"part-{index:05d}-of-{counts[0]:05d}" for index in range(counts[0])]
-    if missing := [name for name in wanted if name not in names]:
-        raise ValueError(f"the text lacks {_named(missing)}; download again, which fetches missing files")
-    if unknown := [match[0] for match in matches if match[0] not in wanted]:
-        raise ValueError(f"the text has {counts[0]:,} parts, and {_named(unknown)} is not one of them; delete it")
-    return tuple(path for name in wanted for path in _single(names, name))
+    if missing := [_with_size(name) for name in wanted if name not in names]:
+        problems.append(f"the text lacks {_named(missing)}; download {_TEXT} again, which fetches missing files")
+    if unknown := [match[0] for match in matches if match[0] not in wanted and int(match[2]) == counts[0]]:
+        problems.append(f"the text has {counts[0]:,} parts, and {_named(unknown)} is not one of them; delete it")
+    return tuple(path for name in wanted for path in _single(names, name, problems))
 
 
-def _checkpoint(names: Mapping[str, list[Path]]) -> tuple[Path, ...]:
-    """Return the files of the TensorFlow 1 checkpoint. A TensorFlow 2 checkpoint is skipped.
+def _checkpoint(
+    names: Mapping[str, list[Path]], problems: list[str], others: list[tuple[str, str]]
+) -> tuple[Path, ...]:
+    """Return the files of the benchmark's checkpoint. A missing file and a second checkpoint are problems.
 
-    Raises ``ValueError`` if a file is missing or if there are two checkpoints.
+    Other checkpoints, including the TensorFlow 2 form of the benchmark's, are added to ``others``.
     """
-    matches = [
-        (path.with_name(match[1]), int(match[2] or 1))
-        for name in names
-        if (match := _CHECKPOINT.fullmatch(name))
-        for path in names[name]
-        if not path.parent.name.startswith("tf2")
-    ]
-    if not matches:
+    counts: dict[Path, int] = {}
+    for match, path in ((_CHECKPOINT.fullmatch(name), path) for name, paths in names.items() for path in paths):
+        if match:
+            prefix = path.with_name(match[1])
+            counts[prefix] = max(int(match[2] or 1), counts.get(prefix, 1))
+    found = []
+    for prefix in sorted(counts):
+        if _is_tf2(prefix):
+            others.append((CHECKPOINT, f"{prefix} is a TF2 checkpoint"))
+        elif prefix.name != _PREFIX:
+            others.append((CHECKPOINT, f"{prefix} is another checkpoint"))
+        else:
+            found.append(prefix)
+    # The folder's name decides if the contents do not.
+    found = [prefix for prefix in found if not prefix.parent.name.startswith("tf2")] or found
+    if not found:
         return ()
-    prefix, *others = sorted({prefix for prefix, _ in matches})
-    if others:
-        raise ValueError(f"{prefix} and {others[0]} are two checkpoints; name folders that hold one")
-    count = max(count for _, count in matches)
-    parts = [Path(f"{prefix}.data-{at:05d}-of-{count:05d}") for at in range(min(count, 1000))]
-    files = [Path(f"{prefix}.index"), *parts]
-    if missing := [path for path in files if not path.is_file()]:
-        raise ValueError(f"the checkpoint lacks {_named(missing)}; download again, which fetches missing files")
-    return tuple(files)
+    if len(found) > 1:
+        problems.append(f"{found[0]} and {found[1]} are two checkpoints; name folders that hold one")
+    count = counts[found[0]]
+    parts = [Path(f"{found[0]}.data-{at:05d}-of-{count:05d}") for at in range(min(count, 1000))]
+    files = [Path(f"{found[0]}.index"), *parts]
+    if missing := [_with_size(str(path)) for path in files if not path.is_file()]:
+        problems.append(f"the checkpoint lacks {_named(missing)}; download {_FILES} again, which fetches missing files")
+    return tuple(path for path in files if path.is_file())
+
+
+def _is_tf2(prefix: Path) -> bool:
+    with suppress(OSError), open_regular(Path(f"{prefix}.index")) as file:
+        return OBJECT_GRAPH.encode() in file.read(1 << 20)
+    return prefix.parent.name.startswith("tf2")
 
 
 class Checksums:
@@ -193,10 +292,10 @@ class Checksums:
         """Return the MD5 sums that a file may have, listed by its folder and name or else by its name. Empty if unknown."""
         return self._md5s.get(_with_folder(path)) or self._md5s.get(path.name) or set()
 
-    def check_sizes(self, files: Iterable[Path]) -> None:
-        """Raise ``ValueError`` with the names of all files whose size differs from the known size."""
+    def wrong_sizes(self, files: Iterable[Path]) -> list[str]:
+        """Return a sentence with the names of all files whose size differs from the known size, if there are any."""
         sizes = {path: path.stat().st_size for path in files}
-        _refuse(
+        return _wrong(
             f"{path} ({size:,} bytes, expected {self._sizes[path.name]:,})"
             for path, size in sizes.items()
             if size != self._sizes.get(path.name, size)
@@ -205,11 +304,13 @@ class Checksums:
     def check(self, md5s: Mapping[Path, str]) -> int:
         """Return the number of files in no list. Raises ``ValueError`` with the names of all files with wrong MD5 sums."""
         wanted = {path: self.expected(path) for path in md5s}
-        _refuse(
+        wrong = _wrong(
             f"{path} (MD5 {md5}, expected {' or '.join(sorted(wanted[path]))})"
             for path, md5 in md5s.items()
             if wanted[path] and md5 not in wanted[path]
         )
+        if wrong:
+            raise ValueError(wrong[0])
         return sum(not sums for sums in wanted.values())
 
 
@@ -230,12 +331,11 @@ def _read_list(path: Path, *, strict: bool) -> Iterator[tuple[PurePosixPath, str
             raise ValueError(f"{path}: line {number} is {line[:80]!r}; expected an MD5 sum and the name of a file")
 
 
-def _refuse(described: Iterable[str]) -> None:
-    if wrong := list(described):
-        raise ValueError(
-            f"{counted(len(wrong), 'file')} with the wrong content: {_named(wrong)}; delete and download again, or name the "
-            "right MD5 sums by --checksums FILE"
-        )
+def _wrong(described: Iterable[str]) -> list[str]:
+    if not (wrong := list(described)):
+        return []
+    remedy = "delete and download again, or name the right MD5 sums by --checksums FILE"
+    return [f"{counted(len(wrong), 'file')} with the wrong content: {_named(wrong)}; {remedy}"]
 
 
 def total_bytes(paths: Collection[Path]) -> int:

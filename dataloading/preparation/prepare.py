@@ -37,6 +37,8 @@ class Job:
     """Whether the algorithm is called once with all texts, instead of once for each text."""
     accept_losses: bool = False
     """Whether to go on if more than half of a text is lost."""
+    remedy: str = ""
+    """What to do about a loss, for programs without the options that the usual remedies name."""
 
     def __post_init__(self) -> None:
         if not self.texts:
@@ -96,7 +98,7 @@ def _make_shard(job: Job, info: DatasetInfo, out: Path, index: int) -> Made:
     tokenizer = _tokenizer(job.vocab, info.vocabulary_sha256, job.options.normalization)
     samples, counts = samples_of(read_documents(texts), tokenizer, job.options)
     if not job.accept_losses:
-        counts.require_enough(texts[0])
+        counts.require_enough(texts[0], job.remedy)
     write_shard(path, samples, replace(info, text=counts))
     return path.name, len(samples), False
 

@@ -32,16 +32,20 @@ from dataloading.options import EVALUATION_SAMPLES, ExtractionOptions, Pretraini
 from dataloading.preparation.mlcommons import (
     CHECKPOINT,
     EVALUATION,
+    SOURCES,
     TRAIN,
     VOCABULARY,
     Checksums,
     Inputs,
+    attention_heads,
     digest_of,
     estimate,
     find_inputs,
+    how_to_download,
     total_bytes,
 )
 from dataloading.preparation.prepare import Job, make_shards, prepare
+from dataloading.text.vocabulary import Vocabulary
 from dataloading.text.wikipedia import extract
 
 _SEED = 24
@@ -52,12 +56,7 @@ _MadeFrom = dict[str, object]
 """Settings that a result was made with, and digests of its inputs."""
 _ACCURACY_BEFORE_TRAINING = 0.34085
 """Accuracy of the phase-1 checkpoint on the evaluation set, from the reference's README."""
-_SOURCES = {
-    VOCABULARY: "vocab.txt",
-    CHECKPOINT: "the TF1 checkpoint (tf1_ckpt/model.ckpt-28252.index and .data-00000-of-00001)",
-    EVALUATION: "eval.txt",
-    TRAIN: "the text (part-00000-of-00500 ...)",
-}
+_REMEDY = "expected the benchmark's text and vocab.txt: download both again"
 
 
 @dataclass(frozen=True)
@@ -82,14 +81,14 @@ def make_wikipedia(request: Request) -> bool:
     result, which was therefore not made.
     """
     inputs = find_inputs(request.folders, request.out)
-    if not inputs.files and not inputs.articles:
-        folders = ", ".join(map(str, request.folders)) or "no folder named"
-        raise ValueError(f"{folders}: none of MLCommons' files found; docs/data.md says how to download them")
     checksums = Checksums(request.checksums, inputs.lists)
-    checksums.check_sizes(inputs.files)
-    _describe(request, inputs)
+    problems = _problems(request, inputs, checksums)
+    _describe(request.out, inputs, problems)
+    if problems:
+        count = f"{len(problems)} problems: " if len(problems) > 1 else ""
+        raise ValueError(count + " | ".join(problems))
     request.work.mkdir(parents=True, exist_ok=True)
-    if inputs.articles and not (inputs.text or inputs.evaluation):
+    if inputs.uses_articles:
         inputs = _with_extracted_text(request, inputs)
     # If the training set is complete, no part needs to be made.
     if request.part is not None and not (request.out / TRAIN).exists():
@@ -133,24 +132,59 @@ def _locked(request: Request, *, shared: bool, patience_s: float = 0.0) -> Itera
         os.close(descriptor)
 
 
-def _describe(request: Request, inputs: Inputs) -> None:
+def _problems(request: Request, inputs: Inputs, checksums: Checksums) -> list[str]:
+    """Return a sentence for each reason to make nothing, as far as it can be told without reading large files."""
+    problems = [*inputs.problems, *checksums.wrong_sizes(inputs.files)]
+    has_text = inputs.evaluation or inputs.text or inputs.articles
+    if not (has_text or inputs.files or problems):
+        nothing = f"{', '.join(map(str, request.folders)) or 'no folder named'}: none of MLCommons' files found"
+        own = ["files in --out are not read"] if request.out.resolve() in map(Path.resolve, request.folders) else []
+        others, expected = (
+            (why for _, why in inputs.others),
+            (f"expected {SOURCES[name]}" for name in dict(inputs.others)),
+        )
+        problems.append("; ".join([nothing, *own, *others, *expected]))
+    if has_text and not (inputs.vocabulary or (request.out / VOCABULARY).is_file()):
+        problems.append("vocab.txt is missing, without which no samples can be made")
+    if request.part is not None and not (inputs.text or inputs.uses_articles or (request.out / TRAIN).exists()):
+        problems.append("--part shares the work of making samples, and there is no text; leave it out")
+    if request.shards < 1:
+        problems.append(f"--shards is {request.shards}; expected at least 1")
+    if request.out.exists() and not request.out.is_dir():
+        problems.append(f"--out {request.out} is a file; expected a folder")
+    if not problems:
+        try:
+            for path in inputs.vocabulary:
+                Vocabulary.from_file(path)
+            attention_heads(inputs)
+        except ValueError as error:
+            problems.append(str(error))
+    return problems
+
+
+def _describe(out: Path, inputs: Inputs, problems: Sequence[str]) -> None:
+    articles = "WikiExtractor's files" + ("" if inputs.uses_articles else " (not used beside MLCommons' text)")
     found: dict[str, Sequence[Path]] = {
         "vocabulary": inputs.vocabulary,
         "checkpoint": inputs.checkpoint,
         "text": inputs.text,
         "evaluation text": inputs.evaluation,
-        "WikiExtractor's files": inputs.articles,
+        articles: inputs.articles,
     }
     for name, paths in found.items():
         if paths:
             more = f" ... ({len(paths):,} files)" if len(paths) > 1 else ""
             say(f"found: {name}, {paths[0]}{more}, {decimal(total_bytes(paths))}")
-    for name in _missing(request.out, inputs):
-        say(f"missing: {_SOURCES[name]}, from which {request.out / name} is made; docs/data.md says how to download it")
+    missing = []
+    for name in _missing(out, inputs):
+        others = "; ".join(why for result, why in inputs.others if result == name)
+        missing.append(f"missing: {SOURCES[name]}, for {out / name}{others and f'; {others}'}")
+    for line in [*missing, *how_to_download([*missing, *problems])]:
+        say(line)
 
 
 def _missing(out: Path, inputs: Inputs) -> list[str]:
-    from_articles = {EVALUATION, TRAIN} if inputs.articles else set()
+    from_articles = {EVALUATION, TRAIN} if inputs.uses_articles else set()
     missing = (name for name, files in inputs.by_result.items() if not files and name not in from_articles)
     return [name for name in missing if not (out / name).exists()]
 
@@ -200,19 +234,15 @@ class _Preparation:
     def make_part(self, part: WorkPart) -> bool:
         """Make one part of the samples, and return whether all parts exist now."""
         text = self.inputs.text
-        if not text:
-            raise ValueError("--part shares the work of making samples, and there is no text; leave it out")
         mine = part.share_of(len(text))
         self._begin([*self.inputs.vocabulary, *text[mine.start : mine.stop]])
-        folder, job = self._samples_folder(), Job(text, self.vocab, self.options)
+        folder, job = self._samples_folder(), self._job(text)
         make_shards(job, folder, jobs=self.request.jobs, part=part, report=self._report_files("samples"))
         return all((folder / name).exists() for name in job.shard_names)
 
     def _begin(self, files: list[Path]) -> None:
         """Print the expected time and disk space, check the files, and install the vocabulary."""
         given = self.inputs.vocabulary[0] if self.inputs.vocabulary else None
-        if (self.inputs.evaluation or self.inputs.text) and not (given or self.vocab.is_file()):
-            raise ValueError("vocab.txt is missing, which samples need; docs/data.md says how to download it")
         self._announce()
         total = total_bytes(files) or 1
         for path, md5 in run_tasks(digest_of, files, self.request.jobs):
@@ -279,18 +309,16 @@ class _Preparation:
         prefix = str(self.inputs.checkpoint[0]).removesuffix(".index")
         # Run in a separate process, because this package imports neither PyTorch nor bert.
         command = [sys.executable, "-m", "bert.convert", prefix, "--to", "safetensors", "--out", str(place)]
-        # A TF1 checkpoint does not contain the number of attention heads.
-        for config in self.inputs.config:
-            stated = read_json(config, _MAX_RECORD_BYTES, "download it again")
-            heads = stated.get("num_attention_heads") if isinstance(stated, dict) else None
-            command += ["--num-attention-heads", str(heads)] if isinstance(heads, int) else []
+        if (heads := attention_heads(self.inputs)) is not None:
+            command += ["--num-attention-heads", str(heads)]
         if (done := run(command)).trouble:
-            raise ValueError(f"the checkpoint cannot be converted: {done.complaint}")
+            expected = f"expected {SOURCES[CHECKPOINT]}, with its bert_config.json"
+            raise ValueError(f"the checkpoint cannot be converted: {done.complaint}; {expected}")
 
     def _make_evaluation(self, place: Path) -> None:
         if (place / MANIFEST_NAME).exists():
             return
-        job = Job(self.inputs.evaluation, self.vocab, self.options)
+        job = self._job(self.inputs.evaluation)
         source = prepare(job, place.with_name(f"all-{place.name}"), report=self._report_files(EVALUATION))
         count = min(EVALUATION_SAMPLES, len(source))
         write_dataset(place, source.take(known.pick_evaluation(source, count)), shards=1, info=source.info)
@@ -300,12 +328,16 @@ class _Preparation:
         # A shuffle is complete once it has deleted the description of its job.
         if not (place / MANIFEST_NAME).exists() or (place / SHUFFLE_JOB).exists():
             if not (samples / MANIFEST_NAME).exists():
-                job = Job(self.inputs.text, self.vocab, self.options)
-                prepare(job, samples, jobs=self.request.jobs, report=self._report_files("samples"))
+                prepare(
+                    self._job(self.inputs.text), samples, jobs=self.request.jobs, report=self._report_files("samples")
+                )
             self.progress.set("samples", 1.0, kept=True)
             source, shards = open_dataset(samples), self.request.shards
             shuffle(source, place, shards=shards, seed=_SEED, report=self._report_shuffle)
         shutil.rmtree(samples, ignore_errors=True)
+
+    def _job(self, texts: tuple[Path, ...]) -> Job:
+        return Job(texts, self.vocab, self.options, remedy=_REMEDY)
 
     def _samples_folder(self) -> Path:
         # Texts are identified by size, because a machine that makes one part does not read the texts of the other
@@ -323,7 +355,7 @@ class _Preparation:
             for dataset in datasets:
                 for line in known.verify(dataset, lambda shard: self.progress.add("verify", shard.samples / total)):
                     say(f"{dataset.folder.name}: {line}")
-                for doubt in known.doubts(dataset.info):
+                for doubt in known.doubts(dataset.info, _REMEDY):
                     complain(f"{dataset.folder.name}: {doubt}", "warning")
             write_atomically(marker, json.dumps(state).encode())
         self.progress.set("verify", 1.0, kept=True)

@@ -83,16 +83,20 @@ class TextCounts:
             "they have no words or repeat other documents: bring different documents",
         )
 
-    def losses(self, above: float = _NOTABLE) -> Iterator[str]:
-        """Yield a sentence with a remedy for each kind of loss of more than a share ``above`` of the text."""
-        for share, description, remedy in self._kinds():
-            if share > above:
-                yield f"{description}; {remedy}"
+    def losses(self, remedy: str = "", above: float = _NOTABLE) -> Iterator[str]:
+        """Yield a sentence with a remedy for each kind of loss of more than a share ``above`` of the text.
 
-    def require_enough(self, source: Path) -> None:
+        ``remedy`` replaces the usual remedies, which name options of ``prepare`` and ``from-text``.
+        """
+        for share, description, usual in self._kinds():
+            if share > above:
+                yield f"{description}; {remedy or usual}"
+
+    def require_enough(self, source: Path, remedy: str = "") -> None:
         """Raise ``ValueError`` if more than half of the text is lost."""
-        if lost := list(self.losses(_TOO_MUCH)):
-            raise ValueError(f"{source}: {'; '.join(lost)}, or set --accept-losses to go on")
+        if lost := list(self.losses(remedy, _TOO_MUCH)):
+            way_out = "" if remedy else ", or set --accept-losses to go on"
+            raise ValueError(f"{source}: {'; '.join(lost)}{way_out}")
 
 
 def _percent(share: float) -> str:

@@ -54,12 +54,13 @@ def sentence_splitter(sentences: Sentences) -> Callable[[str], list[str]]:
         sent_tokenize("")
     except ImportError:
         raise ValueError(
-            "sentences is punkt, and the package nltk is not installed: pip install nltk, or use plain"
+            "--sentences is punkt, and the package nltk is not installed: python -m pip install nltk, or set "
+            "--sentences plain"
         ) from None
     except LookupError:
         raise ValueError(
-            "sentences is punkt, and nltk finds no data for it: python -m nltk.downloader punkt_tab (with nltk before 3.9: "
-            "punkt), and set NLTK_DATA when it is not in one of nltk's own places; or use plain"
+            "--sentences is punkt, and nltk finds no data for it: python -m nltk.downloader punkt_tab (punkt before nltk "
+            "3.9), and set NLTK_DATA when it is not in one of nltk's own places; or set --sentences plain"
         ) from None
     return sent_tokenize
 

@@ -129,7 +129,7 @@ def extract(
         if not trained:
             raise ValueError(
                 f"no article with text is left for training, and {len(evaluation):,} are held out; name files of articles "
-                "with text, or use fewer evaluation_articles"
+                "with text, or set a smaller --evaluation-articles"
             )
         write_atomically(out / "eval.txt", joined(evaluation))
         write_atomically(out / "eval.md5", "".join(f"{md5}\n" for md5 in md5s).encode())
@@ -291,7 +291,9 @@ def hold_out(text: str, count: int, seed: int) -> tuple[list[str], list[str]]:
     """
     found = text.split("\n\n")
     if count > len(found):
-        raise ValueError(f"holds {len(found)} articles, but {count} are to be held out; use fewer evaluation_articles")
+        raise ValueError(
+            f"holds {len(found)} articles, but {count} are to be held out; set a smaller --evaluation-articles"
+        )
     rng = random.Random(seed)
     drawn: set[int] = set()
     while len(drawn) < count:

@@ -65,8 +65,13 @@ def test_what_is_not_supported_is_refused_by_name(folder: Path, tmp_path: Path):
     with pytest.raises(ValueError, match=r"tf1_sharded\.data-00000-of-00003: No such file"):
         TensorBundle(tmp_path / "tf1_sharded")
     graph = (b"_CHECKPOINTABLE_OBJECT_GRAPH", entry(dtype=7))
-    with pytest.raises(ValueError, match="is a TF2 checkpoint"):
-        TensorBundle(written(tmp_path, table(block(HEADER, graph))))
+    (tmp_path / "download" / "tf2_ckpt").mkdir(parents=True)
+    prefix = written(tmp_path / "download" / "tf2_ckpt", table(block(HEADER, graph)))
+    for source in (prefix, prefix.parent, tmp_path / "download"):
+        with pytest.raises(
+            ValueError, match=r"is a TF2 checkpoint.* tf1_ckpt/.*index \(17,371 bytes\) .*4,034,713,312"
+        ):
+            open_source(source)
 
 
 def copied(folder: Path, name: str, target: Path, suffix: str, content: bytes) -> Path:

@@ -147,8 +147,11 @@ def test_a_checkpoint_that_cannot_be_read_is_refused_with_the_reason(run: Run, t
         (tmp_path / "tf1_ckpt").mkdir(exist_ok=True)
         shutil.copy(path, tmp_path / "tf1_ckpt" / path.name.replace("tf1_sliced", "model.ckpt-28252"))
     (tmp_path / "empty.md5").touch()
+    (tmp_path / "tf1_ckpt" / "bert_config.json").write_text('{"num_attention_heads": 2}')
     words = ["wikipedia", tmp_path / "tf1_ckpt", "--out", tmp_path / "out", "--checksums", tmp_path / "empty.md5"]
-    assert "partitioned" in run(*words, fails=True)
+    said = run(*words, fails=True)
+    assert "partitioned" in said
+    assert "17,371 bytes" in said
     assert not (tmp_path / "out" / "phase1.safetensors").exists()
 
 
@@ -213,6 +216,73 @@ def test_an_incomplete_set_of_files_is_refused(
     command = ["wikipedia", own.files, own.text, "--out", tmp_path / "out", "--checksums", own.checksums]
     assert named in run(*command, fails=True)
     assert not (tmp_path / "out" / "evaluation").exists()
+
+
+def test_all_that_is_missing_is_named_at_once(run: Run, own: StandIn, tmp_path: Path) -> None:
+    given, out = tmp_path / "given", tmp_path / "out"
+    (given / "tf1_ckpt").mkdir(parents=True)
+    (given / "up").symlink_to(given)
+    (given / "tf1_ckpt" / "model.ckpt-28252.index").touch()
+    shutil.copy(own.part, given)
+    said = run("wikipedia", given, tmp_path / "none", "--out", out, fails=True)
+    sizes = ("vocab.txt (231,508", "eval.txt (32,851,144", "-of-00001 (4,034,713,312", "(0 bytes, expected 17,371)")
+    for named in (*sizes, "part-00000-of-00003", "part-00002-of-00003", f"{tmp_path / 'none'}: no such folder"):
+        assert named in said
+    for download in ("input-files", "preprocessed-wikipedia-dataset"):
+        assert f"https://training.mlcommons-storage.org/metadata/bert-{download}.uri" in said
+    assert not out.exists()
+
+
+@pytest.mark.parametrize("form", ["TF2 by content", "TF2 by folder", "another prefix", "Hugging Face"])
+def test_another_checkpoint_is_named_with_the_files_that_were_expected(run: Run, tmp_path: Path, form: str) -> None:
+    folder = tmp_path / ("tf2_ckpt" if form == "TF2 by folder" else "given")
+    folder.mkdir()
+    index = folder / ("bert_model.ckpt.index" if form == "another prefix" else "model.ckpt-28252.index")
+    if form == "Hugging Face":
+        (folder / "model.safetensors").touch()
+    elif form == "TF2 by folder":
+        index.with_suffix(".data-00000-of-00001").touch()
+    else:
+        index.write_bytes(b"_CHECKPOINTABLE_OBJECT_GRAPH" if form == "TF2 by content" else b"")
+    said = run("wikipedia", folder, "--out", tmp_path / "out", fails=True).partition("error: ")[2]
+    assert str(folder / ("model.safetensors" if form == "Hugging Face" else index.stem)) in said
+    assert ("is a TF2 checkpoint" in said) == form.startswith("TF2")
+    assert "tf1_ckpt/model.ckpt-28252.data-00000-of-00001 (4,034,713,312 bytes)" in said
+
+
+@pytest.mark.parametrize("stated", ["", "{", "[]", '{"num_attention_heads": "2"}', '{"num_attention_heads": true}'])
+def test_the_number_of_attention_heads_comes_from_the_configuration(
+    run: Run, stand_in: StandIn, tmp_path: Path, stated: str
+) -> None:
+    shutil.copytree(stand_in.files / "tf1_ckpt", tmp_path / "given")
+    if stated:
+        (tmp_path / "given" / "bert_config.json").write_text(stated)
+    (tmp_path / "empty.md5").touch()
+    words = ["wikipedia", tmp_path / "given", "--out", tmp_path / "out", "--checksums", tmp_path / "empty.md5"]
+    said = run(*words, fails=True)
+    assert "bert_config.json" in said
+    assert "--num-attention-heads" not in said
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("text", ["я ты он она\n" * 300, "word " * 100_000], ids=["unknown", "truncated"])
+def test_lost_text_names_no_options_of_other_commands(run: Run, own: StandIn, tmp_path: Path, text: str) -> None:
+    own.part.write_text(text)
+    (own.text / f"{own.text.name}.md5").unlink()
+    (own.text / "eval.txt").unlink()
+    (tmp_path / "empty.md5").touch()
+    words = ["wikipedia", own.files, own.text, "--out", tmp_path / "out", "--checksums", tmp_path / "empty.md5"]
+    said = run(*words, fails=True).partition("error: ")[2]
+    assert "% of the tokens" in said
+    assert "--" not in said
+
+
+def test_articles_beside_other_text_do_not_pass_for_the_training_set(run: Run, own: StandIn, tmp_path: Path) -> None:
+    shutil.copytree(REPOSITORY / "tests" / "dataloading" / "text" / "wikipedia" / "text", own.files / "articles")
+    for path in own.text.glob("part-*"):
+        path.unlink()
+    said = run("wikipedia", own.files, own.text, "--out", tmp_path / "out", fails=True)  # the files are not published
+    assert f", for {tmp_path / 'out' / 'train'}" in said
 
 
 def test_known_sizes_and_sums_hold_without_a_list(run: Run, stand_in: StandIn, tmp_path: Path) -> None:
@@ -296,10 +366,12 @@ def test_articles_of_the_dump_are_made_text_in_parts_too(stand_in: StandIn, tmp_
     assert made[0] == made[1]
 
 
-def test_articles_without_text_and_compressed_articles_are_refused(run: Run, tmp_path: Path) -> None:
+def test_articles_without_text_and_compressed_articles_are_refused(run: Run, own: StandIn, tmp_path: Path) -> None:
     articles = tmp_path / "articles" / "AA"
     articles.mkdir(parents=True)
-    words = ["wikipedia", tmp_path / "articles", "--out", tmp_path / "out", "--sentences", "plain"]
+    options = ["--out", tmp_path / "out", "--sentences", "plain", "--checksums", own.checksums]
+    assert "vocab.txt" in run("wikipedia", tmp_path / "articles", *options, fails=True)
+    words = ["wikipedia", tmp_path / "articles", own.files, *options]
     (articles / "wiki_00").write_text('<doc id="0" url="u" title="A">\nA\n\n\n</doc>\n')
     assert "no article with text" in run(*words, "--evaluation-articles", "0", fails=True)
     (articles / "wiki_01.bz2").write_bytes(b"BZh9")

@@ -231,7 +231,7 @@ def test_other_settings_and_other_folders_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"AA/wiki_\d\d: holds \d+ articles, but 250 "):
         extract([TEXT], tmp_path / "many", replace(PLAIN, evaluation_articles=1000))
     for wrong in ({"evaluation_articles": -1}, {"part_bytes": 0}):
-        with pytest.raises(ValueError, match=f"{next(iter(wrong))} is "):
+        with pytest.raises(ValueError, match=f"--{next(iter(wrong)).replace('_', '-')} is "):
             replace(PLAIN, **wrong)
 
 
@@ -248,7 +248,7 @@ def test_files_fill_a_part_to_its_last_byte_and_a_larger_one_is_its_own(tmp_path
 def test_without_nltk_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setitem(sys.modules, "nltk", None)
     monkeypatch.setitem(sys.modules, "nltk.tokenize", None)
-    with pytest.raises(ValueError, match="the package nltk is not installed: pip install nltk"):
+    with pytest.raises(ValueError, match="the package nltk is not installed: python -m pip install nltk"):
         extract([TEXT], tmp_path / "out", ExtractionOptions())
     assert not (tmp_path / "out").exists()
 
