@@ -85,8 +85,10 @@ def lay_out(intended: IntendedRun, host: ExaminedHost, gpus_here: int) -> Examin
     """Return the requested run with the nodes and ranks that the launchers would choose.
 
     Raises ``ValueError`` if the recipe is unknown, the number of nodes is below 1, a given file or folder does not
-    exist, or a checkpoint is given without a recipe.
+    exist, a checkpoint is given without a recipe, or the trainer is missing.
     """
+    if (intended.recipe or intended.data) and not (run_root() / "bert").is_dir():  # pip installs only the checker
+        raise ValueError("--recipe and --data need the trainer: run the doctor in the root of a clone")
     for path in (intended.data, intended.checkpoint):
         if path is not None and not path.exists():
             raise ValueError(f"{path}: no such file or folder")

@@ -3,8 +3,10 @@
 import os
 import re
 from pathlib import Path
+from typing import Any
 
 import kubernetes_validate
+import pytest
 import yaml
 
 from console.files import is_private
@@ -14,6 +16,8 @@ from tests.programs import write_script
 
 PRINTS = '#!/bin/bash\nprintf "%s\\n" "$@"\nexit 9\n'
 """Script in place of a container engine. It prints its arguments and exits with status 9."""
+NAME_OF_JOBSET = "jobset.sigs.k8s.io/jobset-name"
+"""Label of the pods of a JobSet."""
 
 
 def docker(folder: Path, *arguments: str, engine: str = "docker", **env: str) -> list[str]:
@@ -51,27 +55,83 @@ def test_a_slurm_job_mounts_folders_in_its_container(checkout: Path, tmp_path: P
     assert "/workspace/bert/results,/a:/b --writable\n--pwd\n" in done.stdout  # part of an argument, not an option
 
 
-def test_kubernetes_objects_are_valid_agree_and_pass_the_restricted_profile() -> None:
-    service, policy, job = yaml.safe_load_all((REPOSITORY / "launch/kubernetes.yaml").read_text(encoding="utf-8"))
-    for thing in (service, policy, job):
-        kubernetes_validate.validate(thing, "1.31", strict=True)
-    spec, pod = job["spec"], job["spec"]["template"]["spec"]
+def objects(file: str) -> list[dict[str, Any]]:
+    """Return the objects of a file in ``launch/``. The newest version of Kubernetes must know all but a JobSet."""
+    found = list(yaml.safe_load_all((REPOSITORY / "launch" / file).read_text(encoding="utf-8")))
+    for thing in found:
+        if thing["kind"] != "JobSet":
+            kubernetes_validate.validate(thing, kubernetes_validate.latest_version(), strict=True)
+    return found
+
+
+def jobset() -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+    """Return the network policy, the JobSet, and the Job of pods that its controller makes."""
+    policy, whole = objects("jobset.yaml")
+    (replicated,) = whole["spec"]["replicatedJobs"]
+    name = f"{whole['metadata']['name']}-{replicated['name']}-0"
+    return policy, whole, {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": name}} | replicated["template"]
+
+
+def the_container(job: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+    """Return a job's pod, its container and the container's environment."""
+    pod = job["spec"]["template"]["spec"]
     (container,) = pod["containers"]
-    env = {entry["name"]: entry.get("value") for entry in container["env"]}
-    assert spec["completionMode"] == "Indexed"
-    assert {str(spec["completions"]), str(spec["parallelism"])} == {env["NNODES"]}
-    assert container["resources"]["limits"]["nvidia.com/gpu"] == env["NPROC"]
+    return pod, container, {entry["name"]: entry.get("value", entry.get("valueFrom")) for entry in container["env"]}
+
+
+def test_the_service_of_the_job_names_its_pods() -> None:
+    service, policy, job = objects("kubernetes.yaml")
+    pod, _, env = the_container(job)
     assert env["MASTER_ADDR"] == f"{job['metadata']['name']}-0.{service['metadata']['name']}"
     assert pod["subdomain"] == service["metadata"]["name"]
     assert service["spec"]["selector"] == {"job-name": job["metadata"]["name"]}
+    ours = {"podSelector": {"matchLabels": service["spec"]["selector"]}}
+    assert policy["spec"] == ours | {"policyTypes": ["Ingress"], "ingress": [{"from": [ours]}]}
+
+
+def test_the_jobset_starts_the_pods_of_the_job() -> None:
+    """They differ in names, in the service, and in the pods that keep others off their nodes."""
+    policy, whole, job = jobset()
+    kubernetes_validate.validate(job, kubernetes_validate.latest_version(), strict=True)
+    ours = {"podSelector": {"matchLabels": {NAME_OF_JOBSET: whole["metadata"]["name"]}}}
+    assert policy["spec"] == ours | {"policyTypes": ["Ingress"], "ingress": [{"from": [ours]}]}
+    service, _, plain = objects("kubernetes.yaml")
+    assert whole["metadata"]["name"] != service["metadata"]["name"]  # JobSet makes a service of its own name
+    pod, container, env = the_container(job)
+    # JobSet names its pods <jobset>-<replicated job>-<index of job>-<index of pod>.<jobset>.
+    address = env["MASTER_ADDR"].replace("$(JOBSET)", whole["metadata"]["name"])
+    assert address == f"{job['metadata']['name']}-0.{whole['metadata']['name']}"
+    assert env.pop("JOBSET") == {"fieldRef": {"fieldPath": f"metadata.labels['{NAME_OF_JOBSET}']"}}
+    plain_pod, plain_container, plain_env = the_container(plain)
+    assert env | {"MASTER_ADDR": ""} == plain_env | {"MASTER_ADDR": ""}
+    assert container | {"env": []} == plain_container | {"env": []}
+    others = {"containers": [], "affinity": {}}
+    assert pod | others | {"subdomain": "bert"} == plain_pod | others
+    assert job["spec"] | {"template": {}} == plain["spec"] | {"template": {}}
+    assert whole["spec"]["failurePolicy"] == {"maxRestarts": 0}
+
+
+@pytest.mark.slow
+def test_the_jobset_has_only_fields_that_jobset_knows() -> None:
+    """Kubeflow publishes models of JobSet's types. They drop unknown fields."""
+    models = pytest.importorskip("kubeflow_trainer_api.models", reason="kubeflow-trainer-api is not installed")
+    _, whole, _ = jobset()
+    assert models.JobsetV1alpha2JobSet.from_dict(whole).to_dict() == whole
+
+
+@pytest.mark.parametrize("file", ["kubernetes.yaml", "jobset.yaml"])
+def test_pods_fit_the_image_and_pass_the_restricted_profile(file: str) -> None:
+    job = jobset()[2] if file == "jobset.yaml" else objects(file)[2]
+    spec, (pod, container, env) = job["spec"], the_container(job)
+    assert spec["completionMode"] == "Indexed"
+    assert {str(spec["completions"]), str(spec["parallelism"])} == {env["NNODES"]}
+    assert container["resources"]["limits"]["nvidia.com/gpu"] == env["NPROC"]
     volumes = {volume["name"] for volume in pod["volumes"]}
     assert {mount["name"] for mount in container["volumeMounts"]} == volumes
     dockerfile = (REPOSITORY / "Dockerfile").read_text(encoding="utf-8")
     assert f"USER {pod['securityContext']['runAsUser']}\n" in dockerfile
     workdir = re.findall(r"^WORKDIR (.+)$", dockerfile, re.M)[-1]
     assert f"{workdir}/data" in {mount["mountPath"] for mount in container["volumeMounts"]}
-    ours = {"podSelector": {"matchLabels": {"job-name": job["metadata"]["name"]}}}
-    assert policy["spec"] == ours | {"policyTypes": ["Ingress"], "ingress": [{"from": [ours]}]}
 
     # Check the requirements of Kubernetes' "restricted" Pod Security profile.
     assert not pod.keys() & {"hostNetwork", "hostPID", "hostIPC", "initContainers"}
