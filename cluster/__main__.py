@@ -4,16 +4,17 @@ import re
 import shlex
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from tyro.conf import FlagCreatePairsOff, Positional
 
-from bert.configuration.config import Config
-from bert.configuration.recipes import RECIPES
-from bert.derived_settings import FOLLOWING
 from console.commands import Commands
 from console.interruption import end_in_order
 from console.program import say, say_json
 from console.text import counted, did_you_mean
+
+if TYPE_CHECKING:
+    from bert.configuration.config import Config
 
 app = Commands()
 
@@ -216,8 +217,11 @@ def _plan(
     say(f"{out}: ./run_and_time.sh {recipe} -- --plan {shlex.quote(str(out))}")
 
 
-def _recipe_named(name: str) -> Config:
+def _recipe_named(name: str) -> "Config":
     """Return the named recipe. Raises ``ValueError`` if it is unknown or if its settings depend on its data."""
+    from bert.configuration.recipes import RECIPES
+    from bert.derived_settings import FOLLOWING
+
     if name not in RECIPES:
         raise ValueError(
             f"unknown recipe {name!r}: expected one of {', '.join(RECIPES)}{did_you_mean(name, list(RECIPES))}"

@@ -21,5 +21,7 @@ def require_extra(extra: str, *modules: str) -> None:
 
 def needed(module: str, extra: str = "train") -> str:
     """Return a message that a module is missing, with the command that installs it."""
+    if module in ("bert", "dataloading", "kernels"):  # not in the wheel
+        return f"{module} is not installed by pip: run this command in the root of a clone"
     # Install by path, because no package index has this project, and a stranger could register its name there.
     return f"{module} is not installed: pip install '.[{extra}]' in the repository's root"

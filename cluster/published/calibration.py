@@ -16,8 +16,7 @@ import numpy as np
 
 from cluster.published.cost_model import TimedRun, log_samples_needed, run_time, step_parts
 from cluster.published.fitted import BATCH_KNOTS, CALIBRATION, Parameters, chip_parameter
-from cluster.published.results import Result, results
-from cluster.published.schedules import TABLE
+from cluster.published.results import TABLE, Result, results
 
 TIME_SCALE, SAMPLES_SCALE = 0.02, 0.025
 """Typical standard deviation of the logarithm of the time for given samples, and of the logarithm of the samples."""

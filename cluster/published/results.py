@@ -1,13 +1,24 @@
-"""Published results, as data to which the cost model is fitted, and the results nearest to a run."""
+"""Published results, as data to which the cost model is fitted, and the results nearest to a run.
 
+`published_results.csv` was computed from the logs that MLCommons publishes (github.com/mlcommons/training_results_v2.0 to
+training_results_v3.1). It has every distinct entry with the mean minutes of its runs without the fastest and the slowest. A
+failed run counts as the slowest.
+"""
+
+import csv
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from math import log2
+from pathlib import Path
 
 from cluster.devices import Machine, describe_machine, device_named
 from cluster.published.cost_model import TimedRun
-from cluster.published.schedules import SAMPLES_NOT_LOGGED, closed_rows
+
+TABLE = Path(__file__).with_name("published_results.csv")
+
+SAMPLES_NOT_LOGGED = ("Gaudi2",)
+"""Accelerators whose logs hold a fixed number instead of the samples trained."""
 
 ONE_SUBMITTER = {
     "GIGACOMPUTING": "GIGABYTE",
@@ -16,6 +27,12 @@ ONE_SUBMITTER = {
     "NVIDIA_COREWEAVE": "NVIDIA",
 }
 """Company name by its other names, or by the names of companies that submitted the same system."""
+
+
+def closed_rows() -> list[dict[str, str]]:
+    """Return the rows of the table for closed results. Open results may have changed the model or the target."""
+    with TABLE.open(encoding="utf-8", newline="") as file:
+        return [row for row in csv.DictReader(file) if row["division"] == "closed"]
 
 
 @dataclass(frozen=True)

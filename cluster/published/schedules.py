@@ -4,31 +4,21 @@ Each global batch size has its own learning rate, decay and betas. They come fro
 published closed results whose logs state all of them. Results with warm-up are excluded, because logs do not state when the
 warm-up starts. Results with weight decay 0 are excluded, because some logs state 0 instead of the true value. LAMB's epsilon
 is not in the table of results; it is the benchmark's 1e-6.
-
-`published_results.csv` was computed from the logs that MLCommons publishes (github.com/mlcommons/training_results_v2.0 to
-training_results_v3.1). It has every distinct entry with the mean minutes of its runs without the fastest and the slowest. A
-failed run counts as the slowest.
 """
 
-import csv
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from pathlib import Path
 from statistics import median
 from typing import NamedTuple
 
 from bert.configuration.config import Config, flattened
 from bert.configuration.recipes import RECIPES
 from bert.configuration.sections import ModelConfig, OptimizerConfig
+from cluster.published.results import SAMPLES_NOT_LOGGED, closed_rows
 from compliance.log.reader import read_log
 from console.text import counted
-
-TABLE = Path(__file__).with_name("published_results.csv")
-
-SAMPLES_NOT_LOGGED = ("Gaudi2",)
-"""Accelerators whose logs hold a fixed number instead of the samples trained."""
 
 
 class _Key(NamedTuple):
@@ -105,12 +95,6 @@ def _with_own_samples(schedule: BatchSchedule, config: Config) -> BatchSchedule:
     return replace(
         schedule, samples=median(samples), note=f"to the target, the median of {counted(len(samples), 'run')} {where}"
     )
-
-
-def closed_rows() -> list[dict[str, str]]:
-    """Return the rows of the table for closed results. Open results may have changed the model or the target."""
-    with TABLE.open(encoding="utf-8", newline="") as file:
-        return [row for row in csv.DictReader(file) if row["division"] == "closed"]
 
 
 def _published() -> _Published:

@@ -5,7 +5,7 @@ import csv
 import pytest
 
 from cluster.devices import device_named, devices
-from cluster.published.schedules import TABLE
+from cluster.published.results import TABLE
 
 NOT_DESCRIBED = {"TPU-v4", "Graphcore Bow IPU", "Habana Gaudi", "N/A"}
 """Accelerators in published results that have no entry in devices.toml."""

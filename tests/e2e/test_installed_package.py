@@ -1,4 +1,4 @@
-"""The wheel has the checker alone, beside other packages; a program names the extra of packages that are not installed."""
+"""The wheel has the checker and the prediction, and a program names the extra of packages that are not installed."""
 
 import os
 import shutil
@@ -14,7 +14,7 @@ import pytest
 from tests.conftest import REPOSITORY
 from tests.e2e.conftest import left_behind
 
-PACKAGES = ("compliance", "console")
+PACKAGES = ("cluster", "compliance", "console")
 OF_EXTRAS = ("torch", "triton", "h5py", "numba", "safetensors", "tokenizers", "google_crc32c", "scipy")
 
 
@@ -99,14 +99,16 @@ def test_a_program_without_its_extra_names_it(installed: Path, command: str) -> 
     ],
 )
 def test_a_program_that_needs_no_extra_works(installed: Path, tmp_path: Path, command: str, shown: str) -> None:
-    folder = tmp_path if command.startswith("compliance") else REPOSITORY  # only compliance is in the wheel
-    done = run(installed, folder, *(word.replace("REPOSITORY", str(REPOSITORY)) for word in command.split()))
+    done = run(installed, tmp_path, *(word.replace("REPOSITORY", str(REPOSITORY)) for word in command.split()))
     assert done.returncode in ((0, 1) if "doctor" in command else (0,)), done.stderr
     assert "Traceback" not in done.stderr
     assert shown in done.stdout
 
 
-def test_an_installed_doctor_asks_for_a_clone(installed: Path, tmp_path: Path) -> None:
-    done = run(installed, tmp_path, "compliance", "doctor", "--recipe", "tiny_cpu")
-    assert done.returncode == 2
-    assert done.stderr == "error: --recipe and --data need the trainer: run the doctor in the root of a clone\n"
+@pytest.mark.parametrize(
+    "command", ["compliance doctor --recipe tiny_cpu", "cluster plan h100_1x8", "cluster scale h100_1x8"]
+)
+def test_an_installed_program_asks_for_a_clone(installed: Path, tmp_path: Path, command: str) -> None:
+    done = run(installed, tmp_path, *command.split())
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
+    assert "in the root of a clone" in done.stderr

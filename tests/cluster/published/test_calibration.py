@@ -10,8 +10,7 @@ import pytest
 from cluster.published.calibration import GROUPS, INTERVAL, Calibration, Held, calibrate, calibration, fit, prior_of
 from cluster.published.cost_model import run_time
 from cluster.published.fitted import CALIBRATION
-from cluster.published.results import results
-from cluster.published.schedules import TABLE
+from cluster.published.results import TABLE, results
 
 pytestmark = pytest.mark.slow
 
