@@ -312,8 +312,10 @@ class _Preparation:
         if (heads := attention_heads(self.inputs)) is not None:
             command += ["--num-attention-heads", str(heads)]
         if (done := run(command)).trouble:
+            # The option is one of bert.convert.
+            unknown = "--num-attention-heads" in done.complaint and f"{prefix}.index does not state the attention heads"
             expected = f"expected {SOURCES[CHECKPOINT]}, with its bert_config.json"
-            raise ValueError(f"the checkpoint cannot be converted: {done.complaint}; {expected}")
+            raise ValueError(f"the checkpoint cannot be converted: {unknown or done.complaint}; {expected}")
 
     def _make_evaluation(self, place: Path) -> None:
         if (place / MANIFEST_NAME).exists():

@@ -262,7 +262,7 @@ def test_the_number_of_attention_heads_comes_from_the_configuration(
     said = run(*words, fails=True)
     assert "bert_config.json" in said
     assert "--num-attention-heads" not in said
-    assert not (tmp_path / "out").exists()
+    assert not (tmp_path / "out" / "phase1.safetensors").exists()
 
 
 @pytest.mark.parametrize("text", ["я ты он она\n" * 300, "word " * 100_000], ids=["unknown", "truncated"])
