@@ -26,7 +26,7 @@ app = Commands()
 
 @app.command
 def check(
-    paths: Annotated[Positional[tuple[Path, ...]], arg(metavar="PATH...", help="Logs, or folders of them")],
+    paths: Annotated[Positional[tuple[Path, ...]], arg(metavar="PATH...", help="Logs, folders of them, or -")],
     ruleset: AnyRuleset = AUTO,
     # Parameters are named like their options. FlagCreatePairsOff keeps tyro from adding a --no-... to each flag.
     quiet: FlagCreatePairsOff[bool] = False,
@@ -38,8 +38,8 @@ def check(
 ) -> int:
     """Check logs with the official checker and stricter rules. Exit status 0 if all pass, otherwise 1.
 
-    A PATH is a log result_<n>.txt, results/<system>/bert, results/<system>, results, a whole submission, or a round of
-    submissions.
+    A PATH is a log result_<n>.txt or result_<n>.txt.gz, results/<system>/bert, results/<system>, results, a whole
+    submission, or a round of submissions. - reads one log, plain or compressed by gzip, from standard input.
 
     Args:
         quiet: Print errors and the total only.

@@ -37,6 +37,9 @@ OTHER_BENCHMARKS = frozenset((
 COUNTED = "result_*.txt"
 """File name pattern that the official package checker accepts as a log."""
 
+GZIP = ".gz"
+"""End of the names of compressed logs, which count only outside of a submission."""
+
 LIKE_A_LOG = re.compile(r"results?[-_. ]*\d*(\.(txt|log|out))?(\.(gz|xz|zst|zip|bak|old))?", re.IGNORECASE)
 """Pattern of names of files that were probably meant as logs."""
 
@@ -54,7 +57,8 @@ class BenchmarkFolder:
     """A benchmark folder: results/<system>/bert, or a folder of another name with logs.
 
     Attributes:
-        logs: files that the official package checker counts as logs, in the order of their numbers.
+        logs: files that the official package checker counts as logs, in the order of their numbers. In bare results, also
+            such files compressed by gzip.
         misnamed: files that were probably meant as logs, entries with a log's name that are not files, and, if logs are
             missing, files that hold records of a run.
         description: expected path of the system description.
@@ -172,7 +176,9 @@ def layout_findings(folder: BenchmarkFolder, runs: int | None) -> Iterator[Findi
         names = ", ".join(map(_name, folder.misnamed[:3]))
         found = f"{names} {'is' if len(folder.misnamed) == 1 else 'are'} not counted as a log, expected result_<n>.txt"
         more = max(0, len(folder.misnamed) - 3)
-        remedy = f"rename the logs to result_{count}.txt and so on, remove copies, and put files in the place of links"
+        remedy = (
+            f"unpack or rename the logs to result_{count}.txt and so on, remove copies, and put files in place of links"
+        )
         yield Finding(None, "", LAYOUT, found, remedy, more=more)
     elif not count:
         yield Finding(
@@ -183,6 +189,9 @@ def layout_findings(folder: BenchmarkFolder, runs: int | None) -> Iterator[Findi
         remedy = "add the missing runs" if count < runs else "choose the runs to submit: `python -m compliance package`"
         found = f"{counted(count, 'log')} result_<n>.txt, expected exactly {runs} in a submission"
         yield Finding(None, "", "TR 12; package checker", found, remedy, severity=folder.severity)
+    if runs is not None and (packed := [path for path in folder.logs if _is_packed(path)]):
+        found = f"{_name(packed[0])} is compressed, expected plain text in a submission"
+        yield Finding(None, "", LAYOUT, found, "unpack it: `gunzip`", severity="warning", more=len(packed) - 1)
     # For a submission, `repository_findings` reports the links.
     links = [path for path in folder.logs if path.is_symlink() and path.resolve().parent != path.parent.resolve()]
     if links and not folder.submission:
@@ -254,7 +263,7 @@ def _is_named_bert(folder: Path) -> bool:
 def _benchmark_folder(path: Path, submission: Path | None) -> BenchmarkFolder:
     logs, misnamed, entries = [], [], _entries(path)
     for entry in entries:
-        if _is_counted(entry):
+        if _is_counted(entry) or (_is_packed(entry) and not submission):
             (logs if entry.is_file() else misnamed).append(entry)
         elif LIKE_A_LOG.fullmatch(entry.name) and entry.is_file():
             misnamed.append(entry)
@@ -280,11 +289,15 @@ def _other_logs(entries: Sequence[Path]) -> list[Path]:
 
 
 def _has_logs(folder: Path) -> bool:
-    return any(_is_counted(entry) and entry.is_file() for entry in _entries(folder))
+    return any((_is_counted(entry) or _is_packed(entry)) and entry.is_file() for entry in _entries(folder))
 
 
 def _is_counted(path: Path) -> bool:
     return fnmatch.fnmatchcase(path.name, COUNTED)
+
+
+def _is_packed(path: Path) -> bool:
+    return fnmatch.fnmatchcase(path.name, COUNTED + GZIP)
 
 
 def _submission_above(path: Path, levels: int) -> Path | None:
@@ -319,7 +332,7 @@ def _entries(path: Path) -> list[Path]:
 
 
 def _number(path: Path) -> tuple[int, str]:
-    match = rules.RESULT_FILE.fullmatch(path.name)
+    match = rules.RESULT_FILE.fullmatch(path.name.removesuffix(GZIP))
     return (int(match[1]) if match and len(match[1]) < 10 else 2**31, path.name)
 
 

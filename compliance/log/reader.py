@@ -5,13 +5,18 @@ all errors. Only an unreadable file raises. The file is read line by line to bou
 long line takes at most `MAX_LINE_BYTES`, and all records take a multiple of `MAX_RECORD_LINES_BYTES`.
 """
 
+import gzip
 import io
 import os
 import re
+import sys
+import zlib
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import IO
 
 from compliance.artefact import MAX_FILE_BYTES, open_regular
@@ -20,8 +25,14 @@ from compliance.log.digest import ChainCheck
 from compliance.log.record import MAX_RECORD_BYTES, TOKEN, Problem, Record, parse_line
 from compliance.log.run import LoggedRun
 
+STDIN = Path("-")
+"""Path that stands for standard input."""
+
+STDIN_NAME = Path("<stdin>")
+"""Name in verdicts of a log that was read from standard input."""
+
 MAX_LOG_BYTES = 256 * 2**20
-"""Maximum size of a log that is read: five times the maximum in a submission."""
+"""Maximum size, also after unpacking, of a log that is read: five times the maximum in a submission."""
 
 MAX_LINE_BYTES = 2**20
 """Maximum length of a line that is parsed as a record."""
@@ -44,7 +55,7 @@ class Log:
     """A parsed log.
 
     Attributes:
-        size: in bytes.
+        size: in bytes, after unpacking.
         problems: faults of the lines with the token :::MLLOG.
         header: values by key of the plain lines "# key: value". The first line of a repeated key counts. Empty if the
             log has no records, because such a file may be a link to an arbitrary file, whose lines must not be shown.
@@ -57,7 +68,7 @@ class Log:
     """
 
     path: Path
-    size: int
+    size: int = 0
     records: list[Record] = field(default_factory=list)
     problems: list[Problem] = field(default_factory=list)
     header: dict[str, str] = field(default_factory=dict)
@@ -102,23 +113,59 @@ class Log:
 
 
 def read_log(path: Path) -> Log:
-    """Parse a log. Raises ``ValueError`` if the file is missing, not a regular file, or unreadable."""
+    """Parse a log, which may be `STDIN`, or compressed by gzip if its name ends in .gz.
+
+    The official tools take a file of any other name for plain text. Raises ``ValueError`` if the file is missing, not a
+    regular file, or unreadable, or if standard input is a terminal.
+    """
+    is_piped = path == STDIN
+    log = Log(STDIN_NAME if is_piped else path)
     try:
-        with open_regular(path) as file:
-            log = Log(path, os.fstat(file.fileno()).st_size)
-            if log.size > MAX_LOG_BYTES:
-                limit = f"expected at most {MAX_LOG_BYTES >> 20} MiB to be read at all"
-                log.given_up = f"a file of {log.size / 2**20:,.1f} MiB; {limit}"
-            else:
-                head = file.read(HEAD_BYTES)
-                file.seek(0)
-                _read_lines(log, file)
-                log.hint = log.hint or (None if log.token_lines else _recognise(head))
+        with _piped() if is_piped else open_regular(path) as file:
+            _read(log, file, unpack=is_piped or path.suffix == ".gz")
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        log.hint = f"it is compressed by gzip, but damaged ({error})", "copy the file again, or compress the log again"
     except OSError as error:
-        raise ValueError(f"{path}: cannot be read: {error.strerror}") from error
+        raise ValueError(f"{log.path}: cannot be read: {error.strerror}") from error
     if not log.token_lines:
         log.header = {}
     return log
+
+
+def _piped() -> AbstractContextManager[IO[bytes]]:
+    if sys.stdin is None or sys.stdin.isatty():
+        example = "`zcat result_0.txt.gz | python -m compliance check -`"
+        raise ValueError(f"{STDIN}: standard input is a terminal or closed, expected a log, as in {example}")
+    return _copied(sys.stdin.buffer)
+
+
+@contextmanager
+def _copied(source: IO[bytes] | gzip.GzipFile) -> Iterator[IO[bytes]]:
+    """Copy a stream, up to a little more than `MAX_LOG_BYTES`, to a file without a name, which no signal leaves behind."""
+    with TemporaryFile() as copy:
+        while copy.tell() <= MAX_LOG_BYTES and (piece := source.read(2**20)):
+            copy.write(piece)
+        copy.seek(0)
+        yield copy
+
+
+def _read(log: Log, file: IO[bytes], *, unpack: bool) -> None:
+    log.size = os.fstat(file.fileno()).st_size
+    if log.size > MAX_LOG_BYTES:
+        log.given_up = f"a file of more than {MAX_LOG_BYTES >> 20} MiB; expected at most {MAX_FILE_BYTES >> 20} MiB"
+        return
+    head = file.read(HEAD_BYTES)
+    file.seek(0)
+    if unpack and head.startswith(_GZIP):
+        with gzip.GzipFile(fileobj=file) as packed, _copied(packed) as plain:
+            _read(log, plain, unpack=False)
+        log.given_up = log.given_up and f"after unpacking, {log.given_up}"
+        log.hint = log.hint and (f"after unpacking, {log.hint[0]}", log.hint[1])
+    elif head[257:262] == b"ustar":  # its text would be read as one log
+        log.hint = "it is a tar archive", "unpack it"
+    else:
+        _read_lines(log, file)
+        log.hint = log.hint or (None if log.token_lines else _recognise(head))
 
 
 def _read_lines(log: Log, file: IO[bytes]) -> None:
@@ -173,8 +220,9 @@ def _lines(file: IO[bytes]) -> Iterator[str | None]:
         yield None if has_token else ""
 
 
+_GZIP = b"\x1f\x8b"
 _COMPRESSED = {
-    b"\x1f\x8b": "gzip",
+    _GZIP: "gzip",
     b"BZh": "bzip2",
     b"\xfd7zXZ\x00": "xz",
     b"\x28\xb5\x2f\xfd": "zstd",

@@ -14,10 +14,10 @@ from pathlib import Path
 from compliance.check.checker import check_file, check_logs, missed_text
 from compliance.convergence.outlook import Outlook, outlook_of
 from compliance.convergence.selection import FAILED, submitted
-from compliance.folders import BenchmarkFolder, Tree, absolute, find_all, layout_findings, repository_findings
+from compliance.folders import GZIP, BenchmarkFolder, Tree, absolute, find_all, layout_findings, repository_findings
 from compliance.log import rules
 from compliance.log.findings import Finding, Part, Severity, Verdict
-from compliance.log.reader import Log, read_log
+from compliance.log.reader import STDIN, STDIN_NAME, Log, read_log
 from compliance.log.rules import SUBMISSION_RUNS
 from compliance.log.run import LoggedRun
 from compliance.official import process
@@ -40,9 +40,12 @@ def check_paths(paths: Iterable[Path], ruleset: str = rules.NEWEST_RULESET) -> l
     """
     if ruleset != rules.AUTO:
         rules.check_ruleset(ruleset)
+    paths = tuple(paths)
+    if paths.count(STDIN) > 1:
+        raise ValueError(f"{STDIN}: given {paths.count(STDIN)} times, but standard input can be read only once")
     verdicts: list[Verdict] = []
     for path in paths:
-        if path.is_dir():
+        if path != STDIN and path.is_dir():
             verdicts += (verdict for tree in find_all(path) for verdict in _check_tree(tree, ruleset))
         else:
             verdicts.append(check_file(path, ruleset))
@@ -56,7 +59,8 @@ def check_paths(paths: Iterable[Path], ruleset: str = rules.NEWEST_RULESET) -> l
 def accepted(verdicts: Sequence[Verdict]) -> bool:
     """Tell whether all verdicts pass, except for logs whose folder passes without them."""
     folders = {absolute(verdict.path) for verdict in verdicts if verdict.part == "folder"}
-    excused = [each.part == "log" and absolute(each.path).parent in folders for each in verdicts]
+    logs = [each.part == "log" and each.path != STDIN_NAME for each in verdicts]
+    excused = [is_log and absolute(each.path).parent in folders for is_log, each in zip(logs, verdicts, strict=True)]
     return bool(verdicts) and all(each.passed or may_fail for each, may_fail in zip(verdicts, excused, strict=True))
 
 
@@ -205,7 +209,7 @@ def _derived_findings(
     logged = {run.verdict.path: run.logged for run in runs}
     passed = [run.logged for run in runs if run.complete_verdict.passed]
     yield from scaling_findings(folder, prospect, passed, len(runs) - len(passed))
-    numbers = {path: rules.RESULT_FILE.fullmatch(path.name) for path in logged}
+    numbers = {path: rules.RESULT_FILE.fullmatch(path.name.removesuffix(GZIP)) for path in logged}
     yield from report_findings(folder, {int(match[1]): logged[path] for path, match in numbers.items() if match})
     seconds = [run.logged.seconds if run.complete_verdict.passed else None for run in runs]
     yield from package_findings(tree, folder.system, [*logged.values()], seconds, prospect)

@@ -86,7 +86,7 @@ def test_a_record_too_long_to_be_read_leaves_no_official_verdict(tmp_path: Path,
         (
             "sparse",
             "fail",
-            "a file of 1,048,576.0 MiB; expected at most 256 MiB to be read at all: the rest was not read",
+            "a file of more than 256 MiB; expected at most 50 MiB: the rest was not read",
         ),
         ("records", "fail", "more than 0 MiB of records; expected the records of one run: the rest was not read"),
     ],

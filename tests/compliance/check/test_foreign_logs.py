@@ -2,18 +2,22 @@
 
 import bz2
 import gzip
+import io
 import json
 import lzma
+import sys
+import tarfile
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from compliance.check.checker import check_file
-from compliance.log import rules
-from compliance.log.findings import Verdict
-from compliance.log.reader import read_log
+from compliance.log import reader, rules
+from compliance.log.findings import Finding, Verdict
+from compliance.log.reader import STDIN, read_log
 from compliance.log.record import TOKEN
+from compliance.submission.check import accepted, check_paths
 from tests.compliance.log_edits import (
     Edit,
     delete,
@@ -178,6 +182,61 @@ def test_a_file_of_another_kind_gets_one_finding_that_says_what_it_is(checked, f
     assert words in finding.found
     assert remedy in finding.remedy
     assert finding.severity == "error"
+
+
+# Compressed logs and standard input
+
+
+def tar(content: bytes) -> bytes:
+    with tarfile.open(fileobj=(out := io.BytesIO()), mode="w") as archive:
+        info = tarfile.TarInfo("result_0.txt")
+        info.size = len(content)
+        archive.addfile(info, io.BytesIO(content))
+    return out.getvalue()
+
+
+UNPACKED: dict[str, tuple[Callable[[bytes], bytes], str]] = {
+    "plain": (lambda log: log, ""),
+    "compressed": (gzip.compress, ""),
+    "two members": (lambda log: gzip.compress(log[:5000]) + gzip.compress(log[5000:]), ""),
+    "cut off": (lambda log: gzip.compress(log)[:-20], "damaged (Compressed file ended"),
+    "wrong checksum": (lambda log: gzip.compress(log)[:-8] + bytes(8), "damaged (CRC check failed"),
+    "rubbish behind it": (lambda log: gzip.compress(log) + b"rubbish", "damaged (Not a gzipped file"),
+    "damaged": (lambda log: gzip.compress(log)[:100] + b"rubbish" * 1000, "damaged (Error"),
+    "compressed twice": (lambda log: gzip.compress(gzip.compress(log)), "after unpacking, it is compressed by gzip"),
+    "an archive": (lambda log: gzip.compress(tar(log)), "after unpacking, it is a tar archive"),
+    "too large": (lambda log: gzip.compress(log + bytes(2**22)), "after unpacking, a file of more than 1 MiB"),
+    "empty": (lambda _: b"", "it is empty"),
+}
+
+
+@pytest.mark.parametrize("form", UNPACKED)
+@pytest.mark.parametrize("piped", [False, True])
+def test_compressed_logs_and_standard_input(
+    form: str, piped: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    change, words = UNPACKED[form]
+    path = tmp_path / "result_0.txt.gz"
+    path.write_bytes(change(brief().encode()))
+    monkeypatch.setattr(reader, "MAX_LOG_BYTES", 2**20)
+    with path.open() as file:
+        monkeypatch.setattr(sys, "stdin", file)
+        verdict = check_file(STDIN if piped else path)
+    assert str(verdict.path) == ("<stdin>" if piped else str(path))
+    assert (verdict.official, verdict.ours) == (("fail", "fail") if words else ("pass", "pass"))
+    assert [words in finding.found for finding in verdict.findings] == ([True] if words else [])
+
+
+def test_standard_input_is_read_once_and_from_no_terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "stdin", None)
+    for paths, words in (([STDIN], "zcat"), ([STDIN, STDIN], "only once")):
+        with pytest.raises(ValueError, match=words):
+            check_paths(paths)
+    # Standard input is in no folder, so no passing folder excuses its log.
+    folder = Verdict(Path(), "5.0.0", "pass", (), None, None, part="folder")
+    error = Finding(None, "", "log format", "no record; expected the log of a run", "copy it again")
+    assert not accepted([folder, Verdict(reader.STDIN_NAME, "5.0.0", "fail", (error,), None, None)])
 
 
 # Times and other numbers

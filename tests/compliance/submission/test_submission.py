@@ -127,6 +127,15 @@ def test_names_among_the_logs(tmp_path: Path) -> None:
     for name in (*logs, *misnamed, "result_summary.csv", "metrics_0.jsonl"):
         (folder / name).touch()
     [found] = find(folder).benchmarks
+    # A compressed log counts, but not in a submission.
+    assert [path.name for path in found.logs] == ["result_0.txt.gz", *logs]
+    assert [path.name for path in found.misnamed] == [name for name in misnamed if name != "result_0.txt.gz"]
+    assert "result_0.txt.gz is compressed" in str([*folders.layout_findings(found, 10)])
+    results = tmp_path / "results"
+    results.mkdir()
+    (tmp_path / "systems").mkdir()
+    (tmp_path / SYSTEM).rename(results / SYSTEM)
+    [found] = find(tmp_path).benchmarks
     assert [path.name for path in found.logs] == logs
     assert [path.name for path in found.misnamed] == misnamed
 
