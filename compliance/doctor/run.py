@@ -84,7 +84,7 @@ def shape_in_name(recipe: str) -> tuple[int, int] | None:
 def lay_out(intended: IntendedRun, host: ExaminedHost, gpus_here: int) -> ExaminedRun:
     """Return the requested run with the nodes and ranks that the launchers would choose.
 
-    Raises ``ValueError`` if the recipe is unknown, the number of nodes is below 1, a given file or folder does not
+    Raises ``ValueError`` if the recipe is unknown, a number of nodes or ranks is below 1, a given file or folder does not
     exist, a checkpoint is given without a recipe, or the trainer is missing.
     """
     if (intended.recipe or intended.data) and not (run_root() / "bert").is_dir():  # pip installs only the checker
@@ -115,8 +115,10 @@ def _ask_recipe(recipe: str, host: ExaminedHost) -> dict[str, str]:
 
 
 def _count(host: ExaminedHost, variable: str) -> int | None:
-    text = host.environment.get(variable, "")
-    return int(text) if text.isdecimal() and int(text) > 0 else None
+    text = host.environment.get(variable)
+    if text and not re.fullmatch("[1-9][0-9]{0,8}", text):  # the launchers refuse it too
+        raise ValueError(f"{variable} is {text!r}, expected a whole number of at least 1")
+    return int(text) if text else None
 
 
 DRY_RUN_TIMEOUT_S = 300.0

@@ -82,7 +82,7 @@ def test_the_whole_output(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
         ("h100_8x8", None, {"SLURM_JOB_NUM_NODES": "16"}, (16, 8)),
         ("h100_8x8", None, {"NNODES": "2", "SLURM_JOB_NUM_NODES": "16"}, (2, 8)),
         ("h100_8x8", 4, {"NNODES": "2", "NPROC": "4"}, (4, 4)),
-        ("h100_8x8", None, {"NNODES": "many", "NPROC": "0"}, (8, 8)),
+        ("h100_8x8", None, {"NNODES": "", "NPROC": ""}, (8, 8)),
         ("h100_one", None, {}, (1, 3)),
     ],
 )
@@ -92,6 +92,13 @@ def test_nodes_and_ranks(
     machine = fake_host(tmp_path, answers={RECIPES: recipe()}, environment=environment)
     plan = lay_out(IntendedRun(name, nodes=nodes), machine, gpus_here=3)
     assert (plan.nodes, plan.ranks, plan.on_gpus, plan.is_closed) == (*expected, True, True)
+
+
+@pytest.mark.parametrize("wrong", [{"NNODES": "many"}, {"NPROC": "0"}])
+def test_numbers_that_the_launchers_refuse_are_refused(tmp_path: Path, wrong: dict[str, str]) -> None:
+    machine = fake_host(tmp_path, answers={RECIPES: recipe()}, environment=wrong)
+    with pytest.raises(ValueError, match=f"^{next(iter(wrong))} is .*, expected a whole number of at least 1$"):
+        lay_out(IntendedRun("h100_8x8"), machine, gpus_here=3)
 
 
 def test_the_recipes_of_this_repository_can_be_asked_for(tmp_path: Path) -> None:
