@@ -15,6 +15,7 @@ import tyro
 from bert.train import run_command
 from console.files import atomic_path
 from console.program import say
+from console.text import counted
 from dataloading.options import AS_STATED, NormalizationOptions
 
 
@@ -50,8 +51,9 @@ def convert(
     model = found.model
     say(f"{found.kind}: {sum(math.prod(weight.shape) for weight in found.weights.values()):,} parameters")
     say(
-        f"{model.num_hidden_layers} layers, hidden size {model.hidden_size:,}, intermediate size "
-        f"{model.intermediate_size:,}, {model.num_attention_heads} heads, {model.max_position_embeddings} positions"
+        f"{counted(model.num_hidden_layers, 'layer')}, hidden size {model.hidden_size:,}, intermediate size "
+        f"{model.intermediate_size:,}, {counted(model.num_attention_heads, 'head')}, {model.max_position_embeddings} "
+        "positions"
     )
     usual = type(model).vocab_size
     other = f", not the benchmark's {usual:,}: set model.vocab_size, and data.vocab to a vocabulary of that size"

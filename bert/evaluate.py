@@ -20,6 +20,7 @@ from bert.parallel.environment import Launch
 from bert.train import parse, refused, require_torch, without_option
 from console.interruption import end_in_order
 from console.program import accept_any_text, answer_version, complain, say, say_document
+from console.text import counted
 
 if TYPE_CHECKING:
     from bert.configuration.config import Config
@@ -87,7 +88,7 @@ def checkpoint_accuracy(config: "Config") -> float | None:
     dataset, ignored_id = check_evaluation(config)
     samples = len(dataset)
     if config.dry_run:
-        say(f"{config.recipe}: ready, {samples:,} samples would be evaluated")
+        say(f"{config.recipe}: ready, {counted(samples, 'sample')} would be evaluated")
         return None
     # Join after the checks, so that errors are reported before ranks wait for each other.
     mesh = join_mesh(config.training.device, parallel=config.parallel)
@@ -111,7 +112,7 @@ def checkpoint_accuracy(config: "Config") -> float | None:
     autocast = torch.autocast(mesh.device.type, torch.bfloat16, enabled=config.training.precision != "fp32")
     accuracy = evaluator(model, autocast, report)
     if mesh.is_main:
-        counts = f"{accuracy.correct:,} of {accuracy.count:,} masked tokens of {samples:,} samples"
+        counts = f"{accuracy.correct:,} of {accuracy.count:,} masked tokens of {counted(samples, 'sample')}"
         counts += "" if ignored_id is None else ", without [UNK]"
         say(f"perplexity {accuracy.perplexity:.1f}")
         say(f"masked-LM accuracy {accuracy.value:.5f}: {counts}, in {time.perf_counter() - started:.1f} s")

@@ -10,6 +10,7 @@ from bert.checkpoints.trained import stated_evaluation
 from bert.predict import MASK, GapFiller
 from compliance.log.records import EvaluationRecord, read_metrics
 from console.program import say
+from console.text import counted
 from dataloading.dataset.folder import Dataset, open_dataset
 from dataloading.text.vocabulary import Vocabulary
 
@@ -29,7 +30,7 @@ tags: [bert]
 ---
 # BERT trained on own text
 
-A BERT with {layers} layers of {width}, trained on {samples:,} samples from {files}.
+A BERT with {layers} of {width}, trained on {samples:,} samples from {files}.
 Its license depends on the text: name it here.
 
 | on held-out documents | |
@@ -78,11 +79,11 @@ def export(trained: Path, data: Path, logs: Path, out: Path) -> None:
 def _card(fill: GapFiller, found: EvaluationRecord, sources: Iterable[str], example: str) -> str:
     model, names = fill.source.model, [Path(name).name for name in sources]
     return _CARD.format(
-        layers=model.num_hidden_layers,
+        layers=counted(model.num_hidden_layers, "layer"),
         width=model.hidden_size,
         positions=model.max_position_embeddings,
         samples=found.samples,
-        files=", ".join(names) if len(names) < _NAMED_FILES else f"{len(names):,} files",
+        files=", ".join(names) if len(names) < _NAMED_FILES else counted(len(names), "file"),
         accuracy=found.masked_lm_accuracy,
         error=found.error,
         count=found.count,

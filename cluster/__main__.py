@@ -172,7 +172,7 @@ def _place(
         lines = [f"{names[host]}\n" for host in order for _ in range(tasks_per_node)]
         write_atomically(out, "".join(lines).encode())
         submit = f"SLURM_HOSTFILE={shlex.quote(str(out))} sbatch --distribution=arbitrary launch/slurm.sub"
-        say(f"{out}: {len(lines)} lines; {submit}")
+        say(f"{out}: {counted(len(lines), 'line')}; {submit}")
 
 
 @app.command(name="plan")

@@ -120,7 +120,7 @@ def link_rows(view: View) -> list[tuple[str, str]]:
             rates = [link.seconds_per_byte for link in links]
             latency = duration(statistics.median(link.latency_s for link in links))
             text = f"{bandwidth(statistics.median(rates))} ({bandwidth(max(rates))} to {bandwidth(min(rates))})"
-            rows.append((name, f"{text}, latency {latency}, {len(links):,} directions"))
+            rows.append((name, f"{text}, latency {latency}, {counted(len(links), 'direction')}"))
     return rows
 
 

@@ -7,6 +7,8 @@ walks the tree of switches and never returns to a subtree.
 
 from collections.abc import Sequence
 
+from console.text import counted
+
 Path = tuple[str, ...]
 """Switches above a host, from the top to its leaf."""
 
@@ -36,7 +38,7 @@ def place(paths: Sequence[Path], nodes: int, group: int = 1) -> list[int]:
     if nodes < 1 or group < 1 or nodes % group:
         raise ValueError(f"--nodes is {nodes} and --group {group}: expected a positive multiple of a positive group")
     if nodes > len(paths):
-        raise ValueError(f"--nodes is {nodes}, and the cluster has {len(paths)} hosts")
+        raise ValueError(f"--nodes is {nodes}, and the cluster has {counted(len(paths), 'host')}")
     groups, _ = _fill(paths, 0, _choose(paths, nodes, group), group)
     return [host for members in groups for host in members]
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from console.documents import FileKind
+from console.text import counted
 
 Operation = Literal["all-reduce", "reduce-scatter", "all-gather", "all-to-all"]
 Scope = Literal["node", "rail", "world"]
@@ -174,7 +175,7 @@ def _check(view: View) -> None:
         raise ValueError("hosts without ranks, or with different numbers of ranks")
     ends = [(link.source, link.target) for link in view.links] + [outlier.ranks for outlier in view.outliers]
     if any(rank not in ranks for end in ends for rank in end):
-        raise ValueError(f"a link or an outlier of a rank beyond the {len(ranks)} ranks")
+        raise ValueError(f"a link or an outlier of a rank beyond {counted(len(ranks), 'rank')}")
 
 
 _FILE = FileKind(

@@ -80,7 +80,9 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 
 
 def counted(number: int, noun: str) -> str:
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+    ends_in_ies = noun.endswith("y") and not noun.endswith(("ay", "ey", "oy"))
+    plural = f"{noun[:-1]}ies" if ends_in_ies else f"{noun}{'es' if noun.endswith('s') else 's'}"
+    return f"{number:,} {noun if number == 1 else plural}"
 
 
 def clock(seconds: float) -> str:

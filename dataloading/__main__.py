@@ -15,6 +15,7 @@ import tyro
 from console.commands import Commands
 from console.interruption import end_in_order
 from console.program import complain, say
+from console.text import counted
 from dataloading.options import AS_STATED, ExtractionOptions, Layout, OwnText, PretrainingOptions
 
 if TYPE_CHECKING:
@@ -44,7 +45,7 @@ def _extract(
     from dataloading.text.wikipedia import extract
 
     parts, articles, held_out = extract(inputs, out, options, jobs=jobs, report=_reporter("articles"))
-    say(f"{out}: {articles:,} articles in {parts} part(s), {held_out:,} held out in eval.txt")
+    say(f"{out}: {counted(articles, 'article')} in {counted(parts, 'part')}, {held_out:,} held out in eval.txt")
 
 
 @app.command(name="prepare")
@@ -138,10 +139,10 @@ def report_own_text(made: "OwnData", out: Path) -> None:
     from dataloading.dataset.folder import open_dataset
 
     if made.split.repeated:
-        say(f"{made.split.repeated:,} documents that repeat other documents left out")
+        say(f"{counted(made.split.repeated, 'document')} left out for repeating another")
     for name, documents in (("train", made.split.train), ("evaluation", made.split.evaluation)):
         dataset = open_dataset(out / name)
-        say(f"{out / name}: {len(documents):,} documents, {_counts(dataset)}")
+        say(f"{out / name}: {counted(len(documents), 'document')}, {_counts(dataset)}")
         _report_text(dataset)
     say(f"{out / 'vocab.txt'}: {made.vocabulary.size:,} tokens; {made.normalization}")
 
@@ -161,7 +162,7 @@ def demo(out: Path, vocab: Path) -> None:
     made = write_demo(out, vocab)
     for name in ("train", "evaluation"):
         dataset = open_dataset(out / name)
-        say(f"{dataset.folder}: {len(dataset):,} samples of {dataset.lengths.mean():.1f} tokens")
+        say(f"{dataset.folder}: {counted(len(dataset), 'sample')} of {dataset.lengths.mean():.1f} tokens")
     say(f"{'made' if made else 'verified'} in {time.perf_counter() - started:.1f} s")
 
 
@@ -256,7 +257,9 @@ def verify(folder: tyro.conf.Positional[Path]) -> None:
     from dataloading.dataset.folder import open_dataset
 
     dataset = open_dataset(folder)
-    for line in known.verify(dataset, lambda shard: say(f"{shard.name}: {shard.samples:,} samples, digest right")):
+    for line in known.verify(
+        dataset, lambda shard: say(f"{shard.name}: {counted(shard.samples, 'sample')}, digest right")
+    ):
         say(line)
     for doubt in known.doubts(dataset.info):
         complain(doubt, "warning")
@@ -294,7 +297,7 @@ def dump(shards: tyro.conf.Positional[tuple[Path, ...]], out: Path) -> None:
             masked_lm_positions=samples.masked_lm_positions,
             masked_lm_ids=samples.masked_lm_ids,
         )
-    say(f"{out}: {len(samples):,} samples of {len(paths)} shard(s)")
+    say(f"{out}: {counted(len(samples), 'sample')} of {counted(len(paths), 'shard')}")
 
 
 def _report_text(dataset: "Dataset") -> None:
@@ -325,7 +328,8 @@ def _counts(dataset: "Dataset") -> str:
     tokens = sum(record.tokens for record in dataset.shards)
     size = sum(record.file_bytes for record in dataset.shards)
     mean = tokens / max(len(dataset), 1)
-    return f"{len(dataset):,} samples of {mean:.1f} tokens in {len(dataset.shards):,} shard(s), {size / 1e6:,.1f} MB"
+    shards = f"{counted(len(dataset.shards), 'shard')}, {size / 1e6:,.1f} MB"
+    return f"{counted(len(dataset), 'sample')} of {mean:.1f} tokens in {shards}"
 
 
 def _parse_part(text: str) -> "WorkPart":

@@ -16,7 +16,7 @@ from typing import TypeVar
 
 from console.files import is_temporary, read_json, write_atomically
 from console.program import say
-from console.text import clock
+from console.text import clock, counted
 
 Task = TypeVar("Task")
 Result = TypeVar("Result")
@@ -40,7 +40,9 @@ class WorkPart:
     def share_of(self, tasks: int) -> range:
         """Return this part's consecutive range of tasks. Raises ``ValueError`` if there are fewer tasks than parts."""
         if self.count > tasks:
-            raise ValueError(f"--part is {self} for {tasks} text(s); expected at most {tasks} parts")
+            raise ValueError(
+                f"--part is {self} for {counted(tasks, 'text')}; expected at most {counted(tasks, 'part')}"
+            )
         return range(tasks * (self.index - 1) // self.count, tasks * self.index // self.count)
 
 

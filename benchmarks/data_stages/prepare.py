@@ -24,6 +24,7 @@ import tyro
 from benchmarks.conditions import write_figures
 from benchmarks.data_stages import reference_prepare
 from bert.configuration.recipes import ARTIFACTS
+from console.text import counted
 from dataloading.options import PretrainingOptions
 from dataloading.preparation.demo import demo_documents
 from dataloading.preparation.pretraining_data import create_samples
@@ -58,7 +59,7 @@ def main(
         if not text:
             demo = "\n\n".join("\n".join(document.sentences) for document in demo_documents())
             paths[0].write_text(demo, encoding="utf-8")
-        print(f"text: {sum(path.stat().st_size for path in paths) / 1e6:.2f} MB in {len(paths)} file(s)")
+        print(f"text: {sum(path.stat().st_size for path in paths) / 1e6:.2f} MB in {counted(len(paths), 'file')}")
 
         def compiled() -> Samples:
             tokenizer = Tokenizer(Vocabulary.from_file(vocab))

@@ -21,6 +21,7 @@ from bert.checkpoints.weights import VOCABULARY, Weight, read_header, stated_mod
 from bert.configuration.sections import ModelConfig
 from bert.model import parameter_shapes
 from console.files import open_regular, sha256_of, shown
+from console.text import counted
 from dataloading.options import Normalization
 
 _HEADS = ("pooler", "next_sentence", "transform", "decoder_bias")
@@ -283,7 +284,7 @@ def _model_of(weights: Mapping[str, Weight], layers: int, heads: int, source: st
     """Return the architecture implied by the weights' shapes, which must be consistent."""
     tables = [weights[f"embeddings.{name}"].shape for name in ("word", "position", "segment")]
     if layers < 1 or any(len(shape) != 2 for shape in tables):
-        raise ValueError(f"{source}: {layers} layers and tables of shapes {tables}, expected a BERT")
+        raise ValueError(f"{source}: {counted(layers, 'layer')} and tables of shapes {tables}, expected a BERT")
     (vocab, hidden), (positions, _), (segments, _) = tables
     try:
         model = ModelConfig(

@@ -19,6 +19,7 @@ import google_crc32c
 import numpy as np
 
 from console.files import open_regular, read_bounded
+from console.text import counted
 from dataloading.preparation.mlcommons import INDEX, KNOWN, OBJECT_GRAPH, TF1_DATA, TF1_FILES
 
 INDEX_SUFFIX = ".index"
@@ -175,7 +176,7 @@ def _entry(value: bytes) -> Entry:
     shape = tuple(_fields(dim)[0].get(1, 0) for dim in dims)
     # Numbers are unsigned here, so a negative number in a damaged file exceeds these bounds.
     if len(shape) > 8 or any(dim >= 1 << 40 for dim in shape) or max(offset, size) >= 1 << 62:
-        raise ValueError(f"a tensor of {len(shape)} dimensions with {size:,} bytes at {offset:,}")
+        raise ValueError(f"a tensor of {counted(len(shape), 'dimension')} with {size:,} bytes at {offset:,}")
     return Entry(dtype, shape, shard, offset, size, checksum, 7 in dict(messages))
 
 

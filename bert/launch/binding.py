@@ -19,6 +19,7 @@ from bert.launch.layout import has_gpus, visible_gpus, whole_number
 from bert.parallel.environment import Launch, is_rank
 from bert.train import refused
 from console.program import say
+from console.text import counted
 
 
 @dataclass(frozen=True)
@@ -126,7 +127,7 @@ def main(arguments: Sequence[str]) -> int:
         for rank in range(ranks):
             found = _here(rank, ranks)
             cpus = ",".join(map(str, sorted(found.cpus)))
-            say(f"process {rank}: GPU {found.gpu or 'none'}, {found.cores} core(s), CPUs {cpus}")
+            say(f"process {rank}: GPU {found.gpu or 'none'}, {counted(found.cores, 'core')}, CPUs {cpus}")
         return 0
     except (ValueError, OSError) as error:
         return refused(error)

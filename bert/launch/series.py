@@ -19,6 +19,7 @@ from bert.parallel.environment import CLAIM
 from bert.parallel.master_port import free_port, require_free_port
 from bert.train import refused
 from compliance.log.reader import read_log
+from console.text import counted
 
 _CACHES = Path("/proc/sys/vm/drop_caches")
 
@@ -62,7 +63,7 @@ class Series:
     def train(self, supervisor: Supervisor) -> int:
         """Train and judge. Return the exit status: that of the verdict, or else of the last run that failed."""
         results: list[Path] = []
-        status = 0
+        status, processes = 0, counted(self.layout.processes, "process")
         with TemporaryDirectory(prefix="mlperf-bert-") as folder, suppress(Stopped):
             for number in range(1, self.runs + 1):
                 claim = Path(folder, str(number))
@@ -70,8 +71,8 @@ class Series:
                     status = ended
                     break
                 announce(
-                    f"{self.config.recipe}, run {number} of {self.runs}: {self.layout.processes} process(es) with "
-                    f"{self.layout.threads} thread(s) each"
+                    f"{self.config.recipe}, run {number} of {self.runs}: {processes} with "
+                    f"{counted(self.layout.threads, 'thread')} each"
                 )
                 ended = self.train_once(claim, supervisor)
                 if claim.exists():

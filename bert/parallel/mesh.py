@@ -206,8 +206,8 @@ def require_gpus(processes: int) -> None:
         )
     if processes > torch.cuda.device_count():
         raise ValueError(
-            f"{processes} processes on this host need a GPU each, but PyTorch sees {torch.cuda.device_count()}: start at "
-            "most one process a GPU"
+            f"{counted(processes, 'process')} on this host, but PyTorch sees {counted(torch.cuda.device_count(), 'GPU')}: "
+            "start at most one process a GPU"
         )
 
 

@@ -87,8 +87,7 @@ class Strategy:
         """Return the sequences of a micro-batch. Raises ``ValueError`` if the ranks cannot share the global batch evenly."""
         micro_batches = ranks // self.copy_ranks * self.gradient_accumulation_steps
         if self.global_batch_size % micro_batches:
-            copies = ranks // self.copy_ranks
-            copies = f"{copies} {'copy' if copies == 1 else 'copies'} of the model ({counted(ranks, 'rank')})"
+            copies = f"{counted(ranks // self.copy_ranks, 'copy')} of the model ({counted(ranks, 'rank')})"
             raise ValueError(
                 f"global_batch_size is {self.global_batch_size}, which {copies} x {self.gradient_accumulation_steps} "
                 f"micro-batches cannot share evenly. Use a multiple of {micro_batches}."

@@ -170,7 +170,7 @@ class _Search:
             # divide over more copies.
             elif pipeline == 1 and tensor == self._tensors[-1]:
                 reason = "is no multiple of" if batch > copies else "is less than"
-                self.refusals.append(Refusal("batch", batch, f"{reason} {self._target.world_size:,} ranks"))
+                self.refusals.append(Refusal("batch", batch, f"{reason} {counted(self._target.world_size, 'rank')}"))
 
     def _with_micro_batches(self, schedule: BatchSchedule, way: Strategy) -> Iterator[Candidate]:
         """Return candidates with the largest micro-batches that fit, without and with recomputation."""

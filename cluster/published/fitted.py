@@ -19,6 +19,7 @@ from pathlib import Path
 import msgspec
 
 from cluster.devices import Device, Machine
+from console.text import counted
 
 CALIBRATION = Path(__file__).with_name("calibration.json")
 
@@ -97,8 +98,8 @@ def require_batch(batch: int, machine: Machine) -> None:
     """Raise ``ValueError`` if a global batch size is below the number of devices or above `LARGEST_BATCH`."""
     if not machine.accelerators <= batch <= LARGEST_BATCH:
         raise ValueError(
-            f"global batch size {batch:,} on {machine.accelerators:,} accelerators: expected at least one sequence on "
-            f"each, and at most {LARGEST_BATCH:,} in all"
+            f"global batch size {batch:,} on {counted(machine.accelerators, 'accelerator')}: expected at least one "
+            f"sequence on each, and at most {LARGEST_BATCH:,} in all"
         )
 
 

@@ -110,7 +110,7 @@ def as_lines(prediction: Prediction) -> list[str]:
         f"{machine.accelerators:,} x {machine.device.name}, {counted(machine.nodes, 'node')}, global batch size "
         f"{run.batch:,}, {'FP8' if run.uses_fp8 else 'bf16'}",
         f"{minutes} min to 0.720, {INTERVAL:.0%} between {low} and {high}",
-        f"{time.samples / 1e6:.2f} million samples, {time.steps:,.0f} steps, "
+        f"{time.samples / 1e6:.2f} million samples, {counted(round(time.steps), 'step')}, "
         f"{time.samples / time.total / machine.accelerators:,.0f} sequences/s on each accelerator",
         "",
     ]

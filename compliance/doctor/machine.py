@@ -11,6 +11,7 @@ from compliance.doctor.diagnosis import Diagnosis, fail, fail_or_warn, ok, warn
 from compliance.doctor.gpus import Gpus, read_gpus
 from compliance.doctor.host import ExaminedHost
 from compliance.doctor.run import ExaminedRun
+from console.text import counted
 
 
 @dataclass(frozen=True)
@@ -114,21 +115,21 @@ MIN_LOCKABLE_BYTES = 4 * GIB
 def _memory(machine: Machine, run: ExaminedRun) -> Iterator[Diagnosis]:
     needed = run.ranks * (4 * GIB if run.on_gpus else GIB // 2)
     if machine.free_bytes < needed:
-        found = f"{machine.free_bytes / GIB:.1f} GiB free, {run.ranks} rank(s) need about {needed / GIB:.0f} GiB"
+        found = f"{machine.free_bytes / GIB:.1f} GiB free, {counted(run.ranks, 'rank')}: about {needed / GIB:.0f} GiB needed"
         yield warn("memory", found, "end other programs, or raise the container's limit")
     else:
         yield ok("memory", f"{machine.free_bytes / GIB:.0f} GiB free")
     # NCCL and PyTorch need shared memory.
     shared, needed = machine.shared_bytes, run.ranks * GIB // 8
     if shared < needed and run.world_size > 1:
-        found = f"{shared / 2**20:.0f} MiB free in /dev/shm, {run.ranks} ranks need {needed / 2**20:.0f} MiB"
+        found = f"{shared / 2**20:.0f} MiB free in /dev/shm, {needed / 2**20:.0f} MiB needed by {counted(run.ranks, 'rank')}"
         yield fail_or_warn("shared memory", run.on_gpus, found, "docker run --ipc=host or --shm-size=8g")
     else:
         yield ok("shared memory", f"{shared / GIB:.1f} GiB free in /dev/shm")
 
 
 def _processors(machine: Machine, run: ExaminedRun) -> Iterator[Diagnosis]:
-    found = f"{machine.cores:g} for {run.ranks} rank(s)"
+    found = f"{machine.cores:g} for {counted(run.ranks, 'rank')}"
     if machine.cores < run.ranks:
         yield fail("cores", found, "start fewer ranks (NPROC), or ask the scheduler for more cores (--cpus-per-task)")
     elif run.on_gpus and machine.cores < 4 * run.ranks:
@@ -137,7 +138,7 @@ def _processors(machine: Machine, run: ExaminedRun) -> Iterator[Diagnosis]:
     else:
         yield ok("cores", found)
     if machine.load > max(1.0, machine.cores / 4):
-        found = f"{machine.load:.1f} over the last minute on {machine.cores:g} cores"
+        found = f"{machine.load:.1f} over the last minute on {machine.cores:g} core{'' if machine.cores == 1 else 's'}"
         yield warn("load", found, "find the programs that compute here (top)")
     if slow := machine.governors - {"performance"}:
         found = f"frequency governor {', '.join(sorted(slow))}"
@@ -156,7 +157,7 @@ def _network(machine: Machine, run: ExaminedRun) -> Iterator[Diagnosis]:
             "network", f"{len(ports) - len(down)} of {len(ports)} ports are up, but not {', '.join(down)}", remedy
         )
     elif ports:
-        yield ok("network", f"{len(ports)} ports with RDMA, {ports[0].rate}")
+        yield ok("network", f"{counted(len(ports), 'port')} with RDMA, {ports[0].rate}")
     elif several and run.on_gpus:
         remedy = "load the driver of the adapters (mlx5_ib), and give the container /dev/infiniband"
         yield warn("network", "no adapter with RDMA: ranks of different nodes would use TCP", remedy)

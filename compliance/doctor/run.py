@@ -10,6 +10,7 @@ from typing import Literal
 from compliance.doctor.diagnosis import Diagnosis, fail, fail_or_warn, ok, warn
 from compliance.doctor.host import ExaminedHost, run_root
 from console.processes import Output
+from console.text import counted
 
 RECIPE_TIMEOUT_S = 60.0
 
@@ -143,7 +144,9 @@ def check_recipe(run: ExaminedRun) -> Diagnosis:
     if not run.recipe:
         return ok("recipe", "none given: only the machine is examined (--recipe NAME examines a run)")
     batch = run.settings["training.global_batch_size"]
-    return ok("recipe", f"{run.recipe}: a batch of {batch} over {run.nodes} node(s) x {run.ranks} rank(s)")
+    return ok(
+        "recipe", f"{run.recipe}: a batch of {batch} over {counted(run.nodes, 'node')} x {counted(run.ranks, 'rank')}"
+    )
 
 
 def check_files(run: ExaminedRun, host: ExaminedHost, revision: str) -> Iterator[Diagnosis]:

@@ -242,9 +242,7 @@ def _recognise(head: bytes) -> tuple[str, str] | None:
         return "it is text in UTF-16, as PowerShell writes it", "convert it to UTF-8: `iconv -f UTF-16 -t UTF-8`"
     if head.lstrip(b"\xef\xbb\xbf \r\n\t").startswith(b"{"):
         if re.search(rb'"(submitter|system_name)"\s*:', head):
-            remedy = (
-                "check the folder above results/ and systems/: a description is checked with the logs of its system"
-            )
+            remedy = "check the folder that contains systems/: a description is checked with the logs of its system"
             return "it is a system description", remedy
         if b'"event":' in head:
             return "it is a metrics file of a run", "check the result_<n>.txt beside it"

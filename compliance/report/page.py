@@ -235,7 +235,7 @@ def _curve(results: Results, title: str, key: str) -> Figure | None:
     description = f"{title} over sequences trained, {counted(len(lines), 'run')}"
     axes = Axes(description, "sequences trained", level, from_zero=key != "loss")
     skipped = sum(step.skipped_steps for run in results.runs for step in run.metrics.steps) if key == "loss" else 0
-    note = f"{skipped:,} steps were skipped: a gradient was not finite." if skipped > 0 else ""
+    note = f"{counted(skipped, 'step')} skipped: a gradient was not finite." if skipped > 0 else ""
     return Figure(title, line_chart(lines, axes), note)
 
 
@@ -252,7 +252,7 @@ def _parts(runs: Sequence[ReportedRun]) -> tuple[dict[str, dict[str, float]], li
     for name, seconds in totals.items():
         each = f", {1000 * seconds / steps:.3g} ms a step" if name in STEP_PARTS and steps > 0 else ""
         key.append((PART_CLASSES[name], f"{name} {100 * seconds / whole:.1f} %{each}"))
-    return rows if len(rows) <= MAX_BARS else {f"{len(rows)} runs": totals}, key
+    return rows if len(rows) <= MAX_BARS else {f"{counted(len(rows), 'run')}": totals}, key
 
 
 def _against_plan(run: ReportedRun) -> list[tuple[str, ...]]:

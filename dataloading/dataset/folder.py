@@ -23,6 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from console.files import atomic_path, read_json, sha256_of, shown, write_atomically
+from console.text import counted
 from dataloading.shards.formats import FORMAT, SCHEMA_VERSION, open_shard, write_shard
 from dataloading.shards.samples import SampleBuilder, Samples
 from dataloading.shards.shard import REMEDY, DatasetInfo, Shard, ShardRecord, check_content
@@ -64,7 +65,9 @@ def write_dataset(folder: Path, samples: Samples, *, shards: int, info: DatasetI
     The folder must be absent or empty. It appears complete or not at all.
     """
     if not 1 <= shards <= len(samples):
-        raise ValueError(f"shards is {shards} for {len(samples):,} samples; expected 1 to the number of samples")
+        raise ValueError(
+            f"shards is {shards} for {counted(len(samples), 'sample')}; expected 1 to the number of samples"
+        )
     bounds = np.linspace(0, len(samples), shards + 1).astype(np.int64)
     names = [shard_name(index, shards) for index in range(shards)]
     with new_folder(folder) as partial:
@@ -140,7 +143,7 @@ class Dataset:
         """
         if len(indices) and not (indices.min() >= 0 and indices.max() < len(self)):
             raise IndexError(
-                f"{self.folder}: indices {indices.min()} to {indices.max()}; it holds {len(self):,} samples"
+                f"{self.folder}: indices {indices.min()} to {indices.max()}; it holds {counted(len(self), 'sample')}"
             )
         # side="right", because an empty shard has the same start as the next shard, which has the sample.
         shard_of = np.searchsorted(self._first_samples, indices, side="right") - 1
@@ -353,6 +356,8 @@ def _read_lengths(path: Path, manifest: _Manifest) -> NDArray[np.uint16]:
 def _remedy_without_manifest(folder: Path) -> str:
     if folder.is_dir() and any(folder.glob("part*")):
         return "`python -m dataloading index` makes a data set of shards from elsewhere"
+    if inside := sorted(path.parent.name for path in folder.glob(f"*/{MANIFEST_NAME}")):
+        return f"name a data set in this folder: {', '.join(inside)}"
     return (
         "`python -m dataloading wikipedia` makes the benchmark's data (docs/data.md), `from-text` data of your own text"
     )

@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from console.text import counted
 from dataloading.dataset.folder import Dataset
 from dataloading.options import EVALUATION_SAMPLES, PretrainingOptions
 from dataloading.shards.samples import Samples
@@ -113,7 +114,7 @@ def describe_samples(dataset: Dataset) -> str:
     if count == EVALUATION_SAMPLES:
         found = content_md5(dataset.blocks())
         if found == EVALUATION_CONTENT_MD5:
-            return f"samples: the benchmark's evaluation set, {count:,} samples, content md5 {found}"
+            return f"samples: the benchmark's evaluation set, {counted(count, 'sample')}, content md5 {found}"
         return (
             f"samples: {count:,} as in the benchmark's evaluation set, but other samples: content md5 is {found}, "
             f"published is {EVALUATION_CONTENT_MD5}"
@@ -147,8 +148,8 @@ def _describe_repeats(folder: Path, marked_digests: NDArray[np.uint64]) -> str:
     repeated = marked_digests[1:][marked_digests[1:] == marked_digests[:-1]]
     if long := int(np.count_nonzero(repeated & _LONG_MARK)):
         raise ValueError(
-            f"{folder}: {len(repeated):,} samples repeat another, {long:,} of them {_LONG_ENOUGH} tokens or longer, which "
-            "does not happen by chance; a text or a shard was used twice: prepare the data set again"
+            f"{folder}: {counted(len(repeated), 'sample')} equal to another, {long:,} of them {_LONG_ENOUGH} tokens or "
+            "longer, which does not happen by chance; a text or a shard was used twice: prepare the data set again"
         )
     short = f", all of them short documents drawn alike (below {_LONG_ENOUGH} tokens)" if len(repeated) else ""
-    return f"repeats: {len(repeated):,} samples repeat another{short}"
+    return f"repeats: {counted(len(repeated), 'sample')} equal to another{short}"

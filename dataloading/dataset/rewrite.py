@@ -21,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from console.files import read_json, write_atomically
+from console.text import counted
 from dataloading.batches.packing import pack_samples
 from dataloading.dataset.folder import Dataset, index_shards, shard_name
 from dataloading.jobs import Made, Report, begun, make_files
@@ -57,8 +58,8 @@ def shuffle(source: Dataset, out: Path, *, shards: int, seed: int, report: StepR
     least = -(-_stored_bytes(source) // _SHARD_BYTES)
     if not max(1, least) <= shards <= len(source):
         raise ValueError(
-            f"--shards is {shards} for {len(source):,} samples; expected {max(1, least)} or more, so that a shard fits into "
-            "memory, and at most the number of samples"
+            f"--shards is {shards} for {counted(len(source), 'sample')}; expected {max(1, least)} or more, so that a shard "
+            "fits into memory, and at most the number of samples"
         )
     buckets = max(1, -(-_stored_bytes(source) // _BUCKET_BYTES))
     settings = {"shards": shards, "seed": seed, "buckets": buckets}

@@ -117,7 +117,8 @@ def text_files(places: Sequence[Path]) -> list[Path]:
             matches = glob.glob(str(place), recursive=True)  # noqa: PTH207 - skips hidden files, as a shell does
             files = [place] if place.exists() else [path for path in sorted(map(Path, matches)) if path.is_file()]
         if not files:
-            raise ValueError(f"{place}: there is no such file, expected a file, a folder of files or a pattern")
+            found_none = "the folder holds no files" if place.is_dir() else "there is no such file"
+            raise ValueError(f"{place}: {found_none}; expected a text file, a folder of text files or a pattern")
         found |= dict.fromkeys(files)
     return list(found)
 

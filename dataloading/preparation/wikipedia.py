@@ -23,7 +23,7 @@ from rich.filesize import decimal
 from console.files import BusyError, is_temporary, lock_file, read_bounded, read_json, sha256_of, sync, write_atomically
 from console.processes import run
 from console.program import complain, say
-from console.text import clock
+from console.text import clock, counted
 from dataloading.dataset import known
 from dataloading.dataset.folder import MANIFEST_NAME, open_dataset, write_dataset
 from dataloading.dataset.rewrite import SHUFFLE_JOB, STEPS, shuffle
@@ -192,7 +192,7 @@ def _missing(out: Path, inputs: Inputs) -> list[str]:
 def _conclude(out: Path, inputs: Inputs) -> bool:
     for folder in (out / TRAIN, out / EVALUATION):
         if folder.exists():
-            say(f"{folder}: {len(open_dataset(folder)):,} samples, verified")
+            say(f"{folder}: {counted(len(open_dataset(folder)), 'sample')}, verified")
     if missing := _missing(out, inputs):
         names = ", ".join(str(out / name) for name in missing)
         say(f"not made: {names}; run the command again with the folders of the missing files")
@@ -251,7 +251,7 @@ class _Preparation:
         # Text that this command extracted has the same file names as the benchmark's text, but other content.
         given_md5s = {path: md5 for path, md5 in self.md5s.items() if self.work.resolve() not in path.parents}
         if unlisted := self.checksums.check(given_md5s):
-            say(f"note: {unlisted:,} file(s) are in no list of MD5 sums, and were not compared")
+            say(f"note: not compared, because in no list of MD5 sums: {counted(unlisted, 'file')}")
         if given and not self.vocab.exists():
             write_atomically(self.vocab, read_bounded(given, _MAX_RECORD_BYTES, "name a vocabulary"))
         elif given and sha256_of(self.vocab) != sha256_of(given):
@@ -272,7 +272,7 @@ class _Preparation:
         say(f"to make in {self.out}: {decimal(int(result_bytes))}; meanwhile {room}")
         stages = ", ".join(f"{name} {clock(each)}" for name, each in seconds.items())
         time = f"{clock(sum(seconds.values()))} ({stages})"
-        say(f"expected time with --jobs {self.request.jobs} on {os.cpu_count()} cores: {time}")
+        say(f"expected time with --jobs {self.request.jobs} on {counted(os.cpu_count() or 1, 'core')}: {time}")
         if needed > free:
             raise ValueError(f"{self.out}: {room}; make room, or name another --out")
 

@@ -7,6 +7,8 @@ from typing import Annotated, Self
 
 from msgspec import Meta
 
+from console.text import counted
+
 _NOTABLE = 0.03
 """Share of a text that is lost that calls for a warning."""
 
@@ -44,7 +46,8 @@ class TextCounts:
 
     def __str__(self) -> str:
         lost = [description for share, description, _ in self._kinds() if share]
-        counts = f"{self.characters:,} characters, {self.documents:,} documents, {self.tokens:,} tokens"
+        sizes = {"character": self.characters, "document": self.documents, "token": self.tokens}
+        counts = ", ".join(counted(size, noun) for noun, size in sizes.items())
         return f"{counts}; {'lost: ' + ', '.join(lost) if lost else 'nothing lost'}"
 
     def _kinds(self) -> Iterator[tuple[float, str, str]]:

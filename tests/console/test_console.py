@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from console.program import complain, drop_lost_output, say, say_document, say_json
-from console.text import json_document, visible
+from console.text import counted, json_document, visible
 from tests.conftest import SmallRun
 from tests.hostile import NAME, assert_harmless
 from tests.programs import REPOSITORY, python
@@ -192,3 +192,8 @@ def test_output_that_is_lost_is_noted_once_and_dropped(monkeypatch: pytest.Monke
     assert len(notes) == 2
     for name, note in zip(("output", "error"), notes, strict=True):
         assert note.startswith(f"standard {name} failed (No space left on device)")
+
+
+def test_counts_have_the_right_plural() -> None:
+    found = [counted(number, noun) for noun in ("process", "copy", "way", "rank") for number in (1, 2)]
+    assert found == ["1 process", "2 processes", "1 copy", "2 copies", "1 way", "2 ways", "1 rank", "2 ranks"]

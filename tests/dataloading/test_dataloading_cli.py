@@ -78,7 +78,7 @@ def test_from_text_says_what_it_made(run: Run, tmp_path: Path) -> None:
     documents = (f"This is document {number % 40}.\nIt ends here with {number % 40}.\n\n" for number in range(50))
     text.write_text("".join(documents))
     printed = run("from-text", "--text", text, "--out", out, "--vocab-size", 60).splitlines()
-    assert printed[0] == "10 documents that repeat other documents left out"
+    assert printed[0] == "10 documents left out for repeating another"
     assert printed[1].startswith(f"{out}/train: 35 documents, ")
     assert printed[3].startswith(f"{out}/evaluation: 5 documents, ")
     assert printed[5].startswith(f"{out}/vocab.txt: 60 tokens; lower case, accents stripped")

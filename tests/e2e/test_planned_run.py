@@ -40,7 +40,7 @@ def test_a_machine_is_probed_and_planned_for_and_a_run_follows_the_plan(checkout
     settings = ("--", "--plan", str(plan), *SHORT, NEVER_REACHED, "--log.results", str(results))
     short = ("--training.max-steps", str(STEPS), "--training.seed", "1")
     done = start(checkout / "run_and_time.sh", "tiny_cpu", "1", *settings, *short, cwd=tmp_path)
-    assert "tiny_cpu, run 1 of 1: 2 process(es)" in done.stdout, done.stdout + done.stderr
+    assert "tiny_cpu, run 1 of 1: 2 processes" in done.stdout, done.stdout + done.stderr
     assert "data 1 x pipeline 2 x tensor 1" in done.stdout
     log = (results / "tiny_cpu/bert/result_0.txt").read_text()
     for name, value in read_plan(plan).settings.items():

@@ -51,7 +51,7 @@ def test_each_run_is_checked_and_the_verdict_comes_last(tmp_path: Path, log: Pat
         f"compliance {words}"
         for words in (f"check {log} {log}", system, f"summary {log.parent}", f"report {log.parent}")
     ]
-    said = [f"==> tiny_cpu, run {number} of 2: 1 process(es) with 3 thread(s) each" for number in (1, 2)]
+    said = [f"==> tiny_cpu, run {number} of 2: 1 process with 3 threads each" for number in (1, 2)]
     assert done.stdout.splitlines() == [*said, "==> check, summary and report"]
 
 

@@ -46,7 +46,7 @@ def host(root: Path, answers: Answers | None = None) -> FakeHost:
         "torch.cuda.nccl": PYTORCH,
         "--dry-run": READY,
         "df --output": "Type     Mounted on\next4     /\n",
-        "dataloading verify": "data/w/train: whole, 10 samples of 89.3 tokens in 1 shard(s)\n",
+        "dataloading verify": "data/w/train: whole, 10 samples of 89.3 tokens in 1 shard\n",
     }
     files = {"/proc/sys/vm/drop_caches": ""}
     return fake_host(root, files, (answers or {}) | {name: well[name] for name in well if name not in (answers or {})})

@@ -68,12 +68,12 @@ def test_the_benchmarks_settings_vocabulary_and_sizes_are_recognised(tmp_path: P
 def test_repeated_samples_and_the_digest_in_any_order(tmp_path: Path) -> None:
     one = make(tmp_path / "none", [5, 70, 30])
     found = known.verify(one)
-    assert "repeats: 0 samples repeat another" in found
+    assert "repeats: 0 samples equal to another" in found
     write_dataset(tmp_path / "backwards", one.take(np.array([2, 1, 0])), shards=3, info=INFO)
     assert known.verify(open_dataset(tmp_path / "backwards"))[-1] == found[-1] != "multiset digest: 0000000000000000"
     short = known.verify(make(tmp_path / "short", [5, 70, 30], repeat=(0, 0)))
-    assert any(line.startswith("repeats: 2 samples repeat another, all of them short documents") for line in short)
-    with pytest.raises(ValueError, match=r"3 samples repeat another, 1 of them 64 tokens or longer"):
+    assert any(line.startswith("repeats: 2 samples equal to another, all of them short documents") for line in short)
+    with pytest.raises(ValueError, match=r"3 samples equal to another, 1 of them 64 tokens or longer"):
         known.verify(make(tmp_path / "long", [5, 70, 63, 64, 80, 5], repeat=(2, 0, 4)))
 
 

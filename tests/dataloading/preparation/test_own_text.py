@@ -130,6 +130,8 @@ def test_held_out_text_is_evaluated_on_enough_masked_tokens_and_not_on_more(
     """Short held-out text is used several times, with other masks, and of long text only a part is evaluated."""
     text = write_text(tmp_path / "text.txt", [document(number) * 3 for number in range(documents)])
     write_own_text((text,), OwnText(vocab_size=120, evaluation_share=0.5, dupe_factor=1), tmp_path / "out")
+    with pytest.raises(ValueError, match="name a data set in this folder: evaluation, train"):
+        open_dataset(tmp_path / "out")
     dataset = open_dataset(tmp_path / "out" / "evaluation")
     assert least <= dataset.masked_counts.sum() <= 10_000
 
@@ -145,6 +147,7 @@ def test_held_out_text_is_evaluated_on_enough_masked_tokens_and_not_on_more(
         ({"vocab": Path("empty")}, "empty holds neither vocab.txt nor tokenizer.json"),
         ({"vocab": Path("absent")}, "absent: No such file"),
         ({"text": (Path("absent"),)}, "absent: there is no such file"),
+        ({"text": (Path("empty"),)}, "empty: the folder holds no files"),
         ({"text": (Path("few.txt"),)}, "3 different documents, expected at least 20"),
     ],
 )
