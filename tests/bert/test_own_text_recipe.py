@@ -75,7 +75,7 @@ def test_from_a_checkpoint_the_model_is_taken_and_the_data_are_seen_once(own: Pa
 
 def test_without_data_nothing_follows_and_the_check_names_them(tmp_path: Path) -> None:
     config = parse(arguments(tmp_path))
-    with pytest.raises(ValueError, match=r"train/manifest\.json.*from-text"):
+    with pytest.raises(ValueError, match=r"missing: data\.train .*from-text"):
         check(config, 1)
 
 
