@@ -37,7 +37,7 @@ OTHER_BENCHMARKS = frozenset((
 COUNTED = "result_*.txt"
 """File name pattern that the official package checker accepts as a log."""
 
-GZIP = ".gz"
+_GZIP = ".gz"
 """End of the names of compressed logs, which count only outside of a submission."""
 
 LIKE_A_LOG = re.compile(r"results?[-_. ]*\d*(\.(txt|log|out))?(\.(gz|xz|zst|zip|bak|old))?", re.IGNORECASE)
@@ -297,7 +297,7 @@ def _is_counted(path: Path) -> bool:
 
 
 def _is_packed(path: Path) -> bool:
-    return fnmatch.fnmatchcase(path.name, COUNTED + GZIP)
+    return fnmatch.fnmatchcase(path.name, COUNTED + _GZIP)
 
 
 def _submission_above(path: Path, levels: int) -> Path | None:
@@ -331,9 +331,15 @@ def _entries(path: Path) -> list[Path]:
     return sorted(found)
 
 
+def log_number(log: Path) -> str | None:
+    """Return the digits in the name of a log, which may be compressed; None if it has another name."""
+    match = rules.RESULT_FILE.fullmatch(log.name.removesuffix(_GZIP))
+    return match[1] if match else None
+
+
 def _number(path: Path) -> tuple[int, str]:
-    match = rules.RESULT_FILE.fullmatch(path.name.removesuffix(GZIP))
-    return (int(match[1]) if match and len(match[1]) < 10 else 2**31, path.name)
+    number = log_number(path)
+    return (int(number) if number and len(number) < 10 else 2**31, path.name)
 
 
 def _name(path: Path) -> str:

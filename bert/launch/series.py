@@ -51,14 +51,12 @@ class Series:
 
     def prepare(self, supervisor: Supervisor) -> int:
         """Check a run that another launcher will start, or a dry run, and print a forecast. Return the exit status."""
-        ranks = {} if os.environ.get("WORLD_SIZE") else {"WORLD_SIZE": str(self.world_size)}
-        if (
-            self.config.training.device == "cuda"
-            and not (has_gpus() or os.environ.get("NPROC"))
-            and self.nodes.count == 1
-        ):
-            ranks = {}  # this machine will not train, so the plan or the recipe states the number of ranks
-        return supervisor.run([sys.executable, "-m", "cluster.dry_run", *self.arguments], os.environ | ranks)
+        command = [sys.executable, "-m", "cluster.dry_run", *self.arguments]
+        trains_here = self.config.training.device == "cpu" or has_gpus()
+        # A machine that will not train says nothing about the number of ranks: the plan or the recipe states it.
+        if not os.environ.get("WORLD_SIZE") and (trains_here or os.environ.get("NPROC") or self.nodes.count > 1):
+            return supervisor.run(command, os.environ | {"WORLD_SIZE": str(self.world_size)})
+        return supervisor.run(command)
 
     def train(self, supervisor: Supervisor) -> int:
         """Train and judge. Return the exit status: that of the verdict, or else of the last run that failed."""

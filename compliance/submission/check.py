@@ -14,7 +14,15 @@ from pathlib import Path
 from compliance.check.checker import check_file, check_logs, missed_text
 from compliance.convergence.outlook import Outlook, outlook_of
 from compliance.convergence.selection import FAILED, submitted
-from compliance.folders import GZIP, BenchmarkFolder, Tree, absolute, find_all, layout_findings, repository_findings
+from compliance.folders import (
+    BenchmarkFolder,
+    Tree,
+    absolute,
+    find_all,
+    layout_findings,
+    log_number,
+    repository_findings,
+)
 from compliance.log import rules
 from compliance.log.findings import Finding, Part, Severity, Verdict
 from compliance.log.reader import STDIN, STDIN_NAME, Log, read_log
@@ -209,8 +217,9 @@ def _derived_findings(
     logged = {run.verdict.path: run.logged for run in runs}
     passed = [run.logged for run in runs if run.complete_verdict.passed]
     yield from scaling_findings(folder, prospect, passed, len(runs) - len(passed))
-    numbers = {path: rules.RESULT_FILE.fullmatch(path.name.removesuffix(GZIP)) for path in logged}
-    yield from report_findings(folder, {int(match[1]): logged[path] for path, match in numbers.items() if match})
+    yield from report_findings(
+        folder, {int(number): run for path, run in logged.items() if (number := log_number(path))}
+    )
     seconds = [run.logged.seconds if run.complete_verdict.passed else None for run in runs]
     yield from package_findings(tree, folder.system, [*logged.values()], seconds, prospect)
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from compliance.convergence.outlook import Outlook, outlook, outlook_of
 from compliance.convergence.selection import FAILED, olympic_mean
-from compliance.folders import GZIP, BenchmarkFolder, Tree
+from compliance.folders import BenchmarkFolder, Tree, log_number
 from compliance.log import rules
 from compliance.log.findings import Finding, Severity, shown
 from compliance.log.records import Metrics, read_metrics
@@ -106,8 +106,8 @@ def metrics_fault(metrics: Metrics, run: LoggedRun) -> str:
 
 
 def metrics_findings(log: Path, run: LoggedRun) -> Iterator[Finding]:
-    number = rules.RESULT_FILE.fullmatch(log.name.removesuffix(GZIP))
-    path = log.with_name(f"metrics_{number[1]}.jsonl") if number else log
+    number = log_number(log)
+    path = log.with_name(f"metrics_{number}.jsonl") if number else log
     if path != log and path.is_file() and (fault := metrics_fault(read_metrics(path), run)):
         found = f"{path.name} is of another run: {fault}"
         yield Finding(

@@ -139,10 +139,8 @@ def _problems(request: Request, inputs: Inputs, checksums: Checksums) -> list[st
     if not (has_text or inputs.files or problems):
         nothing = f"{', '.join(map(str, request.folders)) or 'no folder named'}: none of MLCommons' files found"
         own = ["files in --out are not read"] if request.out.resolve() in map(Path.resolve, request.folders) else []
-        others, expected = (
-            (why for _, why in inputs.others),
-            (f"expected {SOURCES[name]}" for name in dict(inputs.others)),
-        )
+        others = [why for _, why in inputs.others]
+        expected = [f"expected {SOURCES[name]}" for name in dict(inputs.others)]
         problems.append("; ".join([nothing, *own, *others, *expected]))
     if has_text and not (inputs.vocabulary or (request.out / VOCABULARY).is_file()):
         problems.append("vocab.txt is missing, without which no samples can be made")
