@@ -4,6 +4,7 @@ from pathlib import Path
 
 from bert.checkpoints.sources import CheckpointSource
 from console.program import complain, say
+from console.text import counted
 from dataloading.options import AS_STATED, Normalization, NormalizationOptions
 from dataloading.text.tokenizer_files import TOKENIZER
 from dataloading.text.vocabulary import FoundNormalization, Vocabulary, find_normalization
@@ -31,7 +32,7 @@ def tokenizer_of(
         )
     vocabulary.require_table(found.model.vocab_size, named)
     if (extra := found.model.vocab_size - vocabulary.size) > 0:
-        say(f"the word embedding table has {extra:,} more rows than {named}, which count as padding")
+        say(f"the word embedding table has {counted(extra, 'row')} of padding more than {named} has tokens")
     normalization = find_normalization(vocabulary, path, given)
     if found.normalization is not None and given == AS_STATED:
         normalization = _confirmed(found.normalization, normalization, source)

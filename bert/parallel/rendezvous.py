@@ -24,6 +24,7 @@ from torch.distributed.rendezvous import rendezvous
 from bert.parallel.environment import Launch, host_of, lost_launcher
 from bert.parallel.master_port import master_port, require_free_port
 from bert.parallel.single import all_gather_single
+from console.text import counted
 
 _LONGEST_PAUSE_S = 1.0
 _RESOLUTION_S = 10.0
@@ -254,8 +255,8 @@ def group_by_host(identities: Sequence[Identity], one_launcher: bool = True) -> 
         announced = max(identities[rank].local_size for rank in ranks)
         if len(ranks) < announced:
             raise ValueError(
-                f"host {host} runs {len(ranks)} ranks ({_listed(ranks)}), but its launcher announces {announced} a host: "
-                "containers of one host need its host name"
+                f"host {host} runs {counted(len(ranks), 'rank')} ({_listed(ranks)}), but its launcher announces "
+                f"{announced} a host: containers of one host need its host name"
             )
         found = f"host {host} runs ranks {_listed(ranks)} with local ranks {_listed(local_ranks)}"
         if one_launcher and len({*local_ranks}) < len(ranks):

@@ -10,6 +10,7 @@ from typing import Any
 
 from compliance.doctor.diagnosis import Diagnosis, fail, fail_or_warn, ok, warn
 from compliance.doctor.run import ExaminedRun, shape_in_name
+from console.text import counted
 
 _THROTTLED = {
     0x08: "hardware slowdown",
@@ -255,6 +256,8 @@ def _pytorch(run: ExaminedRun, found: Gpus, pytorch: Mapping[str, Any]) -> Diagn
         return fail("PyTorch", f"{named} cannot compute on the GPU: {trouble}", remedy)
     if seen < run.ranks:
         remedy = "look at CUDA_VISIBLE_DEVICES, /dev/nvidia* and, with NVSwitch, nvidia-fabricmanager"
-        return fail("PyTorch", f"{named} sees {seen} of {len(found.gpus)} GPUs, {run.ranks} are needed", remedy)
+        return fail(
+            "PyTorch", f"{named} sees {seen} of {counted(len(found.gpus), 'GPU')}, expected {run.ranks}", remedy
+        )
     parts = [f"{name} {pytorch[name]}" for name in ("CUDA", "cuDNN", "NCCL") if pytorch.get(name)]
     return ok("PyTorch", ", ".join([named, *parts, f"driver {found.driver}"]))

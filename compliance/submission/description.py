@@ -18,6 +18,7 @@ from compliance.log import rules
 from compliance.log.findings import Finding, Severity, shown
 from compliance.log.run import LoggedRun
 from console.files import read_bounded
+from console.text import counted
 
 RULE = "SR System description; system_desc_checker"
 
@@ -173,7 +174,9 @@ def _implausible_rate(description: Description, runs: Sequence[LoggedRun]) -> It
     """Yield a finding if the described accelerators cannot have trained as fast as the logs say."""
     count, rates = count_accelerators(description.fields), [run.sequences_per_s or 0.0 for run in runs]
     if count and rates and (rate := max(rates) / count) > rules.MAX_ACCELERATOR_RATE:
-        found = f"{count} accelerators with {rate:,.0f} sequences a second each by the logs, expected at most "
+        found = (
+            f"{counted(count, 'accelerator')} with {rate:,.0f} sequences a second each by the logs, expected at most "
+        )
         found += f"{rules.MAX_ACCELERATOR_RATE:,.0f}: published ones stay below a fifth of this"
         remedy = "describe the system that ran, and check train_samples and the times in the logs"
         name = "accelerators_per_node"

@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from console.files import sha256_of, write_atomically
+from console.text import counted
 from dataloading.dataset.folder import Dataset, index_shards, new_folder, shard_name
 from dataloading.options import NormalizationOptions, OwnText, PretrainingOptions
 from dataloading.preparation.learned_vocabulary import learn_vocabulary
@@ -133,7 +134,7 @@ def split_documents(documents: Sequence[Document], share: float) -> TextSplit:
     different = {hashlib.sha256("\n".join(document).encode()).digest(): document for document in documents}
     if len(different) < FEWEST_DOCUMENTS:
         raise ValueError(
-            f"{len(different)} different documents, expected at least {FEWEST_DOCUMENTS}: put "
+            f"{counted(len(different), 'different document')}, expected at least {FEWEST_DOCUMENTS}: put "
             "an empty line between documents, or bring more text"
         )
     count = max(_FEWEST_HELD_OUT, round(share * len(different)))

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Self
 
 from console.files import read_bounded
+from console.text import counted
 from dataloading.options import Normalization, NormalizationOptions
 from dataloading.text.documents import decode_text, stripped_lines
 from dataloading.text.tokenizer_files import MAX_TOKENS, TOKENIZER, read_tokens, stated_normalization
@@ -88,7 +89,7 @@ class Vocabulary:
         """Return the vocabulary with these tokens. ``path`` is for error messages."""
         if missing := [token for token in SPECIAL_TOKENS if token not in tokens]:
             raise ValueError(
-                f"{path}: {len(tokens):,} tokens without {', '.join(missing)}; "
+                f"{path}: {counted(len(tokens), 'token')} without {', '.join(missing)}; "
                 "a BERT vocabulary has one token a line, the special ones included"
             )
         if len(tokens) > MAX_TOKENS:

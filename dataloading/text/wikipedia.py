@@ -27,6 +27,7 @@ from itertools import chain
 from pathlib import Path
 
 from console.files import atomic_path, read_bounded, read_json, write_atomically
+from console.text import counted
 from dataloading.jobs import Made, Report, begun, make_files
 from dataloading.options import ExtractionOptions, Sentences
 from dataloading.text.sentences import sentence_splitter
@@ -292,7 +293,7 @@ def hold_out(text: str, count: int, seed: int) -> tuple[list[str], list[str]]:
     found = text.split("\n\n")
     if count > len(found):
         raise ValueError(
-            f"holds {len(found)} articles, but {count} are to be held out; set a smaller --evaluation-articles"
+            f"holds {counted(len(found), 'article')}, but {count} are to be held out; set a smaller --evaluation-articles"
         )
     rng = random.Random(seed)
     drawn: set[int] = set()

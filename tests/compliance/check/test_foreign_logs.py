@@ -167,7 +167,11 @@ FORMATS: dict[str, tuple[Callable[[str], str | bytes], str, str]] = {
     "gzip": (lambda text: gzip.compress(text.encode()), "compressed by gzip", "unpack"),
     "xz": (lambda text: lzma.compress(text.encode()), "compressed by xz", "unpack"),
     "bzip2": (lambda text: bz2.compress(text.encode()), "compressed by bzip2", "unpack"),
-    "a description": (lambda _: json.dumps({"submitter": "Example"}, indent=2), "a system description", "folder that contains systems"),
+    "a description": (
+        lambda _: json.dumps({"submitter": "Example"}, indent=2),
+        "a system description",
+        "folder that contains systems",
+    ),
     "metrics": (lambda _: '{"event": "run", "recipe": "tiny"}\n', "a metrics file", "result_<n>.txt"),
     "nothing": (lambda _: "", "it is empty", "copy"),
     "container log": (in_json, "a record inside a JSON string", "from one process"),

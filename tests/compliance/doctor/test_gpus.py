@@ -64,7 +64,7 @@ def test_gpus_of_a_node(layout: ExaminedRun, found: Gpus, expected: list[str]) -
         (None, "fail PyTorch: cannot be imported"),
         ({}, "ok PyTorch: PyTorch 2.13.0+cu130, CUDA 13.0, cuDNN 9.14.0, NCCL 2.28.9, driver 580.65.06"),
         ({"gpus": 0}, "fail PyTorch: sees 0 of 8 GPUs"),
-        ({"gpus": 4}, "fail PyTorch: sees 4 of 8 GPUs, 8 are needed"),
+        ({"gpus": 4}, "fail PyTorch: sees 4 of 8 GPUs, expected 8"),
         ({"gpus": 0, "trouble": "driver on your system is too old"}, "fail PyTorch: too old"),
     ],
 )
