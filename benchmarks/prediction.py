@@ -38,7 +38,7 @@ from cluster.model.rates import rates_of_view
 from cluster.model.step import predict_step
 from cluster.model.work import strategy_of, work_of
 from cluster.published.calibration import Held, calibrate
-from cluster.published.results import results
+from cluster.published.results import results_of_devices
 from cluster.view import read_view
 from cluster.whatif import PARTS
 from compliance.log.records import read_metrics
@@ -46,6 +46,7 @@ from compliance.log.records import read_metrics
 PUBLISHED_LINES: tuple[tuple[str, str, Callable[[Held], bool]], ...] = (
     ("submitter", "accelerator and scale in the data", lambda held: held.model_seen and held.scale_seen),
     ("submitter", "all", lambda _: True),
+    ("round", "all", lambda _: True),
     ("scale", "accelerator in the data", lambda held: held.model_seen),
     ("accelerator", "all", lambda _: True),
 )
@@ -147,8 +148,8 @@ def of_errors(deviations: list[float]) -> dict[str, float]:
 def look_up_errors() -> list[float]:
     """Return log ratios of looked-up to observed time, for results whose system and recipe other submitters used too."""
     errors = []
-    for result in results():
-        alike = [other for other in results() if other.kind == result.kind and other.company != result.company]
+    for result in results_of_devices():
+        alike = [other for other in results_of_devices() if other.kind == result.kind and other.company != result.company]
         if alike:
             errors.append(math.log(statistics.median(other.seconds for other in alike) / result.seconds))
     return errors

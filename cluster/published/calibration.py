@@ -16,7 +16,7 @@ import numpy as np
 
 from cluster.published.cost_model import TimedRun, log_samples_needed, run_time, step_parts
 from cluster.published.fitted import BATCH_KNOTS, CALIBRATION, Parameters, chip_parameter
-from cluster.published.results import TABLE, Result, results
+from cluster.published.results import TABLE, Result, results_of_devices
 
 TIME_SCALE, SAMPLES_SCALE = 0.02, 0.025
 """Typical standard deviation of the logarithm of the time for given samples, and of the logarithm of the samples."""
@@ -62,7 +62,7 @@ PRIORS = {
     for batch in BATCH_KNOTS
 }
 
-CHIP = Prior(0.0, 0.08, "speed of a chip relative to all of the above")
+CHIP = Prior(0.0, 0.12, "speed of a chip relative to all of the above")
 """Prior of the parameter ``chip_NAME`` for each chip in the published results. For other chips the parameter is 0."""
 
 
@@ -194,6 +194,7 @@ class Held:
 
 GROUPS: dict[str, Callable[[Result], Hashable]] = {
     "submitter": lambda result: result.company,
+    "round": lambda result: result.run.round,
     "scale": lambda result: result.run.machine.accelerators,
     "accelerator": lambda result: result.run.machine.device.model,
 }
@@ -203,12 +204,12 @@ GROUPS: dict[str, Callable[[Result], Hashable]] = {
 def held_out(group: Callable[[Result], Hashable], start: Parameters) -> list[Held]:
     """Predict every result by a fit without the results of its group."""
     found = []
-    for left_out in sorted({group(result) for result in results()}, key=str):
-        seen = [result for result in results() if group(result) != left_out]
+    for left_out in sorted({group(result) for result in results_of_devices()}, key=str):
+        seen = [result for result in results_of_devices() if group(result) != left_out]
         parameters, covariance = fit(seen, start, tolerance=1e-4)
         calibration = Calibration(parameters, covariance, _models(seen), (0, 0), (0, 0), "")
         scales = {(r.run.machine.device.model, r.run.machine.accelerators) for r in seen}
-        for result in results():
+        for result in results_of_devices():
             if group(result) == left_out:
                 model, scale = result.run.machine.device.model, result.run.machine.accelerators
                 seconds, deviation = run_time(parameters, result.run).total, spread(calibration, result.run)
@@ -218,13 +219,13 @@ def held_out(group: Callable[[Result], Hashable], start: Parameters) -> list[Hel
 
 def calibrate() -> tuple[Calibration, dict[str, list[Held]]]:
     """Fit the model to all results and set its intervals by cross-validation. This takes half a minute."""
-    parameters, covariance = fit(results())
+    parameters, covariance = fit(results_of_devices())
     validation = {name: held_out(group, parameters) for name, group in GROUPS.items()}
     seen = [held for name in ("submitter", "scale") for held in validation[name] if held.model_seen]
     known, unknown = _quantiles(seen), _quantiles(validation["accelerator"])
     # Comparing this digest with the table's detects a fit that is older than its data.
     source = hashlib.sha256(TABLE.read_bytes()).hexdigest()
-    return Calibration(parameters, covariance, _models(results()), known, unknown, source), validation
+    return Calibration(parameters, covariance, _models(results_of_devices()), known, unknown, source), validation
 
 
 def _models(observed: Iterable[Result]) -> tuple[str, ...]:

@@ -1,8 +1,8 @@
 """Published results, as data to which the cost model is fitted, and the results nearest to a run.
 
 `published_results.csv` was computed from the logs that MLCommons publishes (github.com/mlcommons/training_results_v2.0 to
-training_results_v3.1). It has every distinct entry with the mean minutes of its runs without the fastest and the slowest. A
-failed run counts as the slowest.
+training_results_v5.0, the last round with BERT). It has every distinct entry with the mean minutes of its runs without the
+fastest and the slowest. A failed run counts as the slowest. Runs that were entered several times are in the table once.
 """
 
 import csv
@@ -20,11 +20,16 @@ TABLE = Path(__file__).with_name("published_results.csv")
 SAMPLES_NOT_LOGGED = ("Gaudi2",)
 """Accelerators whose logs hold a fixed number instead of the samples trained."""
 
+SLOW_FRAMEWORK = "tinygrad"
+"""Framework with which accelerators reach a small part of what their vendor's software reaches."""
+
 ONE_SUBMITTER = {
     "GIGACOMPUTING": "GIGABYTE",
     "AZURE-HAZYRESEARCH": "HAZYRESEARCH",
     "AZURE": "HAZYRESEARCH",
     "NVIDIA_COREWEAVE": "NVIDIA",
+    "QUANTA_CLOUD_TECHNOLOGY": "QCT",
+    "SMC": "SUPERMICRO",
 }
 """Company name by its other names, or by the names of companies that submitted the same system."""
 
@@ -37,13 +42,17 @@ def closed_rows() -> list[dict[str, str]]:
 
 @dataclass(frozen=True)
 class Result:
-    """A published closed result: mean seconds to train, and mean samples to the target if its logs state them."""
+    """A published closed result: mean seconds to train, and mean samples to the target if its logs state them.
+
+    ``tells_device`` is unset if the time tells more about a slow framework than about the accelerator.
+    """
 
     run: TimedRun
     submitter: str
     system: str
     seconds: float
     samples: float | None
+    tells_device: bool = True
 
     @property
     def company(self) -> str:
@@ -77,8 +86,15 @@ def results() -> tuple[Result, ...]:
             continue
         samples = None if machine.device.model in SAMPLES_NOT_LOGGED else float(row["mean_train_samples"])
         run = TimedRun(machine, int(row["global_batch_size"]), row["round"])
-        found.append(Result(run, row["submitter"], row["system"], 60 * float(row["minutes"]), samples))
+        seconds, tells_device = 60 * float(row["minutes"]), SLOW_FRAMEWORK not in row["framework"]
+        found.append(Result(run, row["submitter"], row["system"], seconds, samples, tells_device))
     return tuple(found)
+
+
+@lru_cache
+def results_of_devices() -> tuple[Result, ...]:
+    """Return the results whose time tells what the accelerator does."""
+    return tuple(result for result in results() if result.tells_device)
 
 
 def nearest(run: TimedRun) -> tuple[Result, ...]:
@@ -97,8 +113,8 @@ def _distance(one: TimedRun, other: TimedRun) -> tuple[float, float]:
 
 def usual_batches(accelerators: int) -> tuple[int, ...]:
     """Return the batch sizes of published results at the next smaller and the next larger number of accelerators."""
-    scales = sorted({result.run.machine.accelerators for result in results()})
+    scales = sorted({result.run.machine.accelerators for result in results_of_devices()})
     near = {*[scale for scale in scales if scale <= accelerators][-1:], *[s for s in scales if s >= accelerators][:1]}
-    batches = {result.run.batch for result in results() if result.run.machine.accelerators in near}
+    batches = {result.run.batch for result in results_of_devices() if result.run.machine.accelerators in near}
     # Beyond all published scales, use the smallest possible batch: one sequence per accelerator.
     return tuple(sorted(batch for batch in batches if batch >= accelerators)) or (accelerators,)
