@@ -41,7 +41,7 @@ def _predict(
     batch: int | None = None,
     interconnect: str = "",
     networking: str = "",
-    round: str | None = None,
+    round: str = "v5.0",
     cluster: Path | None = None,
     json: FlagCreatePairsOff[bool] = False,
 ) -> None:
@@ -54,7 +54,7 @@ def _predict(
         batch: Global batch size. By default, the fastest batch size that was published at this scale.
         interconnect: Links between the accelerators of a node, in words. For PCIe cards, "NVLINK BRIDGE" adds bridges.
         networking: Network of a node, in words, such as "8x ConnectX-7 IB NDR 400Gb/s".
-        round: Round of MLPerf Training whose software and recipes the prediction assumes; by default the newest.
+        round: Round of MLPerf Training whose software and recipes the prediction assumes; by default the last with BERT.
         cluster: File that `probe` wrote. It replaces the options that describe the machines.
         json: Print one JSON document.
     """

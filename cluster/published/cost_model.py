@@ -38,22 +38,25 @@ FP8_SEQUENCES_PER_GB = 3.2
 ROUND = re.compile(r"v[0-9]\.[0-9]")
 """Name of a round of MLPerf Training."""
 
+LAST_ROUND = "v5.0"
+"""The last round with BERT. No software is newer than its results show."""
+
 
 @dataclass(frozen=True)
 class TimedRun:
     """A run whose time is predicted, with its global batch size.
 
-    ``round`` is the round of MLPerf Training whose software the run uses, such as "v2.1"; None for the newest. Raises
-    ``ValueError`` if the batch is below the number of devices or above `LARGEST_BATCH`, or if the round is malformed.
+    ``round`` is the round of MLPerf Training whose software the run uses, such as "v2.1". Raises ``ValueError`` if the
+    batch is below the number of devices or above `LARGEST_BATCH`, or if the round is malformed.
     """
 
     machine: Machine
     batch: int
-    round: str | None = None
+    round: str = LAST_ROUND
 
     def __post_init__(self) -> None:
         require_batch(self.batch, self.machine)
-        if self.round is not None and not ROUND.fullmatch(self.round):
+        if not ROUND.fullmatch(self.round):
             raise ValueError(f"round is {self.round[:20]!r}, expected one such as v3.1")
 
     @property

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from cluster.devices import Machine, Network, describe_machine, device_named
 from cluster.published.calibration import INTERVAL, calibration
-from cluster.published.cost_model import RunTime, TimedRun, run_time
+from cluster.published.cost_model import LAST_ROUND, RunTime, TimedRun, run_time
 from cluster.published.results import Result, nearest, results, usual_batches
 from cluster.view import View
 from console.text import counted
@@ -50,7 +50,7 @@ def predict(run: TimedRun) -> Prediction:
     return Prediction(run, time, time.total / 60 * low, time.total / 60 * high, _extrapolates(run), nearest(run))
 
 
-def usual_run(machine: Machine, round: str | None = None) -> TimedRun:
+def usual_run(machine: Machine, round: str = LAST_ROUND) -> TimedRun:
     """Return the fastest run on the machine, whose batch size is one of those published at the nearest scales."""
     runs = [TimedRun(machine, batch, round) for batch in usual_batches(machine.accelerators)]
     return min(runs, key=lambda run: run_time(calibration().parameters, run).total)

@@ -100,7 +100,7 @@ def results_of_devices() -> tuple[Result, ...]:
 def nearest(run: TimedRun) -> tuple[Result, ...]:
     """Return the three results on the most similar machines, compared by model and form, then scale, nodes and batch."""
     # Sorting is stable, so the newest of equally similar results comes first.
-    newest_first = sorted(results(), key=lambda result: result.run.round or "", reverse=True)
+    newest_first = sorted(results(), key=lambda result: result.run.round, reverse=True)
     return tuple(sorted(newest_first, key=lambda result: _distance(result.run, run))[:3])
 
 
