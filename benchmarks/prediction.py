@@ -3,9 +3,9 @@
     python benchmarks/prediction.py --published [--out FILE]
     sudo python benchmarks/prediction.py --measured [--cases 0 1 2] [--seconds 20] [--out FILE]
 
-With --published, the results of one submitter, one number of accelerators, or one accelerator are held out at a time; the
-model is fitted to the other results and predicts the held-out results. For comparison, a look-up predicts the median of
-other submitters' results on the same system, which shows how much results of equal systems differ.
+With --published, the results of one submitter, one round, one number of accelerators, or one accelerator are held out at a
+time; the model is fitted to the other results and predicts the held-out results. For comparison, a look-up predicts the
+median of other submitters' results on the same system, which shows how much results of equal systems differ.
 
 With --measured, steps on this machine are predicted from a probe's file, the length index and the settings alone, and then
 run. Hosts are network namespaces with links of several rates, which need root.
@@ -38,12 +38,13 @@ from cluster.model.rates import rates_of_view
 from cluster.model.step import predict_step
 from cluster.model.work import strategy_of, work_of
 from cluster.published.calibration import Held, calibrate
-from cluster.published.results import results_of_devices
+from cluster.published.results import Result, results_of_devices
 from cluster.view import read_view
 from cluster.whatif import PARTS
 from compliance.log.records import read_metrics
 
 PUBLISHED_LINES: tuple[tuple[str, str, Callable[[Held], bool]], ...] = (
+    ("submitter", "equal system of others in the data", lambda held: bool(alike(held.result))),
     ("submitter", "accelerator and scale in the data", lambda held: held.model_seen and held.scale_seen),
     ("submitter", "all", lambda _: True),
     ("round", "all", lambda _: True),
@@ -145,14 +146,17 @@ def of_errors(deviations: list[float]) -> dict[str, float]:
     return {"results": len(deviations), "median": ranked[9], "three_quarters": ranked[14], "nine_tenths": ranked[17]}
 
 
+def alike(result: Result) -> list[float]:
+    """Return the seconds of other submitters' results with the same system and recipe."""
+    return [
+        each.seconds for each in results_of_devices() if each.kind == result.kind and each.company != result.company
+    ]
+
+
 def look_up_errors() -> list[float]:
     """Return log ratios of looked-up to observed time, for results whose system and recipe other submitters used too."""
-    errors = []
-    for result in results_of_devices():
-        alike = [other for other in results_of_devices() if other.kind == result.kind and other.company != result.company]
-        if alike:
-            errors.append(math.log(statistics.median(other.seconds for other in alike) / result.seconds))
-    return errors
+    found = [(result.seconds, alike(result)) for result in results_of_devices()]
+    return [math.log(statistics.median(others) / seconds) for seconds, others in found if others]
 
 
 def compare_steps(cases: Iterable[int], seconds: float, out: Path | None) -> None:

@@ -1,23 +1,28 @@
 """Time to train as a function of the number of accelerators: the best plan for each, and where the time goes."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import log2, log10
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from bert.configuration.config import Config
-from cluster.devices import Device, describe_machine
+from cluster.devices import Device, describe_machine, devices
 from cluster.model.rates import device_of, target_of_devices
 from cluster.model.work import wikipedia_work
 from cluster.plan.search import Candidate, search
 from cluster.published.calibration import calibration
-from cluster.published.cost_model import TimedRun
+from cluster.published.cost_model import TimedRun, run_time
+from cluster.published.fitted import fitted_parameters
 from cluster.published.prediction import minutes_in_digits
-from cluster.published.results import results
+from cluster.published.results import Result, results_of_devices
 from console.files import write_atomically
 from console.html.charts import Axes, Line, line_chart
 from console.html.page import render_page
 from console.program import say
+
+if TYPE_CHECKING:
+    from markupsafe import Markup
 
 LARGEST = 16_384
 
@@ -115,45 +120,74 @@ def scale(config: Config, device: Device, per_node: int, networking: str = "") -
         nodes *= 2
 
 
-def fastest_published(device: Device, at_least: int) -> list[tuple[int, float]]:
-    """Return (accelerators, minutes) of a device's fastest published results with ``at_least`` accelerators or more."""
-    fastest: dict[int, float] = {}
-    for result in results():
-        machine = result.run.machine
-        if machine.device.name == device.name and machine.accelerators >= at_least:
-            minutes = result.seconds / 60
-            fastest[machine.accelerators] = min(minutes, fastest.get(machine.accelerators, minutes))
-    return sorted(fastest.items())
+def fastest_published(device: Device) -> list[Result]:
+    """Return a device's fastest published result for each number of accelerators, in ascending order."""
+    fastest: dict[int, Result] = {}
+    for result in results_of_devices():
+        count = result.run.machine.accelerators
+        if result.run.machine.device.name == device.name:
+            fastest[count] = min(result, fastest.get(count, result), key=lambda each: each.seconds)
+    return [fastest[count] for count in sorted(fastest)]
 
 
 def write_page(recipe: str, device: Device, points: Sequence[ScalingPoint], path: Path) -> None:
-    """Write a page with the curve, the plans and the shares of the time. A failure leaves no partial file."""
-    published = fastest_published(device, points[0].accelerators)
-    curves = {
-        "predicted": ([(each.accelerators, each.minutes) for each in points], "valid"),
-        "lower end of the interval": ([(each.accelerators, each.low) for each in points], "aborted"),
-        "upper end of the interval": ([(each.accelerators, each.high) for each in points], "aborted"),
-        "fastest published results": (published, "invalid"),
+    """Write a page with the curve, the plans, the shares of the time, and every device's published results.
+
+    A failure leaves no partial file.
+    """
+    p, published = fitted_parameters(), {each.name: fastest_published(each) for each in devices()}
+    compared = {
+        name: [(each.run.machine.accelerators, each.seconds / 60, run_time(p, each.run).total / 60) for each in found]
+        for name, found in published.items()
+        if found
     }
+    known = [(count, minutes) for count, minutes, _ in compared.get(device.name, ()) if count >= points[0].accelerators]
+    curve = _chart(
+        {
+            "predicted": ([(each.accelerators, each.minutes) for each in points], "valid"),
+            "lower end of the interval": ([(each.accelerators, each.low) for each in points], "aborted"),
+            "upper end of the interval": ([(each.accelerators, each.high) for each in points], "aborted"),
+            "fastest published results": (known, "invalid"),
+        },
+        recipe,
+    )
+    charts = {
+        name: _chart(
+            {
+                "predicted": ([(count, predicted) for count, _, predicted in found], "valid"),
+                "fastest published results": ([(count, minutes) for count, minutes, _ in found], "invalid"),
+            },
+            name,
+        )
+        for name, found in compared.items()
+        if len(found) > 1
+    }
+    page = render_page(
+        Path(__file__).with_name("scaling.html"),
+        title=f"{recipe} on up to {points[-1].accelerators:,} {device.name}",
+        points=points,
+        fastest=min(points, key=lambda each: each.minutes),
+        published=known,
+        curve=curve,
+        charts=charts,
+        compared=compared,
+        causes=CAUSES,
+        minutes=minutes_in_digits,
+    )
+    write_atomically(path, page.encode())
+
+
+def _chart(curves: Mapping[str, tuple[Sequence[tuple[int, float]], str]], what: str) -> "Markup":
+    """Draw curves of (accelerators, minutes) over logarithmic axes. Each curve has a kind of line."""
     lines = [
         Line(name, [(log2(count), log10(minutes)) for count, minutes in curve], kind)
         for name, (curve, kind) in curves.items()
         if curve
     ]
     axes = Axes(
-        "Minutes to train against the number of accelerators",
+        f"{what}: minutes to train against the number of accelerators",
         "accelerators",
         lambda power: f"{10**power:.3g}",
         x_format=lambda power: f"{2**power:,.0f}",
     )
-    page = render_page(
-        Path(__file__).with_name("scaling.html"),
-        title=f"{recipe} on up to {points[-1].accelerators:,} {device.name}",
-        points=points,
-        fastest=min(points, key=lambda each: each.minutes),
-        published=published,
-        curve=line_chart(lines, axes, dots=True),
-        causes=CAUSES,
-        minutes=minutes_in_digits,
-    )
-    write_atomically(path, page.encode())
+    return line_chart(lines, axes, dots=True)

@@ -18,7 +18,7 @@ from cluster.published.cost_model import TimedRun, log_samples_needed, run_time,
 from cluster.published.fitted import BATCH_KNOTS, CALIBRATION, Parameters, chip_parameter
 from cluster.published.results import TABLE, Result, results_of_devices
 
-TIME_SCALE, SAMPLES_SCALE = 0.02, 0.025
+TIME_SCALE, SAMPLES_SCALE = 0.03, 0.03
 """Typical standard deviation of the logarithm of the time for given samples, and of the logarithm of the samples."""
 
 INTERVAL = 0.8
@@ -47,6 +47,8 @@ PRIORS = {
     "launch": Prior(math.log(5e-3), 0.6, "seconds of a micro-batch that do not depend on its size"),
     "fabric_efficiency": Prior(math.log(0.6), 0.3, "share of its bandwidth that NVLink or a similar fabric reaches"),
     "pcie_efficiency": Prior(math.log(0.4), 0.4, "share of its bandwidth that PCIe between devices reaches"),
+    "overlap": Prior(math.log(0.5), 0.3, "share of the backward pass during which the reduction in the node runs"),
+    "tail": Prior(math.log(0.3), 0.3, "share of the reduction in the node that nothing hides"),
     "network_efficiency": Prior(math.log(0.7), 0.25, "share of its bandwidth that a network port reaches"),
     "staging_efficiency": Prior(math.log(0.35), 0.25, "share of PCIe that reaches a port shared by several devices"),
     "network_latency": Prior(math.log(2e-4), 1.0, "seconds that each doubling of the nodes adds to a step"),
@@ -58,7 +60,7 @@ PRIORS = {
     "accumulation": Prior(0.08, 0.05, "extra samples for each doubling of the batch beyond what memory holds"),
     "tuning": Prior(0.05, 0.03, "extra samples for each doubling of the run time above 17 minutes, for want of trials"),
 } | {
-    f"practice_{batch}": Prior(0.0, 0.02, f"samples in practice over the reference at a batch size of {batch}")
+    f"practice_{batch}": Prior(0.0, 0.05, f"samples in practice over the reference at a batch size of {batch}")
     for batch in BATCH_KNOTS
 }
 

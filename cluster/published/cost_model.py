@@ -2,9 +2,9 @@
 
 A step consists of the time of its sequences on a device, a constant cost per micro-batch, the gradient's reduction, and the
 update. A sequence takes the time of its matrix products at a share of the peak rate plus its memory traffic, and at least
-its energy divided by the device's power. The reductions inside and between nodes form one pipeline, whose slower half
-determines the time. Published runs do not tell how much of the reduction the backward pass hides, so the link efficiency
-includes this overlap.
+its energy divided by the device's power. The backward pass hides a part of the reduction inside nodes. What it does not hide
+forms one pipeline with the reduction between nodes, whose slower half determines the time. Between nodes, the efficiency of
+the network includes the overlap.
 """
 
 import re
@@ -28,6 +28,7 @@ from cluster.published.fitted import (
     ring_share,
     sequence_time,
     smooth_maximum,
+    smooth_minimum,
     update_bytes_per_s,
 )
 from compliance.log.schedule import evaluation_interval
@@ -95,8 +96,8 @@ def step_parts(p: Parameters, run: TimedRun) -> dict[str, float]:
     """Return the seconds of a step by part.
 
     ``matrix`` is the time of matrix products, ``memory`` the memory traffic that they do not hide, ``power`` the slowdown by
-    the power limit, ``launch`` the constant cost of all micro-batches, ``inside`` and ``between`` the reduction within and
-    between groups, and ``update`` LAMB on a device's shard.
+    the power limit, ``launch`` the constant cost of all micro-batches, ``inside`` and ``between`` what the reduction within
+    and between groups adds, and ``update`` LAMB on a device's shard.
     """
     machine, device = run.machine, run.machine.device
     sequences = run.batch / machine.accelerators
@@ -105,7 +106,9 @@ def step_parts(p: Parameters, run: TimedRun) -> dict[str, float]:
     micro_batches = ceil(sequences / (per_gb * device.memory_gb))
     # If b sequences keep a device half busy, n sequences take as long as n + b sequences at full efficiency.
     launch = micro_batches * (exp(p["launch"]) + exp(p["half_batch"]) * (matrix + memory + power))
-    inside, between = _reduction(p, machine)
+    # Only the last micro-batch's backward pass computes gradients that are ready to be sent.
+    backward = (1 - FORWARD_SHARE) * (matrix + memory + power) * sequences / micro_batches
+    inside, between = _reduction(p, machine, backward)
     return {
         "matrix": matrix * sequences,
         "memory": memory * sequences,
@@ -117,10 +120,15 @@ def step_parts(p: Parameters, run: TimedRun) -> dict[str, float]:
     }
 
 
-def _reduction(p: Parameters, machine: Machine) -> tuple[float, float]:
-    """Return the seconds to sum the 16-bit gradient over all devices, split into the parts inside and between groups."""
+def _reduction(p: Parameters, machine: Machine, backward: float) -> tuple[float, float]:
+    """Return the seconds that summing the 16-bit gradient adds to a step, split into the parts inside and between groups.
+
+    ``backward`` is the time of the backward pass in seconds.
+    """
     gradient = 2 * PARAMETERS
     inside = 2 * gradient * ring_share(machine.group) / link_rate(p, machine)
+    # The last buckets have no computation left behind which to hide.
+    inside -= smooth_minimum((1 - min(1.0, exp(p["tail"]))) * inside, exp(p["overlap"]) * backward)
     between = 0.0
     if machine.groups > 1:
         between = 2 * gradient * ring_share(machine.accelerators) / network_rate(p, machine)

@@ -129,8 +129,8 @@ def update_bytes_per_s(device: Device) -> float:
 def sequence_time(p: Parameters, device: Device, fp8: bool, round: str | None = None) -> tuple[float, float, float]:
     """Return a sequence's seconds on a device: matrix products, memory traffic, and the time that the power limit adds.
 
-    ``round`` is the round of MLPerf Training whose software is used; None for software without the slowdowns of
-    some rounds.
+    ``round`` is the round of MLPerf Training whose software is used; None for software
+    without the slowdowns of some rounds.
     """
     rate = exp(p["matrix_efficiency"]) * device.bf16_tflops * 1e12
     energy = exp(p["energy"]) * 2 ** (-(device.year - 2020) / exp(p["energy_halving"]))
@@ -187,6 +187,10 @@ def network_rate(p: Parameters, machine: Machine) -> float:
 
 def smooth_maximum(one: float, other: float) -> float:
     return (one**SHARPNESS + other**SHARPNESS) ** (1 / SHARPNESS)
+
+
+def smooth_minimum(one: float, other: float) -> float:
+    return 1 / smooth_maximum(1 / one, 1 / other) if one and other else 0.0
 
 
 def log_samples(
