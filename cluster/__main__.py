@@ -24,12 +24,12 @@ def _devices() -> None:
     """List the known devices with their vendors' figures: dense peak rates, memory, links (one way) and power."""
     from cluster.devices import devices
 
-    say(f"{'device':16}  TFLOP/s bf16   fp8  memory GB  GB/s  link GB/s  host     W  source")
+    say(f"{'device':16}  TFLOP/s bf16   fp8  memory GB  GB/s  link GB/s  host     W  a node  source")
     for each in devices():
         fp8 = f"{each.fp8_tflops:.0f}" if each.fp8_tflops else "-"
         say(
             f"{each.name:16}{each.bf16_tflops:14.0f}{fp8:>6}{each.memory_gb:11.0f}{each.memory_gb_s:6.0f}"
-            f"{each.link_gb_s:11.0f}{each.host_gb_s:6.0f}{each.tdp_w:6.0f}  {each.link}; {each.source}"
+            f"{each.link_gb_s:11.0f}{each.host_gb_s:6.0f}{each.tdp_w:6.0f}{each.per_node:8}  {each.link}; {each.source}"
         )
 
 
@@ -37,7 +37,7 @@ def _devices() -> None:
 def _predict(
     accelerator: str | None = None,
     nodes: int = 1,
-    gpus_per_node: int = 8,
+    gpus_per_node: int | None = None,
     batch: int | None = None,
     interconnect: str = "",
     networking: str = "",
@@ -50,7 +50,7 @@ def _predict(
     Args:
         accelerator: Name of the accelerator, such as H100-SXM; `devices` lists the known ones.
         nodes: Number of nodes.
-        gpus_per_node: Accelerators of each node, or sockets if the accelerator is a CPU.
+        gpus_per_node: Accelerators of each node, or sockets if the accelerator is a CPU; by default as `devices` lists them.
         batch: Global batch size. By default, the fastest batch size that was published at this scale.
         interconnect: Links between the accelerators of a node, in words. For PCIe cards, "NVLINK BRIDGE" adds bridges.
         networking: Network of a node, in words, such as "8x ConnectX-7 IB NDR 400Gb/s".
@@ -69,7 +69,9 @@ def _predict(
             raise ValueError("--cluster describes the machines: omit --accelerator, --interconnect and --networking")
         machine = machine_of(read_view(cluster))
     elif accelerator is not None:
-        machine = describe_machine(device_named(accelerator), nodes, gpus_per_node, interconnect, networking)
+        device = device_named(accelerator)
+        per_node = device.per_node if gpus_per_node is None else gpus_per_node
+        machine = describe_machine(device, nodes, per_node, interconnect, networking)
     else:
         raise ValueError("no --accelerator given; `python -m cluster devices` lists the known ones")
     prediction = predict(usual_run(machine, round) if batch is None else TimedRun(machine, batch, round))
@@ -235,7 +237,7 @@ def _recipe_named(name: str) -> "Config":
 def _scale(
     recipe: Positional[str],
     accelerator: str | None = None,
-    gpus_per_node: int = 8,
+    gpus_per_node: int | None = None,
     networking: str = "",
     out: Path | None = None,
 ) -> None:
@@ -244,16 +246,20 @@ def _scale(
     Args:
         recipe: Recipe of bert.train.
         accelerator: Name of the devices; by default the recipe's.
-        gpus_per_node: Accelerators of each node.
+        gpus_per_node: Accelerators of each node; by default as `devices` lists them.
         networking: Network of a node, in words, such as "8x ConnectX-7 IB NDR 400Gb/s".
         out: HTML page to write, with curves and published results.
     """
+    from cluster.model.rates import device_of
     from cluster.plan.scaling import draw_scale
     from console.files import require_writable
 
     if out is not None:
         require_writable(out)
-    draw_scale(_recipe_named(recipe), accelerator, gpus_per_node, networking, out)
+    config = _recipe_named(recipe)
+    if gpus_per_node is None:
+        _, gpus_per_node = device_of(recipe, accelerator)
+    draw_scale(config, accelerator, gpus_per_node, networking, out)
 
 
 @app.command

@@ -51,6 +51,7 @@ class Device:
     bridge_gb_s: float | None = None
     network_gb_s: float | None = None
     link_domain: int | None = None
+    per_node: int = 8
     first_round: str | None = None
 
 
@@ -63,21 +64,33 @@ def devices() -> tuple[Device, ...]:
 def device_named(name: str) -> Device:
     """Return the device that a name refers to. Raises ``ValueError`` with the nearest names if it is unknown."""
     # Vendors put hyphens, slashes and brackets anywhere, so only letters, digits and "+" separate words.
-    words = re.sub(r"[^A-Z0-9+]+", " ", name[:MAX_NAME].upper()).replace("GAUDI 2", "GAUDI2")
-    # Match whole words: "A100" must not match "A1000", nor "H100" match "GH100".
-    alike = [device for device in devices() if re.search(rf"\b{device.model.upper()}\b", words)]
-    alike = alike or [device for device in devices() if device.name.upper() in name.upper()]
-    if not alike:
-        names = {device.name.upper(): device.name for device in devices()}
-        nearest = difflib.get_close_matches(words.removeprefix("NVIDIA "), names, n=3, cutoff=0.0)
+    words = re.sub(r"[^A-Z0-9+]+", " ", name[:MAX_NAME].upper()).replace("GAUDI ", "GAUDI")
+    alike = [device for device in devices() if _names_model(words, device.model.upper())]
+    alike = alike or [device for device in devices() if device.name.upper() == name.upper()]
+    of_form = [device for device in alike if device.form == form(name)]
+    # A card is slower than the module of the same model, so the module's facts must not stand for it.
+    if not alike or (form(name) == "PCIe" and not of_form):
+        names = {device.name.upper(): device.name for device in alike or devices()}
+        nearest = difflib.get_close_matches(
+            words.removeprefix("NVIDIA ").removeprefix("GEFORCE "), names, n=3, cutoff=0.0
+        )
         raise ValueError(
             f"accelerator {name[:MAX_NAME]!r} is unknown; nearest: {', '.join(names[each] for each in nearest)}; "
             "`python -m cluster devices` lists all"
         )
-    alike = [device for device in alike if device.form == form(name)] or alike
+    alike = of_form or alike
     memory = re.search(r"(\d{2,3}) ?GB\b", words)
     # Choose the nearest memory size because names round it in different ways.
     return min(alike, key=lambda device: abs(device.memory_gb - int(memory[1]))) if memory else alike[0]
+
+
+def _names_model(words: str, model: str) -> bool:
+    """Tell whether words contain a model, which may lack its spaces: "RTX4090", "7900XTX".
+
+    Only whole words count: "A100" must not match "A1000", nor "H100" match "GH100". A laptop's chip, and China's RTX 4090 D,
+    are other products.
+    """
+    return re.search(rf"(?:\b|RTX|RX){model.replace(' ', ' ?')}\b(?! (?:LAPTOP|D)\b)", words) is not None
 
 
 @dataclass(frozen=True)

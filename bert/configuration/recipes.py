@@ -120,17 +120,23 @@ def _lamb(
 
 
 _NVIDIA = (0.60466, 0.85437)
+# The learning rate is constant for 330 steps and then falls.
+_NVIDIA_4608 = _lamb(2.58e-3, 700, (0.6, 0.7), 0.1, 200_330, -200_000)
 _ON_GPUS = (
     # ASUS, Dell and Lenovo, v2.0, on four A100.
     _on_gpus("h100_1x1", 256, 4, _lamb(3.5e-4, 13700)),
     # NVIDIA, v3.0.
     _on_gpus("h100_1x8", 768, 1, _lamb(9.6e-4, 3680, _NVIDIA, 0.1), precision="fp8"),
-    # NVIDIA, v3.0. The learning rate is constant for 330 steps and then falls.
-    _on_gpus("h100_8x8", 4608, 1, _lamb(2.58e-3, 700, (0.6, 0.7), 0.1, 200_330, -200_000), precision="fp8"),
+    # NVIDIA, v3.0.
+    _on_gpus("h100_8x8", 4608, 1, _NVIDIA_4608, precision="fp8"),
     # NVIDIA, v3.0. The learning rate is nearly constant for 500 steps and then falls.
     _on_gpus("h100_64x8", 3072, 1, _lamb(2e-3, 1024, (0.62, 0.9), warmup=10_000, start=-9500)),
     # CoreWeave and NVIDIA, v3.0.
     _on_gpus("h100_384x8", 12288, 1, _lamb(3.1e-3, 500, (0.8, 0.925), 0.0166629, 300, -100), 12_000_000),
+    # NVIDIA, v5.0.
+    _on_gpus("b200_1x8", 768, 1, _lamb(9.6e-4, 3680, _NVIDIA, 0.1), precision="fp8"),
+    # NVIDIA, v3.0, on H100: the v5.0 result with this batch on 64 GB200 does not state where its warm-up starts.
+    _on_gpus("gb200_18x4", 4608, 1, _NVIDIA_4608, precision="fp8"),
     # H3C, v2.0.
     _on_gpus("dgxa100_1x1", 92, 2, _lamb(3.5e-4, 47540)),
     # ASUS, Dell and Lenovo, v2.0.

@@ -45,7 +45,13 @@ SEQUENCE_BYTES, LAUNCHES = 599_294_086, 1406
 number of kernel launches of a micro-batch. Both follow from `cluster.model.work` if an access moves 2 bytes, a
 product takes 6 launches, and any other computation takes 8."""
 
-_ACCELERATORS = {"h100": "H100-SXM-80GB", "dgxa100": "A100-SXM-80GB", "bert_3_9b": "A100-SXM-40GB"}
+_ACCELERATORS = {
+    "h100": "H100-SXM-80GB",
+    "b200": "B200-SXM-180GB",
+    "gb200": "GB200-186GB",
+    "dgxa100": "A100-SXM-80GB",
+    "bert_3_9b": "A100-SXM-40GB",
+}
 """Device names by the first words of a recipe's name."""
 
 
@@ -85,6 +91,7 @@ class Rates:
         mean, last: Finishing times of the average rank and of the last rank, when all ranks begin equal work together.
             Both are relative to the time of that work while all ranks keep computing.
         start_s: Seconds from the start of the clock to the first step.
+        free_groups: Number of data groups that communicate between nodes at once, each as fast as a group alone.
     """
 
     nodes: int
@@ -98,6 +105,7 @@ class Rates:
     mean: float = 1.0
     last: float = 1.0
     start_s: float = 0.0
+    free_groups: float = 1.0
 
     @property
     def world_size(self) -> int:
@@ -140,7 +148,8 @@ class Rates:
     def of_data_groups(self, tensor: int, pipeline: int = 1) -> "Rates":
         """Return the rates of collectives in data groups, each of which has one rank of every copy of the model.
 
-        All groups communicate at once. Within a host each group has its own links; between hosts the groups share links.
+        All groups communicate at once. Each group has its own fast links, but between hosts without such links, or between
+        racks, the groups share the network.
         Raises ``ValueError`` if hosts do not hold whole copies.
         """
         if tensor * pipeline == 1:
@@ -159,8 +168,9 @@ class Rates:
         scaled: dict[tuple[Operation, Scope], Curve] = {}
         for (operation, scope), curve in self.collectives.items():
             groups = self.ranks // ranks if scope == "world" and self.nodes > 1 else 1
+            slowdown = max(1.0, groups / self.free_groups)
             # Shrink the sizes instead of stretching the seconds, so that latency counts only once.
-            points = tuple((size / groups, shorter[scope] * seconds) for size, seconds in curve.points)
+            points = tuple((size / slowdown, shorter[scope] * seconds) for size, seconds in curve.points)
             scaled[operation, scope] = replace(curve, points=points)
         return replace(self, nodes=nodes, ranks=ranks, collectives=scaled)
 
@@ -231,11 +241,11 @@ def target_of(
 
 def device_of(recipe: str, accelerator: str | None) -> tuple[Device, int]:
     """Return the named or the recipe's device, and the number per node. Raises ``ValueError`` if the device is unknown."""
-    shape = shape_of(recipe)
-    name = accelerator or (_ACCELERATORS.get(recipe.rpartition("_")[0]) if shape else None)
+    name = accelerator or _ACCELERATORS.get(recipe.rpartition("_")[0])
     if name is None:
         raise ValueError(f"{recipe} names no device: give --cluster, the file of `python -m cluster probe`")
-    return device_named(name), max(8, shape[1]) if shape else 8  # a smaller recipe uses part of a node
+    device = device_named(name)
+    return device, device.per_node  # a recipe for fewer devices uses part of a node
 
 
 def target_of_devices(device: Device, count: int, per_node: int, networking: str = "") -> Target:
@@ -338,26 +348,33 @@ def rates_of_machine(machine: Machine, precision: str = "bf16") -> Rates:
     costs["lamb"] = (0.0, 0.0, UPDATE_BYTES / update_bytes_per_s(device))
     # The host assembles batches while the device computes.
     costs["batch"] = (0.0, 0.0)
+    link, network = link_rate(p, machine), network_rate(p, machine) if machine.groups > 1 else math.inf
     return Rates(
-        machine.groups,
-        machine.group,
+        machine.nodes,
+        machine.per_node,
         device.memory_gb * 1e9,
         costs,
-        _collectives(machine),
+        _collectives(machine, link, network),
         micro_batch_s=math.exp(p["launch"]) + math.exp(p["half_batch"]) * sequence,
         start_s=math.exp(p["start"]),
+        # Data groups in racks share only the network between racks, which may be faster than the link of one device.
+        free_groups=max(1.0, network / link) if machine.group > machine.per_node else 1.0,
     )
 
 
-def _collectives(machine: Machine) -> dict[tuple[Operation, Scope], Curve]:
+def _collectives(machine: Machine, link: float, network: float) -> dict[tuple[Operation, Scope], Curve]:
+    """Return the curves, given the bytes a second that a device sends to its group and that a group sends to the next."""
     p = fitted_parameters()
-    link, network = link_rate(p, machine), network_rate(p, machine) if machine.groups > 1 else math.inf
+    # Within the reach of the fast link, the latency of a collective is one launch.
+    launch = math.exp(p["launch"]) / LAUNCHES
     # The fitted latency covers all buckets of a published run's step.
     latency = math.exp(p["network_latency"]) * math.log2(machine.groups) / (4 * PARAMETERS / BUCKET_BYTES)
+    # The rails of a node share the network. In a rack, a rail has the fast link.
+    is_rack = machine.group > machine.per_node
+    rail = max(machine.per_node / network, is_rack / link)
     scopes: list[tuple[Scope, int, float, float]] = [
-        # Within a node, the latency of a collective is one launch.
-        ("node", machine.group, 1 / link, math.exp(p["launch"]) / LAUNCHES),
-        ("rail", machine.groups, machine.group / network, latency),
+        ("node", machine.per_node, 1 / link, launch),
+        ("rail", machine.nodes, rail, latency + is_rack * launch),
         # Links and network form one pipeline, whose slower half determines the time.
         ("world", machine.accelerators, max(1 / link if machine.group > 1 else 0.0, 1 / network), latency),
     ]

@@ -1,11 +1,15 @@
 """Data-sheet figures of accelerators, and recognition of accelerators by name."""
 
 import csv
+import json
+import re
 
 import pytest
 
 from cluster.devices import device_named, devices
 from cluster.published.results import TABLE
+from tests.cluster.conftest import Command
+from tests.programs import REPOSITORY
 
 NOT_DESCRIBED = {"TPU-v4", "Graphcore Bow IPU", "Habana Gaudi", "N/A"}
 """Accelerators in published results that have no entry in devices.toml."""
@@ -13,7 +17,7 @@ NOT_DESCRIBED = {"TPU-v4", "Graphcore Bow IPU", "Habana Gaudi", "N/A"}
 
 def test_rates_are_dense_links_one_way_and_names_unique() -> None:
     for device in devices():
-        if device.fp8_tflops is not None:
+        if device.fp8_tflops is not None and device.name != "Gaudi3":  # its matrix engine is as fast in bf16
             assert 1.9 < device.fp8_tflops / device.bf16_tflops < 2.1, device.name
         assert 0 < device.bf16_tflops < 2600
         assert 0 < device.link_gb_s <= 900
@@ -35,10 +39,47 @@ def test_rates_are_dense_links_one_way_and_names_unique() -> None:
         ("Intel\u00ae Gaudi\u00ae 2 AI accelerator", "Gaudi2"),
         ("NVIDIA B200-SXM-192GB", "B200-SXM-180GB"),
         ("CPU", "Xeon-8480+"),
+        ("NVIDIA H800", "H800-SXM-80GB"),
+        ("NVIDIA H20", "H20-SXM-96GB"),
+        ("h20", "H20-SXM-96GB"),
+        ("NVIDIA H200", "H200-SXM-141GB"),
+        ("NVIDIA A800-SXM4-80GB", "A800-SXM-80GB"),
+        ("NVIDIA A40", "A40"),
+        ("NVIDIA L4", "L4"),
+        ("NVIDIA L40", "L40"),
+        ("NVIDIA L40S", "L40S"),
+        ("NVIDIA RTX A5000", "RTX A5000"),
+        ("NVIDIA RTX 6000 Ada Generation", "RTX 6000 Ada"),
+        ("rtx6000-ada", "RTX 6000 Ada"),
+        ("NVIDIA GeForce RTX 4090", "RTX 4090"),
+        ("rtx4090", "RTX 4090"),
+        ("4090", "RTX 4090"),
+        ("AMD Radeon RX 7900 XTX", "RX 7900 XTX"),
+        ("7900xtx", "RX 7900 XTX"),
+        ("rx7900xtx", "RX 7900 XTX"),
+        ("NVIDIA B200", "B200-SXM-180GB"),
+        ("NVIDIA B300 SXM6 AC", "B300-SXM-270GB"),
+        ("NVIDIA GB300", "GB300-279GB"),
+        ("gb200 nvl72", "GB200-186GB"),
+        ("NVIDIA Blackwell GPU (GB200)", "GB200-186GB"),
+        ("AMD Instinct MI350X", "MI350X"),
+        ("AMD Instinct MI355X 288GB HBM3e", "MI355X"),
+        ("Intel Gaudi 3", "Gaudi3"),
     ],
 )
 def test_names_in_use_are_recognised(name: str, device: str) -> None:
     assert device_named(name).name == device
+
+
+def test_the_page_states_the_facts() -> None:
+    page = (REPOSITORY / "docs/cluster.md").read_text(encoding="utf-8")
+    for name in ("H200-SXM-141GB", "B200-SXM-180GB", "GB200-186GB"):
+        device = device_named(name)
+        rates = f"{device.bf16_tflops:,.0f}, {device.fp8_tflops:,.0f}"
+        memory = f"{device.memory_gb} GB, {device.memory_gb_s:,} GB/s"
+        joined = device.link_domain or device.per_node
+        facts = f"| {rates} | {memory} | {device.link_gb_s} GB/s | {device.per_node} | {joined} |"
+        assert re.search(rf"^\| {name}\b[^|]* {re.escape(facts)}$", page, re.MULTILINE), name
 
 
 def test_published_accelerators_are_known_or_named_here() -> None:
@@ -48,8 +89,36 @@ def test_published_accelerators_are_known_or_named_here() -> None:
         device_named(name)
 
 
-@pytest.mark.parametrize(("name", "nearest"), [("NVIDIA H1000", "H100"), ("A100X", "A100"), ("", "")])
+@pytest.mark.parametrize(
+    ("name", "nearest"),
+    [
+        ("NVIDIA H1000", "H100"),
+        ("A100X", "A100"),
+        ("", ""),
+        # Products whose names contain that of another one.
+        ("NVIDIA H800 PCIe", "H800-SXM-80GB"),
+        ("NVIDIA A800 80GB PCIe", "A800-SXM-80GB"),
+        ("NVIDIA GeForce RTX 4090 D", "RTX 4090"),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", "RTX 4090"),
+        ("AMD Radeon RX 7900 XT", "RX 7900 XTX"),
+        ("NVIDIA RTX A4000", "RTX A5000"),
+        ("NVIDIA RTX A6000", "RTX A5000"),
+        ("Quadro RTX 6000", "RTX 6000 Ada"),
+        ("NVIDIA RTX PRO 6000 Blackwell Server Edition", ""),
+        ("HABANA GAUDI", "Gaudi2"),
+    ],
+)
 def test_an_unknown_name_is_refused_with_the_nearest(name: str, nearest: str) -> None:
     with pytest.raises(ValueError, match=rf"unknown; nearest: .*{nearest}.*`python -m cluster devices`") as error:
         device_named(name)
     assert len(str(error.value)) < 500
+
+
+@pytest.mark.parametrize(
+    ("name", "per_node"), [("GB200", 4), ("GB300 NVL72", 4), ("GH200", 1), ("B200", 8), ("CPU", 2)]
+)
+def test_a_node_has_as_many_devices_as_vendors_put_into_it(name: str, per_node: int, cluster: Command) -> None:
+    document = json.loads(cluster("predict", "--accelerator", name, "--nodes", 18, "--json").stdout)
+    assert (document["nodes"], document["accelerators_per_node"]) == (18, per_node)
+    smaller = cluster("predict", "--accelerator", name, "--nodes", 18, "--gpus-per-node", 2, "--json").stdout
+    assert json.loads(smaller)["accelerators_per_node"] == 2

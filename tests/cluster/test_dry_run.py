@@ -31,7 +31,15 @@ def dry_run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("recipe", "machines"), [("h100_1x8", "1 x 8 H100"), ("dgxa100_8x8", "8 x 8 A100")])
+@pytest.mark.parametrize(
+    ("recipe", "machines"),
+    [
+        ("h100_1x8", "1 x 8 H100"),
+        ("b200_1x8", "1 x 8 B200"),
+        ("gb200_18x4", "18 x 4 GB200"),
+        ("dgxa100_8x8", "8 x 8 A100"),
+    ],
+)
 def test_without_data_the_forecast_comes_before_the_missing_inputs(recipe: str, machines: str, tmp_path: Path) -> None:
     done = dry_run(tmp_path, recipe)
     assert done.returncode == 2

@@ -20,7 +20,7 @@ from cluster.model.rates import ACCESSES, LAUNCHES, SEQUENCE_BYTES, Curve, Rates
 from cluster.model.step import predict_run, predict_step, through_stages
 from cluster.model.work import BUCKET_BYTES, TERMS, Computation, MicroBatches, Strategy, Work, parts_of, wikipedia_work
 from cluster.published.cost_model import TimedRun, run_time, step_parts
-from cluster.published.fitted import fitted_parameters
+from cluster.published.fitted import fitted_parameters, link_rate, network_rate
 from cluster.view import Contention, Operation, Scope
 from tests.cluster.test_view import made_up
 
@@ -134,6 +134,49 @@ def test_a_data_group_has_the_links_of_its_rails() -> None:
     assert found.collective("all-reduce", "world", 1e8)[0] == pytest.approx(ring * (1e-4 + 2e8 * 1e-9))
     assert found.collective("all-reduce", "rail", 1e8)[0] == pytest.approx(1e-4 + 1e8 * 1e-9)
     assert found.collective("all-gather", "node", 1e8)[0] == pytest.approx(2 / 3 * (1e-4 + 1e8 * 1e-9))
+
+
+@pytest.mark.parametrize("name", ["H100-SXM", "B200", "L40S", "Gaudi2"])
+def test_a_machine_whose_link_ends_at_the_node_has_its_rails_on_the_network(name: str) -> None:
+    p, machine = fitted_parameters(), describe_machine(device_named(name), 4, 8)
+    found, link, network = rates_of_machine(machine), link_rate(p, machine), network_rate(p, machine)
+    expected: dict[Scope, float] = {
+        "node": 7 / 8 / link,
+        "rail": 3 / 4 * 8 / network,
+        "world": 31 / 32 / min(link, network),
+    }
+    assert {scope: per_byte(found, scope) for scope in expected} == pytest.approx(expected)
+    assert per_byte(found.of_data_groups(2), "world") == pytest.approx(2 * 15 / 16 / min(link, network))
+
+
+def per_byte(rates: Rates, scope: Scope, operation: Operation = "all-gather") -> float:
+    return (rates.collective(operation, scope, 2e9)[0] - rates.collective(operation, scope, 1e9)[0]) / 1e9
+
+
+def test_a_rack_has_nodes_of_a_tray_and_its_link_joins_them() -> None:
+    p, device = fitted_parameters(), device_named("GB200")
+    rack, racks = describe_machine(device, 18, 4), describe_machine(device, 36, 4)
+    slow_racks = describe_machine(device, 36, 4, networking="1x 100Gb/s Ethernet")
+    link = link_rate(p, rack)
+    found, two, two_slow = rates_of_machine(rack), rates_of_machine(racks), rates_of_machine(slow_racks)
+    assert (found.nodes, found.ranks, two.nodes) == (18, 4, 36)
+    expected: dict[Scope, float] = {"node": 3 / 4 / link, "rail": 17 / 18 / link, "world": 71 / 72 / link}
+    assert {scope: per_byte(found, scope) for scope in expected} == pytest.approx(expected)
+    assert per_byte(two, "node") == pytest.approx(per_byte(found, "node"))
+    assert per_byte(two, "rail") == pytest.approx(35 / 36 * max(1 / link, 4 / network_rate(p, racks)))
+    assert per_byte(two, "world") == pytest.approx(143 / 144 * max(1 / link, 1 / network_rate(p, racks)))
+    for scope in get_args(Scope):
+        assert two.collective("all-gather", scope, 1e3)[0] >= found.collective("all-gather", scope, 1e3)[0], "latency"
+    assert per_byte(two_slow, "world") == pytest.approx(143 / 144 / network_rate(p, slow_racks))
+    assert per_byte(two_slow, "rail") == pytest.approx(4 * 35 / 36 / network_rate(p, slow_racks))
+    # Data groups have links of their own in a rack, and share the network between racks.
+    assert per_byte(found.of_data_groups(2), "world") == pytest.approx(35 / 36 / link)
+    assert per_byte(two.of_data_groups(4), "world") == pytest.approx(
+        35 / 36 * max(1 / link, 4 / network_rate(p, racks))
+    )
+    assert per_byte(two_slow.of_data_groups(2), "world") == pytest.approx(2 * 71 / 72 / network_rate(p, slow_racks))
+    # Stages on different trays of a rack send at the speed of the link.
+    assert found.message_seconds(1, 8, 1e9) == pytest.approx(1e9 / link, rel=0.01)
 
 
 def test_parameters_are_those_of_the_program() -> None:

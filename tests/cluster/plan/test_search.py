@@ -17,6 +17,7 @@ from cluster.model.rates import Target, device_of, target_of, target_of_devices
 from cluster.model.step import predict_run, predict_step
 from cluster.model.work import REPEATED, Strategy, Work, wikipedia_work
 from cluster.plan.search import Candidate, Found, as_lines, run_plan, search
+from cluster.published.results import closed_rows
 from cluster.published.schedules import schedules
 from cluster.view import write_view
 from tests.cluster.conftest import Command
@@ -24,6 +25,8 @@ from tests.cluster.test_view import made_up
 from tests.programs import REPOSITORY
 
 pytestmark = pytest.mark.slow
+
+STEPS = "learning_rate_training_steps"
 
 
 @pytest.fixture(scope="module")
@@ -84,6 +87,22 @@ def test_every_batch_has_hyperparameters_that_reached_the_target() -> None:
                 assert schedule.samples is not None
                 assert schedule.samples <= schedule.max_samples
                 assert schedule.optimizer.weight_decay_rate > 0
+
+
+def test_recipes_have_the_hyperparameters_of_published_results() -> None:
+    stated = ("base_learning_rate", "lamb_beta_1", "lamb_beta_2", "lamb_weight_decay_rate")
+    published = {
+        (int(row["global_batch_size"]), *(float(row[f"opt_{name}"]) for name in stated), float(row[f"opt_{STEPS}"]))
+        for row in closed_rows()
+    }
+    for recipe in RECIPES.values():
+        config = recipe()
+        if config.log.division == "closed":
+            own = config.optimizer
+            rates = config.training.global_batch_size, own.base_learning_rate, own.beta_1, own.beta_2
+            # Some logs state 0 instead of the weight decay.
+            keys = {(*rates, decay, own.learning_rate_training_steps) for decay in (own.weight_decay_rate, 0)}
+            assert keys & published, config.recipe
 
 
 def test_the_best_is_the_fastest_of_all_ways_to_run_its_batch(found: Found, target: Target, work: Work) -> None:
@@ -170,6 +189,19 @@ def test_a_plan_for_4096_ranks_is_one_that_a_run_takes(tmp_path: Path, cluster: 
     assert config.training.global_batch_size % 4096 == 0
     assert config.optimizer != RECIPES["h100_8x8"]().optimizer, "of another batch"
     assert sum(plan.step_seconds.values()) < 0.1
+
+
+def test_a_plan_for_a_rack_is_one_that_a_run_on_its_trays_takes(tmp_path: Path, cluster: Command) -> None:
+    path = tmp_path / "plan.json"
+    done = cluster("plan", "gb200_18x4", "--out", path)
+    assert done.stdout.startswith("gb200_18x4 on 18 nodes of 4 x GB200-186GB")
+    assert "tensor 4:" in done.stdout
+    assert "tensor 8" not in done.stdout, "a group would need two trays"
+    plan = read_plan(path)
+    plan.require_ranks(72, 4, path)
+    with pytest.raises(ValueError, match="18 nodes of 4 ranks"):
+        plan.require_ranks(72, 8, path)
+    assert settings_of(parse(["gb200_18x4", "--plan", str(path)])) == plan.settings
 
 
 def test_a_view_is_planned_for_as_many_ranks_as_it_has(tmp_path: Path, refused: Callable[..., str]) -> None:
