@@ -323,8 +323,8 @@ def _curve(measured: Collective, processors: float) -> Curve:
 def rates_of_machine(machine: Machine, precision: str = "bf16") -> Rates:
     """Return the rates of a machine from its data sheet and the fit to published results.
 
-    The rates agree with `cluster.published.cost_model` on the time of a mean Wikipedia sequence and of a reduction over all
-    ranks. Raises ``ValueError`` if FP8 is requested and the devices lack it.
+    The rates agree with `cluster.published.cost_model` on the time of a mean Wikipedia sequence and of a reduction that
+    nothing hides. Raises ``ValueError`` if FP8 is requested and the devices lack it.
     """
     device, p = machine.device, fitted_parameters()
     if precision == "fp8" and device.fp8_tflops is None:

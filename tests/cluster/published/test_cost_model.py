@@ -121,6 +121,7 @@ def test_runs_and_machines_that_nobody_has_are_refused() -> None:
         ("1x ConnectX-5 IB EDR", 1, 100),
         ("8x Quantum-X800 XDR", 8, 800),
         ("400 Gbps Infiniband (4x), 10GbE", 4, 400),
+        ("NetXtreme BCM5719 Gigabit Ethernet PCIe 4x1Gb", 4, 1),
     ],
 )  # fmt: skip
 def test_descriptions_of_networks_are_understood(text: str, ports: int, gbit_s: float) -> None:
@@ -128,6 +129,8 @@ def test_descriptions_of_networks_are_understood(text: str, ports: int, gbit_s: 
     assert (network.ports, network.gbit_s, network.is_assumed) == (ports, gbit_s, False)
 
 
-@pytest.mark.parametrize("text", ["", "Ethernet, Infiniband", "0Gb/s", "9" * 10**5 + "x"])
+@pytest.mark.parametrize(
+    "text", ["", "Ethernet, Infiniband", "0Gb/s", "9" * 10**5 + "x", "NetXtreme BCM5719 Gigabit Ethernet PCIe"]
+)
 def test_a_network_that_is_not_described_is_assumed(text: str) -> None:
     assert describe_machine(device_named("H100"), 2, 8, networking=text).network.is_assumed

@@ -64,3 +64,14 @@ def test_a_figure_on_the_pages_is_that_of_the_committed_benchmark(file: str, fig
     found = json.loads((REPOSITORY / f"benchmarks/results/cpu_2cores/{file}.json").read_bytes())
     for page in ("README.md", "benchmarks/results/README.md"):
         assert f"| {figure(found)} | [{file}.json]" in (REPOSITORY / page).read_text(encoding="utf-8"), page
+
+
+def test_the_table_of_prediction_errors_is_that_of_the_committed_benchmark() -> None:
+    found = json.loads((REPOSITORY / "benchmarks/results/cpu_2cores/prediction.json").read_bytes())["errors"]
+    rows = []
+    for each in found.values():
+        errors = " | ".join(f"{100 * each[name]:.1f} %" for name in ("median", "three_quarters", "nine_tenths"))
+        inside = f"| {100 * each['in_interval']:.0f} % |" if "in_interval" in each else "| |"
+        rows.append(f"| {each['results']} | {errors} {inside}")
+    page = (REPOSITORY / "docs/cluster.md").read_text(encoding="utf-8")
+    assert re.findall(r"^\| one .*?( ?\| \d+ \|.*)$", page, re.M) == [f" {row}" for row in rows]
