@@ -117,8 +117,8 @@ def spread(calibration: Calibration, run: TimedRun) -> float:
     moved = ({**calibration.parameters, name: value + step} for name, value in calibration.parameters.items())
     slopes = np.array([(log_time(each) - base) / step for each in moved])
     variance = float(slopes @ np.array(calibration.covariance) @ slopes)
-    # If no result has this model, the chip's own parameter adds the uncertainty of its prior.
-    if run.machine.device.model not in calibration.models:
+    # If no result has this chip, its parameter has the uncertainty of its prior.
+    if chip_parameter(run.machine.device.chip) not in calibration.parameters:
         variance += CHIP.deviation**2
     return math.sqrt(variance + TIME_SCALE**2 + SAMPLES_SCALE**2)
 

@@ -98,7 +98,7 @@ def results_of_devices() -> tuple[Result, ...]:
 
 
 def nearest(run: TimedRun) -> tuple[Result, ...]:
-    """Return the three results on the most similar machines, compared by model and form, then scale, nodes and batch."""
+    """Return the three results on the most similar machines: by model, chip and form, then scale, nodes and batch."""
     # Sorting is stable, so the newest of equally similar results comes first.
     newest_first = sorted(results(), key=lambda result: result.run.round, reverse=True)
     return tuple(sorted(newest_first, key=lambda result: _distance(result.run, run))[:3])
@@ -106,7 +106,7 @@ def nearest(run: TimedRun) -> tuple[Result, ...]:
 
 def _distance(one: TimedRun, other: TimedRun) -> tuple[float, float]:
     here, there = one.machine, other.machine
-    unlike = (here.device.model != there.device.model) + (here.device.form != there.device.form)
+    unlike = sum(getattr(here.device, name) != getattr(there.device, name) for name in ("model", "chip", "form"))
     apart = abs(log2(here.accelerators / there.accelerators)) + 0.5 * abs(log2(here.nodes / there.nodes))
     return unlike, apart + 0.5 * abs(log2(one.batch / other.batch)) + 0.25 * (one.is_old != other.is_old)
 

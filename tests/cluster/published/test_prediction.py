@@ -40,6 +40,10 @@ def test_what_is_extrapolated_is_said_and_has_a_wider_interval() -> None:
     assert [name for name, run in runs.items() if run.extrapolates] == ["MI300X"]
     widths = [run.high / run.low for run in runs.values()]
     assert max(widths[:-1]) < widths[-1]
+    sibling = predicted("GH200")
+    assert sibling.extrapolates
+    assert sibling.high / sibling.low < widths[-1], "its chip is known from H100"
+    assert {result.run.machine.device.chip for result in sibling.near} == {"GH100"}
     assert "MI300X" in runs["MI300X"].extrapolates[0]
     assert "16,384" in predicted("H100", 1, 32768).extrapolates[0]
     assert "4,096" in predicted("H100", 1024, 16384).extrapolates[0]
