@@ -134,7 +134,7 @@ def _fault(log: Log) -> str:
 
 
 def _parts(log: Log) -> Mapping[str, float]:
-    """Return the seconds by part from the metrics beside a log; nothing if they are missing, or of a run of another time."""
+    """Return the seconds by part from the metrics beside a log; empty if they are missing, or of a run of another time."""
     try:
         account = read_run(log.path.with_name(f"{log.path.stem.replace('result', 'metrics')}.jsonl"))
     except ValueError:
@@ -198,7 +198,8 @@ def as_lines(found: Mapping[str, Any]) -> Iterator[str]:
         before, after = row.values()
         times = after / before if before else math.inf
         check = "" if times <= 1 else "unlikely" if "alone" in row and times > 3 else CAUSES[name][1]
-        yield f"{name:22}{minutes_in_digits(before):>8} min{minutes_in_digits(after):>8} min{times:8.2f} x  {check}"
+        factor = f"{times:8.2f} x" if before else ""
+        yield f"{name:22}{minutes_in_digits(before):>8} min{minutes_in_digits(after):>8} min{factor:10}  {check}".rstrip()
 
 
 def _percent(ratio: float) -> str:
