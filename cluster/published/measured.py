@@ -197,9 +197,9 @@ def as_lines(found: Mapping[str, Any]) -> Iterator[str]:
             yield from ("", f"{'':22}   predicted    {'measured' if 'measured' in row else 'if it is the only cause'}")
         before, after = row.values()
         times = after / before if before else math.inf
-        check = "" if times <= 1 else "unlikely" if "alone" in row and times > 3 else CAUSES[name][1]
-        factor = f"{times:8.2f} x" if before else ""
-        yield f"{name:22}{minutes_in_digits(before):>8} min{minutes_in_digits(after):>8} min{factor:10}  {check}".rstrip()
+        check = "" if times <= 1 else "unlikely alone" if "alone" in row and times > 3 else CAUSES[name][1]
+        factor = f"{times:9.2f} x" if before else ""
+        yield f"{name:22}{minutes_in_digits(before):>8} min{minutes_in_digits(after):>8} min{factor:11}  {check}".rstrip()
 
 
 def _percent(ratio: float) -> str:
