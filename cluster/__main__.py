@@ -10,7 +10,7 @@ from tyro.conf import FlagCreatePairsOff, Positional
 
 from console.commands import Commands
 from console.interruption import end_in_order
-from console.program import say, say_json
+from console.program import complain, say, say_json
 from console.text import counted, did_you_mean
 
 if TYPE_CHECKING:
@@ -36,50 +36,76 @@ def _devices() -> None:
 @app.command(name="predict")
 def _predict(
     accelerator: str | None = None,
-    nodes: int = 1,
+    nodes: int | None = None,
     gpus_per_node: int | None = None,
     batch: int | None = None,
     interconnect: str = "",
     networking: str = "",
     round: str = "v5.0",
     cluster: Path | None = None,
+    measured: str | None = None,
+    table: Path | None = None,
     json: FlagCreatePairsOff[bool] = False,
-) -> None:
+) -> int:
     """Predict the time to train BERT to 0.720 with an 80 % interval, from published results.
 
     Args:
         accelerator: Name of the accelerator, such as H100-SXM; `devices` lists the known ones.
-        nodes: Number of nodes.
+        nodes: Number of nodes, by default 1, or as many as the logs of --measured have ranks for.
         gpus_per_node: Accelerators of each node, or sockets if the accelerator is a CPU; by default as `devices` lists them.
         batch: Global batch size. By default, the fastest batch size that was published at this scale.
         interconnect: Links between the accelerators of a node, in words. For PCIe cards, "NVLINK BRIDGE" adds bridges.
         networking: Network of a node, in words, such as "8x ConnectX-7 IB NDR 400Gb/s".
         round: Round of MLPerf Training whose software and recipes the prediction assumes; by default the last with BERT.
         cluster: File that `probe` wrote. It replaces the options that describe the machines.
+        measured: Minutes, or a results folder or log of closed runs, to compare with the prediction.
+        table: CSV file with a machine in each row, in place of the options above. Exit status 1 if a row has no prediction.
         json: Print one JSON document.
     """
     from cluster.devices import describe_machine, device_named
     from cluster.published.cost_model import TimedRun
+    from cluster.published.measured import as_lines as measured_lines
+    from cluster.published.measured import compare, read_measured
     from cluster.published.prediction import as_document, as_lines, machine_of, predict, usual_run
 
+    described = (accelerator, nodes, gpus_per_node, interconnect or None, networking or None)
+    if table is not None:
+        from cluster.published.table import predict_table
+
+        if {*described, batch, cluster, measured, json} != {None, False} or round != "v5.0":
+            raise ValueError("--table describes the machines and prints CSV: omit all other options")
+        text, rows, refused = predict_table(table)
+        sys.stdout.buffer.write(text.encode())
+        if refused:
+            complain(f"{table}: no prediction of {refused} of {counted(rows, 'row')}; the column reason says why")
+        return int(refused > 0)
+    found = None if measured is None else read_measured(measured)
     if cluster is not None:
         from cluster.view import read_view
 
-        if accelerator is not None or interconnect or networking:
-            raise ValueError("--cluster describes the machines: omit --accelerator, --interconnect and --networking")
+        if any(each is not None for each in described):
+            raise ValueError(
+                "--cluster describes the machines: omit the options that describe them, such as --accelerator"
+            )
         machine = machine_of(read_view(cluster))
-    elif accelerator is not None:
-        device = device_named(accelerator)
-        per_node = device.per_node if gpus_per_node is None else gpus_per_node
+    elif name := accelerator or (found and found.accelerator):
+        device, ranks = device_named(name), (found and found.ranks) or 0
+        per_node = min(device.per_node, ranks or device.per_node) if gpus_per_node is None else gpus_per_node
+        nodes = max(1, ranks // max(1, per_node)) if nodes is None else nodes
         machine = describe_machine(device, nodes, per_node, interconnect, networking)
     else:
         raise ValueError("no --accelerator given; `python -m cluster devices` lists the known ones")
+    if found:
+        found.require(machine, batch)
+        batch = found.batch if batch is None else batch
     prediction = predict(usual_run(machine, round) if batch is None else TimedRun(machine, batch, round))
+    comparison = compare(found, prediction) if found else None
     if json:
-        say_json(as_document(prediction))
-        return
-    for line in as_lines(prediction):
+        say_json(as_document(prediction) | ({"measured": comparison} if comparison else {}))
+        return 0
+    for line in [*as_lines(prediction), *(measured_lines(comparison) if comparison else [])]:
         say(line)
+    return 0
 
 
 @app.command(name="calibrate")

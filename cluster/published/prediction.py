@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from cluster.devices import Machine, Network, describe_machine, device_named
 from cluster.published.calibration import INTERVAL, calibration
 from cluster.published.cost_model import LAST_ROUND, RunTime, TimedRun, run_time
-from cluster.published.results import Result, nearest, results, usual_batches
+from cluster.published.results import SLOW_FRAMEWORK, Result, nearest, results, usual_batches
 from cluster.view import View
 from console.text import counted
 
@@ -78,7 +78,9 @@ def _extrapolates(run: TimedRun) -> tuple[str, ...]:
     largest_batch = max(result.run.batch for result in results())
     found = []
     if run.machine.device.model not in calibration().models:
-        found.append(f"no published result of {run.machine.device.name}: by its data sheet alone")
+        is_slow = any(result.run.machine.device.model == run.machine.device.model for result in results())
+        software = " with its vendor's software" if is_slow else ""
+        found.append(f"no published result of {run.machine.device.name}{software}: by its data sheet alone")
     if run.machine.accelerators > largest:
         found.append(f"no published result of more than {largest:,} accelerators")
     if run.batch > largest_batch:
@@ -122,6 +124,7 @@ def as_lines(prediction: Prediction) -> list[str]:
         lines.append(
             f"{minutes_in_digits(result.seconds / 60):>9} min  {there.nodes} x {there.per_node} {there.device.name}, "
             f"batch {result.run.batch:,}: {result.submitter} {result.system} ({result.run.round})"
+            f"{'' if result.tells_device else f', with {SLOW_FRAMEWORK}, not used for predictions'}"
         )
     notes = list(prediction.extrapolates)
     network = machine.network

@@ -49,6 +49,13 @@ def test_what_is_extrapolated_is_said_and_has_a_wider_interval() -> None:
     assert "4,096" in predicted("H100", 1024, 16384).extrapolates[0]
 
 
+def test_a_result_that_tells_little_about_its_device_is_marked(cluster: Command) -> None:
+    lines = cluster("predict", "--accelerator", "MI300X", "--batch", "1024").stdout.splitlines()
+    assert [line for line in lines if "tinybox" in line and "tinygrad" in line]
+    assert [line for line in lines if "data sheet" in line and "vendor's software" in line]
+    assert "vendor's software" not in predicted("MI325X").extrapolates[0]
+
+
 def test_the_nearest_result_of_a_published_system_is_one_of_its_kind() -> None:
     for result in results():
         near = predict(TimedRun(result.run.machine, result.run.batch, result.run.round)).near[0]

@@ -1,0 +1,206 @@
+"""Comparison of measured minutes with their prediction: whether they are normal for the machine, and what to check first."""
+
+import math
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+from cluster.devices import Machine, device_named
+from cluster.published.calibration import INTERVAL, SAMPLES_SCALE, calibration
+from cluster.published.cost_model import run_time
+from cluster.published.prediction import PARTS, Prediction, minutes_in_digits
+from cluster.published.results import results_of_devices
+from cluster.whatif import read_run
+from compliance.log.reader import Log, read_log
+from console.text import counted, visible
+
+SAMPLES, MISSED = "samples to the target", "did not reach 0.720"
+PROBE, DOCTOR = "`python -m cluster probe`", "`python -m compliance doctor`"
+
+CAUSES = {
+    SAMPLES: (
+        {*PARTS} - {"start"},
+        f"results scatter by {SAMPLES_SCALE:.1%}: repeat with other seeds; hyperparameters",
+    ),
+    "data wait": (set[str](), "storage; cores that load data"),
+    "forward backward": (
+        {"matrix", "memory", "power", "launch"},
+        f"FP8 or bf16; clocks, power limit: {DOCTOR}; {PROBE}",
+    ),
+    "reduce": ({"inside", "between"}, f"links, network: {PROBE}; slow ranks: `python -m cluster whatif`"),
+    "update": ({"update"}, f"rate of the memory: {PROBE}"),
+    "evaluations": ({"evaluation"}, "number of evaluations"),
+    "start and other": ({"start"}, "storage; compilation while the clock runs; checkpoints"),
+}
+"""What makes a run slow, named as in `cluster.whatif`: parts of the prediction that grow with it, and what to check."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Measured minutes. If they come from logs: what the logs state, samples to the target, and minutes by part."""
+
+    minutes: float
+    batch: int | None = None
+    accelerator: str | None = None
+    ranks: int | None = None
+    samples: float | None = None
+    parts: Mapping[str, float] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+
+    def require(self, machine: Machine, batch: int | None) -> None:
+        """Raise ``ValueError`` if the logs state another machine or global batch size."""
+        device = device_named(self.accelerator) if self.accelerator else machine.device
+        for options, stated, given in (
+            ("--accelerator", device.name, machine.device.name),
+            ("--nodes and --gpus-per-node: ranks", self.ranks or machine.accelerators, machine.accelerators),
+            ("--batch", self.batch or batch, batch or self.batch),
+        ):
+            if stated != given:
+                raise ValueError(f"{options}: the logs of --measured state {stated}, not {given}")
+
+
+def read_minutes(text: str, name: str, other: str = "") -> float:
+    """Parse positive minutes. The error for another text names the setting, and what ``other`` text is valid."""
+    minutes = float(text) if re.fullmatch(r"\d{1,6}(\.\d+)?", text, re.ASCII) else 0.0
+    if not minutes:
+        raise ValueError(f"{name} is {text[:80]!r}, expected minutes such as 6.1{other}")
+    return minutes
+
+
+def read_measured(text: str) -> Measured:
+    """Read minutes, or the runs of a results folder, of its folder bert, or of one log.
+
+    Raises ``ValueError`` if no run is finished, if settings of the runs differ, or if a run is not of the benchmark.
+    """
+    path = Path(text)
+    if not path.exists():
+        return Measured(read_minutes(text, "--measured", ", or a results folder that exists, such as results/SYSTEM"))
+    folder = path / "bert" if (path / "bert").is_dir() else path
+    logs = [read_log(each) for each in ([path] if path.is_file() else sorted(folder.glob("result_*.txt")))]
+    faults = {log.path: fault for log in logs if (fault := _fault(log))}
+    kept, missed, how = [log for log in logs if log.path not in faults], [*faults.values()].count(MISSED), ""
+    notes = [f"{each.name}: {fault}" for each, fault in faults.items()]
+    if not kept:
+        raise ValueError(f"{path}: no finished run: {'; '.join(notes[:4]) or 'there is no result_N.txt in it'}")
+    settings = {(log.run.global_batch_size, *_machine(log)) for log in kept}
+    if len(settings) > 1:
+        found = " and ".join(sorted(map(str, settings))[:2])
+        raise ValueError(f"{path}: runs with different batch sizes, accelerators or ranks: {found}; name one log")
+    if len(kept) > 2 and len(kept) + missed >= 5:
+        # As in MLPerf, a run that missed the target is the slowest.
+        kept, how = sorted(kept, key=_seconds)[1 : None if missed else -1], ", without the fastest and the slowest"
+    samples, parts = [log.run.converged_samples() for log in kept], [each for log in kept if (each := _parts(log))]
+    notes.insert(0, f"mean of {len(kept)} of {counted(len(logs), 'run')}{how}; {len(parts)} with metrics of the run")
+    return Measured(
+        mean(map(_seconds, kept)) / 60,
+        *settings.pop(),
+        None if None in samples else mean(filter(None, samples)),
+        {name: mean(each[name] for each in parts) / 60 for name in CAUSES if parts and name != SAMPLES},
+        tuple(notes),
+    )
+
+
+def _seconds(log: Log) -> float:
+    return log.run.seconds or 0.0
+
+
+def _machine(log: Log) -> tuple[str | None, int | None]:
+    """Return the accelerator and the number of ranks. Only logs of this program state them, with one accelerator a rank."""
+    name, ranks = log.header.get("accelerator", "none"), re.match(r"(\d{1,7}) x", log.header.get("processes", ""))
+    return (None, None) if name == "none" else (name, int(ranks[1]) if ranks else None)
+
+
+def _fault(log: Log) -> str:
+    """Return why a log is no result; "" if it is one. Raises ``ValueError`` if it is not of the benchmark."""
+    run = log.run
+    kind = (run.division, run.value("submission_benchmark") or "bert", run.value("max_sequence_length") or 512)
+    if log.records and kind != ("closed", "bert", 512):
+        found = f"division {kind[0]}, benchmark {visible(kind[1], 40)}, sequences of {visible(kind[2], 40)}"
+        raise ValueError(f"{log.path}: {found}; expected a closed run of BERT-Large, which is what is predicted")
+    for fault, is_so in (
+        (log.given_up or (log.hint[0] if log.hint else "has no records"), log.given_up or not log.records),
+        ("was resumed from a checkpoint", "resumed from" in log.header),
+        ("has no run_start, or several", len(log.all("run_start")) != 1),
+        ("has not ended, or has no valid times", not run.seconds),
+        (MISSED, not run.is_unknown and run.converged_samples() is None),
+        ("went on after it reached the target", run.went_on),
+    ):
+        if is_so:
+            return fault
+    return ""
+
+
+def _parts(log: Log) -> Mapping[str, float]:
+    """Return the seconds by part from the metrics beside a log; empty if they are missing, or of a run of another time."""
+    try:
+        account = read_run(log.path.with_name(f"{log.path.stem.replace('result', 'metrics')}.jsonl"))
+    except ValueError:
+        return {}
+    if abs(account.seconds - _seconds(log)) > 1 + 0.02 * _seconds(log):
+        return {}
+    return {name.removesuffix("_ms").replace("_", " "): seconds for name, seconds in account.parts.items()}
+
+
+def compare(measured: Measured, prediction: Prediction) -> dict[str, Any]:
+    """Return a JSON document about measured minutes.
+
+    Its ``causes`` have the minutes of each part that are predicted for the measured samples, and the measured minutes.
+    Without metrics of the run, they have the minutes with which the part ``alone`` would explain that the run is slower.
+    """
+    minutes, device, parameters = measured.minutes, prediction.run.machine.device, calibration().parameters
+    ratio, expected = minutes / prediction.minutes, run_time(parameters, prediction.run, measured.samples)
+    alike, among = [*results_of_devices()], "any accelerator"
+    for key, name in (("chip", f"the chip {device.chip}"), ("model", device.model)):
+        same = [each for each in results_of_devices() if getattr(each.run.machine.device, key) == getattr(device, key)]
+        alike, among = (same, name) if len(same) >= 10 else (alike, among)
+    predicted = {name: sum(expected.parts[part] for part in parts) / 60 for name, (parts, _) in CAUSES.items()}
+    excess = minutes - expected.total / 60
+    alone = {name: each + excess for name, each in predicted.items() if each and excess > 0}
+    if measured.samples:
+        alone.pop(SAMPLES, None)
+    found, kind = (measured.parts, "measured") if measured.parts else (alone, "alone")
+    is_inside = prediction.low <= minutes <= prediction.high
+    return {
+        "minutes": minutes,
+        "ratio": ratio,
+        "verdict": "normal" if is_inside else f"{'slower' if ratio > 1 else 'faster'} than normal",
+        "compared_with": among,
+        "results": len(alike),
+        "slower_than": sum(each.seconds < ratio * run_time(parameters, each.run).total for each in alike),
+        "samples": measured.samples,
+        "samples_ratio": measured.samples and measured.samples / prediction.time.samples,
+        "speed_ratio": measured.samples and 60 * minutes / expected.total,
+        "causes": {
+            name: {"predicted": predicted[name], kind: found[name]}
+            for name in sorted(found, key=lambda name: (round(predicted[name] - found[name], 9), -predicted[name]))
+        },
+        "notes": measured.notes,
+    }
+
+
+def as_lines(found: Mapping[str, Any]) -> Iterator[str]:
+    """Yield lines that explain a document of `compare`."""
+    yield ""
+    yield f"measured {minutes_in_digits(found['minutes'])} min, {_percent(found['ratio'])}: {found['verdict']}"
+    yield f"{'inside' if found['verdict'] == 'normal' else 'outside'} the {INTERVAL:.0%} interval of its prediction"
+    among = f"{found['results']} published results with {found['compared_with']}"
+    yield f"slower than {found['slower_than']} of {among}, each compared with its own prediction"
+    yield from found["notes"]
+    if found["samples"]:
+        yield f"convergence: {found['samples'] / 1e6:.2f} million samples, {_percent(found['samples_ratio'])}"
+        yield f"speed: the time for these samples is {_percent(found['speed_ratio'])}"
+    for number, (name, row) in enumerate(found["causes"].items()):
+        if number == 0:
+            yield from ("", f"{'':22}   predicted    {'measured' if 'measured' in row else 'if it is the only cause'}")
+        before, after = row.values()
+        times = after / before if before else math.inf
+        check = "" if times <= 1 else "unlikely alone" if "alone" in row and times > 3 else CAUSES[name][1]
+        factor = f"{times:9.2f} x" if before else ""
+        yield f"{name:22}{minutes_in_digits(before):>8} min{minutes_in_digits(after):>8} min{factor:11}  {check}".rstrip()
+
+
+def _percent(ratio: float) -> str:
+    return f"{abs(ratio - 1):.1%} {'above' if ratio > 1 else 'below'} the prediction"
