@@ -64,8 +64,8 @@ def _predict(
     """
     from cluster.devices import describe_machine, device_named
     from cluster.published.cost_model import TimedRun
+    from cluster.published.measured import Measured, agreed, compare, read_measured
     from cluster.published.measured import as_lines as measured_lines
-    from cluster.published.measured import compare, read_measured
     from cluster.published.prediction import as_document, as_lines, machine_of, predict, usual_run
 
     described = (accelerator, nodes, gpus_per_node, interconnect or None, networking or None)
@@ -80,24 +80,26 @@ def _predict(
             complain(f"{table}: no prediction of {refused} of {counted(rows, 'row')}; the column reason says why")
         return int(refused > 0)
     found = None if measured is None else read_measured(measured)
+    stated = found or Measured(0.0)  # which states nothing
     if cluster is not None:
         from cluster.view import read_view
 
         if any(each is not None for each in described):
             raise ValueError(
-                "--cluster describes the machines: omit the options that describe them, such as --accelerator"
+                "--cluster describes the machines: omit --accelerator and the options about nodes and links"
             )
         machine = machine_of(read_view(cluster))
-    elif name := accelerator or (found and found.accelerator):
-        device, ranks = device_named(name), (found and found.ranks) or 0
-        per_node = min(device.per_node, ranks or device.per_node) if gpus_per_node is None else gpus_per_node
-        nodes = max(1, ranks // max(1, per_node)) if nodes is None else nodes
-        machine = describe_machine(device, nodes, per_node, interconnect, networking)
+        agreed("--cluster", machine.device.name, stated.accelerator)
     else:
-        raise ValueError("no --accelerator given; `python -m cluster devices` lists the known ones")
-    if found:
-        found.require(machine, batch)
-        batch = found.batch if batch is None else batch
+        name = agreed("--accelerator", accelerator and device_named(accelerator).name, stated.accelerator)
+        if name is None:
+            raise ValueError("no --accelerator given; `python -m cluster devices` lists the known ones")
+        device = device_named(name)
+        per_node = min(device.per_node, stated.ranks or device.per_node) if gpus_per_node is None else gpus_per_node
+        nodes = max(1, (stated.ranks or 0) // max(1, per_node)) if nodes is None else nodes
+        machine = describe_machine(device, nodes, per_node, interconnect, networking)
+    agreed("--nodes and --gpus-per-node: accelerators", machine.accelerators, stated.ranks)
+    batch = agreed("--batch", batch, stated.batch)
     prediction = predict(usual_run(machine, round) if batch is None else TimedRun(machine, batch, round))
     comparison = compare(found, prediction) if found else None
     if json:

@@ -6,10 +6,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import mean
-from typing import Any
+from typing import Any, TypeVar
 
-from cluster.devices import Machine, device_named
-from cluster.published.calibration import INTERVAL, SAMPLES_SCALE, calibration
+from cluster.devices import device_named
+from cluster.published.calibration import INTERVAL, calibration
 from cluster.published.cost_model import run_time
 from cluster.published.prediction import PARTS, Prediction, minutes_in_digits
 from cluster.published.results import results_of_devices
@@ -18,20 +18,16 @@ from compliance.log.reader import Log, read_log
 from console.text import counted, visible
 
 SAMPLES, MISSED = "samples to the target", "did not reach 0.720"
-PROBE, DOCTOR = "`python -m cluster probe`", "`python -m compliance doctor`"
+PROBE = "`python -m cluster probe`"
+
+Setting = TypeVar("Setting", str, int)
 
 CAUSES = {
-    SAMPLES: (
-        {*PARTS} - {"start"},
-        f"results scatter by {SAMPLES_SCALE:.1%}: repeat with other seeds; hyperparameters",
-    ),
+    SAMPLES: ({*PARTS} - {"start"}, "other seeds, because results scatter; hyperparameters"),
     "data wait": (set[str](), "storage; cores that load data"),
-    "forward backward": (
-        {"matrix", "memory", "power", "launch"},
-        f"FP8 or bf16; clocks, power limit: {DOCTOR}; {PROBE}",
-    ),
-    "reduce": ({"inside", "between"}, f"links, network: {PROBE}; slow ranks: `python -m cluster whatif`"),
-    "update": ({"update"}, f"rate of the memory: {PROBE}"),
+    "forward backward": ({"matrix", "memory", "power", "launch"}, f"FP8 or bf16; clocks and power limit; {PROBE}"),
+    "reduce": ({"inside", "between"}, f"links and network; {PROBE}; slow ranks: `python -m cluster whatif`"),
+    "update": ({"update"}, f"rate of the memory; {PROBE}"),
     "evaluations": ({"evaluation"}, "number of evaluations"),
     "start and other": ({"start"}, "storage; compilation while the clock runs; checkpoints"),
 }
@@ -50,16 +46,12 @@ class Measured:
     parts: Mapping[str, float] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
 
-    def require(self, machine: Machine, batch: int | None) -> None:
-        """Raise ``ValueError`` if the logs state another machine or global batch size."""
-        device = device_named(self.accelerator) if self.accelerator else machine.device
-        for options, stated, given in (
-            ("--accelerator", device.name, machine.device.name),
-            ("--nodes and --gpus-per-node: ranks", self.ranks or machine.accelerators, machine.accelerators),
-            ("--batch", self.batch or batch, batch or self.batch),
-        ):
-            if stated != given:
-                raise ValueError(f"{options}: the logs of --measured state {stated}, not {given}")
+
+def agreed(option: str, given: Setting | None, stated: Setting | None) -> Setting | None:
+    """Return what an option gives or the logs state. Raises ``ValueError`` if they differ."""
+    if given is not None and stated is not None and given != stated:
+        raise ValueError(f"{option}: the logs of --measured state {stated}, not {given}")
+    return stated if given is None else given
 
 
 def read_minutes(text: str, name: str, other: str = "") -> float:
@@ -110,7 +102,7 @@ def _seconds(log: Log) -> float:
 def _machine(log: Log) -> tuple[str | None, int | None]:
     """Return the accelerator and the number of ranks. Only logs of this program state them, with one accelerator a rank."""
     name, ranks = log.header.get("accelerator", "none"), re.match(r"(\d{1,7}) x", log.header.get("processes", ""))
-    return (None, None) if name == "none" else (name, int(ranks[1]) if ranks else None)
+    return (None, None) if name == "none" else (device_named(name).name, int(ranks[1]) if ranks else None)
 
 
 def _fault(log: Log) -> str:
@@ -120,17 +112,15 @@ def _fault(log: Log) -> str:
     if log.records and kind != ("closed", "bert", 512):
         found = f"division {kind[0]}, benchmark {visible(kind[1], 40)}, sequences of {visible(kind[2], 40)}"
         raise ValueError(f"{log.path}: {found}; expected a closed run of BERT-Large, which is what is predicted")
-    for fault, is_so in (
-        (log.given_up or (log.hint[0] if log.hint else "has no records"), log.given_up or not log.records),
-        ("was resumed from a checkpoint", "resumed from" in log.header),
-        ("has no run_start, or several", len(log.all("run_start")) != 1),
-        ("has not ended, or has no valid times", not run.seconds),
-        (MISSED, not run.is_unknown and run.converged_samples() is None),
-        ("went on after it reached the target", run.went_on),
-    ):
-        if is_so:
-            return fault
-    return ""
+    faults = {
+        log.given_up or (log.hint[0] if log.hint else "has no records"): log.given_up or not log.records,
+        "was resumed from a checkpoint": "resumed from" in log.header,
+        "has no run_start, or several": len(log.all("run_start")) != 1,
+        "has not ended, or has no valid times": not run.seconds,
+        MISSED: not run.is_unknown and run.converged_samples() is None,
+        "went on after it reached the target": run.went_on,
+    }
+    return next((fault for fault, is_so in faults.items() if is_so), "")
 
 
 def _parts(log: Log) -> Mapping[str, float]:
@@ -162,14 +152,19 @@ def compare(measured: Measured, prediction: Prediction) -> dict[str, Any]:
     if measured.samples:
         alone.pop(SAMPLES, None)
     found, kind = (measured.parts, "measured") if measured.parts else (alone, "alone")
-    is_inside = prediction.low <= minutes <= prediction.high
+    slower_than = mean(each.seconds < ratio * run_time(parameters, each.run).total for each in alike)
+    verdict = "normal"
+    if not prediction.low <= minutes <= prediction.high:
+        verdict = f"{'slower' if ratio > 1 else 'faster'} than normal"
+    elif abs(slower_than - 0.5) > INTERVAL / 2:
+        verdict = f"{'slower' if slower_than > 0.5 else 'faster'} than most"
     return {
         "minutes": minutes,
         "ratio": ratio,
-        "verdict": "normal" if is_inside else f"{'slower' if ratio > 1 else 'faster'} than normal",
+        "verdict": verdict,
         "compared_with": among,
         "results": len(alike),
-        "slower_than": sum(each.seconds < ratio * run_time(parameters, each.run).total for each in alike),
+        "slower_than": slower_than,
         "samples": measured.samples,
         "samples_ratio": measured.samples and measured.samples / prediction.time.samples,
         "speed_ratio": measured.samples and 60 * minutes / expected.total,
@@ -185,9 +180,9 @@ def as_lines(found: Mapping[str, Any]) -> Iterator[str]:
     """Yield lines that explain a document of `compare`."""
     yield ""
     yield f"measured {minutes_in_digits(found['minutes'])} min, {_percent(found['ratio'])}: {found['verdict']}"
-    yield f"{'inside' if found['verdict'] == 'normal' else 'outside'} the {INTERVAL:.0%} interval of its prediction"
+    yield f"{'outside' if found['verdict'].endswith('than normal') else 'inside'} the {INTERVAL:.0%} interval of its prediction"
     among = f"{found['results']} published results with {found['compared_with']}"
-    yield f"slower than {found['slower_than']} of {among}, each compared with its own prediction"
+    yield f"slower than {found['slower_than']:.0%} of {among}, each compared with its own prediction"
     yield from found["notes"]
     if found["samples"]:
         yield f"convergence: {found['samples'] / 1e6:.2f} million samples, {_percent(found['samples_ratio'])}"

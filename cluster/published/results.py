@@ -66,7 +66,7 @@ class Result:
         return machine.device.name, machine.nodes, machine.per_node, self.run.batch, self.run.is_old
 
 
-def _machine_of_row(row: Mapping[str, str]) -> Machine:
+def machine_of_row(row: Mapping[str, str]) -> Machine:
     """Return the machine of a row. A node without accelerators has two CPUs."""
     per_node, name = int(row["accelerators_per_node"]), row["accelerator"].strip()
     if per_node == 0 and name in ("", "N/A"):
@@ -81,7 +81,7 @@ def results() -> tuple[Result, ...]:
     found = []
     for row in closed_rows():
         try:
-            machine = _machine_of_row(row)
+            machine = machine_of_row(row)
         except ValueError:  # no data sheet for this device, such as a TPU
             continue
         samples = None if machine.device.model in SAMPLES_NOT_LOGGED else float(row["mean_train_samples"])

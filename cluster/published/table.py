@@ -8,7 +8,7 @@ from pathlib import Path
 from cluster.published.cost_model import LAST_ROUND, TimedRun
 from cluster.published.measured import read_minutes
 from cluster.published.prediction import predict, usual_run
-from cluster.published.results import _machine_of_row
+from cluster.published.results import machine_of_row
 from console.files import read_bounded, shown
 from console.text import counted, did_you_mean
 
@@ -65,7 +65,7 @@ def _predicted(names: list[str], row: list[str], decimal: str) -> list[str]:
             if not re.fullmatch(r"\d{1,9}(\.0+)?", cells[name], re.ASCII) and (cells[name] or name in REQUIRED):
                 raise ValueError(f"{name} is {cells[name][:40]!r}, expected a whole number")
             cells[name] = cells[name].partition(".")[0]
-        machine, batch, round = _machine_of_row(cells), cells["global_batch_size"], cells["round"] or LAST_ROUND
+        machine, batch, round = machine_of_row(cells), cells["global_batch_size"], cells["round"] or LAST_ROUND
         found = predict(TimedRun(machine, int(batch), round) if batch else usual_run(machine, round))
         measured = cells["minutes"] and read_minutes(cells["minutes"].replace(decimal, "."), "minutes") / found.minutes
     except ValueError as error:
