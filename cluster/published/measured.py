@@ -179,8 +179,8 @@ def compare(measured: Measured, prediction: Prediction) -> dict[str, Any]:
 def as_lines(found: Mapping[str, Any]) -> Iterator[str]:
     """Yield lines that explain a document of `compare`."""
     yield ""
-    yield f"measured {minutes_in_digits(found['minutes'])} min, {_percent(found['ratio'])}: {found['verdict']}"
-    yield f"{'outside' if found['verdict'].endswith('than normal') else 'inside'} the {INTERVAL:.0%} interval of its prediction"
+    where = f"{'outside' if found['verdict'].endswith('than normal') else 'inside'} its {INTERVAL:.0%} interval"
+    yield f"measured {minutes_in_digits(found['minutes'])} min, {_percent(found['ratio'])}, {where}: {found['verdict']}"
     among = f"{found['results']} published results with {found['compared_with']}"
     yield f"slower than {found['slower_than']:.0%} of {among}, each compared with its own prediction"
     yield from found["notes"]

@@ -26,6 +26,7 @@ NETWORK = "--networking '8x ConnectX-7 IB NDR 400Gb/s'"
         ("plan gb200_18x4", "plan_gb200.txt"),
         (f"predict --accelerator H100-SXM --nodes 8 --gpus-per-node 8 {NETWORK}", "predict_h100.txt"),
         ("predict --accelerator B200 --nodes 9 --gpus-per-node 8", "predict_b200.txt"),
+        ("predict --accelerator H100-SXM --batch 768 --measured 6.1", "measured_h100.txt"),
         (f"whatif {REPOSITORY}/results/cpu_2cores/bert/metrics_0.jsonl", "whatif.txt"),
     ],
 )
@@ -48,6 +49,7 @@ def test_the_whole_output_of_a_dry_run(tmp_path: Path) -> None:
         ("plan_h100.txt", "cluster.md"),
         ("plan_gb200.txt", "cluster.md"),
         ("predict_h100.txt", "cluster.md"),
+        ("measured_h100.txt", "cluster.md"),
         ("whatif.txt", "cluster.md"),
         ("dry_run_3_9b.txt", "scaling.md"),
     ],
