@@ -10,7 +10,7 @@ from cluster.published.measured import read_minutes
 from cluster.published.prediction import predict, usual_run
 from cluster.published.results import machine_of_row
 from console.files import read_bounded, shown
-from console.text import counted, did_you_mean
+from console.text import did_you_mean
 
 REQUIRED = ("accelerator", "nodes", "accelerators_per_node")
 OPTIONAL = ("accelerator_interconnect", "host_networking", "global_batch_size", "round", "minutes")
@@ -30,45 +30,42 @@ def predict_table(source: Path) -> tuple[str, int, int]:
             raise ValueError("binary data, or text in UTF-16")
         text = content.decode("utf-8-sig")
         separator = max(",;\t", key=text.partition("\n")[0].count)
-        reader = csv.reader(io.StringIO(text, newline=""), delimiter=separator, strict=True)
-        header, *rows = [row for row in reader if any(row)] or [[]]
-        if not rows:
-            raise ValueError("no rows below a header")
-        names = [name.strip() for name in header]
-        for name in (*REQUIRED, *OPTIONAL, *ADDED):
-            found, most = names.count(name), int(name not in ADDED)
-            if found > most or (not found and name in REQUIRED):
-                hint = "" if found else did_you_mean(name, names)
-                raise ValueError(f"{counted(found, 'column')} named {name}, expected {most}{hint}")
+        rows = [row for row in csv.reader(io.StringIO(text, newline=""), delimiter=separator, strict=True) if any(row)]
+        names = [name.strip() for name in rows[0]] if rows else []
+        if missing := [name for name in REQUIRED if name not in names]:
+            raise ValueError(f"no column {missing[0]}{did_you_mean(missing[0], names)}")
+        if twice := [name for name in (*REQUIRED, *OPTIONAL, *ADDED) if [*names, *ADDED].count(name) > 1]:
+            raise ValueError(f"the column {twice[0]} would be there twice")
+        if not rows[1:]:
+            raise ValueError("no rows below the header")
     except (csv.Error, ValueError) as error:
         raise ValueError(f"{source}: {shown(error)}; {_REMEDY}") from None
     out, refused = io.StringIO(newline=""), 0
     # Cells with a carriage return are quoted only if the line ends have one, too.
     writer = csv.writer(out, delimiter=separator, lineterminator="\r\n" if "\r" in text else "\n")
-    writer.writerow([*header, *ADDED])
-    for row in rows:
-        added = _predicted(names, row, decimal="," if separator == ";" else ".")
-        refused += bool(added[-1])
+    writer.writerow([*rows[0], *ADDED])
+    for row in rows[1:]:
         cells = [*row, *[""] * (len(names) - len(row))]
+        named = dict.fromkeys((*REQUIRED, *OPTIONAL), "") | dict(zip(names, map(str.strip, cells), strict=False))
+        try:
+            if len(row) > len(names):
+                raise ValueError(f"{len(row)} cells, expected {len(names)}")
+            added = [*_predicted(named, decimal="," if separator == ";" else "."), ""]
+        except ValueError as error:
+            added, refused = ["", "", "", "", str(error)], refused + 1
         writer.writerow([*cells[: len(names)], *added, *cells[len(names) :]])
-    return out.getvalue(), len(rows), refused
+    return out.getvalue(), len(rows) - 1, refused
 
 
-def _predicted(names: list[str], row: list[str], decimal: str) -> list[str]:
-    """Return the cells of the columns `ADDED`."""
-    cells = dict.fromkeys((*REQUIRED, *OPTIONAL), "") | dict(zip(names, map(str.strip, row), strict=False))
-    try:
-        if len(row) > len(names):
-            raise ValueError(f"{len(row)} cells, expected {len(names)}")
-        for name in ("nodes", "accelerators_per_node", "global_batch_size"):
-            # Spreadsheets write whole numbers as 8.0 if another cell of the column is empty.
-            if not re.fullmatch(r"\d{1,9}(\.0+)?", cells[name], re.ASCII) and (cells[name] or name in REQUIRED):
-                raise ValueError(f"{name} is {cells[name][:40]!r}, expected a whole number")
-            cells[name] = cells[name].partition(".")[0]
-        machine, batch, round = machine_of_row(cells), cells["global_batch_size"], cells["round"] or LAST_ROUND
-        found = predict(TimedRun(machine, int(batch), round) if batch else usual_run(machine, round))
-        measured = cells["minutes"] and read_minutes(cells["minutes"].replace(decimal, "."), "minutes") / found.minutes
-    except ValueError as error:
-        return ["", "", "", "", str(error)]
-    numbers = (found.minutes, found.low, found.high, measured)
-    return [*(f"{number:.6g}" if number else "" for number in numbers), ""]
+def _predicted(cells: dict[str, str], decimal: str) -> list[str]:
+    """Return the cells of the columns `ADDED`, without the reason. Raises ``ValueError`` with the reason."""
+    whole = {}
+    for name in ("nodes", "accelerators_per_node", "global_batch_size"):
+        # Spreadsheets write whole numbers as 8.0 if another cell of the column is empty.
+        if not re.fullmatch(r"\d{1,9}(\.0+)?", cells[name], re.ASCII) and (cells[name] or name in REQUIRED):
+            raise ValueError(f"{name} is {cells[name][:40]!r}, expected a whole number")
+        whole[name] = cells[name].partition(".")[0]
+    machine, batch, round = machine_of_row(cells | whole), whole["global_batch_size"], cells["round"] or LAST_ROUND
+    found = predict(TimedRun(machine, int(batch), round) if batch else usual_run(machine, round))
+    measured = cells["minutes"] and read_minutes(cells["minutes"].replace(decimal, "."), "minutes") / found.minutes
+    return [f"{number:.6g}" if number else "" for number in (found.minutes, found.low, found.high, measured)]

@@ -84,10 +84,10 @@ def test_a_row_without_a_prediction_stays_with_its_reason(
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        (b"", "no rows"),
+        (b"", "accelerator"),
         (HEADER.encode() + b"\n\n", "no rows"),
         (b"accelerators,nodes,accelerators_per_node\nH100,1,8\n", "did you mean accelerators?"),
-        (f"{HEADER},nodes\nH100,1,8,2\n".encode(), "2 columns named nodes"),
+        (f"{HEADER},nodes\nH100,1,8,2\n".encode(), "nodes would be there twice"),
         (f"{HEADER},reason\nH100,1,8,x\n".encode(), "reason"),
         (f'{HEADER}\n"H100,1,8\n'.encode(), "end of data"),
         (f"{HEADER}\nH100,1,8\n".encode("utf-16"), "UTF-16"),
