@@ -176,9 +176,7 @@ class _Search:
         """Return candidates with the largest micro-batches that fit, without and with recomputation."""
         target, usable = self._target, self._usable_memory(way)
         held = sum(held_by_rank(self._work, way, target.nodes, target.ranks_per_node, on_gpu=target.on_gpu).values())
-        setting = (
-            ("tensor", str(way.tensor)) if way.pipeline == 1 else ("pipeline", f"{way.stages} x tensor {way.tensor}")
-        )
+        setting = ("tensor", way.tensor) if way.pipeline == 1 else ("pipeline", f"{way.stages} x tensor {way.tensor}")
         if held > usable:
             gigabytes = f"{held / 1e9:,.1f} of {usable / 1e9:,.1f} GB"
             self.refusals.append(Refusal(*setting, f"weights do not fit in {way.precision}: {gigabytes}"))
