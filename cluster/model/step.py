@@ -230,7 +230,7 @@ def _timeline(
     computations = [Activity(seconds) for seconds in forward]
     # In FP8 the update itself gathers the weights, because it also casts the 8-bit copies.
     if strategy.reduction in SHARDED and rates.world_size > 1 and strategy.precision != "fp8":
-        messages += [_gather(strategy, rates, bucket) for bucket in buckets[::-1]]
+        messages += [_gather(strategy, rates, _bytes(bucket)) for bucket in buckets[::-1]]
         # Each part of the model waits for the buckets that begin before its parameters end. The last part waits for all.
         needs = [sum(bucket.start < stop for bucket in buckets) for stop in (*share.ends[:-1], share.elements)]
         computations = [Activity(0.0, 1), *map(Activity, forward, needs)]
@@ -293,9 +293,10 @@ def _bytes(bucket: slice) -> int:
     return 4 * (bucket.stop - bucket.start)
 
 
-def _gather(strategy: Strategy, rates: Rates, bucket: slice) -> Activity:
+def _gather(strategy: Strategy, rates: Rates, size: float) -> Activity:
+    """Return the all-gather of ``size`` bytes among the ranks that share an optimizer state."""
     scope: Scope = "node" if strategy.reduction == "sharded" else "world"
-    seconds, busy = rates.collective("all-gather", scope, _bytes(bucket))
+    seconds, busy = rates.collective("all-gather", scope, size)
     return Activity(seconds, 0, busy)
 
 
@@ -333,10 +334,9 @@ def _update(strategy: Strategy, rates: Rates, share: ModelShare) -> float:
     if shards > 1:
         if strategy.precision == "fp8" or strategy.pipeline > 1:  # the weights' all-gather does not overlap
             buckets = share.buckets(copies, strategy.bucket_bytes)
-            seconds += sum(_gather(strategy, data_rates, bucket).seconds for bucket in buckets)
+            seconds += sum(_gather(strategy, data_rates, _bytes(bucket)).seconds for bucket in buckets)
         # Tensors span shards, so their norms need two all-gathers of two fp64 numbers per segment and rank.
-        scope: Scope = "node" if strategy.reduction == "sharded" else "world"
-        seconds += 2 * data_rates.collective("all-gather", scope, 16.0 * share.segments * shards)[0]
+        seconds += 2 * _gather(strategy, data_rates, 16.0 * share.segments * shards).seconds
     if strategy.tensor > 1:  # ranks sum the gradients of parameters that are replicated in a tensor group
         seconds += rates.tensor_seconds("all-reduce", strategy.tensor, 4.0 * share.shared / shards)
     return seconds
