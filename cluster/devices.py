@@ -71,9 +71,8 @@ def device_named(name: str) -> Device:
     # A card is slower than the module of the same model, so the module's facts must not stand for it.
     if not alike or (form(name) == "PCIe" and not of_form):
         names = {device.name.upper(): device.name for device in alike or devices()}
-        nearest = difflib.get_close_matches(
-            words.removeprefix("NVIDIA ").removeprefix("GEFORCE "), names, n=3, cutoff=0.0
-        )
+        product = words.removeprefix("NVIDIA ").removeprefix("GEFORCE ")
+        nearest = difflib.get_close_matches(product, names, n=3, cutoff=0.0)
         raise ValueError(
             f"accelerator {name[:MAX_NAME]!r} is unknown; nearest: {', '.join(names[each] for each in nearest)}; "
             "`python -m cluster devices` lists all"

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from bert.configuration.sections import ModelConfig, Precision, Recompute
+from bert.configuration.sections import SHARDED, ModelConfig, Precision, Recompute
 from bert.model import parameter_shapes
 from bert.optimizer import padded
 from bert.parallel.pipeline.stages import stages_of
@@ -171,7 +171,7 @@ def held_by_rank(
     elements = share.padded(copies)
     shard = elements / strategy.shards(node_copies, copies)
     # Ranks that share a copy use the sharded LAMB too.
-    sharded_lamb = strategy.is_sharded or strategy.copy_ranks > 1
+    sharded_lamb = strategy.reduction in SHARDED or strategy.copy_ranks > 1
     bucket = max(each.stop - each.start for each in share.buckets(copies, strategy.bucket_bytes))
     # 16-bit copies of weights: on a GPU, unsharded LAMB writes copies of all weights. Otherwise autocast copies only the
     # weights of matrix products. Autocast always copies the weights of the output heads.

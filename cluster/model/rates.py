@@ -338,8 +338,8 @@ def rates_of_machine(machine: Machine, precision: str = "bf16") -> Rates:
     sixteen = sequence_time(p, device, False)[0] * stretch / SEQUENCE_FLOPS
     # The fp32 gradient of a weight is read and written: 8 bytes.
     costs: dict[str, tuple[float, ...]] = {"linear bf16": (0.0, LINEAR_FLOPS * sixteen, 0.0, 8 * seconds_per_byte)}
-    if device.fp8_tflops is not None:
-        in_fp8 = sequence_time(p, device, True)[0] * stretch / SEQUENCE_FLOPS - (1 - FP8_SHARE) * sixteen
+    if precision == "fp8":
+        in_fp8 = matrix * stretch / SEQUENCE_FLOPS - (1 - FP8_SHARE) * sixteen
         costs["linear fp8"] = (0.0, LINEAR_FLOPS * in_fp8 / FP8_SHARE, 0.0, 8 * seconds_per_byte)
     for kind, accesses in ACCESSES.items():
         costs[kind] = (0.0, 2 * accesses * seconds_per_byte, 0.0)[: len(TERMS[kind])]

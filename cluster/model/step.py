@@ -17,12 +17,13 @@ from dataclasses import asdict, astuple, dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from bert.configuration.sections import ModelConfig, ParallelConfig, Precision
+from bert.configuration.sections import SHARDED, ModelConfig, ParallelConfig, Precision
 from cluster.model.memory import ModelShare, hidden_bytes, model_shares
 from cluster.model.rates import Rates
 from cluster.model.work import REPEATED, Computation, Count, MicroBatches, Strategy, Work, parts_of
 from cluster.published.fitted import FORWARD_SHARE, RunTime, fitted_parameters, log_samples
 from cluster.view import Operation, Scope
+from compliance.log.schedule import evaluation_interval
 
 _STEPS = 4
 """Number of steps of the batch plan that are counted and averaged."""
@@ -228,8 +229,8 @@ def _timeline(
     messages: list[Activity] = []
     computations = [Activity(seconds) for seconds in forward]
     # In FP8 the update itself gathers the weights, because it also casts the 8-bit copies.
-    if strategy.is_sharded and rates.world_size > 1 and strategy.precision != "fp8":
-        messages += [_gather(strategy, rates, bucket) for bucket in buckets[::-1]]
+    if strategy.reduction in SHARDED and rates.world_size > 1 and strategy.precision != "fp8":
+        messages += [_gather(strategy, rates, _bytes(bucket)) for bucket in buckets[::-1]]
         # Each part of the model waits for the buckets that begin before its parameters end. The last part waits for all.
         needs = [sum(bucket.start < stop for bucket in buckets) for stop in (*share.ends[:-1], share.elements)]
         computations = [Activity(0.0, 1), *map(Activity, forward, needs)]
@@ -254,33 +255,29 @@ def simulate(
     """
     now = computed = waited = 0.0
     computation = message = 0
-    left_computation = computations[0].seconds if computations else 0.0
-    left_message = messages[0].seconds if messages else 0.0
+    left_computations, left_messages = ([each.seconds for each in every] for every in (computations, messages))
     while computation < len(computations) or message < len(messages):
         computing = computation < len(computations) and computations[computation].needs <= message
         sending = message < len(messages) and messages[message].needs <= computation
         assert computing or sending, "computations and messages wait for each other"
-        speed_computation = speed_message = 1.0
-        if computing and sending:
-            speed_computation, speed_message = _speeds(demand, messages[message].share)
+        share = messages[message].share if computing and sending else 0.0
+        speed_computation, speed_message = _speeds(demand, share)
         # Advance to the next end of a computation or a message. The speeds are constant until then.
-        until_computation = left_computation / speed_computation if computing else math.inf
-        until_message = left_message / speed_message if sending else math.inf
+        until_computation = left_computations[computation] / speed_computation if computing else math.inf
+        until_message = left_messages[message] / speed_message if sending else math.inf
         step = min(until_computation, until_message)
         now += step
         if not computing and computation < len(computations) and computations[computation].seconds == 0:
             waited += step
         if computing:
-            left_computation -= step * speed_computation
+            left_computations[computation] -= step * speed_computation
         if sending:
-            left_message -= step * speed_message
+            left_messages[message] -= step * speed_message
         # A computation and a message may end at the same instant.
         if computing and until_computation <= until_message:
             computation, computed = computation + 1, now
-            left_computation = computations[computation].seconds if computation < len(computations) else 0.0
         if sending and until_message <= until_computation:
             message += 1
-            left_message = messages[message].seconds if message < len(messages) else 0.0
     return computed, now, waited
 
 
@@ -296,9 +293,10 @@ def _bytes(bucket: slice) -> int:
     return 4 * (bucket.stop - bucket.start)
 
 
-def _gather(strategy: Strategy, rates: Rates, bucket: slice) -> Activity:
+def _gather(strategy: Strategy, rates: Rates, size: float) -> Activity:
+    """Return the all-gather of ``size`` bytes among the ranks that share an optimizer state."""
     scope: Scope = "node" if strategy.reduction == "sharded" else "world"
-    seconds, busy = rates.collective("all-gather", scope, _bytes(bucket))
+    seconds, busy = rates.collective("all-gather", scope, size)
     return Activity(seconds, 0, busy)
 
 
@@ -336,10 +334,9 @@ def _update(strategy: Strategy, rates: Rates, share: ModelShare) -> float:
     if shards > 1:
         if strategy.precision == "fp8" or strategy.pipeline > 1:  # the weights' all-gather does not overlap
             buckets = share.buckets(copies, strategy.bucket_bytes)
-            seconds += sum(_gather(strategy, data_rates, bucket).seconds for bucket in buckets)
+            seconds += sum(_gather(strategy, data_rates, _bytes(bucket)).seconds for bucket in buckets)
         # Tensors span shards, so their norms need two all-gathers of two fp64 numbers per segment and rank.
-        scope: Scope = "node" if strategy.reduction == "sharded" else "world"
-        seconds += 2 * data_rates.collective("all-gather", scope, 16.0 * share.segments * shards)[0]
+        seconds += 2 * _gather(strategy, data_rates, 16.0 * share.segments * shards).seconds
     if strategy.tensor > 1:  # ranks sum the gradients of parameters that are replicated in a tensor group
         seconds += rates.tensor_seconds("all-reduce", strategy.tensor, 4.0 * share.shared / shards)
     return seconds
@@ -355,7 +352,7 @@ def predict_run(
     if samples is None:
         p, gigabytes = fitted_parameters(), rates.memory_bytes / 1e9
         samples = math.exp(log_samples(p, batch, rates.world_size, gigabytes, batch / step.total, False))
-    evaluations = max(1, math.ceil(samples / work.interval(batch)))
+    evaluations = max(1, math.ceil(samples / (work.interval_samples or evaluation_interval(batch))))
     evaluation = evaluations * _evaluation(work, strategy.precision, strategy.parallel, rates)
     once = {"evaluation": evaluation, "start": rates.start_s}
     return RunTime.of(samples, math.ceil(samples / batch), step.parts, **once)

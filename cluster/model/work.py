@@ -16,7 +16,6 @@ from numpy.typing import NDArray
 from bert.configuration.config import Config
 from bert.configuration.recipes import RECIPES
 from bert.configuration.sections import (
-    SHARDED,
     ModelConfig,
     ParallelConfig,
     Precision,
@@ -28,7 +27,6 @@ from bert.configuration.sections import (
 from bert.parallel.tensor.shards import split_of
 from cluster.model.histogram import drawn_lengths
 from cluster.published.fitted import EVALUATION_SEQUENCES
-from compliance.log.schedule import evaluation_interval
 from console.text import counted
 from dataloading.batches.plan import BatchPlan, deal
 from dataloading.dataset.folder import open_dataset
@@ -69,11 +67,6 @@ class Strategy:
     def stages(self) -> str:
         """Number of pipeline ranks, followed by the virtual stages per rank if there are several, such as "4 x 2"."""
         return str(self.pipeline) + (f" x {self.virtual_stages}" if self.virtual_stages > 1 else "")
-
-    @property
-    def is_sharded(self) -> bool:
-        """Whether each rank updates a shard of the weights and gathers the other shards."""
-        return self.reduction in SHARDED
 
     @property
     def copy_ranks(self) -> int:
@@ -166,10 +159,6 @@ class Work:
                 f"{self.lengths.max()} tokens"
             )
 
-    def interval(self, global_batch_size: int) -> int:
-        """Return the training samples between evaluations."""
-        return self.interval_samples or evaluation_interval(global_batch_size)
-
     def typical(self, sequences: float, lengths: float = 1.0) -> MicroBatches:
         """Return a micro-batch [1, 1] of ``sequences`` sequences, all of mean cost, with ``lengths`` distinct lengths."""
         tokens, masked, pairs, last_pairs = (np.full((1, 1), sequences * each) for each in self._means)
@@ -189,15 +178,13 @@ class Work:
 
         Raises ``ValueError`` if the ranks cannot share the global batch evenly.
         """
-        strategy.sequences(ranks)
-        copies = ranks // strategy.copy_ranks
-        count = copies * strategy.gradient_accumulation_steps
+        sequences, copies = strategy.sequences(ranks), ranks // strategy.copy_ranks
+        sizes = self._dealt(strategy.global_batch_size, copies * strategy.gradient_accumulation_steps, step)
         # The batch plan balances the micro-batches, so it does not matter which copy of the model computes which.
-        sequences, *sizes = self._dealt(strategy.global_batch_size, count, step)
         return MicroBatches(sequences, *(size.reshape(-1, copies) for size in sizes))
 
     @functools.lru_cache(maxsize=4096)  # noqa: B019  a program makes few instances and keeps them to its end
-    def _dealt(self, global_batch_size: int, micro_batches: int, step: int) -> tuple:
+    def _dealt(self, global_batch_size: int, micro_batches: int, step: int) -> tuple[NDArray[np.float64], ...]:
         batch = self._global_batch(global_batch_size, step)
         dealt_AS = batch[deal(self.lengths[batch], micro_batches)]
         lengths_AS = np.sort(self.lengths[dealt_AS].astype(np.float64), axis=-1)
@@ -206,7 +193,6 @@ class Work:
         edge = np.ones((micro_batches, 1), dtype=bool)
         is_single = np.hstack([edge, is_new]) & np.hstack([is_new, edge])
         return (
-            lengths_AS.shape[-1],
             lengths_AS.sum(-1),
             masked_AS.sum(-1),
             (lengths_AS**2).sum(-1),

@@ -1,7 +1,7 @@
 """Time to train as a function of the number of accelerators: the best plan for each, and where the time goes."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from math import log2, log10
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -38,7 +38,6 @@ class ScalingPoint:
         seconds: seconds of the run by cause.
         low, high: 80 % interval of the minutes, as wide as the spread of published results.
         efficiency: sequences per second per accelerator, relative to a single node.
-        samples_factor: samples to converge, relative to a single node. Large batches need more samples.
     """
 
     accelerators: int
@@ -47,7 +46,6 @@ class ScalingPoint:
     low: float
     high: float
     efficiency: float
-    samples_factor: float
 
     @property
     def minutes(self) -> float:
@@ -108,25 +106,17 @@ def scale(config: Config, device: Device, per_node: int, networking: str = "") -
         first = first or plan
         efficiency = plan.run.samples / plan.seconds / nodes / (first.run.samples / first.seconds)
         minutes = plan.seconds / 60
-        yield ScalingPoint(
-            nodes * per_node,
-            plan,
-            seconds,
-            low * minutes,
-            high * minutes,
-            efficiency,
-            plan.run.samples / first.run.samples,
-        )
+        yield ScalingPoint(nodes * per_node, plan, seconds, low * minutes, high * minutes, efficiency)
         nodes *= 2
 
 
 def fastest_published(device: Device) -> list[Result]:
     """Return a device's fastest published result for each number of accelerators, in ascending order."""
-    fastest: dict[int, Result] = {}
-    for result in results_of_devices():
-        count = result.run.machine.accelerators
-        if result.run.machine.device.name == device.name:
-            fastest[count] = min(result, fastest.get(count, result), key=lambda each: each.seconds)
+    # Of several results with the same key, a dictionary keeps the last one, which is the fastest.
+    slowest_first = sorted(results_of_devices(), key=lambda each: each.seconds, reverse=True)
+    fastest = {
+        each.run.machine.accelerators: each for each in slowest_first if each.run.machine.device.name == device.name
+    }
     return [fastest[count] for count in sorted(fastest)]
 
 
@@ -143,21 +133,17 @@ def write_page(recipe: str, device: Device, points: Sequence[ScalingPoint], path
     }
     known = [(count, minutes) for count, minutes, _ in compared.get(device.name, ()) if count >= points[0].accelerators]
     curve = _chart(
-        {
-            "predicted": ([(each.accelerators, each.minutes) for each in points], "valid"),
-            "lower end of the interval": ([(each.accelerators, each.low) for each in points], "aborted"),
-            "upper end of the interval": ([(each.accelerators, each.high) for each in points], "aborted"),
-            "fastest published results": (known, "invalid"),
-        },
         recipe,
+        Line("predicted", [(each.accelerators, each.minutes) for each in points]),
+        Line("lower end of the interval", [(each.accelerators, each.low) for each in points], "aborted"),
+        Line("upper end of the interval", [(each.accelerators, each.high) for each in points], "aborted"),
+        Line("fastest published results", known, "invalid"),
     )
     charts = {
         name: _chart(
-            {
-                "predicted": ([(count, predicted) for count, _, predicted in found], "valid"),
-                "fastest published results": ([(count, minutes) for count, minutes, _ in found], "invalid"),
-            },
             name,
+            Line("predicted", [(count, predicted) for count, _, predicted in found]),
+            Line("fastest published results", [(count, minutes) for count, minutes, _ in found], "invalid"),
         )
         for name, found in compared.items()
         if len(found) > 1
@@ -177,17 +163,13 @@ def write_page(recipe: str, device: Device, points: Sequence[ScalingPoint], path
     write_atomically(path, page.encode())
 
 
-def _chart(curves: Mapping[str, tuple[Sequence[tuple[int, float]], str]], what: str) -> "Markup":
-    """Draw curves of (accelerators, minutes) over logarithmic axes. Each curve has a kind of line."""
-    lines = [
-        Line(name, [(log2(count), log10(minutes)) for count, minutes in curve], kind)
-        for name, (curve, kind) in curves.items()
-        if curve
-    ]
+def _chart(what: str, *lines: Line) -> "Markup":
+    """Draw lines with points (accelerators, minutes) over logarithmic axes."""
     axes = Axes(
         f"{what}: minutes to train against the number of accelerators",
         "accelerators",
         lambda power: f"{10**power:.3g}",
         x_format=lambda power: f"{2**power:,.0f}",
     )
-    return line_chart(lines, axes, dots=True)
+    logarithms = [replace(line, points=[(log2(x), log10(y)) for x, y in line.points]) for line in lines if line.points]
+    return line_chart(logarithms, axes, dots=True)

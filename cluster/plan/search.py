@@ -124,7 +124,8 @@ class _Search:
         this number loses.
         """
         found: list[Candidate] = []
-        groups = [([tensor], 1) for tensor in self._tensors] + [(self._tensors, each) for each in PIPELINES[1:]]
+        pipelines = [each for each in PIPELINES[1:] if each <= self._config.model.num_hidden_layers]
+        groups = [([tensor], 1) for tensor in self._tensors] + [(self._tensors, each) for each in pipelines]
         for tensors, pipeline in groups:
             for place, (least, schedule, way) in enumerate(self._by_least_seconds(tensors, pipeline)):
                 may_be = way.copy_ranks == 1 or _may_be_among_best(least, found)
@@ -136,8 +137,6 @@ class _Search:
 
     def _by_least_seconds(self, tensors: Sequence[int], pipeline: int) -> list[tuple[float, BatchSchedule, Strategy]]:
         """Return (lower bound of the time to train, schedule, strategy) for these group sizes, sorted by the bound."""
-        if pipeline > self._config.model.num_hidden_layers:
-            return []
         virtual_stages = self._virtual_stages(pipeline)[-1]  # with the most stages per rank, ranks wait the least
         timed = []
         for tensor in tensors:
@@ -174,11 +173,9 @@ class _Search:
 
     def _with_micro_batches(self, schedule: BatchSchedule, way: Strategy) -> Iterator[Candidate]:
         """Return candidates with the largest micro-batches that fit, without and with recomputation."""
-        target, usable = self._target, self._usable_memory(way)
+        target, usable = self._target, USABLE_MEMORY * self._target.rates[way.precision].memory_bytes
         held = sum(held_by_rank(self._work, way, target.nodes, target.ranks_per_node, on_gpu=target.on_gpu).values())
-        setting = (
-            ("tensor", str(way.tensor)) if way.pipeline == 1 else ("pipeline", f"{way.stages} x tensor {way.tensor}")
-        )
+        setting = ("tensor", way.tensor) if way.pipeline == 1 else ("pipeline", f"{way.stages} x tensor {way.tensor}")
         if held > usable:
             gigabytes = f"{held / 1e9:,.1f} of {usable / 1e9:,.1f} GB"
             self.refusals.append(Refusal(*setting, f"weights do not fit in {way.precision}: {gigabytes}"))
@@ -220,7 +217,7 @@ class _Search:
     def _candidate(self, schedule: BatchSchedule, strategy: Strategy) -> Candidate | None:
         """Return the prediction of a strategy, or None if the strategy is not feasible."""
         target, work, precision = self._target, self._work, strategy.precision
-        sequences, usable = strategy.sequences(target.world_size), self._usable_memory(strategy)
+        sequences, usable = strategy.sequences(target.world_size), USABLE_MEMORY * target.rates[precision].memory_bytes
         memory_by = precision, strategy.recompute, strategy.parallel
         if sequences >= self._too_many.get(memory_by, sequences + 1):
             return None
@@ -256,9 +253,6 @@ class _Search:
     def _run(self, schedule: BatchSchedule, strategy: Strategy, step: PredictedStep) -> RunTime:
         samples = schedule.samples or self._work.samples
         return predict_run(self._work, strategy, self._target.rates[strategy.precision], step, samples)
-
-    def _usable_memory(self, strategy: Strategy) -> float:
-        return USABLE_MEMORY * self._target.rates[strategy.precision].memory_bytes
 
 
 def _while_faster(candidates: Iterator[Candidate]) -> Iterator[Candidate]:

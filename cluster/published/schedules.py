@@ -11,7 +11,6 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from statistics import median
-from typing import NamedTuple
 
 from bert.configuration.config import Config, flattened
 from bert.configuration.recipes import RECIPES
@@ -20,19 +19,18 @@ from cluster.published.results import SAMPLES_NOT_LOGGED, closed_rows
 from compliance.log.reader import read_log
 from console.text import counted
 
+_STATED = {
+    "base_learning_rate": "opt_base_learning_rate",
+    "learning_rate_training_steps": "opt_learning_rate_training_steps",
+    "beta_1": "opt_lamb_beta_1",
+    "beta_2": "opt_lamb_beta_2",
+    "num_warmup_steps": "opt_learning_rate_warmup_steps",
+    "weight_decay_rate": "opt_lamb_weight_decay_rate",
+}
+"""Column of the table of results for each hyperparameter that it states. The weight decay is the last."""
 
-class _Key(NamedTuple):
-    """Global batch size and the hyperparameters that all logs state."""
-
-    batch: int
-    rate: float
-    beta_1: float
-    beta_2: float
-    steps: int
-    warmup: int
-
-
-_Published = Mapping[_Key, Sequence[Mapping[str, str]]]
+_Published = Mapping[tuple[float, ...], Sequence[Mapping[str, str]]]
+"""Rows of the table of results by global batch size and the values of `_STATED`."""
 
 
 @dataclass(frozen=True)
@@ -98,47 +96,31 @@ def _with_own_samples(schedule: BatchSchedule, config: Config) -> BatchSchedule:
 
 
 def _published() -> _Published:
-    found: dict[_Key, list[Mapping[str, str]]] = defaultdict(list)
+    found: dict[tuple[float, ...], list[Mapping[str, str]]] = defaultdict(list)
     for row in closed_rows():
         if not any(each in row["accelerator"] for each in SAMPLES_NOT_LOGGED):
-            rate, beta_1, beta_2, steps, warmup = (
-                float(row[f"opt_{name}"])
-                for name in ("base_learning_rate", "lamb_beta_1", "lamb_beta_2", "learning_rate_training_steps",
-                             "learning_rate_warmup_steps")
-            )  # fmt: skip
-            key = _Key(int(row["global_batch_size"]), rate, beta_1, beta_2, round(steps), round(warmup))
-            found[key].append(row)
+            found[tuple(float(row[column]) for column in ("global_batch_size", *_STATED.values()))].append(row)
     return found
 
 
 def _of_recipe(config: Config, published: _Published, source: str) -> BatchSchedule:
-    optimizer, batch = config.optimizer, config.training.global_batch_size
-    key = _Key(
-        batch,
-        optimizer.base_learning_rate,
-        optimizer.beta_1,
-        optimizer.beta_2,
-        optimizer.learning_rate_training_steps,
-        optimizer.num_warmup_steps,
-    )
-    # Compare exactly, because recipes state the same digits that logs print.
-    samples = _median_samples(published[key]) if _is_benchmark(config) and key in published else None
-    return BatchSchedule(batch, optimizer, config.training.max_samples, samples, source)
+    batch = config.training.global_batch_size
+    own = (batch, *(getattr(config.optimizer, name) for name in _STATED))
+    # Compare exactly, because recipes state the same digits that logs print. Some logs state 0 instead of the weight decay.
+    rows = [row for key, found in published.items() if key[:-1] == own[:-1] for row in found]
+    samples = _median_samples(rows) if rows and _is_benchmark(config) else None
+    return BatchSchedule(batch, config.optimizer, config.training.max_samples, samples, source)
 
 
 def _stated(published: _Published) -> list[BatchSchedule]:
-    by_decay: dict[tuple[_Key, float], list[Mapping[str, str]]] = defaultdict(list)
-    for key, rows in published.items():
-        for row in rows:
-            by_decay[key, float(row["opt_lamb_weight_decay_rate"])].append(row)
     found = []
-    for (key, decay), rows in by_decay.items():
-        if key.warmup or not key.steps or not decay:
+    for (batch, rate, steps, beta_1, beta_2, warmup, decay), rows in published.items():
+        if warmup or not steps or not decay:
             continue
-        optimizer = OptimizerConfig(key.rate, key.steps, key.beta_1, key.beta_2, weight_decay_rate=decay)
+        optimizer = OptimizerConfig(rate, round(steps), beta_1, beta_2, weight_decay_rate=decay)
         others = f" and {counted(len(rows) - 1, 'other')}" if len(rows) > 1 else ""
         source = f"{rows[0]['submitter']} {rows[0]['round']}, {rows[0]['system']}{others}"
-        found.append(BatchSchedule(key.batch, optimizer, _max_samples(key.batch), _median_samples(rows), source))
+        found.append(BatchSchedule(round(batch), optimizer, _max_samples(batch), _median_samples(rows), source))
     return found
 
 
@@ -146,7 +128,7 @@ def _median_samples(rows: Sequence[Mapping[str, str]]) -> float:
     return median(float(row["mean_train_samples"]) for row in rows)
 
 
-def _max_samples(batch: int) -> int:
+def _max_samples(batch: float) -> int:
     """Return the sample limit of the recipe with the largest batch up to ``batch``, or else with the smallest batch."""
     limits = {
         config.training.global_batch_size: config.training.max_samples
