@@ -278,16 +278,12 @@ def _scale(
         networking: Network of a node, in words, such as "8x ConnectX-7 IB NDR 400Gb/s".
         out: HTML page to write, with curves and published results.
     """
-    from cluster.model.rates import device_of
     from cluster.plan.scaling import draw_scale
     from console.files import require_writable
 
     if out is not None:
         require_writable(out)
-    config = _recipe_named(recipe)
-    if gpus_per_node is None:
-        _, gpus_per_node = device_of(recipe, accelerator)
-    draw_scale(config, accelerator, gpus_per_node, networking, out)
+    draw_scale(_recipe_named(recipe), accelerator, gpus_per_node, networking, out)
 
 
 @app.command
