@@ -180,10 +180,9 @@ def _ranks(measured: Measured, nodes: Sequence[Sequence[int]]) -> tuple[Rank, ..
 
 def _links(measured: Measured) -> tuple[Link, ...]:
     return tuple(
-        Link(*fields)
-        for paths in (measured.in_hosts, measured.between_hosts)
-        if paths is not None
-        for fields in zip(
+        Link(one, other, latency, seconds)
+        for paths in measured.layers
+        for one, other, latency, seconds in zip(
             paths.source_E.tolist(),
             paths.target_E.tolist(),
             np.median(paths.latency_TE, axis=0).tolist(),
