@@ -251,10 +251,7 @@ def _lamb(segments: int, size: int) -> Trial:
     hyperparameters = LambHyperparameters(0.9, 0.999, 1e-6, 0.01, 1.0)
     # A learning rate of 0 leaves the weights unchanged.
     step, rate = torch.ones((), dtype=torch.int64), torch.zeros(())
-
-    def action() -> None:
-        lamb_step(weights, gradients, state, layout, hyperparameters, step=step, learning_rate=rate)
-
+    action = partial(lamb_step, weights, gradients, state, layout, hyperparameters, step=step, learning_rate=rate)
     return Trial("lamb", (1.0, float(segments), float(segments * size)), action, 1)
 
 
@@ -264,9 +261,4 @@ def _batch(size: int) -> Trial:
     # Do the work of one of four ranks: plan the whole global batch and assemble a quarter of it.
     plan = BatchPlan(lengths, (lengths // 7 + 1).astype(np.uint16), size, 4, 1, 0)
     samples = synthetic_samples(lengths[: size // 4], 1024)
-
-    def action() -> None:
-        [micro_batch] = plan.rank_batches(1, 0)
-        batch_of(samples, micro_batch)
-
-    return Trial("batch", (1.0, float(size)), action, 1)
+    return Trial("batch", (1.0, float(size)), lambda: batch_of(samples, plan.rank_batches(1, 0)[0]), 1)

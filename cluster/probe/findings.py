@@ -164,9 +164,8 @@ def _slow_paths(measured: Measured, paths: Paths, switches: Sequence[tuple[str, 
         # Fitted parameters: the level, and the share of each end that has enough paths.
         fitted = 1 + sum(int((np.bincount(of_E) >= FEWEST_PARTNERS).sum()) for of_E in (source_E, target_E))
         # Name a path with a slow end only if the path is even slower, after subtracting the shares of its ends.
-        for each in measured.outliers(parts.rest_TE, pairs, "path", quantity, chance, fitted):
-            if each.ratio > max(slow.get(rank, 1.0) for rank in each.ranks):
-                found.append(each)
+        slow_paths = measured.outliers(parts.rest_TE, pairs, "path", quantity, chance, fitted)
+        found += [each for each in slow_paths if each.ratio > max(slow.get(rank, 1.0) for rank in each.ranks)]
     return found
 
 

@@ -100,9 +100,8 @@ def _run(*operations: dist.P2POp) -> None:
 class _Messages:
     def __init__(self, mesh: Mesh) -> None:
         self._mesh = mesh
-        self._largest = _LARGEST_BYTES[mesh.device.type]
         self._small = torch.zeros(8, dtype=torch.uint8, device=mesh.device)
-        self._large = torch.ones(self._largest, dtype=torch.uint8, device=mesh.device)
+        self._large = torch.ones(_LARGEST_BYTES[mesh.device.type], dtype=torch.uint8, device=mesh.device)
 
     def suitable_sizes(self, pair: tuple[int, int]) -> list[int]:
         """Return the bytes of the messages to the second and to the first rank that take about ``_TARGET_SECONDS``."""
@@ -114,7 +113,7 @@ class _Messages:
             theirs = torch.empty_like(own)
             _run(dist.P2POp(dist.isend, own, peer), dist.P2POp(dist.irecv, theirs, peer))
             larger = [
-                min(self._largest, 4 * size) if rate * size < _TARGET_SECONDS else size
+                min(len(self._large), 4 * size) if rate * size < _TARGET_SECONDS else size
                 for rate, size in zip((own + theirs).tolist(), sizes, strict=True)
             ]
             if larger == sizes:
