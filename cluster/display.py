@@ -2,10 +2,11 @@
 
 import math
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from cluster.placement import hosts_below
 from cluster.view import Link, Rate, View
 from console.files import write_atomically
 from console.html.page import render_page
@@ -16,6 +17,8 @@ MOST_CELLS = 96
 """Maximum rows of a heat map. With more hosts, each cell covers several hosts and shows their slowest link."""
 _MOST_NAMES = 48
 """Maximum number of names beside a heat map. More would overlap."""
+_DECIMAL = {"T": 1e12, "G": 1e9, "M": 1e6}
+_BYTES = {"GiB": 2**30, "MiB": 2**20, "KiB": 2**10, "B": 1}
 
 
 def write_page(view: View, path: Path) -> None:
@@ -95,20 +98,15 @@ def heading(view: View) -> str:
 
 
 def rate_rows(view: View) -> list[tuple[str, str, str, str, str]]:
-    """Return a row for each quantity that all ranks measured: name, typical rate, and the slowest rank's rate, number and
-    excess time.
-    """
+    """Return a row for each quantity: name, typical rate, and the slowest rank's rate, number and excess time."""
     rows = []
-    for number, first in enumerate(view.ranks[0].rates):
-        times = [rank.rates[number].seconds for rank in view.ranks if number < len(rank.rates)]
-        # Different devices measure different quantities.
-        if len(times) < len(view.ranks):
-            continue
+    for one, *others in zip(*(rank.rates for rank in view.ranks), strict=False):
+        times = [one.seconds, *(rate.seconds for rate in others)]
         typical, slowest = statistics.median(times), max(times)
-        size = {"product": f"{first.size} x {first.size}", "launch": ""}.get(first.quantity, _bytes(first.size))
-        name = " ".join(part for part in (first.quantity, first.dtype, size) if part)
+        size = {"product": f"{one.size} x {one.size}", "launch": ""}.get(one.quantity, _scaled(one.size, _BYTES))
+        name = " ".join(part for part in (one.quantity, one.dtype, size) if part)
         longer = f"{slowest / typical - 1:.0%}" if typical else "-"
-        rows.append((name, _speed(first, typical), _speed(first, slowest), str(times.index(slowest)), longer))
+        rows.append((name, _speed(one, typical), _speed(one, slowest), str(times.index(slowest)), longer))
     return rows
 
 
@@ -126,24 +124,18 @@ def link_rows(view: View) -> list[tuple[str, str]]:
 
 def collective_rows(view: View) -> list[tuple[str, ...]]:
     """Return a row for each collective: operation, scope, ranks, and the times of its smallest and largest size."""
-    return [
-        (
-            each.operation,
-            each.scope,
-            str(each.ranks),
-            *(f"{duration(seconds)} for {_bytes(size)}" for size, seconds, _ in (each.points[0], each.points[-1])),
-        )
-        for each in view.collectives
-        if each.points
-    ]
+    rows = []
+    for each in view.collectives:
+        ends = each.points[:1] + each.points[-1:]
+        times = [f"{duration(seconds)} for {_scaled(size, _BYTES)}" for size, seconds, _ in ends]
+        rows.append((each.operation, each.scope, str(each.ranks), *times))
+    return rows
 
 
 def leaves(view: View) -> list[tuple[str, list[int]]]:
     """Return the switch names and the hosts of each leaf switch, in the order of the tree."""
-    below: dict[tuple[str, ...], list[int]] = {}
-    for number, host in enumerate(view.hosts):
-        below.setdefault(host.switches, []).append(number)
-    return [(" / ".join(path), hosts) for path, hosts in sorted(below.items())]
+    below = hosts_below([host.switches for host in view.hosts], range(len(view.hosts)))
+    return [(" / ".join(path), hosts) for path, hosts in below.items()]
 
 
 def switch_source(view: View) -> str:
@@ -161,23 +153,16 @@ def hosts_with_outliers(view: View) -> set[int]:
 
 def bandwidth(seconds_per_byte: float) -> str:
     """Format a rate in bytes per second with three digits, given the seconds per byte."""
-    return _per_second(1 / max(seconds_per_byte, 1e-15), "B")
+    return f"{_scaled(1 / max(seconds_per_byte, 1e-15), _DECIMAL)}B/s"
 
 
 def _speed(rate: Rate, seconds: float) -> str:
     if rate.quantity == "product":
-        return _per_second(2 * rate.size**3 / max(seconds, 1e-15), "FLOP")
+        return f"{_scaled(2 * rate.size**3 / max(seconds, 1e-15), _DECIMAL)}FLOP/s"
     return duration(seconds) if rate.quantity == "launch" else bandwidth(seconds / rate.size)
 
 
-def _per_second(number: float, unit: str) -> str:
+def _scaled(number: float, units: Mapping[str, float]) -> str:
     # Values from 999.5 on take the next unit, because three digits would show them as 1e+03.
-    prefix, size = next((each for each in (("T", 1e12), ("G", 1e9)) if number > 0.9995 * each[1]), ("M", 1e6))
-    return f"{number / size:.3g} {prefix}{unit}/s"
-
-
-def _bytes(size: int) -> str:
-    for unit, power in (("GiB", 30), ("MiB", 20), ("KiB", 10)):
-        if size >= 1 << power:
-            return f"{size / (1 << power):.3g} {unit}"
-    return f"{size} B"
+    unit = next((unit for unit, size in units.items() if number > 0.9995 * size), [*units][-1])
+    return f"{number / units[unit]:.3g} {unit}"

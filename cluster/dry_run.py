@@ -31,7 +31,11 @@ def main(arguments: Sequence[str]) -> int:
     try:
         config = parse(arguments)
         if config.training.device == "cuda" and not is_rank():
-            os.environ["WORLD_SIZE"] = str(_intended_ranks(config))
+            ranks = shape_of(config.recipe) or (1,)
+            if config.plan is not None:
+                plan = read_plan(config.plan)
+                ranks = plan.nodes, plan.ranks_per_node
+            os.environ["WORLD_SIZE"] = str(math.prod(ranks))
         launch = Launch.from_environment()
     except (ValueError, OSError) as error:
         return refused(error)
@@ -45,14 +49,6 @@ def main(arguments: Sequence[str]) -> int:
     status = train([*arguments, "--dry-run"])
     # The forecast reads the same inputs, so its error is new only if the check finds none.
     return refused(problem) if problem and not status else status
-
-
-def _intended_ranks(config: Config) -> int:
-    """Return the number of ranks that the plan or the recipe's name states, or 1."""
-    if config.plan is not None:
-        plan = read_plan(config.plan)
-        return plan.nodes * plan.ranks_per_node
-    return math.prod(shape_of(config.recipe) or (1,))
 
 
 def memory_and_step(config: Config, world_size: int, local_size: int = 0) -> Iterator[str]:
@@ -78,18 +74,14 @@ def memory_and_step(config: Config, world_size: int, local_size: int = 0) -> Ite
     if not config.data.train.is_dir():
         yield f"{config.data.train} is missing, so the forecast uses the lengths of the benchmark's Wikipedia"
 
-    def memory(mode: str) -> dict[str, float]:
-        chosen = replace(strategy, recompute=mode)
-        return memory_of_rank(work, chosen, nodes, a_node, config.training.device == "cuda")
-
-    parts = memory(strategy.recompute)
+    on_gpu = config.training.device == "cuda"
+    held = {mode: memory_of_rank(work, replace(strategy, recompute=mode), nodes, a_node, on_gpu) for mode in REPEATED}
+    parts = held.pop(strategy.recompute)
     total = sum(parts.values())
-    yield f"a rank holds {_shown(total)} at most: " + ", ".join(
-        f"{part} {_shown(size)}" for part, size in parts.items() if size
-    )
-    yield f"training.recompute is {strategy.recompute}; " + ", ".join(
-        f"{mode} would hold {_shown(sum(memory(mode).values()))}" for mode in REPEATED if mode != strategy.recompute
-    )
+    shown = ", ".join(f"{part} {_shown(size)}" for part, size in parts.items() if size)
+    yield f"a rank holds {_shown(total)} at most: {shown}"
+    others = ", ".join(f"{mode} would hold {_shown(sum(sizes.values()))}" for mode, sizes in held.items())
+    yield f"training.recompute is {strategy.recompute}; {others}"
     if device is None:
         return
     usable = USABLE_MEMORY * device.memory_gb * 1e9
@@ -99,9 +91,8 @@ def memory_and_step(config: Config, world_size: int, local_size: int = 0) -> Ite
     rates = target_of_devices(device, world_size, a_node).rates.get(strategy.precision)
     if rates is not None:
         step = predict_step(work, strategy, rates)
-        times = ", ".join(
-            f"{name.replace('_', ' ')} {1000 * seconds:.0f}" for name, seconds in step.parts.items() if seconds
-        )
+        spent = {name.replace("_", " "): 1000 * seconds for name, seconds in step.parts.items() if seconds}
+        times = ", ".join(f"{name} {milliseconds:.0f}" for name, milliseconds in spent.items())
         yield f"a step is predicted to take {1000 * step.total:.0f} ms on {nodes} x {a_node} {device.name}: {times}"
 
 

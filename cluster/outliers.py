@@ -80,22 +80,17 @@ def judge(times_TP: Array, comparisons: int, chance: int = CHANCE, fitted: int =
     # Variance between parts in excess of the measurement error.
     beyond_P = np.maximum(0.0, between**2 - repeated_P**2)
     scale_P = np.sqrt(repeated_P**2 + beyond_P)
-    freedom_P = _freedom(repeated_P**2, _EFFICIENCY * free * (turns - 1), beyond_P, free)
+    repeats = max(1, _EFFICIENCY * free * (turns - 1))
     with np.errstate(divide="ignore", invalid="ignore"):
+        # Degrees of freedom of a sum of two variances (Welch-Satterthwaite), or NaN if both variances are 0.
+        freedom_P = scale_P**4 / (repeated_P**4 / repeats + beyond_P**2 / free)
         deviations_P = np.where(excess_P == 0, 0.0, excess_P / scale_P)
     enough = turns >= _FEWEST_TURNS and parts > 2
     # A one-sided test, with the chance divided by the number of comparisons (Bonferroni).
-    limit_P = -stdtrit(np.maximum(1.0, freedom_P), 1 / (chance * max(1, comparisons))) if enough else np.inf
+    limit_P = -stdtrit(np.fmax(1.0, freedom_P), 1 / (chance * max(1, comparisons))) if enough else np.inf
     # If all other parts have equal times, the clock's last digit could make an outlier. So require an excess of 0.1 %.
     is_outlier = (deviations_P > limit_P) & (excess_P > 1e-3)
     return Judgement(np.exp(excess_P), np.clip(deviations_P, -1e6, 1e6), is_outlier)
-
-
-def _freedom(one_P: Array, of_one: float, other_P: Array, of_other: float) -> Array:
-    """Return the degrees of freedom of a sum of two variances (Welch-Satterthwaite), or 1 if both variances are 0."""
-    with np.errstate(divide="ignore", invalid="ignore"):
-        freedom_P = (one_P + other_P) ** 2 / (one_P**2 / max(1, of_one) + other_P**2 / max(1, of_other))
-    return np.nan_to_num(freedom_P, nan=1.0)
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ walks the tree of switches and never returns to a subtree.
 """
 
 from collections.abc import Sequence
+from itertools import groupby, takewhile
 
 from console.text import counted
 
@@ -15,10 +16,8 @@ Path = tuple[str, ...]
 
 def climb(one: Path, other: Path) -> int:
     """Return how many levels above the leaf the traffic between two hosts climbs. 0 means that they share a leaf."""
-    shared = 0
-    while shared < min(len(one), len(other)) and one[shared] == other[shared]:
-        shared += 1
-    return max(len(one), len(other)) - shared
+    shared = takewhile(lambda level: level[0] == level[1], zip(one, other, strict=False))
+    return max(len(one), len(other)) - len([*shared])
 
 
 def cost(order: Sequence[Path], group: int = 1) -> int:
@@ -43,20 +42,18 @@ def place(paths: Sequence[Path], nodes: int, group: int = 1) -> list[int]:
     return [host for members in groups for host in members]
 
 
-def _subtrees(paths: Sequence[Path], hosts: Sequence[int], level: int | None = None) -> dict[Path, list[int]]:
+def hosts_below(paths: Sequence[Path], hosts: Sequence[int], level: int | None = None) -> dict[Path, list[int]]:
     """Group hosts by their first ``level`` switches, or by leaf if None, in the order of the tree."""
-    found: dict[Path, list[int]] = {}
-    for host in sorted(hosts, key=lambda host: (paths[host], host)):
-        found.setdefault(paths[host][:level], []).append(host)
-    return found
+    ordered = sorted(hosts, key=lambda host: (paths[host], host))
+    return {path: [*below] for path, below in groupby(ordered, lambda host: paths[host][:level])}
 
 
 def _choose(paths: Sequence[Path], nodes: int, group: int) -> list[int]:
     """Choose hosts from the fullest leaves of the smallest subtree that has enough hosts."""
     every = range(len(paths))
-    subtrees = [tree for level in range(max(map(len, paths)) + 1) for tree in _subtrees(paths, every, level).items()]
+    subtrees = [tree for level in range(max(map(len, paths)) + 1) for tree in hosts_below(paths, every, level).items()]
     _, smallest = min((len(hosts), path) for path, hosts in subtrees if len(hosts) >= nodes)
-    leaves = _subtrees(paths, [host for host in every if paths[host][: len(smallest)] == smallest])
+    leaves = hosts_below(paths, [host for host in every if paths[host][: len(smallest)] == smallest])
     chosen: list[int] = []
     for step in (group, 1):  # first whole groups within a leaf, then single hosts
         available = {leaf: len(hosts) // step * step for leaf, hosts in leaves.items()}
@@ -71,7 +68,7 @@ def _choose(paths: Sequence[Path], nodes: int, group: int) -> list[int]:
 
 def _fill(paths: Sequence[Path], level: int, hosts: list[int], group: int) -> tuple[list[list[int]], list[int]]:
     """Form groups from hosts that share their first ``level`` switches; also return the remaining hosts."""
-    subtrees = _subtrees(paths, hosts, level + 1)
+    subtrees = hosts_below(paths, hosts, level + 1)
     groups: list[list[int]] = []
     left: list[int] = []
     is_leaf = len(subtrees) == 1 and len(next(iter(subtrees))) <= level

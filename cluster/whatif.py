@@ -4,7 +4,6 @@ All figures come from the records of the run: the parts of its steps on rank 0, 
 reported. Each estimate assumes that the other bottlenecks stay the same, so the savings are upper bounds.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -61,23 +60,22 @@ def savings(account: Account) -> dict[str, float]:
         "evaluations": account.parts["evaluations"],
     }
     ranks = {(each.host, each.rank) for _, slow in account.slow for each in slow}
-    hosts = [host for host, _ in ranks]
     for host, rank in ranks:  # key by host and rank, because after a restart a rank may be on another host
-        found[f"rank {rank} on host {host}"] = _without(
-            account, lambda each, at=(host, rank): (each.host, each.rank) == at
-        )
-        if hosts.count(host) > 1:
-            found[f"host {host}"] = _without(account, lambda each, host=host: each.host == host)
+        found[f"rank {rank} on host {host}"] = _without(account, {(host, rank)})
+        on_host = {each for each in ranks if each[0] == host}
+        if len(on_host) > 1:
+            found[f"host {host}"] = _without(account, on_host)
     return {name: saved for name, saved in sorted(found.items(), key=lambda each: -each[1]) if saved > 0}
 
 
-def _without(account: Account, is_removed: Callable[[Straggler], bool]) -> float:
-    """Return the seconds that the other ranks waited for the removed ranks."""
+def _without(account: Account, removed: set[tuple[str, int]]) -> float:
+    """Return the seconds that the other ranks waited for the removed ranks, each given by its host and its number."""
     saved = 0.0
     for steps, slow in account.slow:
         slowest = max((each.own_ms for each in slow), default=0.0)
         # Without the removed ranks, a step takes as long as the next slowest rank or the median rank.
-        others = [each.own_ms for each in slow if not is_removed(each)] + [each.median_ms for each in slow[:1]]
+        others = [each.own_ms for each in slow if (each.host, each.rank) not in removed]
+        others += [each.median_ms for each in slow[:1]]
         saved += steps * max(0.0, slowest - max(others, default=0.0)) / 1000
     return saved
 

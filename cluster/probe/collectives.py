@@ -44,29 +44,27 @@ def measure_collectives(mesh: Mesh, seconds: float) -> tuple[list[Collective], l
     Each collective gets an equal part of ``seconds``. The message size grows until the next size would exceed its part.
     """
     groups = Communicators.create(mesh)
-    scopes: dict[Scope, tuple[dist.ProcessGroup | None, list[int]]] = {
-        "world": (groups.world, list(range(mesh.world_size)))
-    }
+    scopes: dict[Scope, dist.ProcessGroup | None] = {"world": groups.world}
     # With a single node, or one rank per node, the scopes coincide.
     if 1 < len(mesh.node_ranks) < mesh.world_size:
-        scopes["node"] = (groups.node, list(mesh.node_ranks))
-        scopes["rail"] = (groups.rail, list(mesh.rail_ranks))
+        scopes |= {"node": groups.node, "rail": groups.rail}
     operations: tuple[Operation, ...] = get_args(Operation)
     share = seconds / (len(scopes) * len(operations))
     collectives, wrong = [], []
-    for scope, (group, ranks) in scopes.items():
+    for scope, group in scopes.items():
         for operation in operations:
             assert group is not None
-            points, errors = _times(mesh, group, ranks, operation, share)
-            collectives.append(Collective(operation, scope, len(ranks), tuple(points)))
+            points, errors = _times(mesh, group, operation, share)
+            collectives.append(Collective(operation, scope, group.size(), tuple(points)))
             wrong += [WrongResult(operation, scope, *each) for each in errors]
     return collectives, wrong
 
 
 def _times(
-    mesh: Mesh, group: dist.ProcessGroup, ranks: list[int], operation: Operation, seconds: float
+    mesh: Mesh, group: dist.ProcessGroup, operation: Operation, seconds: float
 ) -> tuple[list[tuple[int, float, float]], list[tuple[int, int]]]:
     points, wrong, spent, size = [], [], 0.0, _SMALLEST_BYTES
+    ranks = dist.get_process_group_ranks(group)
     while size <= _LARGEST_BYTES:
         left, next_one = seconds - spent, _FACTOR * points[-1][1] if points else 0.0
         # `spent` and `points` hold the slowest rank's seconds on all ranks, so all ranks stop at the same size.

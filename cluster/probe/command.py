@@ -51,7 +51,6 @@ def probe(out: Path, seconds: float = 30.0, limit: float = 60.0) -> int:
         timeout = timedelta(seconds=max(60.0, 4 * seconds))
         mesh = join_mesh(device, timeout, arrival=timedelta(seconds=limit))
         view = _measure(mesh, seconds)
-        status = 0
         if view is not None:
             write_view(view, out)
             hosts, ranks = counted(len(view.hosts), "host"), counted(len(view.ranks), "rank")
@@ -60,8 +59,7 @@ def probe(out: Path, seconds: float = 30.0, limit: float = 60.0) -> int:
             for line in [outlier.sentence for outlier in view.outliers] or [nothing]:
                 say(line)
             say(out)
-            status = 1 if view.outliers else 0
-        return agreed_integer(status, mesh)
+        return agreed_integer(int(view is not None and len(view.outliers) > 0), mesh)
     except RuntimeError as error:
         reason = str(error).strip().split("\n")[0][:200]
         raise ValueError(f"rank {launch.rank}: another rank was lost, or the device failed ({reason})") from None
@@ -80,16 +78,15 @@ def _measure(mesh: Mesh, seconds: float) -> View | None:
     # Several hosts may share one machine, whose processors count once.
     processors = sum({facts.machine: facts.host.cores for facts in every}.values())
     own = every[mesh.rank]
-    sharers = [rank for rank, facts in enumerate(every) if facts.machine == own.machine]
     # Two hardware threads share a core, so only half of them measure at the same time.
     slots = max(1, own.host.cores // 2 // torch.get_num_threads())
-    if mesh.device.type == "cuda":
-        sharers, slots = [mesh.rank], 1
+    place = sum(facts.machine == own.machine for facts in every[: mesh.rank])
+    group = place // slots if mesh.device.type == "cpu" else 0
     cells = cells_of(mesh.device)
     in_hosts, between = _schedules(nodes, every)
 
     def once() -> Measured:
-        rates_TC = measure_rates(mesh, cells, sharers, slots, TURNS, _DEVICES * seconds)
+        rates_TC = measure_rates(mesh, cells, group, TURNS, _DEVICES * seconds)
         return Measured(
             every,
             host_of,
@@ -148,21 +145,14 @@ def _schedules(nodes: Sequence[Sequence[int]], every: Sequence[Facts]) -> tuple[
     Between hosts, the first rank at each network card represents the card.
     """
     # All hosts have the same number of ranks.
-    within = [
-        [_ordered(ranks[a], ranks[b]) for ranks in nodes for a, b in pairs] for pairs in rounds_of_pairs(len(nodes[0]))
-    ]
+    within = [[(ranks[a], ranks[b]) for ranks in nodes for a, b in pairs] for pairs in rounds_of_pairs(len(nodes[0]))]
     # The rounds pair neighbours in this order. Hosts with neighbouring names often share a leaf switch.
     by_name = sorted(nodes, key=lambda ranks: _natural(every[ranks[0]].host.name))
     # The last entry of a key stays in a dictionary, so iterate in reverse to keep the first rank at each card.
     at_cards = [list({every[rank].card: rank for rank in reversed(ranks)}.values())[::-1] for ranks in by_name]
     rails = list(zip(*at_cards, strict=False))
     rounds = rounds_of_pairs(len(by_name))
-    return within, [[_ordered(rail[a], rail[b]) for rail in rails for a, b in pairs] for pairs in rounds]
-
-
-# The lower rank of a pair sends first.
-def _ordered(one: int, other: int) -> tuple[int, int]:
-    return (one, other) if one < other else (other, one)
+    return within, [[(rail[a], rail[b]) for rail in rails for a, b in pairs] for pairs in rounds]
 
 
 def _natural(name: str) -> list[tuple[int, str]]:
@@ -180,26 +170,23 @@ def _join_turns(first: Measured, second: Measured) -> Measured:
 
 
 def _ranks(measured: Measured, nodes: Sequence[Sequence[int]]) -> tuple[Rank, ...]:
-    ranks = []
+    ranks, seconds_RC = [], np.median(measured.rates_RTC, axis=1).tolist()
     for rank, (facts, host) in enumerate(zip(measured.facts, measured.host_of, strict=True)):
-        rates = [
-            Rate(cell.quantity, cell.dtype, cell.size, float(np.median(times_T)))
-            for cell, times_T in zip(measured.cells, measured.rates_RTC[rank].T, strict=True)
-        ]
+        cells = zip(measured.cells, seconds_RC[rank], strict=True)
+        rates = [Rate(cell.quantity, cell.dtype, cell.size, seconds) for cell, seconds in cells]
         ranks.append(Rank(host, nodes[host].index(rank), facts.device, facts.device_memory, facts.card, tuple(rates)))
     return tuple(ranks)
 
 
 def _links(measured: Measured) -> tuple[Link, ...]:
     return tuple(
-        Link(int(one), int(other), float(latency), float(seconds))
-        for paths in (measured.in_hosts, measured.between_hosts)
-        if paths is not None
+        Link(one, other, latency, seconds)
+        for paths in measured.layers
         for one, other, latency, seconds in zip(
-            paths.source_E,
-            paths.target_E,
-            np.median(paths.latency_TE, axis=0),
-            np.median(paths.seconds_per_byte_TE, axis=0),
+            paths.source_E.tolist(),
+            paths.target_E.tolist(),
+            np.median(paths.latency_TE, axis=0).tolist(),
+            np.median(paths.seconds_per_byte_TE, axis=0).tolist(),
             strict=True,
         )
     )

@@ -6,7 +6,7 @@ inputs have left the caches. Memory is also allocated and freed in the same orde
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from bert.parallel.mesh import Mesh, agreed_integer, barrier
-from cluster.model.work import linear
+from cluster.model.work import Count, linear
 from cluster.probe.computing import gather_numbers, time_in_window
 from cluster.view import ComputationTime, Contention
 from dataloading.batches.loader import batch_of
@@ -66,9 +66,6 @@ _BATCH = (32, 256)
 _PRODUCT, _REPEATS = 256, 3
 """Matrix size of the products that measure contention, and the number of repetitions."""
 
-_Forward = tuple[Callable[[], Tensor], list[Tensor]]
-"""A forward pass, and the activations that it reads."""
-
 
 @dataclass(frozen=True)
 class Trial:
@@ -93,7 +90,8 @@ def trials_of(device: torch.device) -> list[Trial]:
             trials += [_attention(dtype, *shape, dropout) for dtype in dtypes for shape in _ATTENTION]
             trials += [_norm(*shape, dropout) for shape in _NORM]
             trials += [_embedding(*shape, dropout) for shape in _EMBEDDING]
-        trials += [_gelu(*shape) for shape in _GELU]
+        gelu = partial(F.gelu, approximate="tanh")
+        trials += [_backward_of("gelu", (1, rows * size), gelu, [(rows, size)]) for rows, size in _GELU]
         trials += [_loss(*shape) for shape in _LOSS]
         trials += [_lamb(*shape) for shape in _LAMB]
     return trials + [_batch(size) for size in _BATCH]
@@ -139,50 +137,60 @@ def measure_contention(mesh: Mesh, processors: int, seconds: float) -> Contentio
             torch.cuda.synchronize(mesh.device)
         return time.perf_counter() - start
 
-    alone, together, begun = [], [], []
+    rows = []
     for _ in range(_REPEATS):
         # The other ranks wait in the barrier.
-        if mesh.rank == 0:
-            alone.append(work())
+        alone = work() if mesh.is_main else 0.0
         barrier()
         # Repeat until the window ends, so that no rank finishes early and frees processors.
-        together.append(time_in_window(work, share, mesh.device))
+        together = time_in_window(work, share, mesh.device)
         barrier()
         # Do the work once, as in a step: a rank that has finished leaves its processors to the other ranks.
-        begun.append(work())
+        rows.append((alone, together, work()))
         barrier()
-    # Only rank 0's row of this gathering is used. The other ranks send any array of the same shape.
-    first_T = gather_numbers(np.array(alone if mesh.rank == 0 else together), mesh)[0]
-    together_RT, begun_RT = (gather_numbers(np.array(times), mesh) for times in (together, begun))
-    times = (first_T, together_RT.mean(axis=0), begun_RT.mean(axis=0), begun_RT.max(axis=0))
+    alone_RT, together_RT, begun_RT = np.moveaxis(gather_numbers(np.array(rows), mesh), 2, 0)
+    times = (alone_RT[0], together_RT.mean(axis=0), begun_RT.mean(axis=0), begun_RT.max(axis=0))
     return Contention(processors, torch.get_num_threads(), *(float(np.median(time_T)) for time_T in times))
 
 
-def _backward_of(make: Callable[[], _Forward], kind: str, counts: tuple[float, ...]) -> Trial:
-    """Return a trial that runs ``_COPIES`` computations forward, and then backward in reverse order."""
-    computations = [make() for _ in range(_COPIES)]
+def _backward_of(
+    kind: str,
+    counts: Sequence[Count],
+    forward: Callable[..., Tensor],
+    activations: Sequence[tuple[int, ...]],
+    parameters: Sequence[tuple[int, ...]] = (),
+    dtype: torch.dtype = torch.float32,
+) -> Trial:
+    """Return a trial that runs ``_COPIES`` computations forward, and then backward in reverse order.
+
+    ``forward`` gets activations and parameters of the given shapes, in this order. ``dtype`` is that of the activations.
+    """
+    copies = [
+        [*(torch.rand(shape, dtype=dtype, requires_grad=True) for shape in activations), *map(_leaf, parameters)]
+        for _ in range(_COPIES)
+    ]
     with torch.enable_grad():
-        gradient = torch.ones_like(computations[0][0]())
+        gradient = torch.ones_like(forward(*copies[0]))
 
     def action() -> None:
         outputs = []
         with torch.enable_grad():
-            for forward, activations in computations:
+            for inputs in copies:
                 # Gradients of activations do not accumulate in a step.
-                for activation in activations:
+                for activation in inputs[: len(activations)]:
                     activation.grad = None
-                outputs.append(forward())
+                outputs.append(forward(*inputs))
             # Free each output's graph before the next backward pass, as in a model.
             while outputs:
                 output = outputs.pop()
                 output.backward(gradient if output.ndim else None)
 
-    return Trial(kind, counts, action, _COPIES)
+    return Trial(kind, tuple(map(float, counts)), action, _COPIES)
 
 
-def _leaf(*shape: int) -> Tensor:
+def _leaf(shape: tuple[int, ...]) -> Tensor:
     # The backward pass adds to an existing gradient, as in training with the flat gradient vector.
-    leaf = torch.rand(*shape, requires_grad=True)
+    leaf = torch.rand(shape, requires_grad=True)
     leaf.grad = torch.zeros_like(leaf)
     return leaf
 
@@ -192,68 +200,48 @@ def _linear(dtype: torch.dtype, rows: int, inputs: int, outputs: int) -> Trial:
         with torch.autocast(x.device.type, torch.bfloat16, enabled=dtype == torch.bfloat16):
             return F.linear(x, weight, bias)
 
-    def make() -> _Forward:
-        x = torch.rand(rows, inputs, dtype=dtype, requires_grad=True)
-        return partial(forward, x, _leaf(outputs, inputs), _leaf(outputs)), [x]
-
-    counts = linear(float(rows), inputs, outputs).counts
+    counts = linear(rows, inputs, outputs).counts
     kind = "linear fp32" if dtype == torch.float32 else "linear bf16"
-    return _backward_of(make, kind, tuple(map(float, counts)))  # type: ignore[arg-type]
+    return _backward_of(kind, counts, forward, [(rows, inputs)], [(outputs, inputs), (outputs,)], dtype)
 
 
 def _attention(dtype: torch.dtype, count: int, length: int, heads: int, size: int, dropout: Dropout | None) -> Trial:
     cu_seqlens = torch.arange(count + 1, dtype=torch.int32) * length
-
-    def make() -> _Forward:
-        qkv = torch.rand(count * length, 3, heads, size, dtype=dtype, requires_grad=True)
-        return partial(varlen_self_attention, qkv, cu_seqlens, length, dropout), [qkv]
-
     pairs = count * length**2
-    counts = (1.0, float(count * length * heads * size), float(pairs * heads), float(pairs * heads * size))
-    return _backward_of(make, _named("attention" + " bf16" * (dtype == torch.bfloat16), dropout), counts)
+    counts = (1, count * length * heads * size, pairs * heads, pairs * heads * size)
+    kind = _named("attention" + " bf16" * (dtype == torch.bfloat16), dropout)
+
+    def forward(qkv: Tensor) -> Tensor:
+        return varlen_self_attention(qkv, cu_seqlens, length, dropout)
+
+    return _backward_of(kind, counts, forward, [(count * length, 3, heads, size)], dtype=dtype)
 
 
 def _norm(rows: int, size: int, dropout: Dropout | None) -> Trial:
-    def make() -> _Forward:
-        x, residual = (torch.rand(rows, size, requires_grad=True) for _ in range(2))
-        arguments = x, _leaf(size), residual, _leaf(size), _leaf(size), _EPS, dropout
-        return partial(dropout_add_layer_norm, *arguments), [x, residual]
+    def forward(x: Tensor, residual: Tensor, bias: Tensor, weight: Tensor, norm_bias: Tensor) -> Tensor:
+        return dropout_add_layer_norm(x, bias, residual, weight, norm_bias, _EPS, dropout)
 
-    return _backward_of(make, _named("norm", dropout), (1.0, float(rows * size)))
+    return _backward_of(_named("norm", dropout), (1, rows * size), forward, [(rows, size)] * 2, [(size,)] * 3)
 
 
 def _embedding(tokens: int, size: int, words: int, dropout: Dropout | None) -> Trial:
     ids = torch.randint(words, (tokens,))
     positions, segments = torch.arange(tokens) % 128, torch.zeros_like(ids)
 
-    def make() -> _Forward:
-        tables = (_leaf(rows, size) for rows in (words, 128, 2))
-        arguments = ids, positions, segments, *tables, _leaf(size), _leaf(size), _EPS, dropout
-        return partial(embedding_layer_norm, *arguments), []
+    def forward(word: Tensor, position: Tensor, segment: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        return embedding_layer_norm(ids, positions, segments, word, position, segment, weight, bias, _EPS, dropout)
 
-    return _backward_of(make, _named("embedding", dropout), (1.0, float(tokens * size), float(words * size)))
+    shapes = [(words, size), (128, size), (2, size), (size,), (size,)]
+    return _backward_of(_named("embedding", dropout), (1, tokens * size, words * size), forward, [], shapes)
 
 
 def _named(kind: str, dropout: Dropout | None) -> str:
     return f"{kind} with dropout" if dropout else kind
 
 
-def _gelu(rows: int, size: int) -> Trial:
-    def make() -> _Forward:
-        x = torch.rand(rows, size, requires_grad=True)
-        return partial(F.gelu, x, approximate="tanh"), [x]
-
-    return _backward_of(make, "gelu", (1.0, float(rows * size)))
-
-
 def _loss(rows: int, words: int) -> Trial:
     labels = torch.randint(words, (rows,))
-
-    def make() -> _Forward:
-        logits = torch.rand(rows, words, requires_grad=True)
-        return partial(cross_entropy_sum, logits, labels), [logits]
-
-    return _backward_of(make, "loss", (1.0, float(rows * words)))
+    return _backward_of("loss", (1, rows * words), lambda logits: cross_entropy_sum(logits, labels), [(rows, words)])
 
 
 def _lamb(segments: int, size: int) -> Trial:
@@ -263,10 +251,7 @@ def _lamb(segments: int, size: int) -> Trial:
     hyperparameters = LambHyperparameters(0.9, 0.999, 1e-6, 0.01, 1.0)
     # A learning rate of 0 leaves the weights unchanged.
     step, rate = torch.ones((), dtype=torch.int64), torch.zeros(())
-
-    def action() -> None:
-        lamb_step(weights, gradients, state, layout, hyperparameters, step=step, learning_rate=rate)
-
+    action = partial(lamb_step, weights, gradients, state, layout, hyperparameters, step=step, learning_rate=rate)
     return Trial("lamb", (1.0, float(segments), float(segments * size)), action, 1)
 
 
@@ -276,9 +261,4 @@ def _batch(size: int) -> Trial:
     # Do the work of one of four ranks: plan the whole global batch and assemble a quarter of it.
     plan = BatchPlan(lengths, (lengths // 7 + 1).astype(np.uint16), size, 4, 1, 0)
     samples = synthetic_samples(lengths[: size // 4], 1024)
-
-    def action() -> None:
-        [micro_batch] = plan.rank_batches(1, 0)
-        batch_of(samples, micro_batch)
-
-    return Trial("batch", (1.0, float(size)), action, 1)
+    return Trial("batch", (1.0, float(size)), lambda: batch_of(samples, plan.rank_batches(1, 0)[0]), 1)

@@ -5,7 +5,6 @@ time slices. Ranks that share a machine's cores take turns, because they would s
 GPU measure at the same time. Each turn measures on every rank before the next turn begins.
 """
 
-import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -85,27 +84,22 @@ def time_in_window(action: Callable[[], object], seconds: float, device: torch.d
             return spent / count
 
 
-def measure_rates(
-    mesh: Mesh, cells: Sequence[Cell], sharers: Sequence[int], slots: int, turns: int, seconds: float
-) -> NDArray[np.float64]:
+def measure_rates(mesh: Mesh, cells: Sequence[Cell], own_group: int, turns: int, seconds: float) -> NDArray[np.float64]:
     """Return this rank's seconds for every turn T and cell C. All ranks must call this function at the same time.
 
-    ``sharers`` are the ranks that share this rank's cores, including this rank. ``slots`` of them measure at the same time.
+    Ranks that slow each other down are in different groups, which are numbered from 0 and never measure at the same time.
     The whole measurement takes about ``seconds`` seconds.
     """
     # Every rank must enter the same number of barriers: the number of groups on the machine with the most groups.
-    own_groups = math.ceil(len(sharers) / slots)
-    groups = int(all_reduce_(torch.tensor([own_groups], device=mesh.device), "max").item())
-    mine = list(sharers).index(mesh.rank) // slots
+    groups = int(all_reduce_(torch.tensor([own_group], device=mesh.device), "max").item()) + 1
     window = min(_LONGEST_WINDOW_S, seconds / (turns * groups * len(cells)))
     times_TC = np.empty((turns, len(cells)))
     for cell in cells:  # warm up: the first call allocates memory and loads kernels
         cell.action()
     for turn in range(turns):
         for group in range(groups):
-            # Ranks of different groups never measure at the same time.
             barrier()
-            if group == mine:
+            if group == own_group:
                 times_TC[turn] = [time_in_window(cell.action, window, mesh.device) / cell.times for cell in cells]
     return times_TC
 

@@ -1,12 +1,13 @@
 """Slow and broken ranks, hosts and links that a probe found, in words, with their cost for a BERT-Large step."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
 
-from cluster.outliers import CHANCE, FEWEST_PARTNERS, Judgement, judge, leaves_of, take_apart
+from cluster.outliers import CHANCE, FEWEST_PARTNERS, Array, judge, leaves_of, take_apart
 from cluster.probe.collectives import WrongResult
 from cluster.probe.computing import Cell
 from cluster.probe.links import Paths
@@ -43,17 +44,47 @@ class Measured:
     def hosts(self) -> int:
         return max(self.host_of) + 1
 
+    @property
+    def layers(self) -> list[Paths]:
+        return [paths for paths in (self.between_hosts, self.in_hosts) if paths is not None]
 
-_Step = Mapping[str, float]
-"""Seconds of a step on a typical device and path, divided among the measured quantities that determine them."""
+    @property
+    def comparisons(self) -> int:
+        """Number of comparisons of the whole probe, which share one chance of a false outlier."""
+        return len(self.cells) * len(self.facts) + sum(4 * len(paths.source_E) for paths in self.layers)
 
+    @cached_property
+    def step(self) -> dict[str, float]:
+        """Seconds of a step on a typical device and path, divided among the measured quantities that determine them."""
+        typical_C = np.median(self.rates_RTC, axis=(0, 1)).tolist()
+        timed = [*zip(self.cells, typical_C, strict=True)]
+        # A multiply-add counts as two operations, and a copy both reads and writes.
+        flops = max(2.0 * cell.size**3 / seconds for cell, seconds in timed if cell.quantity == "product")
+        bytes_per_s = max(2.0 * cell.size / seconds for cell, seconds in timed if cell.quantity == "copy")
+        paths, reduce = self.between_hosts or self.in_hosts, 0.0
+        if paths is not None:
+            ends = len(_ends(paths)[0])
+            many, cards = (self.hosts, ends / self.hosts) if self.between_hosts else (ends, 1)
+            # The reduction is an fp32 ring along every rail. Each card carries its part of the gradient.
+            reduce = 2 * (many - 1) / many * 4 * PARAMETERS / cards * float(np.median(paths.seconds_per_byte_TE))
+        return {"product": STEP_OPERATIONS / flops, "copy": _UPDATE_BYTES / bytes_per_s, "bandwidth": reduce}
 
-def _outlier(ranks: tuple[int, ...], way: str, quantity: str, judgement: Judgement, place: int, step: _Step) -> Outlier:
-    """Return an outlier whose name is only its kind so far: "" (rank), "sending", "receiving", "path" or "part"."""
-    ratio = float(judgement.ratios[place])
-    # Launches (in CUDA graphs) and transfers (hidden by computation) add no time to a step.
-    share = (ratio - 1) * step.get(quantity.split()[0], 0.0) / sum(step.values())
-    return Outlier(way, quantity, ratio, float(judgement.deviations[place]), share, ranks)
+    def outliers(
+        self,
+        times_TP: Array,
+        ranks_P: Sequence[tuple[int, ...]],
+        kind: str,
+        quantity: str,
+        chance: int,
+        fitted: int = 1,
+    ) -> Iterator[Outlier]:
+        """Find the outliers among parts P, named only by their kind: "rank", "sending", "receiving", "path" or "part"."""
+        judgement = judge(times_TP, self.comparisons, chance, fitted)
+        for place in np.flatnonzero(judgement.is_outlier).tolist():
+            ratio = float(judgement.ratios[place])
+            # Launches (in CUDA graphs) and transfers (hidden by computation) add no time to a step.
+            share = (ratio - 1) * self.step.get(quantity.split()[0], 0.0) / sum(self.step.values())
+            yield Outlier(kind, quantity, ratio, float(judgement.deviations[place]), share, ranks_P[place])
 
 
 def _cost(outlier: Outlier) -> tuple[float, float]:
@@ -82,50 +113,30 @@ def find_outliers(
     measured: Measured, switches: Sequence[tuple[str, ...]], wrong: Sequence[WrongResult] = (), chance: int = CHANCE
 ) -> list[Outlier]:
     """Return all outliers, the most expensive first. See `cluster.outliers` for ``chance``."""
-    layers = [paths for paths in (measured.between_hosts, measured.in_hosts) if paths is not None]
-    # All comparisons of the probe share one chance of a false outlier.
-    comparisons = len(measured.cells) * len(measured.facts) + sum(4 * len(paths.source_E) for paths in layers)
-    step = _step_of(measured)
-    ranks = _slow_ranks(measured, step, comparisons, chance)
-    paths = [
-        each
-        for layer in layers
-        for each in _slow_paths(measured, layer, switches, step, comparisons, chance)
-        if not _is_explained(each, ranks)
-    ]
+    ranks = _slow_ranks(measured, chance)
+    found = [each for layer in measured.layers for each in _slow_paths(measured, layer, switches, chance)]
+    paths = [each for each in found if not _is_explained(each, ranks)]
     outliers = [*_describe_devices(measured, ranks), *_describe_links(measured, paths)]
     outliers.sort(key=_cost, reverse=True)
-    return [*(_describe_wrong(measured, each) for each in wrong), *outliers]
+    broken = []
+    for each in wrong:
+        name = f"{_name(measured, each.rank)} got {each.elements} wrong elements from {each.operation} ({each.scope})"
+        broken.append(Outlier(name, "wrong result", 0.0, 0.0, 0.0, (each.rank,)))
+    return [*broken, *outliers]
 
 
-def _step_of(measured: Measured) -> _Step:
-    typical_C = np.median(measured.rates_RTC, axis=(0, 1)).tolist()
-    timed = [*zip(measured.cells, typical_C, strict=True)]
-    # A multiply-add counts as two operations, and a copy both reads and writes.
-    flops = max(2.0 * cell.size**3 / seconds for cell, seconds in timed if cell.quantity == "product")
-    bytes_per_s = max(2.0 * cell.size / seconds for cell, seconds in timed if cell.quantity == "copy")
-    paths, reduce = measured.between_hosts or measured.in_hosts, 0.0
-    if paths is not None:
-        ends = len(_ends(paths)[0])
-        many, cards = (measured.hosts, ends / measured.hosts) if measured.between_hosts else (ends, 1)
-        # The reduction is an fp32 ring along every rail. Each card carries its part of the gradient.
-        reduce = 2 * (many - 1) / many * 4 * PARAMETERS / cards * float(np.median(paths.seconds_per_byte_TE))
-    return {"product": STEP_OPERATIONS / flops, "copy": _UPDATE_BYTES / bytes_per_s, "bandwidth": reduce}
-
-
-def _slow_ranks(measured: Measured, step: _Step, comparisons: int, chance: int) -> dict[int, Outlier]:
+def _slow_ranks(measured: Measured, chance: int) -> dict[int, Outlier]:
     """Return the most expensive finding of each slow rank. Only ranks with equal devices are compared."""
     found: dict[int, Outlier] = {}
     for device in dict.fromkeys(facts.device for facts in measured.facts):
         members = [rank for rank, facts in enumerate(measured.facts) if facts.device == device]
         for index, cell in enumerate(measured.cells):
-            judgement = judge(np.log(measured.rates_RTC[members, :, index].T), comparisons, chance)
             size = {"product": f"{cell.size}^3", "launch": ""}.get(cell.quantity, f"{cell.size / 2**20:.0f} MiB")
             name = " ".join(part for part in (cell.quantity, cell.dtype, size) if part)
-            for place in np.flatnonzero(judgement.is_outlier):
-                each = _outlier((members[place],), "", name, judgement, int(place), step)
-                if members[place] not in found or _cost(found[members[place]]) < _cost(each):
-                    found[members[place]] = each
+            times_TP = np.log(measured.rates_RTC[members, :, index].T)
+            for each in measured.outliers(times_TP, [(rank,) for rank in members], "rank", name, chance):
+                [rank] = each.ranks
+                found[rank] = max(found.get(rank, each), each, key=_cost)
     return found
 
 
@@ -136,33 +147,25 @@ def _ends(paths: Paths) -> tuple[list[int], list[int], list[int]]:
     return ends_N.tolist(), source_E, target_E
 
 
-def _slow_paths(
-    measured: Measured, paths: Paths, switches: Sequence[tuple[str, ...]], step: _Step, comparisons: int, chance: int
-) -> list[Outlier]:
+def _slow_paths(measured: Measured, paths: Paths, switches: Sequence[tuple[str, ...]], chance: int) -> list[Outlier]:
     ends, source_E, target_E = _ends(paths)
     leaf_of = [switches[host][-1:] for host in measured.host_of]
     # Paths under one leaf are compared with one another, and so are paths across leaves.
-    kind_E = [int(leaf_of[s] != leaf_of[t]) for s, t in zip(paths.source_E, paths.target_E, strict=True)]
+    pairs = [*zip(paths.source_E.tolist(), paths.target_E.tolist(), strict=True)]
+    kind_E = [int(leaf_of[source] != leaf_of[target]) for source, target in pairs]
     found: list[Outlier] = []
     for quantity, times_TE in (("bandwidth", paths.seconds_per_byte_TE), ("latency", paths.latency_TE)):
         parts = take_apart(np.log(times_TE), source_E, target_E, len(ends), kind_E)
         for way, times_TN in (("sending", parts.sending_TN), ("receiving", parts.receiving_TN)):
-            judgement = judge(times_TN, comparisons, chance)
-            slow_N = np.flatnonzero(judgement.is_outlier)
-            found += [_outlier((ends[n],), way, quantity, judgement, int(n), step) for n in slow_N]
-        judgement = judge(parts.level_TK, comparisons, chance)
-        for k in np.flatnonzero(judgement.is_outlier):
-            members = tuple(end for end, part in zip(ends, parts.part_N, strict=True) if part == k)
-            found.append(_outlier(members, "part", quantity, judgement, int(k), step))
+            found += measured.outliers(times_TN, [(end,) for end in ends], way, quantity, chance)
+        members_K = [tuple(np.compress(parts.part_N == k, ends).tolist()) for k in range(parts.level_TK.shape[1])]
+        found += measured.outliers(parts.level_TK, members_K, "part", quantity, chance)
         slow = {each.ranks[0]: each.ratio for each in found if each.quantity == quantity}
         # Fitted parameters: the level, and the share of each end that has enough paths.
         fitted = 1 + sum(int((np.bincount(of_E) >= FEWEST_PARTNERS).sum()) for of_E in (source_E, target_E))
-        judgement = judge(parts.rest_TE, comparisons, chance, fitted=fitted)
-        for e in np.flatnonzero(judgement.is_outlier):
-            pair = (int(paths.source_E[e]), int(paths.target_E[e]))
-            # Name a path with a slow end only if the path is even slower, after subtracting the shares of its ends.
-            if judgement.ratios[e] > max(slow.get(rank, 1.0) for rank in pair):
-                found.append(_outlier(pair, "path", quantity, judgement, int(e), step))
+        # Name a path with a slow end only if the path is even slower, after subtracting the shares of its ends.
+        slow_paths = measured.outliers(parts.rest_TE, pairs, "path", quantity, chance, fitted)
+        found += [each for each in slow_paths if each.ratio > max(slow.get(rank, 1.0) for rank in each.ranks)]
     return found
 
 
@@ -217,8 +220,3 @@ def _card(measured: Measured, rank: int) -> str:
     if between is None or rank not in between.source_E:
         return f"links of {_name(measured, rank)} to its neighbours"
     return f"network link of host {facts.host.name}" + (f", card {facts.card}" if facts.card else "")
-
-
-def _describe_wrong(measured: Measured, wrong: WrongResult) -> Outlier:
-    name = f"{_name(measured, wrong.rank)} got {wrong.elements} wrong elements from {wrong.operation} ({wrong.scope})"
-    return Outlier(name, "wrong result", 0.0, 0.0, 0.0, (wrong.rank,))

@@ -65,7 +65,7 @@ def measure_paths(mesh: Mesh, rounds: Sequence[Pairs], turns: int, seconds: floa
     partners = [next((pair for pair in pairs if mesh.rank in pair), None) for pairs in rounds]
     messages = _Messages(mesh)
     # All turns use the same sizes, so that the turns can be compared.
-    sizes = [messages.suitable_sizes(pair) if pair else (0, 0) for pair in partners]
+    sizes = [messages.suitable_sizes(pair) if pair else [] for pair in partners]
     start, rows = time.perf_counter(), []
     for turn in range(turns):
         row = [(np.nan,) * 3] * len(rounds)  # NaN where this rank has no partner
@@ -80,10 +80,10 @@ def measure_paths(mesh: Mesh, rounds: Sequence[Pairs], turns: int, seconds: floa
             break
     found_RTPK = gather_numbers(np.array(rows), mesh)
     directed = [
-        (source, target, found_RTPK[low, :, number, 0], found_RTPK[target, :, number, column])
+        (source, target, found_RTPK[first, :, number, 0], found_RTPK[target, :, number, column])
         for number, pairs in enumerate(rounds)
-        for low, high in pairs
-        for source, target, column in ((low, high, 1), (high, low, 2))
+        for first, second in pairs
+        for source, target, column in ((first, second, 1), (second, first, 2))
     ]
     source, target, latency, rate = zip(*directed, strict=True)
     return Paths(np.array(source), np.array(target), np.stack(latency, axis=1), np.stack(rate, axis=1))
@@ -100,52 +100,49 @@ def _run(*operations: dist.P2POp) -> None:
 class _Messages:
     def __init__(self, mesh: Mesh) -> None:
         self._mesh = mesh
-        self._largest = _LARGEST_BYTES[mesh.device.type]
         self._small = torch.zeros(8, dtype=torch.uint8, device=mesh.device)
-        self._large = torch.ones(self._largest, dtype=torch.uint8, device=mesh.device)
+        self._large = torch.ones(_LARGEST_BYTES[mesh.device.type], dtype=torch.uint8, device=mesh.device)
 
-    def suitable_sizes(self, pair: tuple[int, int]) -> tuple[int, int]:
-        """Return the bytes of the messages to the higher and to the lower rank that take about ``_TARGET_SECONDS``."""
+    def suitable_sizes(self, pair: tuple[int, int]) -> list[int]:
+        """Return the bytes of the messages to the second and to the first rank that take about ``_TARGET_SECONDS``."""
         sizes, peer = [_SMALLEST_BYTES, _SMALLEST_BYTES], sum(pair) - self._mesh.rank
         while True:
-            _, *rates = self.both_ways(pair, (sizes[0], sizes[1]), round_trips=1)
+            _, *rates = self.both_ways(pair, sizes, round_trips=1)
             # Each rank timed one direction and has NaN, replaced by 0, for the other. The sum holds both directions.
             own = torch.tensor(rates, dtype=torch.float64, device=self._mesh.device).nan_to_num()
             theirs = torch.empty_like(own)
             _run(dist.P2POp(dist.isend, own, peer), dist.P2POp(dist.irecv, theirs, peer))
-            is_short = [
-                size < self._largest and rate * size < _TARGET_SECONDS
+            larger = [
+                min(len(self._large), 4 * size) if rate * size < _TARGET_SECONDS else size
                 for rate, size in zip((own + theirs).tolist(), sizes, strict=True)
             ]
-            if not any(is_short):
-                return sizes[0], sizes[1]
-            sizes = [
-                min(self._largest, 4 * size) if short else size for size, short in zip(sizes, is_short, strict=True)
-            ]
+            if larger == sizes:
+                return sizes
+            sizes = larger
 
     def both_ways(
-        self, pair: tuple[int, int], sizes: tuple[int, int], round_trips: int = _ROUND_TRIPS
+        self, pair: tuple[int, int], sizes: list[int], round_trips: int = _ROUND_TRIPS
     ) -> tuple[float, float, float]:
-        """Return the latency and the seconds per byte to the higher and to the lower rank.
+        """Return the latency and the seconds per byte to the second and to the first rank.
 
-        The lower rank measures the latency. The receiver measures the rate of its direction, and the sender gets NaN.
+        The first rank measures the latency. The receiver measures the rate of its direction, and the sender gets NaN.
         """
-        low, high = pair
-        if self._mesh.rank == low:
+        first, second = pair
+        if self._mesh.rank == first:
             trips = []
             for _ in range(round_trips):
                 start = time.perf_counter()
-                _run(dist.P2POp(dist.isend, self._small, high))
-                _run(dist.P2POp(dist.irecv, self._small, high))
+                _run(dist.P2POp(dist.isend, self._small, second))
+                _run(dist.P2POp(dist.irecv, self._small, second))
                 trips.append(time.perf_counter() - start)
-            self._send(high, sizes[0])
-            return statistics.median(trips) / 2, float("nan"), self._receive(high, sizes[1])
+            self._send(second, sizes[0])
+            return statistics.median(trips) / 2, float("nan"), self._receive(second, sizes[1])
         for _ in range(round_trips):
-            _run(dist.P2POp(dist.irecv, self._small, low))
-            _run(dist.P2POp(dist.isend, self._small, low))
-        up = self._receive(low, sizes[0])
-        self._send(low, sizes[1])
-        return float("nan"), up, float("nan")
+            _run(dist.P2POp(dist.irecv, self._small, first))
+            _run(dist.P2POp(dist.isend, self._small, first))
+        received = self._receive(first, sizes[0])
+        self._send(first, sizes[1])
+        return float("nan"), received, float("nan")
 
     def _send(self, peer: int, size: int) -> None:
         # Wait until the receiver reports that its memory is ready.

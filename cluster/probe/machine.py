@@ -5,10 +5,10 @@ import re
 import socket
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import takewhile
 from pathlib import Path
 
 import psutil
+import torch
 
 from bert.parallel.environment import processor_name, scontrol_show
 from bert.parallel.mesh import Mesh
@@ -33,8 +33,6 @@ def facts_of(mesh: Mesh) -> Facts:
     sys, host_memory = Path("/sys"), psutil.virtual_memory().total
     cards = network_cards(sys)
     if mesh.device.type == "cuda":
-        import torch
-
         properties = torch.cuda.get_device_properties(mesh.device)
         device, memory = properties.name, properties.total_memory
         # Write the PCI address as /sys does.
@@ -69,13 +67,12 @@ def network_cards(sys: Path) -> list[str]:
 
 def nearest_card(sys: Path, address: str, cards: Sequence[str]) -> str:
     """Return the card whose path in the PCI tree shares the most levels with the device at a PCI address."""
-    device = (sys / "bus/pci/devices" / address).resolve().parts
+    device = (sys / "bus/pci/devices" / address).resolve()
 
     def shared_levels(card: str) -> int:
-        place = next((sys / "class" / kind / card / "device" for kind in ("infiniband", "net")
-                      if (sys / "class" / kind / card / "device").exists()), sys)  # fmt: skip
-        pairs = zip(device, place.resolve().parts, strict=False)
-        return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+        places = (sys / "class" / kind / card / "device" for kind in ("infiniband", "net"))
+        place = next(filter(Path.exists, places), sys)
+        return len(Path(os.path.commonpath([device, place.resolve()])).parts)
 
     return max(cards, key=shared_levels, default="")
 
