@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import mean
-from typing import Any, TypeVar
+from typing import Any
 
 from cluster.devices import device_named
 from cluster.published.calibration import INTERVAL, calibration
@@ -19,8 +19,6 @@ from console.text import counted, visible
 
 SAMPLES, MISSED = "samples to the target", "did not reach 0.720"
 PROBE = "`python -m cluster probe`"
-
-Setting = TypeVar("Setting", str, int)
 
 CAUSES = {
     SAMPLES: ({*PARTS} - {"start"}, "other seeds, because results scatter; hyperparameters"),
@@ -47,7 +45,7 @@ class Measured:
     notes: tuple[str, ...] = ()
 
 
-def agreed(option: str, given: Setting | None, stated: Setting | None) -> Setting | None:
+def agreed(option: str, given: Any, stated: Any) -> Any:
     """Return what an option gives or the logs state. Raises ``ValueError`` if they differ."""
     if given is not None and stated is not None and given != stated:
         raise ValueError(f"{option}: the logs of --measured state {stated}, not {given}")
@@ -83,20 +81,16 @@ def read_measured(text: str) -> Measured:
         raise ValueError(f"{path}: runs with different batch sizes, accelerators or ranks: {found}; name one log")
     if len(kept) > 2 and len(kept) + missed >= 5:
         # As in MLPerf, a run that missed the target is the slowest.
-        kept, how = sorted(kept, key=_seconds)[1 : None if missed else -1], ", without the fastest and the slowest"
+        kept, how = sorted(kept, key=lambda log: log.run.seconds or 0.0)[1 : None if missed else -1], ", without the fastest and the slowest"
     samples, parts = [log.run.converged_samples() for log in kept], [each for log in kept if (each := _parts(log))]
     notes.insert(0, f"mean of {len(kept)} of {counted(len(logs), 'run')}{how}; {len(parts)} with metrics of the run")
     return Measured(
-        mean(map(_seconds, kept)) / 60,
+        mean(log.run.seconds or 0.0 for log in kept) / 60,
         *settings.pop(),
         None if None in samples else mean(filter(None, samples)),
         {name: mean(each[name] for each in parts) / 60 for name in CAUSES if parts and name != SAMPLES},
         tuple(notes),
     )
-
-
-def _seconds(log: Log) -> float:
-    return log.run.seconds or 0.0
 
 
 def _machine(log: Log) -> tuple[str | None, int | None]:
@@ -129,7 +123,7 @@ def _parts(log: Log) -> Mapping[str, float]:
         account = read_run(log.path.with_name(f"{log.path.stem.replace('result', 'metrics')}.jsonl"))
     except ValueError:
         return {}
-    if abs(account.seconds - _seconds(log)) > 1 + 0.02 * _seconds(log):
+    if abs(account.seconds - (log.run.seconds or 0.0)) > 1 + 0.02 * account.seconds:
         return {}
     return {name.removesuffix("_ms").replace("_", " "): seconds for name, seconds in account.parts.items()}
 
