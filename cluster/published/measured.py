@@ -81,7 +81,8 @@ def read_measured(text: str) -> Measured:
         raise ValueError(f"{path}: runs with different batch sizes, accelerators or ranks: {found}; name one log")
     if len(kept) > 2 and len(kept) + missed >= 5:
         # As in MLPerf, a run that missed the target is the slowest.
-        kept, how = sorted(kept, key=lambda log: log.run.seconds or 0.0)[1 : None if missed else -1], ", without the fastest and the slowest"
+        kept.sort(key=lambda log: log.run.seconds or 0.0)
+        kept, how = kept[1 : None if missed else -1], ", without the fastest and the slowest"
     samples, parts = [log.run.converged_samples() for log in kept], [each for log in kept if (each := _parts(log))]
     notes.insert(0, f"mean of {len(kept)} of {counted(len(logs), 'run')}{how}; {len(parts)} with metrics of the run")
     return Measured(
