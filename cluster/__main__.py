@@ -41,7 +41,7 @@ def _predict(
     batch: int | None = None,
     interconnect: str = "",
     networking: str = "",
-    round: str = "v5.0",
+    round: str | None = None,
     cluster: Path | None = None,
     measured: str | None = None,
     table: Path | None = None,
@@ -56,14 +56,14 @@ def _predict(
         batch: Global batch size. By default, the fastest batch size that was published at this scale.
         interconnect: Links between the accelerators of a node, in words. For PCIe cards, "NVLINK BRIDGE" adds bridges.
         networking: Network of a node, in words, such as "8x ConnectX-7 IB NDR 400Gb/s".
-        round: Round of MLPerf Training whose software and recipes the prediction assumes; by default the last with BERT.
+        round: Round of MLPerf Training whose software and recipes are assumed; by default v5.0, the last with BERT.
         cluster: File that `probe` wrote. It replaces the options that describe the machines.
         measured: Minutes, or a results folder or log of closed runs, to compare with the prediction.
         table: CSV file with a machine in each row, in place of the options above. Exit status 1 if a row has no prediction.
         json: Print one JSON document.
     """
     from cluster.devices import describe_machine, device_named
-    from cluster.published.cost_model import TimedRun
+    from cluster.published.cost_model import LAST_ROUND, TimedRun
     from cluster.published.measured import Measured, agreed, compare, read_measured
     from cluster.published.measured import as_lines as measured_lines
     from cluster.published.prediction import as_document, as_lines, machine_of, predict, usual_run
@@ -72,7 +72,7 @@ def _predict(
     if table is not None:
         from cluster.published.table import predict_table
 
-        if {*described, batch, cluster, measured, json} != {None, False} or round != "v5.0":
+        if {*described, batch, round, cluster, measured, json} != {None, False}:
             raise ValueError("--table describes the machines and prints CSV: omit all other options")
         text, rows, refused = predict_table(table)
         sys.stdout.buffer.write(text.encode())
@@ -85,9 +85,7 @@ def _predict(
         from cluster.view import read_view
 
         if any(each is not None for each in described):
-            raise ValueError(
-                "--cluster describes the machines: omit --accelerator and the options about nodes and links"
-            )
+            raise ValueError("--cluster describes the machines: omit --accelerator and options about nodes and links")
         machine = machine_of(read_view(cluster))
         agreed("--cluster", machine.device.name, stated.accelerator)
     else:
@@ -100,6 +98,7 @@ def _predict(
         machine = describe_machine(device, nodes, per_node, interconnect, networking)
     agreed("--nodes and --gpus-per-node: accelerators", machine.accelerators, stated.ranks)
     batch = agreed("--batch", batch, stated.batch)
+    round = LAST_ROUND if round is None else round
     prediction = predict(usual_run(machine, round) if batch is None else TimedRun(machine, batch, round))
     comparison = compare(found, prediction) if found else None
     if json:

@@ -114,7 +114,7 @@ def scale(config: Config, device: Device, per_node: int, networking: str = "") -
 
 def fastest_published(device: Device) -> list[Result]:
     """Return a device's fastest published result for each number of accelerators, in ascending order."""
-    # Of several results with the same key, a dictionary keeps the last one, which is the fastest.
+    # Results with equal numbers of accelerators overwrite one another, and the fastest comes last.
     slowest_first = sorted(results_of_devices(), key=lambda each: each.seconds, reverse=True)
     fastest = {
         each.run.machine.accelerators: each for each in slowest_first if each.run.machine.device.name == device.name

@@ -95,7 +95,7 @@ def test_published_accelerators_are_known_or_named_here() -> None:
         ("NVIDIA H1000", "H100"),
         ("A100X", "A100"),
         ("", ""),
-        # Products whose names contain that of another one.
+        # These names contain the name of another product.
         ("NVIDIA H800 PCIe", "H800-SXM-80GB"),
         ("NVIDIA A800 80GB PCIe", "A800-SXM-80GB"),
         ("NVIDIA GeForce RTX 4090 D", "RTX 4090"),
