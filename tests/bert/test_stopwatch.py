@@ -88,7 +88,7 @@ def test_a_phase_inside_another_counts_once_captured_or_not() -> None:
                 device.work(3)
         with stopwatch.time("update"):
             device.replay()
-    expected = {"data_wait": 0.006, "forward_backward": 0.04, "reduce": 0.012, "update": 0.008}
+    expected = {"data_wait": 0.006, "forward_backward": 0.04, "reduce": 0.012, "update": 0.008, "site_wait": 0.0}
     assert stopwatch.take() == pytest.approx(expected)
     with stopwatch.time("update"):
         device.work(9)  # no replay, so the last replay's events must not count
