@@ -280,6 +280,7 @@ def configured(config: Config, schedule: BatchSchedule, strategy: Strategy) -> C
         reduce_dtype=strategy.reduce_dtype,
         bucket_bytes=strategy.bucket_bytes,
         recompute=strategy.recompute,
+        site_steps=strategy.site_steps,
         cuda_graphs=strategy.pipeline == 1,  # CUDA graphs cannot capture messages between stages
     )
     return replace(config, training=training, optimizer=schedule.optimizer, parallel=strategy.parallel)
