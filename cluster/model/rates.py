@@ -378,10 +378,9 @@ def _collectives(machine: Machine, link: float, network: float) -> dict[tuple[Op
         # Links and network form one pipeline, whose slower half determines the time.
         ("world", machine.accelerators, max(1 / link if machine.group > 1 else 0.0, 1 / network), latency),
     ]
-    return {(each, scope): ring_curve(each, *ring) for scope, *ring in scopes for each in get_args(Operation)}
-
-
-def ring_curve(operation: Operation, members: float, per_byte: float, wait: float) -> Curve:
-    """Return the curve of a ring, given the seconds per byte of its links and the seconds of latency of a collective."""
-    rate = (2 if operation == "all-reduce" else 1) * ring_share(members) * per_byte
-    return Curve(((0.0, wait), (2.0**30, wait + rate * 2**30)))
+    curves: dict[tuple[Operation, Scope], Curve] = {}
+    for scope, members, per_byte, wait in scopes:
+        for operation in get_args(Operation):
+            rate = (2 if operation == "all-reduce" else 1) * ring_share(members) * per_byte
+            curves[operation, scope] = Curve(((0.0, wait), (2.0**30, wait + rate * 2**30)))
+    return curves

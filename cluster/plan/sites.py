@@ -12,12 +12,14 @@ from statistics import median
 from bert.configuration.config import Config
 from bert.parallel.mesh import are_whole_copies
 from cluster.model.memory import model_shares
-from cluster.model.rates import Curve, Rates, Target, ring_curve
+from cluster.model.rates import Curve, Rates, Target
 from cluster.model.step import PredictedStep, predict_run, predict_step
 from cluster.model.work import BUCKET_BYTES, Work
-from cluster.plan.search import Candidate, Found
-from cluster.view import Link, Operation, Scope, View
+from cluster.plan.search import Candidate, Found, table_settings
+from cluster.published.fitted import ring_share
+from cluster.view import Link, Scope, View
 from compliance.log.schedule import evaluation_interval
+from console.text import counted, duration
 
 MOST_STEPS = 128
 WORTH = 1.1
@@ -44,7 +46,7 @@ def choose_site_steps(
         return best, [f"{lines[0]}; training.site_steps stays 1, because all ways spread the model over sites"]
     step, way = min(ways, key=lambda each: each[0].total)
     seconds, batch = _exchange_seconds(work, view), way.strategy.global_batch_size
-    lines[0] += f", and within a site {_ms(step)}; an exchange between sites takes {seconds:,.2f} s"
+    lines[0] += f", a step within a site {_ms(step)}, and an exchange between sites {duration(seconds)}"
     powers = [1 << power for power in range(MOST_STEPS.bit_length())]
     delays = {each: replace(config.training, site_steps=each).site_delay for each in powers}
     needed = next((each for each in powers[1:] if seconds <= delays[each] * step.total), MOST_STEPS)
@@ -57,10 +59,13 @@ def choose_site_steps(
     step = replace(step, reduce=step.reduce + late / site_steps)
     if site_steps == 1 or best.step.total <= WORTH * step.total:
         return best, [*lines, "training.site_steps stays 1"]
-    after = f"in the background of {delays[site_steps]} of them" + (f" and {late:,.2f} s more" if late else "")
-    lines.append(f"training.site_steps {site_steps}, with the exchange {after}: {_ms(step)} a step")
+    own, first = (table_settings(each, target.world_size) for each in (way, best))
+    changes = "".join(f", {name} {value}" for name, value in own.items() if value != first[name])
+    fits = f"takes {duration(late)} longer than" if late else "fits into"
+    delay = counted(delays[site_steps], "step")
+    lines.append(f"training.site_steps {site_steps}{changes}: an exchange {fits} {delay}, so a step takes {_ms(step)}")
     if not view.sites_stated:
-        lines.append("start each host with its site in the variable MLPERF_BERT_SITE")
+        lines.append("set MLPERF_BERT_SITE on each host to its site")
     strategy, rates = replace(way.strategy, site_steps=site_steps), target.rates[way.strategy.precision]
     run = predict_run(work, strategy, rates, step, way.schedule.samples or work.samples)
     return replace(way, strategy=strategy, step=step, run=run), lines
@@ -84,7 +89,8 @@ def _steps_in_site(work: Work, target: Target, found: Found, view: View) -> Iter
 def rates_in_site(whole: Rates, view: View) -> Rates:
     """Return the rates of the largest site by itself, given the rates of all ranks.
 
-    Collectives within hosts are as measured. Other collectives are rings over the median path of the slowest site.
+    Collectives within hosts are as measured. The times of the others are scaled, such that an all-gather takes as long as a
+    ring over the median path of the slowest site.
     """
     hosts, measured = max(len(each) for each in view.sites.values()), whole.collectives
     if hosts == 1:
@@ -102,15 +108,15 @@ def rates_in_site(whole: Rates, view: View) -> Rates:
     }
     wait = (hosts - 1) * median(each.latency_s for each in inside)
 
-    def of_site(operation: Operation, scope: Scope, curve: Curve) -> Curve:
+    def of_site(scope: Scope, curve: Curve) -> Curve:
         if scope == "node":
             return curve
-        ring = ring_curve(operation, *rings[scope], wait)
-        # A byte takes as much processor time as in the measured collective.
-        busy = curve.share * curve.seconds(BUCKET_BYTES)
-        return replace(ring, share=min(1.0, busy / ring.seconds(BUCKET_BYTES)))
+        members, slowest = rings[scope]
+        ring = wait + ring_share(members) * slowest * BUCKET_BYTES
+        factor = ring / measured["all-gather", scope].seconds(BUCKET_BYTES)
+        return replace(curve, points=tuple((size, factor * seconds) for size, seconds in curve.points))
 
-    return replace(whole, nodes=hosts, collectives={key: of_site(*key, curve) for key, curve in measured.items()})
+    return replace(whole, nodes=hosts, collectives={key: of_site(key[1], curve) for key, curve in measured.items()})
 
 
 def _median_rate(links: list[Link]) -> float:
