@@ -78,13 +78,11 @@ def site_rows(view: View) -> list[tuple[str, str]]:
     if len(view.sites) == 1:
         return []
     sites = ", ".join(f"{site} ({_names(view, hosts)})" for site, hosts in view.sites.items())
-    rates = [
-        f"{bandwidth(statistics.median(link.seconds_per_byte for link in links))} {where}"
-        for links, where in ((view.links_of_sites(True), "between them"), (view.links_of_sites(False), "inside"))
-        if links
-    ]
+    links = {"between them": view.links_of_sites(True), "inside": view.links_of_sites(False)}
+    medians = {where: statistics.median(each.seconds_per_byte for each in of) for where, of in links.items() if of}
+    rates = ", ".join(f"{bandwidth(seconds)} {where}" for where, seconds in medians.items())
     source = "as stated" if view.sites_stated else "by their links"
-    return [(f"{len(view.sites)} sites {source}", f"{sites}; {', '.join(rates)}")]
+    return [(f"{len(view.sites)} sites {source}", f"{sites}; {rates}")]
 
 
 def _names(view: View, hosts: Sequence[int]) -> str:

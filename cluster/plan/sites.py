@@ -12,12 +12,12 @@ from statistics import median
 from bert.configuration.config import Config
 from bert.parallel.mesh import are_whole_copies
 from cluster.model.memory import model_shares
-from cluster.model.rates import Curve, Rates, Target
+from cluster.model.rates import Rates, Target
 from cluster.model.step import PredictedStep, predict_run, predict_step
 from cluster.model.work import BUCKET_BYTES, Work
 from cluster.plan.search import Candidate, Found, table_settings
 from cluster.published.fitted import ring_share
-from cluster.view import Link, Scope, View
+from cluster.view import View
 from compliance.log.schedule import evaluation_interval
 from console.text import counted, duration
 
@@ -92,35 +92,25 @@ def rates_in_site(whole: Rates, view: View) -> Rates:
     Collectives within hosts are as measured. The times of the others are scaled, such that an all-gather takes as long as a
     ring over the median path of the slowest site.
     """
-    hosts, measured = max(len(each) for each in view.sites.values()), whole.collectives
+    hosts = max(map(len, view.sites.values()))
+    curves = {key: curve for key, curve in whole.collectives.items() if key[1] == "node"}
     if hosts == 1:
         # A scope that contains all ranks counts as "world".
-        nodes = {(operation, scope): curve for (operation, scope), curve in measured.items() if scope == "node"}
-        return replace(whole, nodes=1, collectives=nodes | {(each, "world"): nodes[each, "node"] for each, _ in nodes})
-    inside, in_hosts = view.links_of_sites(between_sites=False), view.links_of(between_hosts=False)
+        return replace(whole, nodes=1, collectives=curves | {(key[0], "world"): each for key, each in curves.items()})
+    inside = view.links_of_sites(between_sites=False)
     of_sites = [[each for each in inside if view.ranks[each.source].host in site] for site in view.sites.values()]
-    per_byte = max(_median_rate(links) for links in of_sites if links)
-    # Rails share the network cards of their hosts. A ring over all ranks uses all cards.
-    cards = len({each.source for each in view.links_of(between_hosts=True)}) / len(view.hosts)
-    rings: dict[Scope, tuple[int, float]] = {
-        "rail": (hosts, per_byte * whole.ranks / cards),
-        "world": (hosts * whole.ranks, max(per_byte / cards, _median_rate(in_hosts) if in_hosts else 0.0)),
-    }
+    per_byte = max(median(each.seconds_per_byte for each in links) for links in of_sites if links)
+    # A ring over all ranks uses all network cards of a host, and rails share them.
+    per_byte *= len(view.hosts) / len({each.source for each in view.links_of(between_hosts=True)})
     wait = (hosts - 1) * median(each.latency_s for each in inside)
-
-    def of_site(scope: Scope, curve: Curve) -> Curve:
-        if scope == "node":
-            return curve
-        members, slowest = rings[scope]
-        ring = wait + ring_share(members) * slowest * BUCKET_BYTES
-        factor = ring / measured["all-gather", scope].seconds(BUCKET_BYTES)
-        return replace(curve, points=tuple((size, factor * seconds) for size, seconds in curve.points))
-
-    return replace(whole, nodes=hosts, collectives={key: of_site(key[1], curve) for key, curve in measured.items()})
-
-
-def _median_rate(links: list[Link]) -> float:
-    return median(each.seconds_per_byte for each in links)
+    world, rail = ring_share(hosts * whole.ranks) * per_byte, ring_share(hosts) * per_byte * whole.ranks
+    for (operation, scope), curve in whole.collectives.items():
+        if scope != "node":
+            ring = wait + BUCKET_BYTES * (world if scope == "world" else rail)
+            factor = ring / whole.collectives["all-gather", scope].seconds(BUCKET_BYTES)
+            points = tuple((size, factor * seconds) for size, seconds in curve.points)
+            curves[operation, scope] = replace(curve, points=points)
+    return replace(whole, nodes=hosts, collectives=curves)
 
 
 def _exchange_seconds(work: Work, view: View) -> float:
