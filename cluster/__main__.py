@@ -183,7 +183,7 @@ def _place(
     if tasks_per_node < 1:
         raise ValueError(f"--tasks-per-node is {tasks_per_node}, expected at least 1")
     seen = read_view(view)
-    paths, names = [host.switches for host in seen.hosts], [host.name for host in seen.hosts]
+    paths, names = seen.paths, [host.name for host in seen.hosts]
     order = place(paths, len(paths) if nodes is None else nodes, group)
     width = max(map(len, names))
     say(f"{'node rank':>9}  {'host':{width}}  switches, from the top to the leaf")
@@ -191,7 +191,7 @@ def _place(
         say(f"{number:9}  {names[host]:{width}}  {' / '.join(paths[host])}")
     say()
     before, after = (cost([paths[host] for host in each], group) for each in (range(len(order)), order))
-    if seen.switches_from == "unknown":
+    if not any(paths):
         say(f"{view} does not know the switches, so no order is better than another")
     say(f"levels that traffic climbs: {after}, in the order of {view} {before}")
     if out is not None:
@@ -227,13 +227,18 @@ def _plan(
     from cluster.model.rates import target_of
     from cluster.model.work import work_to_plan
     from cluster.plan.search import as_lines, run_plan, search, summary
+    from cluster.plan.sites import choose_site_steps
+    from cluster.view import read_view
     from console.files import require_writable
 
     require_writable(out)
     config = _recipe_named(recipe)
     target = target_of(recipe, cluster, gpus, accelerator, networking)
-    found = search(config, work_to_plan(config), target)
-    best = found.best[0]
+    work = work_to_plan(config)
+    found = search(config, work, target)
+    best, explained = found.best[0], []
+    if cluster is not None and len((view := read_view(cluster)).sites) > 1:
+        best, explained = choose_site_steps(config, work, target, found, view)
     # Write before printing, because a reader such as `head` may close the pipe early.
     write_plan(run_plan(config, target, best), out)
     where = f"{counted(target.nodes, 'node')} of {target.ranks_per_node} x {target.device}"
@@ -242,6 +247,8 @@ def _plan(
     for line in as_lines(found, target.world_size):
         say(line)
     say()
+    for line in explained:
+        say(line)
     say(summary(best))
     say(f"{out}: ./run_and_time.sh {recipe} -- --plan {shlex.quote(str(out))}")
 

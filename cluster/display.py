@@ -73,6 +73,25 @@ def heat_map(title: str, links: Sequence[Link], place_of: Sequence[int], names: 
     }
 
 
+def site_rows(view: View) -> list[tuple[str, str]]:
+    """Return a named line with the hosts of each site and the median rates of links, or nothing if there is one site."""
+    if len(view.sites) == 1:
+        return []
+    sites = ", ".join(f"{site} ({_names(view, hosts)})" for site, hosts in view.sites.items())
+    links = {"between them": view.links_of_sites(True), "inside": view.links_of_sites(False)}
+    medians = {where: statistics.median(each.seconds_per_byte for each in of) for where, of in links.items() if of}
+    rates = ", ".join(f"{bandwidth(seconds)} {where}" for where, seconds in medians.items())
+    source = "as stated" if view.sites_stated else "by their links"
+    return [(f"{len(view.sites)} sites {source}", f"{sites}; {rates}")]
+
+
+def _names(view: View, hosts: Sequence[int]) -> str:
+    """Return the names of hosts as one text, in which (!) marks those with outliers."""
+    marked = hosts_with_outliers(view)
+    names = [f"{view.hosts[host].name}{' (!)' if host in marked else ''}" for host in hosts[:_MOST_NAMES_IN_A_LINE]]
+    return ", ".join(names) + (f" and {len(hosts) - len(names):,} more" if len(hosts) > len(names) else "")
+
+
 def lines(view: View) -> Iterator[str]:
     """Describe a view for the terminal, outliers first."""
     yield f"{heading(view)}, {view.backend}, {view.made}"
@@ -87,9 +106,7 @@ def lines(view: View) -> Iterator[str]:
         yield f"{operation} ({scope}, {ranks} ranks): {', '.join(points)}"
     yield switch_source(view)
     for path, hosts in leaves(view):
-        names = [f"{view.hosts[host].name}{' (!)' if host in hosts_with_outliers(view) else ''}" for host in hosts]
-        more = f" and {len(names) - _MOST_NAMES_IN_A_LINE:,} more" if len(names) > _MOST_NAMES_IN_A_LINE else ""
-        yield f"{path or 'hosts'}: {', '.join(names[:_MOST_NAMES_IN_A_LINE])}{more}"
+        yield f"{path or 'hosts'}: {_names(view, hosts)}"
 
 
 def heading(view: View) -> str:
@@ -111,8 +128,8 @@ def rate_rows(view: View) -> list[tuple[str, str, str, str, str]]:
 
 
 def link_rows(view: View) -> list[tuple[str, str]]:
-    """Return named lines with the typical and extreme rates of links between hosts and within hosts."""
-    rows = []
+    """Return named lines with the sites, and with typical and extreme rates of links between hosts and within hosts."""
+    rows = site_rows(view)
     for name, between in (("links between hosts", True), ("links in hosts", False)):
         if links := view.links_of(between):
             rates = [link.seconds_per_byte for link in links]
@@ -133,8 +150,8 @@ def collective_rows(view: View) -> list[tuple[str, ...]]:
 
 
 def leaves(view: View) -> list[tuple[str, list[int]]]:
-    """Return the switch names and the hosts of each leaf switch, in the order of the tree."""
-    below = hosts_below([host.switches for host in view.hosts], range(len(view.hosts)))
+    """Return the switch names, below their site if there are several, and the hosts of each leaf switch, in tree order."""
+    below = hosts_below(view.paths, range(len(view.hosts)))
     return [(" / ".join(path), hosts) for path, hosts in below.items()]
 
 

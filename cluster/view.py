@@ -22,6 +22,7 @@ class Host:
     """A host, with the names of its network cards in use.
 
     ``switches`` lists the switches above the host, from the top of the network to its leaf. It is empty if unknown.
+    ``site`` names the group of hosts that only slow links join to other groups. It is empty if there are no such groups.
     """
 
     name: str
@@ -29,6 +30,7 @@ class Host:
     memory_bytes: int
     cards: tuple[str, ...]
     switches: tuple[str, ...]
+    site: str = ""
 
 
 @dataclass(frozen=True)
@@ -145,7 +147,10 @@ class Outlier:
 
 @dataclass(frozen=True)
 class View:
-    """One probe of a cluster. ``made`` is its time in UTC, in ISO 8601. ``backend`` is "none" if there is one rank."""
+    """One probe of a cluster. ``made`` is its time in UTC, in ISO 8601. ``backend`` is "none" if there is one rank.
+
+    ``sites_stated`` tells whether the hosts stated their sites. Otherwise the measured paths showed them.
+    """
 
     made: str
     commit: str
@@ -160,11 +165,32 @@ class View:
     computations: tuple[ComputationTime, ...]
     contention: Contention
     outliers: tuple[Outlier, ...]
+    sites_stated: bool = False
+
+    @property
+    def sites(self) -> dict[str, list[int]]:
+        """Hosts of each site, by the site's name."""
+        found: dict[str, list[int]] = {}
+        for number, host in enumerate(self.hosts):
+            found.setdefault(host.site, []).append(number)
+        return found
+
+    @property
+    def paths(self) -> list[tuple[str, ...]]:
+        """Path of each host from the top of the network to its leaf switch. If there are several sites, they are the top."""
+        several = len(self.sites) > 1
+        return [(host.site, *host.switches) if several else host.switches for host in self.hosts]
 
     def links_of(self, between_hosts: bool) -> list[Link]:
         """Return the links between hosts, or those within hosts if ``between_hosts`` is False."""
         ends = ((link, self.ranks[link.source].host != self.ranks[link.target].host) for link in self.links)
         return [link for link, is_between in ends if is_between == between_hosts]
+
+    def links_of_sites(self, between_sites: bool) -> list[Link]:
+        """Return the links between hosts of different sites, or of the same site if ``between_sites`` is False."""
+        site_of = [self.hosts[rank.host].site for rank in self.ranks]
+        links = self.links_of(between_hosts=True)
+        return [link for link in links if (site_of[link.source] != site_of[link.target]) == between_sites]
 
 
 def _check(view: View) -> None:

@@ -21,6 +21,7 @@ PLANNED = (
     "training.reduce_dtype",
     "training.bucket_bytes",
     "training.recompute",
+    "training.site_steps",
     "parallel.tensor",
     "parallel.pipeline",
     "parallel.virtual_stages",

@@ -166,9 +166,16 @@ class TrainingConfig:
     recompute: Recompute = "none"
     """What the backward pass recomputes to save memory, with equal results. selective: attention, GELU and layer norms of
     all encoder layers except the last. full: the whole of these layers."""
+    site_steps: int = 1
+    """Number of steps that each site takes by itself before sites exchange the change of the weights."""
     implementations: dict[str, str] = field(default_factory=dict)
     """Names of ops, each followed by the implementation to use, for example ``varlen_attention flash_attn``.
     ``python -m kernels`` lists the implementations. The run fails if an implementation cannot be used."""
+
+    @property
+    def site_delay(self) -> int:
+        """Number of steps during which sites exchange the change of the weights in the background."""
+        return max(1, self.site_steps // 2)
 
     @property
     def sample_limit(self) -> int:

@@ -56,6 +56,7 @@ class Strategy:
     tensor: int = 1
     pipeline: int = 1
     virtual_stages: int = 1
+    site_steps: int = 1
     shard_gradients: bool = False
     """Affects only the predicted memory. The predicted step time does not include the reduction after every micro-batch."""
 
@@ -102,6 +103,7 @@ def strategy_of(config: Config) -> Strategy:
         config.parallel.tensor,
         config.parallel.pipeline,
         config.parallel.virtual_stages,
+        training.site_steps,
         training.shard_gradients,
     )
 

@@ -280,6 +280,7 @@ def configured(config: Config, schedule: BatchSchedule, strategy: Strategy) -> C
         reduce_dtype=strategy.reduce_dtype,
         bucket_bytes=strategy.bucket_bytes,
         recompute=strategy.recompute,
+        site_steps=strategy.site_steps,
         cuda_graphs=strategy.pipeline == 1,  # CUDA graphs cannot capture messages between stages
     )
     return replace(config, training=training, optimizer=schedule.optimizer, parallel=strategy.parallel)
@@ -339,13 +340,14 @@ def _row(place: int, each: Candidate, world_size: int) -> dict[str, str]:
     return {
         "": str(place),
         "minutes": minutes,
-        **_settings(each, world_size),
+        **table_settings(each, world_size),
         **{column: f"{1000 * seconds:.2f}" for column, seconds in times.items()},
         "GB": f"{each.memory / 1e9:.1f}",
     }
 
 
-def _settings(each: Candidate, world_size: int) -> dict[str, str]:
+def table_settings(each: Candidate, world_size: int) -> dict[str, str]:
+    """Return the settings of a candidate as the columns of the table show them."""
     strategy = each.strategy
     return {
         "batch": f"{strategy.global_batch_size:,}",
@@ -365,10 +367,10 @@ def _rivals(found: Found, world_size: int) -> Iterator[str]:
     Micro-batches depend on the batch size and the model copies, so only plans that share both with the best plan count.
     """
     best = found.best[0]
-    own = _settings(best, world_size)
+    own = table_settings(best, world_size)
     rivals: dict[str, dict[str, Candidate]] = {setting: {} for setting in own}
     for each in found.ranked:  # the fastest first
-        values = _settings(each, world_size)
+        values = table_settings(each, world_size)
         is_comparable = all(values[name] == own[name] for name in ("batch", "pipeline", "tensor"))
         for setting, value in values.items():
             if value != own[setting] and (is_comparable or setting != "micro-batches"):

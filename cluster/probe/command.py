@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from bert.parallel.environment import Launch
 from bert.parallel.mesh import Mesh, agreed_integer, join_mesh, leave_mesh
+from cluster.display import site_rows
 from cluster.probe.collectives import measure_collectives
 from cluster.probe.computations import measure_computations, measure_contention
 from cluster.probe.computing import busy_machines, cells_of, gather_numbers, measure_rates, processor_seconds
@@ -58,6 +59,8 @@ def probe(out: Path, seconds: float = 30.0, limit: float = 60.0) -> int:
             nothing = "no part is slower than the others" if len(view.ranks) > 2 else "too few parts to compare"
             for line in [outlier.sentence for outlier in view.outliers] or [nothing]:
                 say(line)
+            for name, text in site_rows(view):
+                say(f"{name}: {text}")
             say(out)
         return agreed_integer(int(view is not None and len(view.outliers) > 0), mesh)
     except RuntimeError as error:
@@ -121,13 +124,17 @@ def _measure(mesh: Mesh, seconds: float) -> View | None:
         "none" if mesh.world_size == 1 else dist.get_backend(),
         time.perf_counter() - start,
         source,
-        tuple(replace(every[ranks[0]].host, switches=path) for ranks, path in zip(nodes, switches, strict=True)),
+        tuple(
+            replace(every[ranks[0]].host, switches=path, site=site)
+            for ranks, path, site in zip(nodes, switches, measured.sites, strict=True)
+        ),
         _ranks(measured, nodes),
         _links(measured),
         tuple(collectives),
         tuple(computations),
         contention,
         tuple(find_outliers(measured, switches, wrong)),
+        sites_stated=any(facts.host.site for facts in every),
     )
 
 

@@ -12,6 +12,7 @@ from cluster.probe.collectives import WrongResult
 from cluster.probe.computing import Cell
 from cluster.probe.links import Paths
 from cluster.probe.machine import Facts
+from cluster.probe.sites import find_sites
 from cluster.view import Outlier, Source
 
 SCREENING = 4
@@ -52,6 +53,12 @@ class Measured:
     def comparisons(self) -> int:
         """Number of comparisons of the whole probe, which share one chance of a false outlier."""
         return len(self.cells) * len(self.facts) + sum(4 * len(paths.source_E) for paths in self.layers)
+
+    @cached_property
+    def sites(self) -> list[str]:
+        """Name of each host's site, all "" if there is a single site."""
+        stated = [self.facts[self.host_of.index(host)].host.site for host in range(self.hosts)]
+        return find_sites(stated, self.between_hosts, self.host_of)
 
     @cached_property
     def step(self) -> dict[str, float]:
@@ -97,7 +104,8 @@ def find_leaves(measured: Measured) -> tuple[list[tuple[str, ...]], Source]:
     if all(told):
         return told, "slurm"
     paths = measured.between_hosts
-    if paths is not None:
+    # The widest gap between paths is the gap between sites, which would be taken for leaves.
+    if paths is not None and len(set(measured.sites)) == 1:
         ends, source_E, target_E = _ends(paths)
         host_E, other_E = (np.array([measured.host_of[ends[end]] for end in of]) for of in (source_E, target_E))
         for times_TE in (paths.seconds_per_byte_TE, paths.latency_TE):
@@ -150,9 +158,11 @@ def _ends(paths: Paths) -> tuple[list[int], list[int], list[int]]:
 def _slow_paths(measured: Measured, paths: Paths, switches: Sequence[tuple[str, ...]], chance: int) -> list[Outlier]:
     ends, source_E, target_E = _ends(paths)
     leaf_of = [switches[host][-1:] for host in measured.host_of]
-    # Paths under one leaf are compared with one another, and so are paths across leaves.
+    site_of = [measured.sites[host] if paths is measured.between_hosts else "" for host in measured.host_of]
+    # Paths under one leaf are compared with one another, and so are paths across leaves, and paths from a site to another.
     pairs = [*zip(paths.source_E.tolist(), paths.target_E.tolist(), strict=True)]
-    kind_E = [int(leaf_of[source] != leaf_of[target]) for source, target in pairs]
+    kinds = [(site_of[one], site_of[other], leaf_of[one] != leaf_of[other]) for one, other in pairs]
+    kind_E = [*map(sorted({*kinds}).index, kinds)]
     found: list[Outlier] = []
     for quantity, times_TE in (("bandwidth", paths.seconds_per_byte_TE), ("latency", paths.latency_TE)):
         parts = take_apart(np.log(times_TE), source_E, target_E, len(ends), kind_E)
@@ -161,8 +171,9 @@ def _slow_paths(measured: Measured, paths: Paths, switches: Sequence[tuple[str, 
         members_K = [tuple(np.compress(parts.part_N == k, ends).tolist()) for k in range(parts.level_TK.shape[1])]
         found += measured.outliers(parts.level_TK, members_K, "part", quantity, chance)
         slow = {each.ranks[0]: each.ratio for each in found if each.quantity == quantity}
-        # Fitted parameters: the level, and the share of each end that has enough paths.
-        fitted = 1 + sum(int((np.bincount(of_E) >= FEWEST_PARTNERS).sum()) for of_E in (source_E, target_E))
+        # Fitted parameters: the level between each two sites, and the share of each end that has enough paths.
+        fitted = len({kind[:2] for kind in kinds})
+        fitted += sum(int((np.bincount(of_E) >= FEWEST_PARTNERS).sum()) for of_E in (source_E, target_E))
         # Name a path with a slow end only if the path is even slower, after subtracting the shares of its ends.
         slow_paths = measured.outliers(parts.rest_TE, pairs, "path", quantity, chance, fitted)
         found += [each for each in slow_paths if each.ratio > max(slow.get(rank, 1.0) for rank in each.ranks)]

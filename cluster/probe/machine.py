@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import torch
 
-from bert.parallel.environment import processor_name, scontrol_show
+from bert.parallel.environment import processor_name, scontrol_show, site
 from bert.parallel.mesh import Mesh
 from cluster.view import Host
 
@@ -47,7 +47,7 @@ def facts_of(mesh: Mesh) -> Facts:
     boot = Path("/proc/sys/kernel/random/boot_id")  # the id is the same in all containers of a machine
     return Facts(
         boot.read_text().strip() if boot.exists() else name,
-        Host(name, cores, host_memory, tuple(cards), slurm_switches()),
+        Host(name, cores, host_memory, tuple(cards), slurm_switches(), site()),
         device[:128],
         memory,
         card,

@@ -27,9 +27,9 @@ CORES = sorted(os.sched_getaffinity(0))
 needs_hosts = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
 
 
-def shape(namespace: str, rate: str) -> None:
-    shaped = ("qdisc", "replace", "dev", "v0", "root", "tbf", "rate", rate, "burst", "256kb", "latency", "50ms")
-    subprocess.run(["ip", "netns", "exec", namespace, "tc", *shaped], check=True, capture_output=True)
+def tc(namespace: str, kind: str, action: str, *options: str) -> None:
+    command = ["ip", "netns", "exec", namespace, "tc", kind, action, "dev", "v0", *options]
+    subprocess.run(command, check=True, capture_output=True)
 
 
 def probe(names: Sequence[str], *arguments: object, **places: Any) -> tuple[list[int], str]:
@@ -55,7 +55,7 @@ def check_whole(view: View) -> None:
 def test_a_slow_link_and_a_rank_with_a_quarter_of_a_core_are_named_and_nothing_else(tmp_path: Path) -> None:
     out = tmp_path / "cluster.json"
     with bridged_hosts(HOSTS, RATE) as names:
-        shape(names[2], THIRD)
+        tc(names[2], "qdisc", "replace", "root", "tbf", "rate", THIRD, "burst", "256kb", "latency", "50ms")
         statuses, output = probe(names, "--out", out, "--seconds", 4, pinned=1)
     assert statuses == [1] * HOSTS, output
     view = read_view(out)
@@ -78,6 +78,27 @@ def test_an_even_cluster_has_nothing_to_name(tmp_path: Path) -> None:
     assert (statuses, view.outliers) == ([0] * HOSTS, ()), output
     rate = 300e6 / 8
     assert all(0.7 * rate < 1 / link.seconds_per_byte < 1.1 * rate for link in view.links)
+
+
+@needs_hosts
+@pytest.mark.measured
+def test_two_rooms_are_two_sites(tmp_path: Path) -> None:
+    out = tmp_path / "cluster.json"
+    with bridged_hosts(HOSTS) as names:
+        for host, name in enumerate(names):
+            tc(name, "qdisc", "add", "root", "handle", "1:", "htb", "default", "1")
+            for number, rate in ((1, "600mbit"), (2, "60mbit")):
+                tc(name, "class", "add", "parent", "1:", "classid", f"1:{number}", "htb", "rate", rate, "burst", "32kb")
+            for other in (2, 3) if host < 2 else (0, 1):
+                to_other = ("u32", "match", "ip", "dst", f"10.77.0.{other + 1}")
+                tc(name, "filter", "add", "parent", "1:", "protocol", "ip", *to_other, "flowid", "1:2")
+        statuses, output = probe(names, "--out", out, "--seconds", 1)
+    view = read_view(out)
+    assert (statuses, view.outliers) == ([0] * HOSTS, ()), output
+    assert view.sites == {"site0": [0, 1], "site1": [2, 3]}
+    assert re.search(
+        r"2 sites by their links: site0 \(h0, h1\), site1 \(h2, h3\); .* MB/s between them, .* inside", output
+    )
 
 
 @needs_hosts

@@ -37,7 +37,7 @@ def test_a_gpu_gets_the_active_card_under_its_switch(machine: Machine) -> None:
 
 
 def test_facts_travel() -> None:
-    host = Host("h" * 128, 256, 1 << 41, ("m" * 32,) * 16, ("s" * 64,) * 8)
+    host = Host("h" * 128, 256, 1 << 41, ("m" * 32,) * 16, ("s" * 64,) * 8, "a" * 32)
     facts = Facts("boot", host, "d" * 128, 1 << 37, "mlx5_07")
     assert gather_facts(facts, Mesh(0, 1, 0, torch.device("cpu"))) == [facts]
     assert len(msgspec.json.encode(facts)) <= 4096, "all ranks send as many bytes"

@@ -1,0 +1,112 @@
+"""Plans for hosts in several sites: many steps between exchanges if the link is slow, and one step if it is fast."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from bert.configuration.recipes import RECIPES
+from bert.configuration.run_plan import read_plan
+from cluster.model.memory import model_shares
+from cluster.model.rates import Target
+from cluster.plan.search import Candidate, Found, search
+from cluster.plan.sites import choose_site_steps, rates_in_site
+from cluster.view import write_view
+from tests.cluster.conftest import Command
+from tests.cluster.model.test_predicted_step import TINY, rates
+from tests.cluster.test_site_views import view_of
+
+INSIDE = 1e-9
+"""Seconds per byte within a site."""
+FAST = {kind: tuple(cost / 1000 for cost in costs) for kind, costs in rates().costs.items()}
+BATCH = 32
+
+
+def target_of(hosts: int, slower: float, ranks: int = 1) -> Target:
+    """Return ranks whose collectives are as slow as the paths between sites."""
+    return Target("CPU", hosts, ranks, {"fp32": rates(hosts, ranks, INSIDE * slower, costs=FAST)}, {}, False)
+
+
+def chosen(sites: str, slower: float, steps: int = 128, recipe: str = "tiny_cpu") -> tuple[Found, Candidate, str]:
+    """Plan for a rank on each host, whose letter names its site, with an evaluation every ``steps`` steps."""
+    work, target = replace(TINY, interval_samples=BATCH * steps), target_of(len(sites), slower)
+    found = search(RECIPES["tiny_cpu"](), work, target)
+    view = view_of(sites, INSIDE * slower, INSIDE)
+    best, lines = choose_site_steps(RECIPES[recipe](), work, target, found, view)
+    return found, best, "\n".join(lines)
+
+
+@pytest.mark.parametrize(
+    ("sites", "pieces"),
+    [("ab", 1), ("aabb", 1 / 2), ("aaaabbcc", 2 * 1 / 2), ("aaabbccc", 2 * 2 / 3), ("aaaaaaab", 1)],
+)
+def test_the_steps_hide_the_exchange_of_a_slow_link(sites: str, pieces: float) -> None:
+    """``pieces`` is the part of the model that a host of the smallest site sends."""
+    [share] = model_shares(TINY.model)
+    for slower in (50, 100, 400):
+        found, best, said = chosen(sites, slower)
+        seconds = 1.015625 * share.elements * pieces * INSIDE * slower
+        enough = [each for each in (2, 4, 8, 16, 32, 64, 128) if max(1, each // 2) * best.step.total >= seconds]
+        assert best.strategy.site_steps == enough[0]
+        assert best.step.total < found.best[0].step.total / 1.1
+        assert best.run.total < found.best[0].run.total
+        assert f"training.site_steps {enough[0]}" in said
+
+
+def test_a_fast_link_or_a_closed_run_has_one_step() -> None:
+    found, best, said = chosen("aaaabbbb", 1.01)
+    assert (best, best.strategy.site_steps) == (found.best[0], 1)
+    assert said.startswith(
+        f"2 sites: a step over all ranks takes {1000 * best.step.total:.2f} ms, a step within a site "
+    )
+    assert said.endswith("training.site_steps stays 1")
+    found, best, said = chosen("aabb", 100, recipe="h100_1x8")
+    assert best == found.best[0]
+    assert said.endswith("training.site_steps stays 1, because more needs the open division")
+
+
+def test_steps_divide_the_steps_between_evaluations() -> None:
+    _, best, said = chosen("aabb", 400, steps=4 * 25)
+    assert best.strategy.site_steps == 4
+    assert f"training.site_steps 32 needs a multiple of 32 x {BATCH} samples between evaluations" in said
+    assert "longer than 2 steps" in said
+    found, best, said = chosen("aabb", 400, steps=25)
+    assert best == found.best[0]
+    assert said.endswith("training.site_steps stays 1")
+
+
+def test_a_site_of_one_host_has_the_measured_collectives_of_a_host() -> None:
+    alone, apart = rates(1, 4), rates(3, 4)
+    slow = {key: curve for key, curve in rates(3, 4, 1e-6).collectives.items() if key[1] != "node"}
+    found = rates_in_site(replace(apart, collectives={**apart.collectives, **slow}), view_of("abc", ranks=4))
+    assert (found.nodes, found.ranks) == (1, 4)
+    for size in (1e4, 1e8):
+        assert found.collective("all-reduce", "world", size) == alone.collective("all-reduce", "node", size)
+
+
+def test_a_site_of_several_hosts_has_rings_over_its_own_paths() -> None:
+    measured = rates(4, 1, 1e-6)
+    found, size = rates_in_site(measured, view_of("aabb", between=1e-6, inside=1e-8)), 25 * 2**20
+    ring = size * 1e-8 / 2
+    assert found.collective("all-gather", "world", size)[0] == pytest.approx(ring, rel=0.01)
+    assert found.nodes == 2
+
+
+def test_no_copy_of_the_model_spans_sites() -> None:
+    work, target = replace(TINY, interval_samples=BATCH * 128), target_of(4, 400)
+    found = search(RECIPES["tiny_cpu"](), work, target)
+    spread = replace(found, ranked=tuple(each for each in found.ranked if each.strategy.pipeline == 2))
+    best, lines = choose_site_steps(RECIPES["tiny_cpu"](), work, target, spread, view_of("aaab"))
+    assert (best, lines[0].endswith("all ways spread the model over sites")) == (found.best[0], True)
+
+
+def test_the_plan_file_has_the_steps(tmp_path: Path, cluster: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    work = replace(TINY, interval_samples=BATCH * 128)
+    monkeypatch.setattr("cluster.model.work.work_to_plan", lambda _: work)
+    monkeypatch.setattr("cluster.model.rates.rates_of_view", lambda _: target_of(4, 400).rates["fp32"])
+    for sites, steps in (("aabb", "32"), ("aaaa", "1")):
+        write_view(replace(view_of(sites, 400 * INSIDE, INSIDE), sites_stated=False), tmp_path / "c.json")
+        done = cluster("plan", "tiny_cpu", "--cluster", tmp_path / "c.json", "--out", tmp_path / "plan.json")
+        plan = read_plan(tmp_path / "plan.json")
+        assert (done.returncode, plan.settings["training.site_steps"]) == (0, steps)
+        assert ("set MLPERF_BERT_SITE on each host to its site" in done.stdout) == (sites == "aabb")
