@@ -99,9 +99,6 @@ def changes(before: World, now: World) -> list[str]:
     # Subtracting counters also finds hosts on which only the number of ranks has changed.
     gone, come = Counter(before.hosts), Counter(now.hosts)
     lines = [f"{what}: {_named(hosts)}" for what, hosts in (("lost", gone - come), ("gained", come - gone)) if hosts]
-    for host in before.sites.keys() & now.sites.keys():
-        if before.sites[host] != now.sites[host]:
-            lines.append(f"host {shown(host)} is at site {shown(now.sites[host])}; before {shown(before.sites[host])}")
     shares = [
         f"{counted(sum(world.hosts.values()), 'rank')} on {counted(len(world.hosts), 'host')}, a step of each with at most "
         f"{world.accumulation} x {counted(world.sequences, 'sequence')}"
@@ -109,6 +106,8 @@ def changes(before: World, now: World) -> list[str]:
     ]
     if lines or shares[0] != shares[1]:
         lines.append(f"shares of the global batch: {shares[1]}; before {shares[0]}")
+    moved = [host for host, site in now.sites.items() if before.sites.get(host, site) != site]
+    lines += [f"host {shown(host)} is at site {now.sites[host]}; before {shown(before.sites[host])}" for host in moved]
     return lines
 
 

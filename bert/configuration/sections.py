@@ -161,21 +161,14 @@ class TrainingConfig:
     sent with the next change."""
     site_learning_rate: float = 0.7
     """Share of the sites' mean change by which the weights move."""
-    site_momentum: float = 0.9
+    site_momentum: float = 0.5
     """Nesterov momentum of the sites' mean change."""
     recompute: Recompute = "none"
     """What the backward pass recomputes to save memory, with equal results. selective: attention, GELU and layer norms of
     all encoder layers except the last. full: the whole of these layers."""
-    site_steps: int = 1
-    """Number of steps that each site takes by itself before sites exchange the change of the weights."""
     implementations: dict[str, str] = field(default_factory=dict)
     """Names of ops, each followed by the implementation to use, for example ``varlen_attention flash_attn``.
     ``python -m kernels`` lists the implementations. The run fails if an implementation cannot be used."""
-
-    @property
-    def site_delay(self) -> int:
-        """Number of steps during which sites exchange the change of the weights in the background."""
-        return max(1, self.site_steps // 2)
 
     @property
     def sample_limit(self) -> int:
@@ -190,16 +183,9 @@ class TrainingConfig:
         return self.site_steps // 2
 
     def __post_init__(self) -> None:
-        counts = (
-            "global_batch_size",
-            "max_samples",
-            "max_steps",
-            "gradient_accumulation_steps",
-            "bad_intervals",
-            "site_steps",
-        )
-        for name in counts:
+        for name in ("global_batch_size", "max_samples", "max_steps", "gradient_accumulation_steps", "bad_intervals"):
             _at_least(1, f"training.{name}", getattr(self, name))
+        _at_least(1, "training.site_steps", self.site_steps)
         _fraction("training.site_momentum", self.site_momentum)
         refuse(
             self.site_learning_rate <= 0,

@@ -153,16 +153,6 @@ def _parent() -> int:
     return os.getppid()
 
 
-def site() -> str:
-    """Return the name of this host's site, or "" if none is stated. Raises ``ValueError`` for any other text."""
-    name = os.environ.get("MLPERF_BERT_SITE", "")
-    if name and not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,31}", name):
-        raise ValueError(
-            f"MLPERF_BERT_SITE={name!r} in the environment: expected up to 32 letters, digits, dots or dashes"
-        )
-    return name
-
-
 def restarts() -> int:
     """Return how often torchrun's agent has restarted its processes, or how often Slurm has restarted the job.
 

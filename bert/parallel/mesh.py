@@ -275,13 +275,13 @@ def require_whole_copies(parallel: ParallelConfig, hosts: int, a_host: int) -> N
     )
 
 
-def process_group(ranks: Sequence[int], *, in_network: bool = False) -> dist.ProcessGroup | None:
-    """Create a group of ranks in the given order, or return None for a single rank. All members must call this together.
+def process_group(ranks: Sequence[int], *, in_network: bool = False, alone: bool = False) -> dist.ProcessGroup | None:
+    """Create a group of ranks in the given order. All members must call this together, and have equally many groups.
 
-    If ``in_network`` is set, NCCL is asked to let switches add what the ranks send (CollNet, SHARP). Raises ``ValueError``
-    if this version of PyTorch cannot ask for it.
+    Returns None for a single rank, unless it wants a group for itself ``alone``. If ``in_network`` is set, NCCL is asked to
+    let switches add what the ranks send (CollNet, SHARP). Raises ``ValueError`` if this version of PyTorch cannot do so.
     """
-    if len(ranks) == 1:
+    if len(ranks) == 1 and not alone:
         return None
     # PyTorch 2.11 has no sort_ranks, and ascending ranks do not need it.
     order: dict[str, Any] = {} if list(ranks) == sorted(ranks) else {"sort_ranks": False}
@@ -290,6 +290,17 @@ def process_group(ranks: Sequence[int], *, in_network: bool = False) -> dist.Pro
     group = dist.new_group(list(ranks), timeout=TIMEOUT, pg_options=options, use_local_synchronization=True, **order)
     assert isinstance(group, dist.ProcessGroup)
     return group
+
+
+def level_groups(mesh: Mesh) -> None:
+    """Give every rank equally many groups. PyTorch names a group by its ranks and by how many groups a rank has before it.
+
+    Otherwise ranks of different sites could not create a group together. All ranks must call this at the same time.
+    """
+    count = len(dist.distributed_c10d._world.pg_names)
+    most = int(all_reduce_(torch.tensor(count, device=mesh.device), "max").item())
+    for _ in range(most - count):
+        process_group([mesh.rank], alone=True)
 
 
 def _in_network_options() -> Any:

@@ -51,7 +51,7 @@ class SiteExchange:
         """Exchange ``weights_P``, which are equal in all sites now. All ranks must call this at the same time."""
         self._weights_P, self._config, self._stopwatch = weights_P, config, stopwatch
         sites = mesh.by_site(mesh.data_ranks)
-        self._between = BetweenSites(sites, mesh.rank)
+        self._between = BetweenSites(sites, mesh)
         # Padding at the end lets every piece be divided into blocks.
         length = BLOCK * -(-len(weights_P) // (BLOCK * self._between.pieces))
         self._slices = self._between.slices(length * self._between.pieces)

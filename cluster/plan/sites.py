@@ -11,6 +11,7 @@ from statistics import median
 
 from bert.configuration.config import Config
 from bert.parallel.mesh import are_whole_copies
+from bert.parallel.sites import BLOCK
 from cluster.model.memory import model_shares
 from cluster.model.rates import Rates, Target
 from cluster.model.step import PredictedStep, predict_run, predict_step
@@ -25,8 +26,8 @@ MOST_STEPS = 128
 WORTH = 1.1
 """Minimum ratio of the times of a step over all ranks and a step within a site. Below it, the gain is not worth weights that
 differ between sites."""
-EXCHANGED_BYTES = 1 + 4 / 256
-"""Bytes of a parameter in an exchange: 8 bits, and an fp32 scale for each block of 256 parameters."""
+EXCHANGED_BYTES = 1 + 4 / BLOCK
+"""Bytes of a parameter in an exchange in int8: 8 bits, and an fp32 scale for each block."""
 
 
 def choose_site_steps(

@@ -20,9 +20,7 @@ def find_sites(stated: Sequence[str], paths: Paths | None, host_of: Sequence[int
     fast from slow pairs, and hosts that fast pairs join form a site. Such sites must be unambiguous: at least two hosts in
     each, because a single host probably has a slow link; no slow pair within a site; and a slow pair between any two sites.
     """
-    if any(stated):
-        return [name or "-" for name in stated]
-    if paths is None:
+    if any(stated) or paths is None:
         return [*stated]
     ends_2E = np.sort(np.array(host_of)[np.stack([paths.source_E, paths.target_E])], axis=0)
     pairs_2P, place_E = np.unique(ends_2E, axis=1, return_inverse=True)

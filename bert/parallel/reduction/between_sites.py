@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 import torch.distributed as dist
 from torch import Tensor
 
-from bert.parallel.mesh import process_group
+from bert.parallel.mesh import Mesh, level_groups, process_group
 
 
 class BetweenSites:
@@ -14,14 +14,20 @@ class BetweenSites:
     The vector is divided into as many pieces as the largest site has ranks. A rank of a smaller site owns several pieces.
     """
 
-    def __init__(self, sites: Sequence[tuple[int, ...]], rank: int) -> None:
-        """``sites`` are the ranks of each site. All of these ranks must create their objects at the same time."""
-        self._own = next(ranks for ranks in sites if rank in ranks)
-        self._inside = process_group(self._own)
-        members = [sorted(ranks[piece % len(ranks)] for ranks in sites) for piece in range(max(map(len, sites)))]
-        self.pieces = len(members)
-        self.owned = {place: process_group(ranks) for place, ranks in enumerate(members) if rank in ranks}
+    def __init__(self, sites: Sequence[tuple[int, ...]], mesh: Mesh) -> None:
+        """``sites`` are the ranks of each site. All ranks of the run must call this at the same time."""
+        level_groups(mesh)
+        self._own = next(ranks for ranks in sites if mesh.rank in ranks)
+        self._inside = process_group(self._own, alone=True)
+        self.pieces = max(map(len, sites))
+        self.owned: dict[int, dist.ProcessGroup] = {}
         """Group with which this rank exchanges each piece that it owns, by the piece's number."""
+        for place in range(self.pieces):
+            members = sorted(ranks[place % len(ranks)] for ranks in sites)
+            # A rank without this piece creates a group too, so that all ranks have equally many.
+            group = process_group(members if mesh.rank in members else [mesh.rank], alone=True)
+            if group is not None and mesh.rank in members:
+                self.owned[place] = group
 
     def slices(self, size: int, multiple: int = 1) -> list[slice]:
         """Return the slice of each piece. All pieces but the last have equal lengths, multiples of ``multiple``."""
@@ -37,7 +43,5 @@ class BetweenSites:
 
     def spread(self, vector_N: Tensor, slices: Sequence[slice]) -> None:
         """Send each piece from its owner to the other ranks of the site."""
-        if self._inside is None:
-            return
         for place, piece in enumerate(slices):
             dist.broadcast(vector_N[piece], src=self._own[place % len(self._own)], group=self._inside)

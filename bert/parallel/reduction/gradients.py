@@ -123,7 +123,7 @@ class Communicators:
         # All ranks create the groups in the same order, because creating a group waits for all of its ranks.
         world, node = process_group(mesh.data_ranks), process_group(mesh.node_data_ranks)
         if len(rails) > 1 and max(map(len, rails)) > 1:
-            between = BetweenSites(rails, mesh.rank)
+            between = BetweenSites(rails, mesh)
             shards *= between.pieces * len(rails)
         rail = mesh.own_site.rail_ranks if between else mesh.rail_ranks
         everyone = process_group(ranks) if len(ranks) not in (0, mesh.world_size) else None
