@@ -13,6 +13,7 @@ from bert.parallel.pipeline.stages import PipelineModel
 from bert.parallel.reduction.gradients import Communicators, Reduction, choose
 from bert.parallel.reduction.sharded_gradients import ShardedReduction
 from bert.parallel.reduction.sharded_lamb import ShardedLamb, WeightGather
+from bert.parallel.sites import SiteExchange
 from bert.parallel.tensor.shards import tensor_parallel
 from bert.products import weight_gradients
 from bert.products.fp8 import Fp8Scales, Fp8State
@@ -37,6 +38,8 @@ class Parts:
     reduction_choice: str  # strategy and reason
     gather: WeightGather | None
     """Gathering of weights after an update that is divided among ranks."""
+    sites: SiteExchange | None
+    """Exchange of weights between sites that take steps by themselves; None if all ranks take every step together."""
 
 
 def build_parts(initial: BertForPreTraining, config: Config, mesh: Mesh, stopwatch: Stopwatch) -> Parts:
@@ -44,7 +47,9 @@ def build_parts(initial: BertForPreTraining, config: Config, mesh: Mesh, stopwat
 
     Raises ``ValueError`` if the precision is FP8 and the GPU does not support it.
     """
-    training = config.training
+    training, every = config.training, mesh
+    if training.site_steps > 1:  # everything but the exchange between sites happens within this one
+        mesh = every.own_site
     shards_weights = training.reduction in SHARDED and mesh.data_size > 1
     shards_gradients = training.shard_gradients and mesh.data_size > 1
     is_whole = mesh.tensor * mesh.pipeline == 1 and not shards_weights
@@ -71,7 +76,7 @@ def build_parts(initial: BertForPreTraining, config: Config, mesh: Mesh, stopwat
     overwrites = accumulates and pipeline is None and not shards_gradients
     overwritten = product_weights(model, with_table) if overwrites else ()
     groups = Communicators.create(mesh, in_network=training.sharp)
-    flat = FlatParameters.of(model, groups.world_size, overwritten, gradients=not shards_gradients)
+    flat = FlatParameters.of(model, groups.shards, overwritten, gradients=not shards_gradients)
     # The choice of a strategy may measure reductions of the flat vectors.
     strategy, reason = choose(training, flat, groups)
     settings = flat, groups, strategy, training.reduce_dtype, training.bucket_bytes
@@ -92,4 +97,5 @@ def build_parts(initial: BertForPreTraining, config: Config, mesh: Mesh, stopwat
         reduction=reduction if mesh.data_size > 1 else None,
         reduction_choice=f"{strategy} ({reason})",
         gather=WeightGather(model, flat, reduction) if shards_weights else None,
+        sites=SiteExchange(flat.weights_P, training, every, stopwatch) if mesh is not every else None,
     )

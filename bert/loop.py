@@ -66,6 +66,7 @@ def train(run: Run) -> Status:
                 micro_batches = next(run.loader)
             run.step(micro_batches)
             at = Position(at.steps + 1, at.samples + training.global_batch_size)
+            run.step.meet_sites(at.steps)
 
             # These decisions depend only on position and settings, so that all ranks call the same collectives. A signal,
             # which only one rank may have received, is shared by ``report``.
@@ -96,6 +97,7 @@ def train(run: Run) -> Status:
     assert status is not None
     log.run_stop(status, samples=at.samples, eval_samples=run.evaluator.samples)
     seconds = run.reporter.seconds
+    run.step.gather_weights()  # an exchange between sites may still be in progress
     # Writing the last checkpoint is not part of the timed run.
     run.checkpoints.wait(at)
     run.reporter.end(at.steps, EndRecord(status, seconds, at.samples, accuracy))

@@ -30,11 +30,10 @@ class PipelineStep(TrainingStep):
             if self.reduction is not None:
                 self.reduction.finish()
 
-    def gather_weights(self) -> BertForPreTraining:
-        model = super().gather_weights()
+    def gather_in_site(self) -> None:
+        super().gather_in_site()
         # The last stage has a copy of the first stage's word table.
         self.model.copy_word_()
-        return model
 
     def refresh_copies_(self) -> None:
         super().refresh_copies_()

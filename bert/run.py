@@ -30,7 +30,7 @@ from bert.guards.triton import require_private_cache
 from bert.log.mllog import MLLog
 from bert.log.result_files import CLAIM, claim, create_log, provenance
 from bert.loop import train
-from bert.parallel.environment import Launch, job, may_start_again, restarts
+from bert.parallel.environment import SITE, Launch, job, may_start_again, restarts
 from bert.parallel.mesh import Mesh, agreed_integer, all_reduce_, barrier, join_mesh, leave_mesh, require_gpus
 from bert.parallel.watchdog.watchdog import FAULT_STATUS, Watchdog
 from bert.setup import build_run, captures, log_settings
@@ -94,10 +94,12 @@ def _timed_run(config: Config, inputs: Inputs, mesh: Mesh, guard: DataGuard, int
     if again and before:
         config = rebalance_batch(config, before, mesh.data_size)
     adaptive = config.log.division == "open" and (again or may_start_again())
+    if config.training.site_steps > 1 and not mesh.sites:
+        _accept_one_site(config, mesh, is_elastic=again or may_start_again())
     # Preflight skips this check if the shares may depend on the checkpoint, so check again.
     check_shares(config, mesh.data_size, uneven=adaptive)
     # Each checkpoint stores the world, so that a run on other hosts knows which micro-batch sizes fit in memory.
-    world = World.of(mesh.hosts, config, before if again else None)
+    world = World.of(mesh.hosts, config, before if again else None, mesh.sites)
     # If no seed is set, each rank draws one, and all use rank 0's seed. The seed determines the order of the samples, so
     # it must be equal on all ranks.
     seed = resumed.seed if resumed else agreed_integer(_seed(config), mesh)
@@ -240,6 +242,17 @@ def _resumed(config: Config, inputs: Inputs, mesh: Mesh, again: bool) -> RunStat
             )
         folder = config.checkpoint.folder
     return None if folder is None else find(folder, config, inputs.train, mesh)
+
+
+def _accept_one_site(config: Config, mesh: Mesh, *, is_elastic: bool) -> None:
+    """Raise ``ValueError`` unless the other sites may have been lost."""
+    if not is_elastic:
+        raise ValueError(
+            f"training.site_steps is {config.training.site_steps}, but all ranks are at one site: set {SITE} on each host "
+            "to the name of its site, or leave training.site_steps out"
+        )
+    if mesh.is_main:
+        say("one site: its ranks sum the gradients of every step until another site joins")
 
 
 def _seed(config: Config) -> int:

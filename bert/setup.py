@@ -1,6 +1,7 @@
 """Construction of a run's objects before the clock starts. Only the metadata of the data sets are read."""
 
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from functools import partial
@@ -79,7 +80,7 @@ def build_run(
     loader = build_loader(config, inputs.train, mesh, seed, shape_buckets, start.steps, log)
     # Create the reporter late, because nobody would close it if an earlier statement raised an error.
     reporter = _reporter(config, inputs, mesh, log, step, start.samples)
-    stages = [stage for _, stage, _ in mesh.coordinates]
+    stages = [stage for _, stage, _ in mesh.coordinates.values()]
     stragglers = Stragglers(mesh.hosts, stages, mesh.places())
     return Run(
         config=config,
@@ -87,7 +88,7 @@ def build_run(
         start=start,
         log=log,
         reporter=reporter,
-        intervals=Intervals(config, step.statistics, stopwatch, reporter, stragglers, start, skipped),
+        intervals=Intervals(config, step.statistics, stopwatch, reporter, stragglers, start, skipped, step.sites),
         stopwatch=stopwatch,
         loader=loader,
         step=step,
@@ -170,10 +171,13 @@ def build_loader(
     The loader reads no data until its first batch is requested.
     """
     plan = batch_plan(config, train, mesh.data_size, seed)
+    # A site that takes steps by itself divides its losses by its own counts.
+    apart = config.training.site_steps > 1
+    together = [mesh.coordinates[rank][0] for rank in mesh.own_site.data_ranks] if apart else None
 
     def rank_batches(step: int) -> list[MicroBatch]:
         # Loaders count steps from 0 even in a resumed run.
-        return plan.rank_batches(first_step + step, mesh.data_rank)
+        return plan.rank_batches(first_step + step, mesh.data_rank, together)
 
     ahead = config.data.prefetch
     choice = choose_loader(config.data.loader, mesh.device, rank_batches, train.lengths, ahead, shape_buckets)
@@ -238,6 +242,13 @@ def _initial_step(
         log.line(f"# {reduction}")
         if mesh.is_main:
             say(reduction)
+    if mesh.sites:
+        ranks = ", ".join(f"{name} ({counted(count, 'rank')})" for name, count in Counter(mesh.sites).items())
+        training = config.training
+        apart = f", each by itself for {training.site_steps} steps, then {training.site_dtype}" if step.sites else ""
+        log.line(f"# sites: {ranks}{apart}")
+        if mesh.is_main:
+            say(f"sites: {ranks}{apart}")
     # Each rank must draw different dropout masks. The stages of one model copy share a dropout seed, because each layer
     # has its own random stream.
     torch.manual_seed(seed * mesh.world_size + mesh.rank)

@@ -40,18 +40,18 @@ class TrainingStep:
             # One rank with PyTorch's products trains the initial model itself.
             self.model, self.flat = initial, FlatParameters.of(initial)
             self.optimizer, self.vectors = Lamb(self.flat, config.optimizer), WholeVectors(initial, self.flat)
-            self.weight_gradients = self.fp8 = self.reduction = self.gather = None
+            self.weight_gradients = self.fp8 = self.reduction = self.gather = self.sites = None
             self.reduction_choice = ""
         else:
             parts = build_parts(initial, config, mesh, stopwatch)
             self.model, self.flat = parts.model, parts.flat
             self.optimizer, self.vectors = parts.optimizer, parts.vectors
             self.weight_gradients, self.fp8 = parts.weight_gradients, parts.fp8
-            self.reduction, self.gather = parts.reduction, parts.gather
+            self.reduction, self.gather, self.sites = parts.reduction, parts.gather, parts.sites
             self.reduction_choice = parts.reduction_choice
         # FP8 casts whole weights right after the update, and pipeline stages begin a step at different times.
         self.gathers_in_forward = self.gather is not None and self.fp8 is None and mesh.pipeline == 1
-        self.statistics = Statistics(mesh)
+        self.statistics = Statistics(mesh, apart=self.sites is not None)
 
     def __call__(self, micro_batches: Sequence[Batch]) -> None:
         """Train on one global batch, of which this rank has ``micro_batches``."""
@@ -96,7 +96,7 @@ class TrainingStep:
             self.fp8.update_scales_()  # first, because weights are cast with the new scales
         self.statistics.add_step(self.optimizer.step())
         if not self.gathers_in_forward:
-            self.gather_weights()
+            self.gather_in_site()
         if self.fp8 is not None and not isinstance(self.optimizer, Lamb):  # ``Lamb`` casts the weights itself
             self.fp8.refresh_weights_()
 
@@ -109,14 +109,43 @@ class TrainingStep:
     def autocast(self) -> torch.autocast:
         return torch.autocast(self.mesh.device.type, torch.bfloat16, enabled=self.precision != "fp32")
 
+    def gather_in_site(self) -> None:
+        """Gather the weights that other ranks of this site updated in the last step. They must all call this together."""
+        if self.gather is not None:
+            self.gather()
+
     def gather_weights(self) -> BertForPreTraining:
-        """Gather the weights that other ranks updated in the last step, and return the model.
+        """Gather the weights that other ranks updated, give all sites the same weights, and return the model.
 
         All ranks must call this at the same time.
         """
-        if self.gather is not None:
-            self.gather()
+        self.gather_in_site()
+        if self.sites is not None and self.sites.settle():
+            self.refresh_copies_()
         return self.model
+
+    def meet_sites(self, steps: int) -> None:
+        """Begin or apply an exchange with the other sites if one is due after ``steps`` steps of the run."""
+        if self.sites is None:
+            return
+        if self.sites.begins_after(steps):
+            self.gather_in_site()
+        if self.sites.after_step(steps):
+            self.refresh_copies_()
+
+    def settled_state(self) -> list[Tensor]:
+        """Give all sites the same state, and return what checkpoints hold of it: weights, momentum, variance, [P] each.
+
+        With sites, the momentum of their exchange follows. All ranks must call this at the same time.
+        """
+        self.gather_weights()
+        moments = list(self.optimizer.moments())
+        if self.sites is not None:
+            moments = [self.sites.mean(moment_P) for moment_P in moments]
+            self.optimizer.set_moments_(*moments)
+            all_reduce_(self.optimizer.steps, "max")  # a site may have skipped a step
+            moments.append(self.sites.momentum())
+        return [self.flat.weights_P, *moments]
 
     def gather_whole_model(self) -> BertForPreTraining:
         """Gather all weights and return the whole model. It is a new model if several ranks share a copy of the model.
@@ -184,10 +213,15 @@ class Statistics:
 
     NAMES = ("masked_lm_loss", "next_sentence_loss", "gradient_norm", "tokens", "skipped_steps")
 
-    def __init__(self, mesh: Mesh) -> None:
+    def __init__(self, mesh: Mesh, *, apart: bool = False) -> None:
+        """``apart`` tells whether sites take steps by themselves. Their losses and norms differ, and the means count all."""
         self.own_seconds = [0.0] * mesh.world_size
         """Seconds per step of each rank's own work, from the last fetch."""
         self._rank, self._counts = mesh.rank, mesh.counts_losses
+        site = mesh.own_site if apart else mesh
+        self._share = site.data_size / mesh.data_size
+        """This site's share of the samples."""
+        self._counts_steps = mesh.rank == min(site.copies[0])
         # One vector holds all values, so that one all-reduce is enough: the own seconds of each rank (each rank fills only
         # its own entry), one sum for each name, the number of steps, and the request to stop. It is fp64 so that token
         # counts stay exact.
@@ -199,20 +233,20 @@ class Statistics:
         """Add a micro-batch's contributions to the global batch's mean losses, and its number of tokens, all []."""
         if not self._counts:  # only one of the ranks that share a copy of the model counts
             return
-        self._sums[0] += masked_lm_loss.detach()
-        self._sums[1] += next_sentence_loss.detach()
+        self._sums[0] += masked_lm_loss.detach() * self._share
+        self._sums[1] += next_sentence_loss.detach() * self._share
         self._sums[3] += tokens
 
     def add_step(self, gradient_norm: Tensor) -> None:
         """Count a step and add its gradient norm. A norm that is not finite means that the step was skipped.
 
-        Only rank 0 counts, because the norm is the same on all ranks.
+        Only one rank of a site counts, because the norm is the same on all of them.
         """
-        if self._rank == 0:
+        if self._counts_steps:
             taken = torch.isfinite(gradient_norm)
-            self._sums[2] += torch.where(taken, gradient_norm, 0.0)
-            self._sums[4] += ~taken
-            self._sums[5] += 1
+            self._sums[2] += torch.where(taken, gradient_norm, 0.0) * self._share
+            self._sums[4] += ~taken * self._share
+            self._sums[5] += self._share
 
     def fetch(self, stop: bool = False, own_seconds: float = 0.0) -> tuple[dict[str, float], bool]:
         """Return means over all steps since the last fetch and over all ranks, and whether any rank asks to ``stop``.

@@ -3,6 +3,7 @@
     FOLDER/step_00000120/model.safetensors      weights, also accepted by ``data.initial_checkpoint``
                          momentum.safetensors   LAMB's first moments, under the names of the weights
                          variance.safetensors   LAMB's second moments
+                         site_momentum.safetensors  momentum between sites, if they take steps by themselves
                          state.json             everything else, with the size and digest of each file
 
 The content does not depend on the number of ranks: shards are gathered, and the sample order follows from seed and step.
@@ -36,6 +37,7 @@ from console.text import counted
 from dataloading.dataset.folder import Dataset
 
 FILES = ("model.safetensors", "momentum.safetensors", "variance.safetensors")
+SITE_MOMENTUM = "site_momentum.safetensors"
 BYTES_PER_PARAMETER = 4 * len(FILES)
 _STATE_BYTES = 1 << 20
 _REMEDY = "remove it, or resume from another"
@@ -60,14 +62,21 @@ class World:
     """Largest number of sequences in a micro-batch so far, which is known to fit in the devices' memory."""
     job: str = ""
     """Job of the run, see ``bert.parallel.environment.job``."""
+    sites: dict[str, str] = field(default_factory=dict)
+    """Site of each host, by host name, if there are several sites."""
 
     @classmethod
-    def of(cls, hosts: Sequence[str], config: Config, before: "World | None" = None) -> "World":
-        """Return a run's world, given each rank's host name. ``before`` is the world of the run that this run continues."""
+    def of(
+        cls, hosts: Sequence[str], config: Config, before: "World | None" = None, sites: Sequence[str] = ()
+    ) -> "World":
+        """Return a run's world, given each rank's host name and site.
+
+        ``before`` is the world of the run that this run continues.
+        """
         steps, copies = config.training.gradient_accumulation_steps, len(hosts) // config.parallel.copy_ranks
         sequences = -(-config.training.global_batch_size // (copies * steps))
         fitting = max(sequences, before.fitting if before else 0)
-        return cls(dict(Counter(hosts)), steps, sequences, fitting, job())
+        return cls(dict(Counter(hosts)), steps, sequences, fitting, job(), dict(zip(hosts, sites, strict=False)))
 
 
 def rebalance_batch(config: Config, before: World, data_size: int) -> Config:
@@ -86,10 +95,13 @@ def rebalance_batch(config: Config, before: World, data_size: int) -> Config:
 
 
 def changes(before: World, now: World) -> list[str]:
-    """Return lines that describe lost and gained hosts and the new batch shares; [] if nothing has changed."""
+    """Return lines that describe lost and gained hosts, new sites and the new batch shares; [] if nothing has changed."""
     # Subtracting counters also finds hosts on which only the number of ranks has changed.
     gone, come = Counter(before.hosts), Counter(now.hosts)
     lines = [f"{what}: {_named(hosts)}" for what, hosts in (("lost", gone - come), ("gained", come - gone)) if hosts]
+    for host in before.sites.keys() & now.sites.keys():
+        if before.sites[host] != now.sites[host]:
+            lines.append(f"host {shown(host)} is at site {shown(now.sites[host])}; before {shown(before.sites[host])}")
     shares = [
         f"{counted(sum(world.hosts.values()), 'rank')} on {counted(len(world.hosts), 'host')}, a step of each with at most "
         f"{world.accumulation} x {counted(world.sequences, 'sequence')}"
@@ -231,14 +243,15 @@ def restore(step: TrainingStep, state: RunState, mesh: Mesh) -> None:
     """Restore model and optimizer from the checkpoint of ``state``; every rank must call it at the same time."""
     reseed(state.seed, state.step, mesh)
     # Start from zeros, because checkpoints do not contain the padding between parameters.
-    vectors = [torch.zeros_like(step.flat.weights_P) for _ in FILES]
-    for name, vector_P in zip(FILES, vectors, strict=True):
+    names = FILES if step.sites is None else files_of(state)
+    vectors = [torch.zeros_like(step.flat.weights_P) for _ in names]
+    for name, vector_P in zip(names, vectors, strict=True):
         whole = vector_P.new_zeros(step.vectors.size)
         if mesh.is_main:
             _read_into(step, Path(state.path) / name, whole)
         # Only rank 0 reads, so that the other ranks need no access to its file system.
         step.vectors.shard_(vector_P, broadcast_(whole))
-    weights_P, momentum_P, variance_P = vectors
+    weights_P, momentum_P, variance_P, *site_momentum = vectors
     with torch.no_grad():
         step.flat.weights_P.copy_(weights_P)
         step.optimizer.set_moments_(momentum_P, variance_P)
@@ -253,6 +266,13 @@ def restore(step: TrainingStep, state: RunState, mesh: Mesh) -> None:
         if step.fp8 is not None and state.fp8_scales is None:  # the run before had another precision
             step.fp8.update_()  # the casts above have measured the restored weights
     step.gather_weights()  # refresh the weights that other ranks update
+    if step.sites is not None:
+        step.sites.restore_(*site_momentum)
+
+
+def files_of(state: RunState) -> tuple[str, ...]:
+    """Return the names of a checkpoint's files of weights and moments."""
+    return (*FILES, SITE_MOMENTUM) if SITE_MOMENTUM in state.files else FILES
 
 
 def fixed_settings(config: Config, train: Dataset) -> dict[str, str]:
@@ -295,7 +315,7 @@ def _newest(folder: Path, config: Config, train: Dataset) -> RunState:
 def _read_state(path: Path) -> RunState:
     """Read a checkpoint's state. Raises ``ValueError`` if the checkpoint is not complete."""
     state = _state_file(path)
-    for name in FILES:
+    for name in files_of(state):
         file = path / name
         if not file.is_file() or Digest.of(file) != state.files.get(name):
             raise ValueError(f"{file} is missing, or not as it was written; {_REMEDY}")

@@ -11,7 +11,16 @@ from dataclasses import replace
 import msgspec
 import torch
 
-from bert.checkpoints.training_state import FILES, Digest, RunState, World, fixed_settings, reseed, written_in
+from bert.checkpoints.training_state import (
+    FILES,
+    SITE_MOMENTUM,
+    Digest,
+    RunState,
+    World,
+    fixed_settings,
+    reseed,
+    written_in,
+)
 from bert.checkpoints.weights import Weight, write_safetensors
 from bert.configuration.config import Config
 from bert.execution.phases import PhaseTracker
@@ -52,7 +61,8 @@ class Checkpoints:
         """Checkpoints that this run may delete: the checkpoints that existed at the start, and its own."""
         # Allocate the copies once, because pinned memory is slow to allocate and training waits for the copies.
         pinned = mesh.device.type == "cuda"
-        self._copies = [torch.empty(step.vectors.size, pin_memory=pinned) for _ in FILES] if folder else []
+        self._files = FILES if step.sites is None else (*FILES, SITE_MOMENTUM)
+        self._copies = [torch.empty(step.vectors.size, pin_memory=pinned) for _ in self._files] if folder else []
         """Copies of the whole model's weights and moments in host memory, from which the thread writes."""
 
     def due(self, steps: int) -> bool:
@@ -81,7 +91,8 @@ class Checkpoints:
     def save(self, at: Position) -> None:
         """Start writing a checkpoint, after the previous one is on disk. Every rank must call it after the same step.
 
-        It also resets random numbers and FP8 scales to the values that a run resumed from this checkpoint will have.
+        It also sets random numbers, FP8 scales and the state of sites to the values that a run resumed from this checkpoint
+        will have.
         """
         if self._folder is None:
             return
@@ -94,8 +105,7 @@ class Checkpoints:
         if step.fp8 is not None:  # scales differ between ranks; the smallest ones overflow on no rank
             step.fp8.set_scales_(all_reduce_(step.fp8.scale_S, "min"))
             step.fp8.refresh_weights_()
-        step.gather_weights()
-        for place, vector_P in enumerate((step.flat.weights_P, *step.optimizer.moments())):
+        for place, vector_P in enumerate(step.settled_state()):
             whole = step.vectors.gather(vector_P)
             if self._mesh.is_main:
                 self._copies[place].copy_(whole)
@@ -129,12 +139,12 @@ class Checkpoints:
         final = self._folder / f"step_{state.step:08}"
         with atomic_path(final) as partial:
             partial.mkdir()
-            for name, copy in zip(FILES, self._copies, strict=True):
+            for name, copy in zip(self._files, self._copies, strict=True):
                 parts = self._step.vectors.parts(copy)
                 weights = {key: Weight(tuple(part.shape), part.detach().cpu) for key, part in parts}
                 write_safetensors(partial / name, weights, {})
                 sync(partial / name)  # the file must be on disk before the folder gets its name
-            files = {name: Digest.of(partial / name) for name in FILES}
+            files = {name: Digest.of(partial / name) for name in self._files}
             content = msgspec.json.encode(replace(state, files=files))
             write_atomically(partial / "state.json", msgspec.json.format(content, indent=1))
             # A rename cannot replace a folder that contains files. A removable folder of this name is a broken

@@ -79,6 +79,7 @@ class Config:
         for name, is_set in (
             ("evaluation.interval_samples", self.evaluation.interval_samples is not None),
             ("resume", self.resume is not None),
+            ("training.site_steps", self.training.site_steps > 1),
         ):
             refuse(is_set, f"{name} is set {division}")
         refuse(not self.evaluation.unknown_tokens, f"evaluation.unknown_tokens is off {division}")

@@ -11,6 +11,7 @@ Recompute = Literal["none", "selective", "full"]
 Precision = Literal["fp32", "bf16", "fp8"]
 ReductionStrategy = Literal["flat", "hierarchical", "sharded", "sharded_world"]
 ReduceDtype = Literal["fp32", "bf16"]
+SiteDtype = Literal["fp32", "bf16", "int8"]
 
 SHARDED = ("sharded", "sharded_world")
 """Reduction strategies with which each rank updates only its shard of the weights."""
@@ -151,6 +152,17 @@ class TrainingConfig:
     bucket_bytes: int = 25 * 2**20
     """Size in bytes of a bucket of fp32 gradients. Ranks sum a bucket while the backward pass fills the next one. Larger
     buckets need fewer messages, but the wait for the last bucket is longer."""
+    site_steps: int = 1
+    """Number of steps that each site takes by itself before sites exchange the change of their weights. A site consists of
+    the hosts that state the same MLPERF_BERT_SITE. 1: sites sum the gradients of every step. More: for slow links between
+    sites, in the open division. It must divide the number of steps between evaluations."""
+    site_dtype: SiteDtype = "int8"
+    """Type in which sites send the change of their weights. int8: with a scale for 256 elements. What rounding leaves out is
+    sent with the next change."""
+    site_learning_rate: float = 0.7
+    """Share of the sites' mean change by which the weights move."""
+    site_momentum: float = 0.9
+    """Nesterov momentum of the sites' mean change."""
     recompute: Recompute = "none"
     """What the backward pass recomputes to save memory, with equal results. selective: attention, GELU and layer norms of
     all encoder layers except the last. full: the whole of these layers."""
@@ -165,9 +177,27 @@ class TrainingConfig:
             return self.max_samples
         return min(self.max_samples, self.max_steps * self.global_batch_size)
 
+    @property
+    def site_delay(self) -> int:
+        """Number of steps after which a site applies an exchange that has run beside them."""
+        return self.site_steps // 2
+
     def __post_init__(self) -> None:
-        for name in ("global_batch_size", "max_samples", "max_steps", "gradient_accumulation_steps", "bad_intervals"):
+        counts = (
+            "global_batch_size",
+            "max_samples",
+            "max_steps",
+            "gradient_accumulation_steps",
+            "bad_intervals",
+            "site_steps",
+        )
+        for name in counts:
             _at_least(1, f"training.{name}", getattr(self, name))
+        _fraction("training.site_momentum", self.site_momentum)
+        refuse(
+            self.site_learning_rate <= 0,
+            f"training.site_learning_rate is {self.site_learning_rate}: expected more than 0",
+        )
         # A bucket holds at least one fp32 element. Its size is rounded up so that all ranks get equal, aligned shards.
         _at_least(4, "training.bucket_bytes", self.bucket_bytes)
         _at_least(0, "training.warmup_steps", self.warmup_steps)

@@ -7,7 +7,9 @@ from typing import Any
 
 import torch
 
-from bert.execution.phases import EXCHANGE, PHASES, PhaseTracker
+from bert.execution.phases import EXCHANGE, PHASES, SITE_WAIT, PhaseTracker
+
+_PHASES = *PHASES, SITE_WAIT
 
 Span = tuple[Any, Any]
 """CUDA events at the beginning and at the end of a phase."""
@@ -33,7 +35,7 @@ class Stopwatch:
 
         They do not count as the rank's own work.
         """
-        self._seconds: dict[str, float] = dict.fromkeys(PHASES, 0.0)
+        self._seconds: dict[str, float] = dict.fromkeys(_PHASES, 0.0)
         self._inside = 0.0
 
     @contextmanager
@@ -83,7 +85,7 @@ class Stopwatch:
         return taken
 
     def reset(self) -> None:
-        self._seconds = dict.fromkeys(PHASES, 0.0)
+        self._seconds = dict.fromkeys(_PHASES, 0.0)
         self.exchanged = 0.0
 
 
@@ -98,12 +100,12 @@ class DeviceStopwatch(Stopwatch):
     def __init__(self, event: Callable[[bool], Any] = cuda_event, capturing: Callable[[], bool] = is_capturing) -> None:
         super().__init__()
         self._event, self._capturing = event, capturing
-        self._spans: dict[str, list[Span]] = {phase: [] for phase in PHASES}
+        self._spans: dict[str, list[Span]] = {phase: [] for phase in _PHASES}
         self._inside_of: list[tuple[str, Span]] = []
         """Names of enclosing phases, each with a span that lies inside the phase."""
         self._open: list[str] = []
         # A capture may contain any phase, so there is one span per phase, which all captures share.
-        self._captured: dict[str, Span] = {phase: (event(True), event(True)) for phase in PHASES}
+        self._captured: dict[str, Span] = {phase: (event(True), event(True)) for phase in _PHASES}
         # Record the events once, because ``elapsed_time`` requires it. Until the first replay, they lie before all phases.
         for begin, end in self._captured.values():
             begin.record()
@@ -153,7 +155,7 @@ class DeviceStopwatch(Stopwatch):
 
     def reset(self) -> None:
         super().reset()
-        self._spans = {phase: [] for phase in PHASES}
+        self._spans = {phase: [] for phase in _PHASES}
         self._inside_of = []
 
 

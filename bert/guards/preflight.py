@@ -223,6 +223,13 @@ def _schedule(config: Config) -> EvaluationSchedule:
             f"{interval:,} samples: raise it, or lower evaluation.interval_samples"
         )
     batch = training.global_batch_size
+    together = batch * training.site_steps
+    if training.site_steps > 1 and interval % together:
+        most = max(steps for steps in range(1, training.site_steps) if interval % (batch * steps) == 0 or steps == 1)
+        raise ValueError(
+            f"training.site_steps is {training.site_steps}, which does not divide the {interval / batch:g} steps between "
+            f"evaluations: set it to {most}, or evaluation.interval_samples {interval:,} to a multiple of {together:,}"
+        )
     schedule = EvaluationSchedule(interval, batch)
     # The last step may exceed the sample limit.
     end = -(-training.sample_limit // batch) * batch

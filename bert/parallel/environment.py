@@ -17,6 +17,9 @@ from console.processes import run
 CLAIM = "MLPERF_BERT_CLAIM"
 """Variable with a file to which a run writes the path of its log, for the program that started the run."""
 
+SITE = "MLPERF_BERT_SITE"
+"""Variable with the name of the site that this host belongs to."""
+
 _INTERACTIVE_STEP = "4294967290"
 """Number of the step in which salloc runs the user's shell (SLURM_INTERACTIVE_STEP in slurm.h)."""
 
@@ -167,6 +170,14 @@ def job() -> str:
     """Return the job's name (torchrun's ``--rdzv-id``), which is the same after a restart, or "" if there is none."""
     name = os.environ.get("TORCHELASTIC_RUN_ID", "")
     return "" if name == "none" else name[:256]  # torchrun sets "none" if no --rdzv-id was given
+
+
+def site() -> str:
+    """Return the site that this host states, or "" if it states none. Raises ``ValueError`` if it is not a short name."""
+    name = os.environ.get(SITE, "")
+    if name and not re.fullmatch(r"\w[\w.-]{0,31}", name, re.ASCII):
+        raise ValueError(f"{SITE} is {name[:64]!r}: expected up to 32 letters, digits, and characters of '_.-'")
+    return name
 
 
 def _environment(name: str, default: int) -> int:

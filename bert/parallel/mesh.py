@@ -11,8 +11,9 @@ PyTorch's DeviceMesh cannot describe this order, because it assumes that neighbo
 
 import math
 import socket
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import cached_property
 from typing import Any, Literal
@@ -22,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from bert.configuration.sections import ParallelConfig
-from bert.parallel.environment import Launch
+from bert.parallel.environment import Launch, site
 from bert.parallel.rendezvous import group_by_host, join_group
 from console.text import counted
 from kernels.products import set_product_precision
@@ -55,11 +56,32 @@ class Mesh:
     """Number of stages, each of consecutive layers, that form a copy of the model."""
     hosts: tuple[str, ...] = ()
     """Host name of every rank, by rank."""
+    sites: tuple[str, ...] = ()
+    """Site of every rank, by rank; ``()`` stands for one site."""
 
     @property
     def is_main(self) -> bool:
         """Tell whether this is rank 0, the process that logs."""
         return self.rank == 0
+
+    @cached_property
+    def own_site(self) -> "Mesh":
+        """This rank's position among the ranks of its site, whose nodes are the only ones. Ranks keep their numbers."""
+        if not self.sites:
+            return self
+        return replace(
+            self, nodes=tuple(ranks for ranks in self.nodes if self._site_of(ranks) == self._site_of([self.rank]))
+        )
+
+    def by_site(self, ranks: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+        """Divide ``ranks`` among the sites that have some of them, in the order of the sites' lowest ranks."""
+        sites: dict[str, list[int]] = {name: [] for name in self.sites or [""]}
+        for rank in ranks:
+            sites[self._site_of([rank])].append(rank)
+        return tuple(map(tuple, filter(None, sites.values())))
+
+    def _site_of(self, ranks: Sequence[int]) -> str:
+        return self.sites[ranks[0]] if self.sites else ""
 
     @cached_property
     def node_ranks(self) -> tuple[int, ...]:
@@ -87,14 +109,15 @@ class Mesh:
         return len(self.copies)
 
     @cached_property
-    def coordinates(self) -> list[tuple[int, int, int]]:
-        """Data, pipeline and tensor index of each rank, by rank."""
-        found = {
-            rank: (copy, *divmod(number, self.tensor))
-            for copy, ranks in enumerate(self.copies)
-            for number, rank in enumerate(ranks)
-        }
-        return [found[rank] for rank in range(self.world_size)]
+    def coordinates(self) -> dict[int, tuple[int, int, int]]:
+        """Data, pipeline and tensor index of each rank, in the order of the ranks."""
+        return dict(
+            sorted(
+                (rank, (copy, *divmod(number, self.tensor)))
+                for copy, ranks in enumerate(self.copies)
+                for number, rank in enumerate(ranks)
+            )
+        )
 
     @property
     def data_rank(self) -> int:
@@ -145,13 +168,15 @@ class Mesh:
         return self.data_rank * self.tensor + self.tensor_rank if self.pipeline > 1 else self.rank
 
     def places(self) -> list[str]:
-        """Describe every rank's place in the grid, by rank; "" if each rank has a whole copy of the model."""
-        if self.tensor * self.pipeline == 1:
-            return [""] * self.world_size
-        return [
-            f" (data {copy}{f', pipeline {stage}' if self.pipeline > 1 else ''}, tensor {shard})"
-            for copy, stage, shard in self.coordinates
-        ]
+        """Describe every rank's site, if there are several, and its place in the grid, if ranks share copies, by rank."""
+        places = []
+        for rank, (copy, stage, shard) in self.coordinates.items():
+            parts = [f"site {self.sites[rank]}"] if self.sites else []
+            if self.tensor * self.pipeline > 1:
+                stages = f", pipeline {stage}" if self.pipeline > 1 else ""
+                parts.append(f"data {copy}{stages}, tensor {shard}")
+            places.append(f" ({', '.join(parts)})" if parts else "")
+        return places
 
     def __str__(self) -> str:
         pipeline = f" x pipeline {self.pipeline}" if self.pipeline > 1 else ""
@@ -170,7 +195,7 @@ def join_mesh(
     matrix products have the precision that training needs (``set_product_precision``). ``arrival`` limits the wait for all
     ranks and defaults to ``timeout``. Raises ``ValueError`` for an invalid environment, missing GPUs or unsuitable hosts.
     """
-    launch = Launch.from_environment()
+    launch, own_site = Launch.from_environment(), site()
     set_product_precision()
     if device == "cuda":
         require_gpus(launch.local_rank + 1)
@@ -178,13 +203,17 @@ def join_mesh(
     place = torch.device(device, launch.local_rank) if device == "cuda" else torch.device(device)
     nodes: tuple[tuple[int, ...], ...] = ()
     hosts: tuple[str, ...] = (socket.gethostname(),)
+    sites = (own_site,)
     if launch.world_size > 1:
         identities = join_group(launch, place, timeout, arrival or timeout)
         nodes = group_by_host(identities, one_launcher=device == "cuda")
         hosts = tuple(identity.host for identity in identities)
+        sites = tuple(identity.site for identity in identities)
     a_host = len(nodes[0]) if nodes else 1  # group_by_host ensures that all hosts have the same number
     parallel = parallel or ParallelConfig()
-    require_whole_copies(parallel, launch.world_size // a_host, a_host)
+    # No copy of the model may span two sites.
+    for ranks in Counter(sites).values():
+        require_whole_copies(parallel, ranks // a_host, a_host)
     return Mesh(
         launch.rank,
         launch.world_size,
@@ -194,6 +223,7 @@ def join_mesh(
         parallel.tensor,
         parallel.pipeline,
         hosts,
+        sites if len({*sites}) > 1 else (),
     )
 
 
@@ -275,10 +305,12 @@ def leave_mesh() -> None:
         dist.destroy_process_group()
 
 
-def all_reduce_(tensor: Tensor, operation: Literal["sum", "min", "max"] = "sum") -> Tensor:
-    """Replace each value by its sum, minimum or maximum over all ranks, in place, and return the tensor."""
+def all_reduce_(
+    tensor: Tensor, operation: Literal["sum", "min", "max"] = "sum", group: dist.ProcessGroup | None = None
+) -> Tensor:
+    """Replace each value by its sum, minimum or maximum over a group or all ranks, in place, and return the tensor."""
     if dist.is_initialized():
-        dist.all_reduce(tensor, getattr(dist.ReduceOp, operation.upper()))
+        dist.all_reduce(tensor, getattr(dist.ReduceOp, operation.upper()), group)
     return tensor
 
 

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch.distributed.rendezvous import rendezvous
 
-from bert.parallel.environment import Launch, host_of, lost_launcher
+from bert.parallel.environment import SITE, Launch, host_of, lost_launcher, site
 from bert.parallel.master_port import master_port, require_free_port
 from bert.parallel.single import all_gather_single
 from console.text import counted
@@ -36,12 +36,13 @@ _DESCRIPTORS = 1024
 
 @dataclass(frozen=True)
 class Identity:
-    """Host of a rank: its name, and the kernel's boot id because names such as localhost may repeat."""
+    """Host of a rank: its name, and the kernel's boot id because names such as localhost may repeat, and its site."""
 
     host: str
     boot: str
     local_rank: int
     local_size: int
+    site: str = ""
 
 
 def join_group(launch: Launch, device: torch.device, timeout: timedelta, arrival: timedelta) -> list[Identity]:
@@ -227,24 +228,25 @@ def allow_descriptors(launch: Launch) -> None:
 
 
 def _all_identities(launch: Launch, device: torch.device) -> list[Identity]:
-    # Send bytes of a fixed size, so that nothing is unpickled. A name, a boot id of 36 characters and two numbers fit.
+    # Send bytes of a fixed size, so that nothing is unpickled. Two names, a boot id of 36 characters and two numbers fit.
     boot = Path("/proc/sys/kernel/random/boot_id")
     own = (socket.gethostname()[:128], boot.read_text().strip() if boot.exists() else "")
-    text = "\n".join((*own, str(launch.local_rank), str(launch.local_size))).encode()
+    text = "\n".join((*own, str(launch.local_rank), str(launch.local_size), site())).encode()
     sent = torch.tensor(list(text.ljust(_IDENTITY_BYTES)), dtype=torch.uint8, device=device)  # NCCL sends device memory
     received = sent.new_empty(launch.world_size * _IDENTITY_BYTES)
     all_gather_single(received, sent)
     rows = received.view(launch.world_size, _IDENTITY_BYTES).cpu().numpy()
     fields = [row.tobytes().decode().strip(" ").split("\n") for row in rows]
-    return [Identity(host, boot, int(local), int(size)) for host, boot, local, size in fields]
+    return [Identity(host, boot, int(local), int(size), at) for host, boot, local, size, at in fields]
 
 
 def group_by_host(identities: Sequence[Identity], one_launcher: bool = True) -> tuple[tuple[int, ...], ...]:
-    """Return the ranks of each host in ascending order; hosts are ordered by their lowest rank.
+    """Return the ranks of each host in ascending order; the hosts of a site follow one another, the lowest rank first.
 
-    Raises ``ValueError`` if hosts have different numbers of ranks, if a launcher announces more ranks per host than were
-    found there, or if a host's local ranks do not ascend with its ranks. If each host must have ``one_launcher``, equal
-    local ranks on a host are an error too, because they would use the same device.
+    Raises ``ValueError`` if hosts have different numbers of ranks, if a host states two sites or none although others state
+    one, if a launcher announces more ranks per host than were found there, or if a host's local ranks do not ascend with its
+    ranks. If each host must have ``one_launcher``, equal local ranks on a host are an error too, because they would use the
+    same device.
     """
     hosts: dict[tuple[str, str], list[int]] = {}
     for rank, identity in enumerate(identities):
@@ -261,6 +263,9 @@ def group_by_host(identities: Sequence[Identity], one_launcher: bool = True) -> 
         found = f"host {host} runs ranks {_listed(ranks)} with local ranks {_listed(local_ranks)}"
         if one_launcher and len({*local_ranks}) < len(ranks):
             raise ValueError(f"{found}: start one launcher a host")
+        sites = list(dict.fromkeys(identities[rank].site for rank in ranks))
+        if len(sites) > 1:
+            raise ValueError(f"host {host} states several sites ({', '.join(map(repr, sites))}): set one {SITE} a host")
         # A rank's position on its host determines its rail, and groups are created with ascending ranks.
         if local_ranks != sorted(local_ranks):
             raise ValueError(f"{found}: number each host's ranks in the order of its local ranks")
@@ -268,7 +273,11 @@ def group_by_host(identities: Sequence[Identity], one_launcher: bool = True) -> 
     if len({len(ranks) for ranks in hosts.values()}) > 1:
         counts = ", ".join(f"{host} {len(ranks)}" for (host, _), ranks in list(hosts.items())[:16])
         raise ValueError(f"hosts with different numbers of ranks ({counts}): start the same number on every host")
-    return tuple(tuple(ranks) for ranks in hosts.values())
+    order = list(dict.fromkeys(identity.site for identity in identities))
+    if "" in order and len(order) > 1:
+        without = next(identity.host for identity in identities if not identity.site)
+        raise ValueError(f"host {without} states no site, but others do: set {SITE} on every host or on none")
+    return tuple(sorted(map(tuple, hosts.values()), key=lambda ranks: order.index(identities[ranks[0]].site)))
 
 
 def _listed(numbers: Sequence[int]) -> str:

@@ -1,5 +1,6 @@
 """Reports on the steps of a log interval. The host waits for the device only here and in evaluations."""
 
+import math
 import time
 from collections.abc import Sequence
 from statistics import median
@@ -9,6 +10,7 @@ import torch
 from bert.configuration.config import Config
 from bert.execution.stopwatch import Stopwatch
 from bert.optimizer import learning_rate
+from bert.parallel.sites import SiteExchange
 from bert.reporting.reporter import Position, Reporter
 from bert.step import Statistics
 from compliance.log.records import StepRecord, Straggler
@@ -73,13 +75,14 @@ class Intervals:
         stragglers: Stragglers,
         start: Position,
         skipped: int,
+        sites: SiteExchange | None,
     ) -> None:
         """Begin the first interval at the position ``start``. ``skipped`` steps were skipped before it."""
         self.bad = 0
         """Number of consecutive intervals in which every step was skipped."""
         self._config, self._statistics, self._stopwatch = config, statistics, stopwatch
         self._reporter, self._stragglers = reporter, stragglers
-        self._skipped, self._steps = skipped, start.steps
+        self._skipped, self._steps, self._sites = skipped, start.steps, sites
         self._since = time.perf_counter()
         self._own_seconds = 0.0
         """Seconds per step of this rank's own work in the last interval."""
@@ -102,7 +105,8 @@ class Intervals:
         # Read this before ``take``, which resets it.
         exchanged_ms = 1000 * self._stopwatch.exchanged / steps
         phases = {f"{name}_ms": 1000 * spent / steps for name, spent in self._stopwatch.take().items()}
-        skipped = round(means["skipped_steps"])
+        # Sites take steps by themselves, and a step counts as skipped if any of them has skipped it.
+        skipped = math.ceil(round(means["skipped_steps"], 3))
         self._skipped += skipped
         # The learning rate schedule counts steps from 0 and does not count skipped steps.
         last = torch.tensor(max(0, at.steps - self._skipped - 1))
@@ -121,6 +125,7 @@ class Intervals:
                 tokens_per_s=means["tokens"] * steps / seconds,
                 sequences_per_s=self._config.training.global_batch_size * steps / seconds,
                 skipped_steps=skipped,
+                site_bytes=0 if self._sites is None else self._sites.take_bytes(),
             )
         )
         # The report itself counts towards the next interval.

@@ -63,6 +63,10 @@ class StepRecord(_Event, frozen=True, tag="step"):
     sequences_per_s: Time = 0.0
     skipped_steps: Count = 0
     """Number of steps that were skipped because a gradient was not finite."""
+    site_wait_ms: Time = 0.0
+    """Mean time that rank 0 waited for other sites, if sites take steps by themselves."""
+    site_bytes: Count = 0
+    """Bytes that all ranks together have sent between sites since the last record."""
 
 
 class EvaluationRecord(_Event, frozen=True, tag="eval"):

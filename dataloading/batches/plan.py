@@ -46,9 +46,9 @@ class MicroBatch:
     indices: NDArray[np.int64]
     """[S] sample numbers, longest sample first."""
     global_sequences: int
-    """Number of sequences in the global batch. The next-sentence loss is divided by it."""
+    """Number of sequences in the global batch, or in a site's part of it. The next-sentence loss is divided by it."""
     global_masked: int
-    """Number of masked tokens in the global batch. The masked-LM loss is divided by it."""
+    """Number of masked tokens in the same sequences. The masked-LM loss is divided by it."""
     largest_tokens: int = 0
     """Largest number of tokens in the micro-batches that all ranks run at the same time, or 0 without a plan."""
     largest_masked: int = 0
@@ -95,15 +95,18 @@ class BatchPlan:
             ]
         )
 
-    def rank_batches(self, step: int, rank: int) -> list[MicroBatch]:
+    def rank_batches(self, step: int, rank: int, together: Sequence[int] | None = None) -> list[MicroBatch]:
         """Return the micro-batches of ``rank`` in step ``step``, whose costs are as equal as possible.
 
-        No micro-batch is empty. If the global batch can be divided evenly, all have the same number of sequences.
+        No micro-batch is empty. If the global batch can be divided evenly, all have the same number of sequences. The losses
+        of the ranks ``together``, by default of all, are divided by the counts of their sequences.
         """
         batch = self.global_batch(step)
         micro_batches = deal(self.lengths[batch], self.micro_batches)
         # Computed from the length index, so that the ranks need no all-reduce of their counts.
-        masked = int(self.masked_counts[batch].sum())
+        places = np.arange(self.world_size) if together is None else np.array(together)
+        counted = np.concatenate([micro_batches[place :: self.world_size] for place in places])
+        masked = int(sums_of(self.masked_counts[batch], counted).sum())
         mine = micro_batches[rank :: self.world_size]
         # Largest sizes among the micro-batches that all ranks run at the same time.
         largest = (
@@ -112,7 +115,7 @@ class BatchPlan:
         )
         # Drop empty places, which are -1.
         return [
-            MicroBatch(batch[rows[rows >= 0]], len(batch), masked, *both)
+            MicroBatch(batch[rows[rows >= 0]], int((counted >= 0).sum()), masked, *both)
             for rows, *both in zip(mine, *largest, strict=True)
         ]
 

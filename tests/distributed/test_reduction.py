@@ -84,7 +84,7 @@ def check_choices(joined: Mesh) -> None:
 
     dist.all_reduce = delayed
     gradients.time = SimpleNamespace(perf_counter=lambda: clock[0])  # type: ignore[assignment]
-    flat = FlatParameters.of(drawn_model(MODEL, 1), communicators.world_size)
+    flat = FlatParameters.of(drawn_model(MODEL, 1), communicators.shards)
     for name, fastest in (("world", "hierarchical"), ("rail", "flat")):
         slow[0] = getattr(communicators, name)
         strategy, reason = choose(tiny_cpu().training, flat, communicators)

@@ -27,6 +27,7 @@ from torch import Tensor
 from bert.configuration.sections import ReduceDtype, ReductionStrategy, TrainingConfig
 from bert.optimizer import ALIGNMENT, FlatParameters
 from bert.parallel.mesh import Mesh, all_reduce_, barrier, process_group
+from bert.parallel.reduction.between_sites import BetweenSites
 from bert.parallel.single import all_gather_single, reduce_scatter_single
 
 _ENOUGH_S = 3.0
@@ -103,7 +104,13 @@ class Communicators:
     world: dist.ProcessGroup | None
     node: dist.ProcessGroup | None
     rail: dist.ProcessGroup | None
-    world_size: int
+    """The rail, or this site's part of it if there is an exchange ``between`` sites."""
+    shards: int
+    """Number of shards into which every bucket must divide."""
+    between: BetweenSites | None = None
+    """Exchange along the rail between sites, if one of them has several hosts."""
+    everyone: dist.ProcessGroup | None = None
+    """All ranks that reduce gradients together, in all data groups; None stands for all ranks of the run."""
 
     @classmethod
     def create(cls, mesh: Mesh, *, in_network: bool = False) -> "Communicators":
@@ -111,13 +118,16 @@ class Communicators:
 
         Only the rail asks for in-network sums: switches can hold few reduction trees, and only rails cross switches.
         """
+        rails, shards, between = mesh.by_site(mesh.rail_ranks), mesh.data_size, None
+        ranks = sorted(rank for node in mesh.nodes for rank in node)
         # All ranks create the groups in the same order, because creating a group waits for all of its ranks.
-        return cls(
-            process_group(mesh.data_ranks),
-            process_group(mesh.node_data_ranks),
-            process_group(mesh.rail_ranks, in_network=in_network),
-            mesh.data_size,
-        )
+        world, node = process_group(mesh.data_ranks), process_group(mesh.node_data_ranks)
+        if len(rails) > 1 and max(map(len, rails)) > 1:
+            between = BetweenSites(rails, mesh.rank)
+            shards *= between.pieces * len(rails)
+        rail = mesh.own_site.rail_ranks if between else mesh.rail_ranks
+        everyone = process_group(ranks) if len(ranks) not in (0, mesh.world_size) else None
+        return cls(world, node, process_group(rail, in_network=in_network), shards, between, everyone)
 
 
 class CommunicationStream:
@@ -196,7 +206,7 @@ class Reduction:
         self.communicators = communicators
         self._gradients_N = flat.gradients_N
         # A vector that is divisible by the ranks of all nodes is also divisible by the ranks of one node.
-        self.buckets = bucket_slices(len(flat.weights_N), communicators.world_size, bucket_bytes)
+        self.buckets = bucket_slices(len(flat.weights_N), communicators.shards, bucket_bytes)
         self.stream = CommunicationStream(flat.weights_N.device)
         sends_bf16 = reduce_dtype == "bf16" and communicators.world is not None
         # The last bucket holds the remainder and may be shorter.
@@ -301,6 +311,8 @@ class Reduction:
         # Between hosts, each rank sends only its shard of the node's sum, along its rail.
         sums.reduce_scatter_(gradients, groups.node)
         sums.all_reduce_(shard_of(gradients, groups.node), groups.rail)
+        if groups.between is not None:
+            groups.between.all_reduce_(shard_of(gradients, groups.node), sums.all_reduce_)
         if self.strategy == "hierarchical":
             sums.all_gather_(gradients, groups.node)
 
@@ -319,7 +331,7 @@ def choose(config: TrainingConfig, flat: FlatParameters, communicators: Communic
         return "flat", "one rank"
     if config.reduction != "auto":
         return config.reduction, "as set"
-    if communicators.rail is None or communicators.node is None:
+    if communicators.between is None and (communicators.rail is None or communicators.node is None):
         return "flat", "one host" if communicators.rail is None else "one rank a host"
     strategies: tuple[ReductionStrategy, ...] = ("flat", "hierarchical")
     settings = config.reduce_dtype, config.bucket_bytes
@@ -339,7 +351,8 @@ def choose(config: TrainingConfig, flat: FlatParameters, communicators: Communic
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
             times[place] = time.perf_counter() - begin
-        all_reduce_(times, "max")  # over all data groups, so that all ranks choose the same strategy
+        # The maximum is over all data groups, so that their ranks choose the same strategy.
+        all_reduce_(times, "max", communicators.everyone)
         best = list(map(min, best, times.tolist()))
         spent += times.sum().item()
         if spent > _ENOUGH_S:  # equal on all ranks

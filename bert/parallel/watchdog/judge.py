@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from bert.execution.phases import EXCHANGE, PHASES
+from bert.execution.phases import EXCHANGE, PHASES, SITE_WAIT
 
 FAULT_STATUS = 3
 """Exit status of every rank after a fault."""
@@ -18,7 +18,7 @@ LINE = 8192
 _GATHER_S = 0.5
 """Seconds that the judge waits after an error for news of a lost rank, because losing one causes errors on others."""
 # Order of the phases in a step, which shows which rank is further ahead. An unknown phase counts as furthest ahead.
-_ORDER = {phase: place for place, phase in enumerate((*PHASES, "statistics", "checkpoint", "evaluation"))}
+_ORDER = {phase: place for place, phase in enumerate((*PHASES, SITE_WAIT, "statistics", "checkpoint", "evaluation"))}
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,43 @@
+"""Pieces of a vector that ranks exchange between sites, so that all hosts of a site use the slow link at once."""
+
+from collections.abc import Callable, Sequence
+
+import torch.distributed as dist
+from torch import Tensor
+
+from bert.parallel.mesh import process_group
+
+
+class BetweenSites:
+    """Exchange of a vector that is equal on the ranks of a site, between the ranks at the same place in their sites.
+
+    The vector is divided into as many pieces as the largest site has ranks. A rank of a smaller site owns several pieces.
+    """
+
+    def __init__(self, sites: Sequence[tuple[int, ...]], rank: int) -> None:
+        """``sites`` are the ranks of each site. All of these ranks must create their objects at the same time."""
+        self._own = next(ranks for ranks in sites if rank in ranks)
+        self._inside = process_group(self._own)
+        members = [sorted(ranks[piece % len(ranks)] for ranks in sites) for piece in range(max(map(len, sites)))]
+        self.pieces = len(members)
+        self.owned = {place: process_group(ranks) for place, ranks in enumerate(members) if rank in ranks}
+        """Group with which this rank exchanges each piece that it owns, by the piece's number."""
+
+    def slices(self, size: int, multiple: int = 1) -> list[slice]:
+        """Return the slice of each piece. All pieces but the last have equal lengths, multiples of ``multiple``."""
+        length = -(-size // (multiple * self.pieces)) * multiple
+        return [slice(min(size, place * length), min(size, (place + 1) * length)) for place in range(self.pieces)]
+
+    def all_reduce_(self, vector_N: Tensor, add: Callable[[Tensor, dist.ProcessGroup | None], object]) -> None:
+        """Sum a vector over the sites in place. ``add`` sums a piece over a group."""
+        slices = self.slices(len(vector_N))
+        for place, group in self.owned.items():
+            add(vector_N[slices[place]], group)
+        self.spread(vector_N, slices)
+
+    def spread(self, vector_N: Tensor, slices: Sequence[slice]) -> None:
+        """Send each piece from its owner to the other ranks of the site."""
+        if self._inside is None:
+            return
+        for place, piece in enumerate(slices):
+            dist.broadcast(vector_N[piece], src=self._own[place % len(self._own)], group=self._inside)
