@@ -22,8 +22,8 @@ PORT = 29600
 def bridged_hosts(hosts: int, rate: str | None = None, sites: int = 1) -> Iterator[list[str]]:
     """Make namespaces that act as hosts on one bridge. Each host sends at most at ``rate`` (as for ``tc tbf``), if given.
 
-    Several ``sites`` of equally many hosts have a bridge each, and an uplink to a bridge between them. Then not each host but
-    each site sends at most at ``rate``.
+    Several ``sites`` of equally many hosts have a bridge each, and an uplink to a bridge between them. Then ``rate`` limits
+    what each site sends, and not what each host sends.
     """
     # Namespaces of a killed process remain, and process ids are reused, so the name has random digits.
     switch = f"reduce{os.getpid()}{os.urandom(3).hex()}"
