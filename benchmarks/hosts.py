@@ -2,6 +2,7 @@
 
 import contextlib
 import ctypes
+import json
 import multiprocessing
 import os
 import shutil
@@ -15,20 +16,24 @@ from pathlib import Path
 CLONE_NEWUTS, CLONE_NEWNET = 0x04000000, 0x40000000
 # This port is below the system's range of ephemeral ports.
 PORT = 29600
-_LIMIT_S = 120.0
 
 
 @contextlib.contextmanager
-def bridged_hosts(hosts: int, rate: str | None = None) -> Iterator[list[str]]:
-    """Make namespaces that act as hosts on one bridge. Each host sends at most at ``rate`` (as for ``tc tbf``), if given."""
+def bridged_hosts(hosts: int, rate: str | None = None, sites: int = 1) -> Iterator[list[str]]:
+    """Make namespaces that act as hosts on one bridge. Each host sends at most at ``rate`` (as for ``tc tbf``), if given.
+
+    Several ``sites`` of equally many hosts have a bridge each, and an uplink to a bridge between them. Then ``rate`` limits
+    what each site sends, and not what each host sends.
+    """
     # Namespaces of a killed process remain, and process ids are reused, so the name has random digits.
     switch = f"reduce{os.getpid()}{os.urandom(3).hex()}"
     names = [f"{switch}h{host}" for host in range(hosts)]
     try:
         # The bridge has its own namespace, so that the machine's network is not changed.
         ip("netns", "add", switch)
-        ip("-n", switch, "link", "add", "br0", "type", "bridge")
-        ip("-n", switch, "link", "set", "br0", "up")
+        for bridge in [f"br{site}" for site in range(sites)] + ["between"] * (sites > 1):
+            ip("-n", switch, "link", "add", bridge, "type", "bridge")
+            ip("-n", switch, "link", "set", bridge, "up")
         for host, name in enumerate(names):
             ip("netns", "add", name)
             ip("-n", name, "link", "set", "lo", "up")
@@ -36,12 +41,17 @@ def bridged_hosts(hosts: int, rate: str | None = None) -> Iterator[list[str]]:
             ip("link", "add", "v0", "netns", name, "type", "veth", "peer", "name", f"p{host}", "netns", switch)
             ip("-n", name, "addr", "add", f"10.77.0.{host + 1}/24", "dev", "v0")
             ip("-n", name, "link", "set", "v0", "up")
-            ip("-n", switch, "link", "set", f"p{host}", "master", "br0")
-            ip("-n", switch, "link", "set", f"p{host}", "up")
-            if rate:
-                # The burst passes at full speed; the latency limits the length of the queue.
-                shaped = ("root", "tbf", "rate", rate, "burst", "256kb", "latency", "50ms")
-                ip("netns", "exec", name, "tc", "qdisc", "add", "dev", "v0", *shaped)
+            ip("-n", switch, "link", "set", f"p{host}", "master", f"br{host * sites // hosts}", "up")
+        for site in range(sites if sites > 1 else 0):
+            ip("-n", switch, "link", "add", f"u{site}", "type", "veth", "peer", "name", f"b{site}")
+            ip("-n", switch, "link", "set", f"u{site}", "master", f"br{site}", "up")
+            ip("-n", switch, "link", "set", f"b{site}", "master", "between", "up")
+        if rate:
+            # The burst passes at full speed; the latency limits the length of the queue.
+            shaped = ("root", "tbf", "rate", rate, "burst", "256kb", "latency", "50ms")
+            senders = [(switch, f"u{site}") for site in range(sites)] if sites > 1 else [(name, "v0") for name in names]
+            for namespace, device in senders:
+                ip("netns", "exec", namespace, "tc", "qdisc", "add", "dev", device, *shaped)
         yield names
     finally:
         for name in (*names, switch):
@@ -64,11 +74,18 @@ def why_not() -> str | None:
     return None
 
 
-def ip(*arguments: str) -> None:
-    """Run ``ip``. Raises ``RuntimeError`` if it fails."""
+def sent_between_sites(names: Sequence[str]) -> int:
+    """Return the bytes that the sites of ``bridged_hosts`` have sent to each other, with the headers of packets."""
+    links = json.loads(ip("-n", names[0].rpartition("h")[0], "-json", "-statistics", "link"))
+    return sum(link["stats64"]["tx"]["bytes"] for link in links if link["ifname"].startswith("u"))
+
+
+def ip(*arguments: str) -> str:
+    """Run ``ip`` and return its output. Raises ``RuntimeError`` if it fails."""
     done = subprocess.run(["ip", *arguments], capture_output=True, text=True, check=False)
     if done.returncode:
         raise RuntimeError(f"ip {' '.join(arguments)}: {done.stderr.strip()}")
+    return done.stdout
 
 
 def enter(namespace: str, host: str) -> None:
@@ -92,11 +109,13 @@ def go_first() -> None:
         os.nice(-19)
 
 
-def run_ranks(namespaces: Sequence[str], order: Sequence[int], program: Callable[[], int], output: Path) -> None:
+def run_ranks(
+    namespaces: Sequence[str], order: Sequence[int], program: Callable[[], int], output: Path, limit_s: float = 120.0
+) -> None:
     """Run a program on several ranks, and write the output of each rank to a file in the folder ``output``.
 
     ``order`` has the host index of each rank, which is bound to a core. Raises ``SystemExit`` with the ranks' output if a
-    rank ends with any status but 0 or 1, or has not ended after two minutes.
+    rank ends with any status but 0 or 1, or has not ended after ``limit_s`` seconds.
     """
     # Forks, so that ranks need not import PyTorch again.
     fork = multiprocessing.get_context("fork")
@@ -107,7 +126,7 @@ def run_ranks(namespaces: Sequence[str], order: Sequence[int], program: Callable
         rank.start()
     try:
         for rank in ranks:
-            rank.join(_LIMIT_S)
+            rank.join(limit_s)
         statuses = [rank.exitcode for rank in ranks]
     finally:
         # Ranks may still run after Ctrl-C, or if one rank has failed while the other ranks wait for it.
