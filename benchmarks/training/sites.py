@@ -10,9 +10,10 @@ the machine as each of two sites. Each site's uplink has the given rate and no a
 - flat fp32, hierarchical bf16: all ranks take every step together, with these settings of the reduction
 - sites 8, 32, 128: training.site_steps
 
-Times of "alone" and of sites are measured in full runs. With the other ways, a step on a slow link takes seconds, but the
-number of samples does not depend on the link. Full runs without a limit of rate therefore give the number of steps and
-evaluations, a short run on each link gives the time of each, and the time to the target is computed from them.
+A step of the synchronous ways takes seconds on a slow link, but the samples to the target depend on no link. Therefore the
+part "samples" trains to the target without a limit of rate, with one host a site, and the part "links" measures steps and
+evaluations on each link. Their numbers to the target, multiplied by their times, give the time to the target. The part
+"checks" trains to the target on each link, to compare the time with the computed one. Only "samples" may share the machine.
 """
 
 import json
@@ -20,8 +21,9 @@ import os
 import statistics
 import sys
 import tempfile
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -39,43 +41,15 @@ from bert.train import main as train
 from compliance.log.records import Metrics, read_metrics
 from dataloading.preparation.demo import write_demo
 
+Row = dict[str, Any]
+
 SYNCHRONOUS = {"flat fp32": ("flat", "fp32"), "hierarchical bf16": ("hierarchical", "bf16")}
 """Reduction and type of the gradients of each way in which all ranks take every step together."""
 STEPS = 128
 """Number of steps between evaluations, which all numbers of site steps divide."""
-TIMED_STEPS, INTERVAL = 60, 5
-"""Steps of a run that measures the time of a step, and steps of each of its records. The first record does not count."""
+CHECKED = "sites 32"
+PARTS = "samples", "links", "checks"
 _LIMIT_S = 900.0
-
-
-@dataclass(frozen=True)
-class Row:
-    """Figures of one training. Bytes are sent between sites in a step, both directions together."""
-
-    hosts: int
-    """Number of hosts of each site."""
-    way: str
-    rate: str | None
-    """Rate of each site's uplink; None for one site alone."""
-    seed: int
-    samples: int | None
-    """Samples until the target, or None if the training missed it."""
-    seconds: float | None
-    """Time to the target with all evaluations, measured in this training or computed."""
-    is_computed: bool
-    steps: int
-    step_ms: float
-    evaluation_s: float
-    accuracy: float
-    site_wait_ms: float
-    link_bytes: float
-    """Bytes that the uplinks sent in the whole run with its start, with the headers of packets, divided by the steps."""
-    site_bytes: float
-    """Bytes that the ranks count in their metrics; 0 if they take every step together."""
-
-    @property
-    def key(self) -> tuple[object, ...]:
-        return self.hosts, self.way, self.rate, self.seed
 
 
 @dataclass(frozen=True)
@@ -96,7 +70,7 @@ class Cluster:
         if way in SYNCHRONOUS:
             given |= dict(zip(("training.reduction", "training.reduce-dtype"), SYNCHRONOUS[way], strict=True))
         elif way != "alone":
-            given |= {"training.site-steps": way.split()[1]}
+            given |= {"training.site-steps": period(way)}
         arguments = ["tiny_cpu", *flags(given | settings)]
         cores = sorted(os.sched_getaffinity(0))
 
@@ -113,122 +87,137 @@ class Cluster:
         newest = max(self.folder.glob("tiny_cpu/bert/metrics_*.jsonl"), key=lambda path: path.stat().st_mtime_ns)
         return read_metrics(newest), sent
 
-    def full(self, way: str, seed: int) -> Row:
-        """Return the figures of a training until the target."""
-        metrics, sent = self.train(way, seed)
-        steps, end = metrics.steps, metrics.end
+    def to_target(self, way: str, seed: int) -> Row:
+        """Train to the target, and return the samples and seconds that it took, both None if it was missed."""
+        metrics, _ = self.train(way, seed)
+        end = metrics.end
         if end is None or not metrics.evaluations:
             raise SystemExit(f"error: {way}, seed {seed}: the metrics have no end, see {self.folder}")
-        count, reached = steps[-1].step, end.status == "success"
-        return Row(
-            self.hosts,
-            way,
-            self.rate,
-            seed,
-            end.samples if reached else None,
-            end.time_s if reached else None,
-            False,
-            count,
-            statistics.median(each.step_ms for each in steps),
-            statistics.median(each.eval_s for each in metrics.evaluations),
-            end.masked_lm_accuracy,
-            statistics.mean(each.site_wait_ms for each in steps),
-            sent / count,
-            sum(each.site_bytes for each in steps) / count,
+        reached = end.status == "success"
+        return {
+            "samples": end.samples if reached else None,
+            "seconds": end.time_s if reached else None,
+            "accuracies": [round(each.masked_lm_accuracy, 4) for each in metrics.evaluations],
+        }
+
+    def times(self, way: str) -> Row:
+        """Return the times of steps and of an evaluation on this link, and the bytes between sites in a step.
+
+        The second half of the steps counts, in which at least one exchange begins and is applied. ``link_bytes`` are those
+        of the whole run without its start, with the headers of packets, in both directions; ``site_bytes`` are those that
+        the ranks count.
+        """
+        half = max(32, period(way))
+        samples = half * tiny_cpu().training.global_batch_size
+        lengths = {"evaluation.interval-samples": samples, "log.interval-steps": half}
+        found, sent = zip(
+            *(self.train(way, 1, **lengths, **{"training.max-samples": n * samples}) for n in (1, 2)), strict=True
         )
+        step, evaluation = found[1].steps[-1], found[1].evaluations[-1]
+        return {
+            "step_ms": step.step_ms,
+            "site_wait_ms": step.site_wait_ms,
+            "evaluation_s": evaluation.eval_s,
+            "link_bytes": (sent[1] - sent[0]) / half,
+            "site_bytes": step.site_bytes / half,
+        }
 
-    def times(self, way: str) -> tuple[float, float]:
-        """Return the median milliseconds of a step, and the seconds of an evaluation, in a short run on this link."""
-        samples = TIMED_STEPS * tiny_cpu().training.global_batch_size
-        lengths = {"training.max-samples": samples, "evaluation.interval-samples": samples}
-        metrics, _ = self.train(way, 1, **lengths, **{"log.interval-steps": INTERVAL})
-        return statistics.median(each.step_ms for each in metrics.steps[1:]), metrics.evaluations[-1].eval_s
+
+def period(way: str) -> int:
+    """Return the number of steps that sites take by themselves, or 1 if they take every step together."""
+    return int(way.removeprefix("sites ")) if way.startswith("sites ") else 1
 
 
-def trainings(
-    folder: Path, hosts: int, rates: Sequence[str], ways: Sequence[str], seeds: Sequence[int]
-) -> Iterable[Row]:
-    """Train in all ways, and yield the figures of each training and link."""
-    for way in ways:
-        if way in SYNCHRONOUS:
-            found = {rate: Cluster(folder, 2, hosts, rate).times(way) for rate in rates}
-            for seed in seeds:
-                row = Cluster(folder, 2, hosts).full(way, seed)
-                yield row
-                for rate, (step_ms, evaluation_s) in found.items():
-                    computed = replace(row, rate=rate, is_computed=True, step_ms=step_ms, evaluation_s=evaluation_s)
-                    if row.samples is not None:
-                        evaluations = row.steps // STEPS
-                        computed = replace(computed, seconds=row.steps * step_ms / 1000 + evaluations * evaluation_s)
-                    yield computed
-            continue
-        for seed in seeds:
-            if way == "alone":
-                yield Cluster(folder, 1, hosts).full(way, seed)
-            else:
-                yield from (Cluster(folder, 2, hosts, rate).full(way, seed) for rate in rates)
+def measured(
+    folder: Path,
+    parts: Sequence[str],
+    hosts: Sequence[int],
+    rates: Sequence[str],
+    ways: Sequence[str],
+    seeds: Sequence[int],
+) -> Iterator[tuple[str, Row]]:
+    """Train as each part needs it, and yield the part and the figures of each training."""
+    if "links" in parts:
+        for count, way in product(hosts, ways):
+            for rate in rates if way != "alone" else (None,):
+                cluster = Cluster(folder, 1 if rate is None else 2, count, rate)
+                yield "links", {"hosts": count, "way": way, "rate": rate, **cluster.times(way)}
+    if "checks" in parts:
+        for count, rate in product(hosts, rates):
+            found = Cluster(folder, 2, count, rate).to_target(CHECKED, 1)
+            yield "checks", {"hosts": count, "way": CHECKED, "rate": rate, "seed": 1, **found}
+    if "samples" in parts:
+        for seed, way in product(seeds, ways):
+            found = Cluster(folder, 1 if way == "alone" else 2, 1).to_target(way, seed)
+            yield "samples", {"way": way, "seed": seed, **found, "seconds": None}
+
+
+def summary(figures: dict[str, list[Row]]) -> list[Row]:
+    """Return the median time to the target over the seeds, and ratios to one site alone and to the best synchronous way."""
+    rows: list[Row] = []
+    for link in figures["links"]:
+        group = [each for each in figures["samples"] if each["way"] == link["way"]]
+        reached = [each["samples"] for each in group if each["samples"] is not None]
+        row: Row = {name: link[name] for name in ("hosts", "way", "rate")} | {
+            "seeds": len(group),
+            "reached": len(reached),
+        }
+        if reached:
+            samples = statistics.median(reached)
+            steps = samples / tiny_cpu().training.global_batch_size
+            seconds = steps * link["step_ms"] / 1000 + steps / STEPS * link["evaluation_s"]
+            row |= {"samples": samples, "seconds": round(seconds, 1), "link_bytes": round(link["link_bytes"])}
+        rows.append(row)
+    for row in rows:
+        others = [each for each in rows if each["hosts"] == row["hosts"] and each["rate"] in (None, row["rate"])]
+        alone = [each for each in others if each["way"] == "alone" and "seconds" in each]
+        together = [each for each in others if each["way"] in SYNCHRONOUS and "seconds" in each]
+        if "seconds" in row and alone and together:
+            best = min(together, key=lambda each: each["seconds"])
+            row["times_as_fast_as_alone"] = round(alone[0]["seconds"] / row["seconds"], 2)
+            row["times_as_fast_as_synchronous"] = round(best["seconds"] / row["seconds"], 2)
+            row["samples_of_synchronous"] = round(row["samples"] / best["samples"], 3)
+            row["times_fewer_bytes"] = round(best["link_bytes"] / row["link_bytes"], 1) if row["rate"] else None
+    return rows
 
 
 def main(
-    hosts: tuple[int, ...] = (1,),
+    hosts: tuple[int, ...] = (1, 2),
     rates: tuple[str, ...] = ("20mbit", "200mbit"),
     site_steps: tuple[int, ...] = (8, 32, 128),
-    others: tuple[str, ...] = ("alone", *SYNCHRONOUS),
     seeds: tuple[int, ...] = (1, 2, 3, 4, 5),
+    parts: tuple[str, ...] = PARTS,
     out: Path | None = None,
 ) -> None:
-    """Print the time of each training until the target, then the medians.
+    """Print the figures of each training, and the times to the target.
 
     Args:
         hosts: Numbers of hosts of each site.
         rates: Rates of the link, as for ``tc tbf``.
         site_steps: Numbers of steps that sites take by themselves.
-        others: Ways to train without such steps.
-        seeds: Seeds of the trainings.
+        seeds: Seeds of the trainings to the target.
+        parts: Parts of the benchmark: samples, links, checks.
         out: JSON file for the figures; they are added to the figures that it already contains.
     """
     if missing := why_not():
         raise ValueError(missing)
     if len(os.sched_getaffinity(0)) < 2:
         raise ValueError("this process may use one core, expected one for each of two sites")
-    rows: dict[tuple[object, ...], Row] = {}
-    if out is not None and out.exists():
-        rows = {row.key: row for row in (Row(**each) for each in json.loads(out.read_text())["rows"])}
-    ways = [*others, *(f"sites {steps}" for steps in site_steps)]
+    if unknown := set(parts) - {*PARTS}:
+        raise ValueError(f"--parts has {', '.join(sorted(unknown))}, expected some of {', '.join(PARTS)}")
+    old = json.loads(out.read_text()) if out is not None and out.exists() else {}
+    figures: dict[str, list[Row]] = {part: old.get(part, []) for part in PARTS}
+    ways = ["alone", *SYNCHRONOUS, *(f"sites {steps}" for steps in site_steps)]
     with tempfile.TemporaryDirectory() as folder:
         write_demo(Path(folder, "data"), tiny_cpu().data.vocab)
-        for count in hosts:
-            for row in trainings(Path(folder), count, rates, ways, seeds):
-                rows[row.key] = row
-                took = "missed the target" if row.seconds is None else f"{row.seconds:.1f} s, {row.samples:,} samples"
-                print(f"{count} x {row.way}, {row.rate or 'no limit'}, seed {row.seed}: {took}", flush=True)
-                # Write after each training, so that nothing is lost if a later one fails.
-                if out is not None:
-                    figures = {"medians": medians(rows.values()), "rows": [asdict(each) for each in rows.values()]}
-                    write_figures(out, figures)
-    for each in medians(rows.values()):
-        print("  ".join(f"{name} {value}" for name, value in each.items()))
-
-
-def medians(rows: Iterable[Row]) -> list[dict[str, Any]]:
-    """Return the medians over the seeds that reached the target, with the speed relative to one site alone."""
-    groups: dict[tuple[object, ...], list[Row]] = {}
-    for row in rows:
-        groups.setdefault(row.key[:-1], []).append(row)
-    seconds = {key: [row.seconds for row in group if row.seconds is not None] for key, group in groups.items()}
-    found = []
-    for key, group in groups.items():
-        each: dict[str, Any] = {"hosts": group[0].hosts, "way": group[0].way, "rate": group[0].rate}
-        each |= {"seeds": len(group), "reached": len(seconds[key])}
-        if seconds[key]:
-            each["seconds"] = round(statistics.median(seconds[key]), 1)
-            each["samples"] = statistics.median(row.samples for row in group if row.samples is not None)
-            if alone := seconds.get((group[0].hosts, "alone", None)):
-                each["times_as_fast_as_alone"] = round(statistics.median(alone) / each["seconds"], 2)
-        for name in ("step_ms", "site_wait_ms", "link_bytes", "site_bytes"):
-            each[name] = round(statistics.median(getattr(row, name) for row in group), 1)
-        found.append(each)
-    return found
+        for part, row in measured(Path(folder), parts, hosts, rates, ways, seeds):
+            print(part, *(f"{name} {value}" for name, value in row.items()), flush=True)
+            same = [name for name in ("hosts", "way", "rate", "seed") if name in row]
+            figures[part] = [each for each in figures[part] if any(each[name] != row[name] for name in same)] + [row]
+            if out is not None:  # after each training, so that nothing is lost if a later one fails
+                write_figures(out, figures | {"summary": summary(figures)})
+    for row in summary(figures):
+        print("  ".join(f"{name} {value}" for name, value in row.items()))
 
 
 if __name__ == "__main__":
