@@ -69,19 +69,13 @@ class Mesh:
         """This rank's position among the ranks of its site, whose nodes are the only ones. Ranks keep their numbers."""
         if not self.sites:
             return self
-        return replace(
-            self, nodes=tuple(ranks for ranks in self.nodes if self._site_of(ranks) == self._site_of([self.rank]))
-        )
+        own = self.sites[self.rank]
+        return replace(self, nodes=tuple(ranks for ranks in self.nodes if self.sites[ranks[0]] == own))
 
     def by_site(self, ranks: Sequence[int]) -> tuple[tuple[int, ...], ...]:
         """Divide ``ranks`` among the sites that have some of them, in the order of the sites' lowest ranks."""
-        sites: dict[str, list[int]] = {name: [] for name in self.sites or [""]}
-        for rank in ranks:
-            sites[self._site_of([rank])].append(rank)
-        return tuple(map(tuple, filter(None, sites.values())))
-
-    def _site_of(self, ranks: Sequence[int]) -> str:
-        return self.sites[ranks[0]] if self.sites else ""
+        sites = {name: tuple(rank for rank in ranks if self.sites[rank] == name) for name in dict.fromkeys(self.sites)}
+        return tuple(filter(None, sites.values())) or (tuple(ranks),)
 
     @cached_property
     def node_ranks(self) -> tuple[int, ...]:

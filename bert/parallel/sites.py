@@ -56,8 +56,8 @@ class SiteExchange:
         length = BLOCK * -(-len(weights_P) // (BLOCK * self._between.pieces))
         self._slices = self._between.slices(length * self._between.pieces)
         self._shared_N, self._sent_N, self._momentum_N = weights_P.new_zeros(3, length * self._between.pieces)
-        # The weights that all sites share, this site's weights when the last exchange began, and the momentum of the shared
-        # weights, which a rank has only of the pieces that it owns.
+        """The weights that all sites share, those of this site when the last exchange began, and the momentum of the shared
+        weights, which a rank knows only of the pieces that it owns."""
         self._residuals = {place: weights_P.new_zeros(length) for place in self._between.owned}
         """What rounding has left out of the changes sent so far, for each piece that this rank owns."""
         share_of = {rank: len(ranks) / mesh.data_size for ranks in sites for rank in ranks}

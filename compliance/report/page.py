@@ -5,11 +5,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+from rich.filesize import decimal
+
 from compliance.artefact import write_whole
 from compliance.log.records import RunRecord
 from compliance.log.rules import NEWEST_RULESET
 from compliance.report import Format
-from compliance.report.results import STEP_PARTS, ReportedRun, Results, breakdown, load_results
+from compliance.report.results import SITE_PART, STEP_PARTS, ReportedRun, Results, breakdown, load_results
 from compliance.report.summary import as_csv, as_json, as_markdown, count, fraction, heading, rate, statements, table
 from console.html.charts import Axes, Bar, Guide, Line, Points, level, line_chart, run_chart, short_count
 from console.html.page import render_page
@@ -18,7 +20,7 @@ from console.text import counted, duration
 TEMPLATE = Path(__file__).with_name("report.html")
 
 PART_CLASSES = dict(zip(STEP_PARTS, ("compute", "reduce", "update", "data-wait"), strict=True))
-PART_CLASSES |= {"evaluation": "evaluation", "other": "other"}
+PART_CLASSES |= {SITE_PART: "site-wait", "evaluation": "evaluation", "other": "other"}
 
 RUN_COLOURS = ("compute", "reduce", "update", "data-wait", "evaluation")
 """Colours of the best runs of an experiment, the best first. All other runs have the colour "other"."""
@@ -244,13 +246,20 @@ def _parts(runs: Sequence[ReportedRun]) -> tuple[dict[str, dict[str, float]], li
     parts = {run.number: seconds for run in runs if (seconds := breakdown(run))}
     if not parts:
         return {}, []
-    totals = {name: sum(seconds[name] for seconds in parts.values()) for name in PART_CLASSES}
+    totals = {
+        name: sum(seconds.get(name, 0.0) for seconds in parts.values())
+        for name in PART_CLASSES
+        if any(name in seconds for seconds in parts.values())
+    }
     rows = {f"run {number}": seconds for number, seconds in parts.items()}
     steps = sum(max(step.step for step in run.metrics.steps) - run.first_step for run in runs if run.number in parts)
     whole = sum(totals.values())
     key = []
     for name, seconds in totals.items():
-        each = f", {1000 * seconds / steps:.3g} ms a step" if name in STEP_PARTS and steps > 0 else ""
+        each = f", {1000 * seconds / steps:.3g} ms a step" if name in (*STEP_PARTS, SITE_PART) and steps > 0 else ""
+        if name == SITE_PART:
+            sent = sum(step.site_bytes for run in runs if run.number in parts for step in run.metrics.steps)
+            each += f", {decimal(sent)} sent between them"
         key.append((PART_CLASSES[name], f"{name} {100 * seconds / whole:.1f} %{each}"))
     return rows if len(rows) <= MAX_BARS else {f"{counted(len(rows), 'run')}": totals}, key
 

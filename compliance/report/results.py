@@ -35,6 +35,9 @@ STEP_PARTS = {
     "waiting for data": "data_wait_ms",
 }
 
+SITE_PART = "waiting for other sites"
+"""Part of a run whose sites take steps by themselves."""
+
 Outcome = Literal["valid", "aborted", "invalid", "finished", "resumed", "interrupted", "failed", "unfinished"]
 Value = TypeVar("Value")
 
@@ -269,7 +272,7 @@ def breakdown(run: ReportedRun) -> dict[str, float]:
     """
     if not run.metrics.steps or not run.logged.seconds:
         return {}
-    seconds = dict.fromkeys(STEP_PARTS, 0.0)
+    seconds, site_seconds = dict.fromkeys(STEP_PARTS, 0.0), 0.0
     done = run.first_step
     for record in run.metrics.steps:
         # The step number decreases after a restart.
@@ -277,6 +280,9 @@ def breakdown(run: ReportedRun) -> dict[str, float]:
         done += taken
         for name, key in STEP_PARTS.items():
             seconds[name] += getattr(record, key) / 1000 * taken
+        site_seconds += record.site_wait_ms / 1000 * taken
+    if any(record.site_bytes for record in run.metrics.steps):
+        seconds[SITE_PART] = site_seconds
     seconds["evaluation"] = sum(record.eval_s for record in run.metrics.evaluations)
     whole = sum(seconds.values())
     return seconds | {"other": max(0.0, run.logged.seconds - whole)} if whole > 0 else {}

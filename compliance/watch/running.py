@@ -26,6 +26,7 @@ class RunningLog(LoggedRun):
 
     Attributes:
         step_samples, step_rate: samples trained and sequences per second according to the latest line of metrics.
+        site_bytes, site_wait_ms: bytes sent between sites so far, and the mean time of a step that waits for them now.
         complaints: broken rules and the run's own warnings, without repetition, in order of detection.
     """
 
@@ -34,6 +35,7 @@ class RunningLog(LoggedRun):
         super().__init__(self._head)
         self.step_samples = 0
         self.step_rate: float | None = None
+        self.site_bytes, self.site_wait_ms = 0, 0.0
         self.complaints: dict[str, None] = {}
         self._line = 0
         self._said: set[str] = set()
@@ -57,6 +59,7 @@ class RunningLog(LoggedRun):
         record = parse_record(line)
         if isinstance(record, StepRecord):
             self.step_samples, self.step_rate = max(self.step_samples, record.samples), record.sequences_per_s
+            self.site_bytes, self.site_wait_ms = self.site_bytes + record.site_bytes, record.site_wait_ms
         elif isinstance(record, WarningRecord):
             self._quote(f"warning at step {record.step}: {record.text}")
 

@@ -12,6 +12,7 @@ from itertools import islice
 from pathlib import Path
 
 from rich.console import Console
+from rich.filesize import decimal
 from rich.live import Live
 from rich.panel import Panel
 from rich.table import Table
@@ -135,6 +136,9 @@ def view(watched: Watch, now_ms: float) -> Panel:
         if run.rate:
             now = f", now {run.step_rate:,.1f}" if run.step_rate else ""
             table.add_row("rate", _styled(f"{run.rate:,.1f} sequences/s with evaluations{now}"))
+        if run.site_bytes:
+            words = f"{decimal(run.site_bytes)} sent between them, {run.site_wait_ms:.1f} ms of a step waiting"
+            table.add_row("sites", _styled(words))
         table.add_row("end" if run.trains_to_end else "target", _styled(watched.forecast_words(now_ms)))
     for number, line in enumerate(watched.outlooks()):
         table.add_row("" if number else "outlook", _styled(line))
