@@ -13,7 +13,7 @@ the machine as each of two sites. Each site's uplink has the given rate and no a
 A step of the synchronous ways takes seconds on a slow link, but the samples to the target depend on no link. Therefore the
 part "samples" trains to the target without a limit of rate, with one host a site, and the part "links" measures steps and
 evaluations on each link. Their numbers to the target, multiplied by their times, give the time to the target. One site alone
-needs the samples of "flat fp32", which are the same up to rounding. The part "checks" trains to the target on each link, to
+has the samples of "flat fp32", which are the same up to rounding. The part "checks" trains to the target on each link, to
 compare the time with the computed one. Only "samples" may share the machine.
 """
 
