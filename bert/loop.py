@@ -107,10 +107,11 @@ def train(run: Run) -> Status:
 def _evaluate(run: Run, at: Position) -> float:
     """Evaluate the current weights, log and report the result, and return the masked-LM accuracy."""
     began = time.perf_counter()
-    run.stopwatch.tracker.enter("evaluation")
     run.log.eval_start(at.samples)
-    # Gather the weights, because each rank may have updated only its shard.
-    found = run.evaluator(run.step.gather_weights(), run.step.autocast())
+    # Gather the weights, because each rank may have updated only its shard, and sites may have different weights.
+    model = run.step.gather_weights()
+    run.stopwatch.tracker.enter("evaluation")
+    found = run.evaluator(model, run.step.autocast())
     run.log.eval_accuracy(found.value, at.samples)
     run.log.eval_stop(at.samples)
     seconds = time.perf_counter() - began

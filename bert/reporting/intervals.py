@@ -89,6 +89,7 @@ class Intervals:
 
     def resume(self) -> None:
         """Measure the step time from now on, without the time since the last report."""
+        self._stopwatch.reset()  # an evaluation may have waited for other sites
         self._since = time.perf_counter()
 
     def report(self, at: Position, stop: bool) -> bool:
