@@ -18,8 +18,8 @@ READ = [["One sentence.", "Another \u00e9."], ["A document."]]
         TEXT.encode(),
         b"\xef\xbb\xbf" + TEXT.encode(),
         TEXT.replace("\n", "\r\n").encode(),
-        gzip.compress(TEXT.encode()),
-        gzip.compress(TEXT[:10].encode()) + gzip.compress(TEXT[10:].encode()),
+        gzip.compress(TEXT.encode(), mtime=0),
+        gzip.compress(TEXT[:10].encode(), mtime=0) + gzip.compress(TEXT[10:].encode(), mtime=0),
     ],
 )
 def test_forms_of_text_that_are_read(tmp_path: Path, content: bytes) -> None:
