@@ -71,8 +71,8 @@ def _other_kind(content: bytes) -> str:
     for start, kind in _OTHER_FILES.items():
         if content.startswith(start):
             return kind
-    # Text in UTF-16 without a byte order mark has a zero byte for each Latin letter.
-    if content.count(0) > len(content) // 8:
+    # Text in UTF-16 without a byte order mark has a zero byte for each Latin letter. So has the head of `gzip -n`'s files.
+    if content.count(0) > len(content) // 8 and not content.startswith(_GZIP):
         return "binary, or text in UTF-16; expected text in UTF-8"
     return ""
 
