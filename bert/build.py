@@ -75,7 +75,7 @@ def build_parts(initial: BertForPreTraining, config: Config, mesh: Mesh, stopwat
     # A pipeline stage processes several micro-batches at once, so none of them may overwrite the gradients.
     overwrites = accumulates and pipeline is None and not shards_gradients
     overwritten = product_weights(model, with_table) if overwrites else ()
-    groups = Communicators.create(mesh, in_network=training.sharp)
+    groups = Communicators.create(mesh, in_network=training.sharp, is_flat=training.reduction == "flat")
     flat = FlatParameters.of(model, groups.shards, overwritten, gradients=not shards_gradients)
     # The choice of a strategy may measure reductions of the flat vectors.
     strategy, reason = choose(training, flat, groups)

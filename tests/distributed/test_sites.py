@@ -128,8 +128,9 @@ def test_sites_of_unequal_size_agree_with_an_independent_computation(tmp_path: P
 
 def summed(joined: Mesh) -> None:
     mesh = with_sites(joined)
-    communicators = Communicators.create(mesh)
+    flat_groups, communicators = Communicators.create(mesh, is_flat=True), Communicators.create(mesh)
     assert communicators.between is not None
+    assert (flat_groups.between, flat_groups.shards) == (None, len(SITES)), "as without sites"
     flat = FlatParameters.of(drawn_model(MODEL, 1), communicators.shards)
     contributions = [contribution(rank, len(flat.gradients_N)) for rank in range(mesh.world_size)]
     exact = torch.stack(contributions).double().sum(0)

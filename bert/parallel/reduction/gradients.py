@@ -113,8 +113,8 @@ class Communicators:
     """All ranks that reduce gradients together, in all data groups; None stands for all ranks of the run."""
 
     @classmethod
-    def create(cls, mesh: Mesh, *, in_network: bool = False) -> "Communicators":
-        """Create the groups; every rank must call it at the same time.
+    def create(cls, mesh: Mesh, *, in_network: bool = False, is_flat: bool = False) -> "Communicators":
+        """Create the groups; every rank must call it at the same time. A reduction that ``is_flat`` does not know sites.
 
         Only the rail asks for in-network sums: switches can hold few reduction trees, and only rails cross switches.
         """
@@ -122,7 +122,7 @@ class Communicators:
         ranks = sorted(rank for node in mesh.nodes for rank in node)
         # All ranks create the groups in the same order, because creating a group waits for all of its ranks.
         world, node = process_group(mesh.data_ranks), process_group(mesh.node_data_ranks)
-        if len(rails) > 1 and max(map(len, rails)) > 1:
+        if len(rails) > 1 and max(map(len, rails)) > 1 and not is_flat:
             between = BetweenSites(rails, mesh)
             shards *= between.pieces * len(rails)
         rail = mesh.own_site.rail_ranks if between else mesh.rail_ranks
