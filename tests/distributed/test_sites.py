@@ -250,7 +250,7 @@ def test_the_closed_division_and_uneven_periods_are_refused(small_run: SmallRun,
     ):
         check(parse(small_run.arguments(tmp_path, **settings(training__site_steps=3))), 2)
     with pytest.raises(ValueError, match=r"training\.site_steps is set in the closed division"):
-        parse(["a100_8x8", "--training.site-steps", "8"])
+        parse(["dgxa100_8x8", "--training.site-steps", "8"])
 
 
 @pytest.mark.slow
