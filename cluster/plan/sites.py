@@ -1,8 +1,4 @@
-"""Choice of `training.site_steps` for hosts in several sites, which only slow links join.
-
-Each site takes this many steps by itself, and exchanges the change of its weights with the other sites in the background of
-the next ``site_delay`` steps.
-"""
+"""Choice of `training.site_steps` for hosts in several sites, which only slow links join."""
 
 import math
 from collections.abc import Iterator
