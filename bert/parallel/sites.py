@@ -1,4 +1,4 @@
-"""Sites: groups of hosts with a slow link between them, each of which takes several steps by itself.
+"""Sites: groups of hosts that a slow link joins. Each site takes several steps by itself.
 
 A site takes ``site_steps`` steps of LAMB on its share of the global batches. Then the sites exchange how far their weights
 have moved since the last exchange, and a Nesterov momentum moves the weights that they share by the mean (DiLoCo, arXiv
@@ -56,8 +56,8 @@ class SiteExchange:
         length = BLOCK * -(-len(weights_P) // (BLOCK * self._between.pieces))
         self._slices = self._between.slices(length * self._between.pieces)
         self._shared_N, self._sent_N, self._momentum_N = weights_P.new_zeros(3, length * self._between.pieces)
-        """The weights that all sites share, those of this site when the last exchange began, and the momentum of the shared
-        weights, which a rank knows only of the pieces that it owns."""
+        """The weights that all sites share; this site's weights when the last exchange began; and the momentum of the shared
+        weights, of which a rank knows only the pieces that it owns."""
         self._residuals = {place: weights_P.new_zeros(length) for place in self._between.owned}
         """What rounding has left out of the changes sent so far, for each piece that this rank owns."""
         share_of = {rank: len(ranks) / mesh.data_size for ranks in sites for rank in ranks}
@@ -68,7 +68,7 @@ class SiteExchange:
             for place, group in self._between.owned.items()
         }
         self._stream = CommunicationStream(weights_P.device)
-        self._in_progress = self._moved = False
+        self._in_progress = False
         self._steps = 0
         """Number of steps since the last exchange began."""
         lengths = torch.tensor([length, len(encoded(weights_P.new_zeros(length), config.site_dtype))])
@@ -87,7 +87,6 @@ class SiteExchange:
 
     def after_step(self, steps: int) -> bool:
         """Begin or apply an exchange if one is due after ``steps`` steps of the run; return whether weights have changed."""
-        self._moved = True
         self._steps += 1
         is_due = self._in_progress and self._steps == self._config.site_delay
         if is_due:
@@ -101,10 +100,10 @@ class SiteExchange:
 
         Returns whether weights have changed.
         """
-        changes = self._in_progress or self._moved
+        changes = self._in_progress or self._steps > 0
         if self._in_progress:
             self._end()
-        if self._moved:
+        if self._steps:  # taken since the weights were sent
             self._begin()
             self._end()
         return changes
@@ -140,7 +139,7 @@ class SiteExchange:
     @torch.no_grad()
     def _begin(self) -> None:
         self._sent_N[: len(self._weights_P)] = self._weights_P
-        self._in_progress, self._moved, self._steps = True, False, 0
+        self._in_progress, self._steps = True, 0
         self._stream.run(self._exchange)
         self._bytes_sent += self._bytes
 

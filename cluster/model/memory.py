@@ -188,7 +188,7 @@ def held_by_rank(
         "update": (12.0 if sharded_lamb else 4.0) * shard,
         # Two 16-bit buffers, each as large as a bucket.
         "reduction buffers": 4.0 * bucket if strategy.reduce_dtype == "bf16" and copies > 1 else 0.0,
-        # The shared weights, those of the last exchange, and their momentum.
+        # Three vectors: the weights that sites share, the weights sent last, and the momentum.
         "site exchange": 12.0 * share.elements if strategy.site_steps > 1 else 0.0,
         "16-bit weights": 0.0 if strategy.precision == "fp32" else 2.0 * cast / strategy.tensor,
     }
