@@ -104,9 +104,11 @@ def begun(
     that was begun with other settings.
     """
     path = folder / name
-    existed, new = folder.exists(), not path.exists()
-    # Ignore temporary files, because another process may be writing the same description right now.
-    if new and existed and (not folder.is_dir() or any(not is_temporary(entry) for entry in folder.iterdir())):
+    existed = folder.exists()
+    # Another process may be beginning the same job right now. Therefore, ignore temporary files, and list the folder before
+    # looking for the description, which is there before all other files.
+    has_files = existed and (not folder.is_dir() or any(not is_temporary(entry) for entry in folder.iterdir()))
+    if (new := not path.exists()) and has_files:
         raise ValueError(f"{folder} already exists; name a folder that does not exist or is empty")
     try:
         if new:

@@ -90,20 +90,21 @@ def make_wikipedia(request: Request) -> bool:
     request.work.mkdir(parents=True, exist_ok=True)
     if inputs.uses_articles:
         inputs = _with_extracted_text(request, inputs)
-    # If the training set is complete, no part needs to be made.
-    if request.part is not None and not (request.out / TRAIN).exists():
-        with _locked(request, shared=True):
-            is_last = _Preparation(request, inputs, checksums).make_part(request.part)
-        if not is_last:
-            say(f"part {request.part} is done; the process that completes the last part makes the rest")
-            return True
     try:
+        # If the training set is complete, no part needs to be made.
+        if request.part is not None and not (request.out / TRAIN).exists():
+            with _locked(request, shared=True):
+                shards = _Preparation(request, inputs, checksums).make_part(request.part)
+            # Look for the other parts after releasing the lock: the last process to release it then finds all of them.
+            if not all(shard.exists() for shard in shards):
+                say(f"part {request.part} is done; the process that completes the last part makes the rest")
+                return True
         with _locked(request, shared=False):
             _Preparation(replace(request, part=None), inputs, checksums).make()
     except BusyError as owner:
         if request.part is None:
             raise ValueError(f"{request.out}: {owner} is at work there; wait for it, or name another --out") from None
-        # Another process holds the lock. It will complete a later part, or is already making the other results.
+        # The owner has not yet released its part, and will look for the others, or it is making the other results.
         say(f"part {request.part} is done; another process makes the rest")
         return True
     return _conclude(request.out, inputs)
@@ -115,17 +116,17 @@ def _with_extracted_text(request: Request, inputs: Inputs) -> Inputs:
         return inputs
     job = [asdict(request.extraction), *((str(path), path.stat().st_size) for path in inputs.articles)]
     folder = request.work / f"text-{hashlib.sha256(json.dumps(job).encode()).hexdigest()[:16]}"
-    if not (folder / "eval.txt").exists():
-        # Other processes that make parts wait here until the text is complete.
-        with _locked(request, shared=False, patience_s=86_400):
+    # Other processes that make parts wait here until the text is complete, but not for the parts that others make of it.
+    with _locked(request, shared=False, name="text.lock", patience_s=86_400):
+        if not (folder / "eval.txt").exists():
             extract(inputs.articles, folder, request.extraction, jobs=request.jobs)
     text = tuple(path.resolve() for path in sorted(folder.glob("part-*")))
     return replace(inputs, text=text, evaluation=((folder / "eval.txt").resolve(),))
 
 
 @contextmanager
-def _locked(request: Request, *, shared: bool, patience_s: float = 0.0) -> Iterator[None]:
-    descriptor = lock_file(request.work / "lock", shared=shared, patience_s=patience_s)
+def _locked(request: Request, *, shared: bool, name: str = "lock", patience_s: float = 0.0) -> Iterator[None]:
+    descriptor = lock_file(request.work / name, shared=shared, patience_s=patience_s)
     try:
         yield
     finally:
@@ -229,14 +230,14 @@ class _Preparation:
             for path in list(self.work.glob(f"*-{16 * '[0-9a-f]'}")):
                 _delete(path)
 
-    def make_part(self, part: WorkPart) -> bool:
-        """Make one part of the samples, and return whether all parts exist now."""
+    def make_part(self, part: WorkPart) -> list[Path]:
+        """Make one part of the samples, and return the paths of all parts' shards."""
         text = self.inputs.text
         mine = part.share_of(len(text))
         self._begin([*self.inputs.vocabulary, *text[mine.start : mine.stop]])
         folder, job = self._samples_folder(), self._job(text)
         make_shards(job, folder, jobs=self.request.jobs, part=part, report=self._report_files("samples"))
-        return all((folder / name).exists() for name in job.shard_names)
+        return [folder / name for name in job.shard_names]
 
     def _begin(self, files: list[Path]) -> None:
         """Print the expected time and disk space, check the files, and install the vocabulary."""

@@ -27,6 +27,30 @@ def test_no_process_and_a_killed_one_are_reported() -> None:
         list(run_tasks(die, range(6), 2))
 
 
+AT_ONCE = r"""
+import os, sys
+from pathlib import Path
+from dataloading.jobs import begun
+
+out = Path(sys.argv[1])
+
+def begin_first(event, arguments):
+    if event == "os.listdir" and not (out / "job.json").exists():
+        (out / "job.json").write_text("{}")
+
+out.mkdir()
+sys.addaudithook(begin_first)
+with begun(out, "job.json", {}, finished="part_*", alone=False):
+    pass
+"""
+
+
+def test_two_processes_may_begin_the_same_job_at_once(tmp_path: Path) -> None:
+    """The other process writes the description just before this one lists the folder."""
+    subprocess.run([sys.executable, "-c", AT_ONCE, tmp_path / "out"], cwd=REPOSITORY, check=True)
+    assert (tmp_path / "out" / "job.json").exists()
+
+
 STOPPED = r"""
 import os, sys, time
 from pathlib import Path

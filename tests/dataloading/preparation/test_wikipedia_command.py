@@ -350,20 +350,56 @@ def test_parts_make_the_same_and_the_last_one_makes_the_rest(
     assert results(out) == whole
 
 
+def test_the_last_part_may_end_while_another_process_still_has_its_lock(
+    stand_in: StandIn, whole: dict[str, object], tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    assert child(*arguments(stand_in, out, "--part", "1/3")) == 0
+    last = partial(child, *arguments(stand_in, out, "--part", "3/3"))
+    assert child(*arguments(stand_in, out, "--part", "2/3"), prepare_child=partial(before_unlocking, out, last)) == 1
+    assert results(out) == whole
+
+
+def before_unlocking(out: Path, act: Callable[[], object]) -> None:
+    """Make this process call ``act`` just before it first closes the lock of ``out``."""
+    close, lock = os.close, out / "preparation" / "lock"
+
+    def acting_close(descriptor: int) -> None:
+        if lock.exists() and os.path.samestat(os.fstat(descriptor), lock.stat()):
+            os.close = close
+            act()
+        close(descriptor)
+
+    os.close = acting_close
+
+
+def test_a_part_does_not_wait_for_another_part_before_it_reads_the_text(stand_in: StandIn, tmp_path: Path) -> None:
+    (work := tmp_path / "out" / "preparation").mkdir(parents=True)
+    other = lock_file(work / "lock", shared=True)
+    assert child(*from_articles(stand_in, tmp_path / "out", "--part", "1/2")) == 0
+    os.close(other)
+
+
 def test_articles_of_the_dump_are_made_text_in_parts_too(stand_in: StandIn, tmp_path: Path) -> None:
-    articles = REPOSITORY / "tests" / "dataloading" / "text" / "wikipedia" / "text"
-    (tmp_path / "vocabulary").mkdir()
-    shutil.copy(stand_in.files / "vocab.txt", tmp_path / "vocabulary")
     made = []
     for name, parts in (("whole", [(), ()]), ("parts", [("--part", "2/2"), ("--part", "1/2")])):
         for part in parts:
-            words = ["wikipedia", articles, tmp_path / "vocabulary", "--out", tmp_path / name, "--shards", 2]
-            options = ["--sentences", "plain", "--evaluation-articles", "9", "--part-bytes", "20000"]
-            assert child(*words, "--checksums", stand_in.checksums, *options, *part) in (0, 1)
+            assert child(*from_articles(stand_in, tmp_path / name, *part)) in (0, 1)
         sets = {each: open_dataset(tmp_path / name / each) for each in ("train", "evaluation")}
         made.append({each: [shard.digest for shard in dataset.shards] for each, dataset in sets.items()})
-        assert {path.suffix or path.name for path in (tmp_path / name / "preparation").iterdir()} == {".json", "lock"}
+        left = {path.name for path in (tmp_path / name / "preparation").iterdir() if path.suffix != ".json"}
+        assert left == {"lock", "text.lock"}
     assert made[0] == made[1]
+
+
+def from_articles(stand_in: StandIn, out: Path, *part: str) -> list[object]:
+    """Return the command that makes text of articles, and the samples or a part of them."""
+    articles = REPOSITORY / "tests" / "dataloading" / "text" / "wikipedia" / "text"
+    (vocabulary := out.parent / "vocabulary").mkdir(exist_ok=True)
+    shutil.copy(stand_in.files / "vocab.txt", vocabulary)
+    words = ["wikipedia", articles, vocabulary, "--out", out, "--shards", 2, *part]
+    options = ["--sentences", "plain", "--evaluation-articles", "9", "--part-bytes", "20000"]
+    return [*words, "--checksums", stand_in.checksums, *options]
 
 
 def test_articles_without_text_and_compressed_articles_are_refused(run: Run, own: StandIn, tmp_path: Path) -> None:

@@ -165,7 +165,7 @@ def test_tasks_of_an_array_make_the_data_and_one_finishes_it(cluster: Cluster, c
     cluster.finish(job)
     outputs = [(checkout / f"results/slurm-{job}_{task}.out").read_text() for task in range(3)]
     made_files = {path.name for path in out.iterdir()}
-    assert made_files == {"train", "evaluation", "vocab.txt", "phase1.safetensors", "preparation"}
+    assert made_files == {"train", "evaluation", "vocab.txt", "phase1.safetensors", "preparation"}, outputs
     assert sum("python -m bert.train h100_1x8 --dry-run" in shown for shown in outputs) == 1, outputs
     assert sum("/3 is done" in shown for shown in outputs) == 2, outputs
     assert not [shown for shown in outputs if "error" in shown]
