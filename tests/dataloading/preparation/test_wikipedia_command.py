@@ -438,6 +438,7 @@ def test_one_process_works_in_a_folder_at_a_time(stand_in: StandIn, tmp_path: Pa
     work.mkdir(parents=True)
     alone = lock_file(work / "lock")
     assert child(*arguments(stand_in, tmp_path / "out")) == 2
+    assert child(*arguments(stand_in, tmp_path / "out", "--part", "1/3")) == 0  # the other process makes all parts
     os.close(alone)
     shared = lock_file(work / "lock", shared=True)
     assert child(*arguments(stand_in, tmp_path / "out")) == 2
