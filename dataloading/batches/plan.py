@@ -104,9 +104,10 @@ class BatchPlan:
         batch = self.global_batch(step)
         micro_batches = deal(self.lengths[batch], self.micro_batches)
         # Computed from the length index, so that the ranks need no all-reduce of their counts.
-        places = np.arange(self.world_size) if together is None else np.array(together)
-        counted = np.concatenate([micro_batches[place :: self.world_size] for place in places])
-        masked = int(sums_of(self.masked_counts[batch], counted).sum())
+        by_rank = micro_batches.reshape(-1, self.world_size, micro_batches.shape[1])
+        counted = by_rank if together is None else by_rank[:, list(together)]
+        counted = batch[counted[counted >= 0]]
+        masked = int(self.masked_counts[counted].sum())
         mine = micro_batches[rank :: self.world_size]
         # Largest sizes among the micro-batches that all ranks run at the same time.
         largest = (
@@ -115,7 +116,7 @@ class BatchPlan:
         )
         # Drop empty places, which are -1.
         return [
-            MicroBatch(batch[rows[rows >= 0]], int((counted >= 0).sum()), masked, *both)
+            MicroBatch(batch[rows[rows >= 0]], len(counted), masked, *both)
             for rows, *both in zip(mine, *largest, strict=True)
         ]
 

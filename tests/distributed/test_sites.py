@@ -17,6 +17,7 @@ from bert.checkpoints.training_state import World, changes
 from bert.configuration.recipes import tiny_cpu
 from bert.configuration.sections import ReduceDtype, SiteDtype
 from bert.execution.stopwatch import Stopwatch
+from bert.guards.preflight import check
 from bert.optimizer import FlatParameters
 from bert.parallel.environment import SITE, site
 from bert.parallel.mesh import Mesh
@@ -24,6 +25,7 @@ from bert.parallel.reduction.gradients import Communicators, Reduction
 from bert.parallel.rendezvous import Identity, group_by_host
 from bert.parallel.sites import BLOCK, SiteExchange, decoded, encoded
 from bert.parallel.watchdog.watchdog import FAULT_STATUS
+from bert.train import parse
 from tests.bert.small_models import drawn_model
 from tests.conftest import SmallRun
 from tests.convergence.test_golden_losses import MODEL
@@ -187,7 +189,7 @@ def test_a_run_is_repeated_and_resumed_bit_for_bit(small_run: SmallRun, tmp_path
 
 def test_metrics_count_what_crosses_between_sites(small_run: SmallRun, tmp_path: Path) -> None:
     run_at(("a", "b"), small_run, tmp_path)
-    steps, parameters = records(tmp_path, "step"), 0
+    steps = records(tmp_path, "step")
     assert [step["step"] for step in steps if step["site_bytes"]] == [4, 8, 12, 16, 20]
     [run] = records(tmp_path, "run")
     parameters = run["parameters"]
@@ -242,9 +244,6 @@ def test_hosts_of_a_site_follow_one_another() -> None:
 
 
 def test_the_closed_division_and_uneven_periods_are_refused(small_run: SmallRun, tmp_path: Path) -> None:
-    from bert.guards.preflight import check
-    from bert.train import parse
-
     with pytest.raises(
         ValueError, match=r"site_steps is 3, which does not divide the 8 steps .* set it to 2, .* multiple of 48"
     ):
