@@ -16,7 +16,7 @@ WORKDIR /workspace/bert
 # Install packages first, so that this layer is rebuilt only when a pin changes. NGC's image pins other versions of packages with
 # PIP_CONSTRAINT. These stay unchanged, and .venv holds this repository's versions. The configuration that pip needs to reach an
 # index may hold a password, so it is a secret, which the image does not keep. The image's history would show a build argument.
-COPY pyproject.toml constraints.txt ./
+COPY pyproject.toml constraints.txt hashes.txt ./
 COPY launch/environment.sh launch/venv.sh launch/
 ARG EXTRAS="dali"
 # hadolint ignore=SC2086  # one word per extra

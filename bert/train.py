@@ -88,9 +88,9 @@ def parse(arguments: Sequence[str], module: str = "bert.train") -> Config:
     named, *rest = given if given and not given[0].startswith("-") else (None, *given)
     if named is not None and named not in RECIPES:
         raise ValueError(f"unknown recipe {named!r}: expected one of {known}{did_you_mean(named, list(RECIPES))}")
-    recipe, settings = (named, []) if file is None else arguments_of(Path(file), named)
+    recipe, of_file = (named, []) if file is None else arguments_of(Path(file), named)
     # Append the command line's settings, because the last value of a setting overrides earlier values.
-    settings += rest
+    settings = of_file + rest
     plan_file, _ = without_option("--plan", settings)
     # The header of a result file contains the text None if the run had no plan.
     plan = None if plan_file in (None, "None") else read_plan(Path(plan_file))
@@ -118,18 +118,34 @@ def parse(arguments: Sequence[str], module: str = "bert.train") -> Config:
         if plan is not None:
             plan.require_settings(config)
     except ValueError as error:
-        unknown = re.match("unexpected argument (.+)", str(error))
-        if unknown is None:
-            raise
-        if not unknown[1].startswith("-"):
-            raise ValueError(f"unexpected argument {unknown[1]!r}: expected settings, --section.field value") from None
-        options = [*_OPTIONS, *(f"--{name.replace('_', '-')}" for name in setting_names(recipe))]
-        raise ValueError(f"there is no setting {unknown[1]}{did_you_mean(unknown[1], options)}") from None
+        for path, own in ((file, of_file), (plan_file, plan.arguments() if plan else [])):
+            if own and (fault := _fault(partial(read, args=own, default=RECIPES[recipe]()))):
+                raise ValueError(f"{path}: {_explained(fault, recipe)}") from None
+        raise ValueError(_explained(error, recipe)) from None
     if _PRINT in arguments:
         for name, value in flattened("config", config):
             say(f"# {name}: {value}")
         raise SystemExit(0)
     return config
+
+
+def _fault(read: Callable[[], Config]) -> ValueError | None:
+    try:
+        parsed(read)
+    except ValueError as error:
+        return error
+    return None
+
+
+def _explained(error: ValueError, recipe: str) -> str:
+    """Return what is wrong with settings. If one is unknown, it has a suggestion in place of tyro's words."""
+    unknown = re.match("unexpected argument (.+)", str(error))
+    if unknown is None:
+        return str(error)
+    if not unknown[1].startswith("-"):
+        return f"unexpected argument {unknown[1]!r}: expected settings, --section.field value"
+    options = [*_OPTIONS, *(f"--{name.replace('_', '-')}" for name in setting_names(recipe))]
+    return f"there is no setting {unknown[1]}{did_you_mean(unknown[1], options)}"
 
 
 def without_option(name: str, arguments: Sequence[str]) -> tuple[str | None, list[str]]:

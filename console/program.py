@@ -18,6 +18,9 @@ from typing import Annotated, Any, NoReturn, TypeVar, get_args, get_origin, get_
 from console.text import annotation, did_you_mean, json_document, visible
 from console.version import version_line
 
+_MOST_SAID = 400
+"""Maximum number of characters of tyro's complaint that are shown. It repeats values, which a file may make long."""
+
 Result = TypeVar("Result")
 
 
@@ -170,7 +173,7 @@ def parsed(parse: Callable[[], Result]) -> Result:
         if stop.code != 2:  # the answer to --help, or a signal
             sys.stdout.flush()  # raises BrokenPipeError here, where it is caught, if the reader has ended
             raise
-        raise ValueError(_unframed(complaint.getvalue())) from None
+        raise ValueError(visible(_unframed(complaint.getvalue()), _MOST_SAID)) from None
 
 
 def _unframed(complaint: str) -> str:

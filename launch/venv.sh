@@ -12,7 +12,7 @@ source "${BASH_SOURCE[0]%/*}/environment.sh"
 unset PYTHONDONTWRITEBYTECODE
 
 # prepare_venv [EXTRA...]: install the dependencies in pyproject.toml, including the extra "train" and the given extras, at
-# the versions in constraints.txt, unless they are installed already. Call it in the root of the repository.
+# the versions in constraints.txt and with the digests in hashes.txt, unless they are installed already. Call it in the root of the repository.
 prepare_venv() {
   venv_is_current "$@" && return
   local lock
@@ -87,6 +87,11 @@ venv_entries() {
   (shopt -s nullglob dotglob && cd .venv/lib && printf '%s\n' python*/site-packages/*) 2>/dev/null | LC_ALL=C sort
 }
 
+# Print the lines of hashes.txt that any of the given extras needs, without those that SYSTEM_TORCH keeps.
+venv_hashes() {
+  grep -E "# (.* )?($(IFS="|" && echo "$*"))( |\$)" hashes.txt | grep -vE "^(${SYSTEM_TORCH:+numpy|setuptools})=="
+}
+
 # Without an NVIDIA GPU, pip still installs PyTorch's CUDA build unless the index contains a CPU build.
 warn_of_cuda() {
   local torch
@@ -98,7 +103,7 @@ warn_of_cuda() {
     "For the CPU build of 0.2 GB press Ctrl-C and set PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu"
 }
 
-venv_pins() { { .venv/bin/python -V && sha256sum constraints.txt pyproject.toml; } 2>/dev/null; }
+venv_pins() { { .venv/bin/python -V && sha256sum constraints.txt hashes.txt pyproject.toml; } 2>/dev/null; }
 
 # Print the interpreter that creates .venv. If .venv is activated, its own interpreter is first in PATH, but it must not be
 # used, because it would delete itself.
@@ -140,6 +145,12 @@ for line in open("constraints.txt"):
     except importlib.metadata.PackageNotFoundError:
         print(line.rstrip())
 ' >.venv/constraints.txt
+  # Wheels must have their recorded digests. What is left for the second call is PyTorch and what its build for CUDA adds: every
+  # package index has builds of its own.
+  venv_hashes run "$@" >.venv/hashes.txt
+  "$python" -m pip --python .venv/bin/python install -qq --disable-pip-version-check --no-input --no-compile \
+    --only-binary=:all: --require-hashes --no-deps --requirement .venv/hashes.txt ||
+    fail "pip could not install the packages, see above"
   # shellcheck disable=SC2086  # one word a requirement
   "$python" -m pip --python .venv/bin/python install -qq --disable-pip-version-check --no-input --no-compile \
     --only-binary=:all: --constraint .venv/constraints.txt $requirements ||

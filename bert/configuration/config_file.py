@@ -9,9 +9,10 @@ from pathlib import Path
 from bert.configuration.config import flattened
 from bert.configuration.recipes import RECIPES
 from console.files import open_regular, read_bounded
-from console.text import did_you_mean
+from console.text import did_you_mean, visible
 
 _MOST_BYTES = 1 << 20
+_MOST_SHOWN = 60  # characters of a name
 _HEAD_BYTES = 1 << 16
 """Number of bytes read from a result file. The header, which contains the configuration, lies within them."""
 _OF_ONE_RUN = ("dry_run", "log.run", "log.cache_cleared")
@@ -36,7 +37,8 @@ def arguments_of(path: Path, recipe: str | None) -> tuple[str, list[str]]:
     # The recipe comes first, because it determines the other settings and their defaults.
     stated = values.pop("recipe", None)
     if recipe is not None and stated not in (None, recipe):
-        raise ValueError(f"{path} is of the recipe {stated}, expected {recipe}: name {stated}, or leave the recipe out")
+        named = visible(stated, _MOST_SHOWN)
+        raise ValueError(f"{path} is of the recipe {named}, expected {recipe}: name {named}, or leave the recipe out")
     if recipe is None and stated is None:
         raise ValueError(
             f'{path} names no recipe: write it there (recipe = "tiny_cpu"), or put it before --config '
@@ -45,12 +47,14 @@ def arguments_of(path: Path, recipe: str | None) -> tuple[str, list[str]]:
     # Convert to text, because the TOML value may be a number or a list.
     chosen = recipe or str(stated)
     if chosen not in RECIPES:
-        raise ValueError(f"{path} names the recipe {chosen!r}: expected recipe = one of {', '.join(RECIPES)}")
+        raise ValueError(
+            f"{path} names the recipe '{visible(chosen, _MOST_SHOWN)}': expected recipe = one of {', '.join(RECIPES)}"
+        )
     # Check the names here, because tyro's error message would not mention the file.
     known = setting_names(chosen)
     for name in values:
         if name not in known:
-            raise ValueError(f"{path}: there is no setting {name}{did_you_mean(name, known)}")
+            raise ValueError(f"{path}: there is no setting {visible(name, _MOST_SHOWN)}{did_you_mean(name, known)}")
     return chosen, [argument for name, value in values.items() for argument in option_of(name, value)]
 
 
@@ -61,12 +65,12 @@ def setting_names(recipe: str) -> list[str]:
 
 def _read(path: Path) -> Iterator[tuple[str, object]]:
     if path.suffix == ".toml":
+        content = read_bounded(path, _MOST_BYTES, "expected TOML")
         try:
-            content = tomllib.loads(read_bounded(path, _MOST_BYTES, "expected TOML").decode())
-        # A deeply nested file raises RecursionError.
-        except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
+            return _flat("", tomllib.loads(content.decode()))
+        # ValueError also for an integer of thousands of digits, RecursionError for a deeply nested file.
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"{path} is no TOML: {error}") from None
-        return _flat("", content)
     try:
         with open_regular(path) as file:
             # Replace invalid bytes, because the size limit may cut a multi-byte character in two.

@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from pathlib import Path
+from tokenize import TokenError
 from typing import Any, Literal
 
 import msgspec
@@ -346,7 +347,12 @@ def _read_lengths(path: Path, manifest: _Manifest) -> NDArray[np.uint16]:
         # allow_pickle=False, because an array of objects is a pickle, which can run code.
         lengths = np.asarray(np.load(path, mmap_mode="r", allow_pickle=False))
     except OSError as error:
-        raise ValueError(f"{path}: {error.strerror}; {REMEDY}") from None
+        raise ValueError(f"{path}: {error.strerror or error}; {REMEDY}") from None
+    except (ValueError, SyntaxError, TokenError, EOFError, OverflowError, MemoryError) as error:
+        # NumPy reads the head of the file as Python, which raises many kinds of errors.
+        if str(error).startswith(str(path)):
+            raise
+        raise ValueError(f"{path}: not an array of NumPy's ({shown(error)}); {REMEDY}") from None
     count = sum(shard.samples for shard in manifest.shards)
     if lengths.dtype != np.dtype("<u2") or lengths.shape != (count, 2):
         raise ValueError(f"{path}: {lengths.dtype} {lengths.shape}, expected uint16 ({count}, 2); {REMEDY}")

@@ -129,8 +129,8 @@ def extract(
         trained = sum(record["articles"] for record in records)
         if not trained:
             raise ValueError(
-                f"no article with text is left for training, and {len(evaluation):,} are held out; name files of articles "
-                "with text, or set a smaller --evaluation-articles"
+                f"{inputs[0]}{' and others' if len(inputs) > 1 else ''}: no article with text is left for training, and "
+                f"{len(evaluation):,} are held out; name files of articles with text, or set a smaller --evaluation-articles"
             )
         write_atomically(out / "eval.txt", joined(evaluation))
         write_atomically(out / "eval.md5", "".join(f"{md5}\n" for md5 in md5s).encode())

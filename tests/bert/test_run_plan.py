@@ -75,6 +75,7 @@ def test_a_plan_that_holds_a_wrong_value_is_refused_in_one_line(
     assert main(["--plan", str(tmp_path / "plan.json")]) == 2
     [line] = capsys.readouterr().err.splitlines()
     assert "training.reduction" in line
+    assert "plan.json" in line
 
 
 def interval(step: int, **milliseconds: float) -> StepRecord:

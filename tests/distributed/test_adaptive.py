@@ -41,7 +41,7 @@ def checkout(tmp_path: Path) -> Path:
     for name in ("tests", "bert", "cluster", "compliance", "console", "dataloading", "kernels"):
         (root / name).symlink_to(REPOSITORY / name)
     shutil.copytree(REPOSITORY / "launch", root / "launch")
-    for name in ("constraints.txt", "pyproject.toml"):
+    for name in ("constraints.txt", "hashes.txt", "pyproject.toml"):
         shutil.copy(REPOSITORY / name, root)
     for name in ("lib", "pyvenv.cfg"):
         (root / ".venv" / name).symlink_to(Path(sys.prefix, name))

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shlex
 import shutil
 import signal
@@ -25,7 +26,7 @@ REACHED_AT_ONCE, NEVER_REACHED = "0.02", "0.99"
 def bare(tmp_path: Path) -> Path:
     """Make a checkout without .venv, and a ``python`` that only records calls of pip and installs nothing."""
     shutil.copytree(REPOSITORY / "launch", tmp_path / "launch")
-    for name in ("constraints.txt", "pyproject.toml", "run_and_time.sh", "run_tests.sh"):
+    for name in ("constraints.txt", "hashes.txt", "pyproject.toml", "run_and_time.sh", "run_tests.sh"):
         shutil.copy(REPOSITORY / name, tmp_path)
     (tmp_path / "calls").touch()
     write_script(
@@ -33,6 +34,7 @@ def bare(tmp_path: Path) -> Path:
         f"""#!/bin/bash
         case "$*" in
           "-m pip --python"*--version | "-m pip index"*) ;;
+          "-m pip"*--require-hashes*) cp .venv/hashes.txt hashed ;;
           "-m pip"*) echo pip "$@" >>calls ;;
           "-m venv"*) echo venv >>calls; mkdir -p .venv/bin && ln -sf {sys.executable!r} .venv/bin/python ;;
           *) exec {sys.executable!r} "$@" ;;
@@ -245,6 +247,22 @@ def test_with_the_systems_pytorch_its_numpy_and_setuptools_stay(bare: Path) -> N
     assert {"torch==2.11.0a0+nv26.3", "numpy==1.26.4", "setuptools==81.0.0"} <= pinned
     all_pins = {line for line in (REPOSITORY / "constraints.txt").read_text().splitlines() if "==" in line}
     assert {line.partition("==")[0] for line in all_pins - pinned} <= {"torch", "numpy", "setuptools", "triton"}
+    assert not re.search("^(numpy|setuptools)==", (bare / "hashed").read_text(), re.MULTILINE)
+
+
+def test_every_pin_but_pytorchs_has_the_digests_of_its_wheels(bare: Path) -> None:
+    def name_of(pin: str) -> str:
+        return re.sub("[-_.]+", "-", pin.lower())
+
+    assert prepare(bare, "dali").returncode == 0
+    hashed = (bare / "hashed").read_text().splitlines()
+    lines = (bare / "hashes.txt").read_text().splitlines()[1:]
+    assert all(re.fullmatch(r"[a-z0-9-]+==\S+( --hash=sha256:[0-9a-f]{64})+ #( [a-z]+)+", line) for line in lines)
+    pins = {name_of(line) for line in (bare / "constraints.txt").read_text().splitlines() if "==" in line}
+    assert pins - {name_of(line.split()[0]) for line in lines} == {
+        name_of(f"torch=={version('torch').partition('+')[0]}")
+    }
+    assert hashed == [line for line in lines if {"run", "dali"} & {*line.partition("#")[2].split()}]
 
 
 @pytest.mark.parametrize(

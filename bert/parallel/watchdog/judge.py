@@ -83,7 +83,10 @@ class Judge:
         if "left" in message:
             member.left = True
         elif "failed" in message:
-            verdict = Ending(f"{member.name}: {message['failed']}", int(message["status"]), member.rank)
+            status = int(message["status"])
+            # The system keeps eight bits of a status, and 0 would say that all is well.
+            status = status if 0 < status < 256 else FAULT_STATUS
+            verdict = Ending(f"{member.name}: {message['failed']}", status, member.rank)
             self._failed.append((self._now_s + _GATHER_S, verdict))
         else:
             step, entered, phase = int(message["step"]), int(message["entered"]), str(message["phase"])

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from bert.configuration.config import flattened
+from bert.configuration.config_file import arguments_of
 from bert.configuration.recipes import RECIPES
 from bert.log.mllog import MLLog
 from bert.train import main, parse
@@ -69,6 +70,14 @@ def test_printed_settings_configure_the_same_run(tmp_path: Path, capsys: pytest.
     [
         ("a.toml", "training = [", "is no TOML"),
         ("a.toml", "x = " + "[" * 100_000, "is no TOML"),
+        ("a.toml", "recipe = " + "7" * 5000, "is no TOML"),
+        ("a.toml", "recipe = 1" + "0" * 4000, r"names the recipe '1000"),
+        ("result_0.txt", f"# config.recipe: tiny_cpu\n# config.training.seed: {'7' * 5000}\n", r"training\.seed"),
+        (
+            "result_0.txt",
+            "# config.recipe: tiny_cpu\n# config.evaluation.target: null\n",
+            r"evaluation\.target is 'null'",
+        ),
         ("a.toml", "", r"names no recipe: .* put it before --config '?/.*a\.toml"),
         ("a.toml", 'recipe = "tiny"', r"names the recipe 'tiny'"),
         ("a.toml", 'recipe = "tiny_cpu"\n[training]\nmax_sample = 1', r"did you mean training\.max_samples\?"),
@@ -83,3 +92,9 @@ def test_a_file_that_cannot_be_used(name: str, content: str, message: str, tmp_p
     with pytest.raises(ValueError, match=message) as caught:
         parse(["--config", str(tmp_path / name)])
     assert "\n" not in str(caught.value)
+    assert str(tmp_path / name) in str(caught.value)
+    assert len(str(caught.value)) < 500
+    if "seed" in message or "target" in message:  # the command line is not to blame for the file, nor the file for it
+        with pytest.raises(ValueError, match=message) as caught:
+            parse(["tiny_cpu", *arguments_of(tmp_path / name, None)[1]])
+        assert name not in str(caught.value)

@@ -115,6 +115,15 @@ def test_before_training_only_signs_of_life_count() -> None:
     assert ranks.after(2 * SECONDS) is None
 
 
+@pytest.mark.parametrize("status", [0, False, 256, -1, 1 << 70])
+def test_an_error_never_ends_the_ranks_with_success(status: int) -> None:
+    ranks = Played()
+    ranks.say(1, failed="no such file", status=status)
+    verdict = ranks.after(SECONDS)
+    assert verdict is not None
+    assert (verdict.rank, verdict.status) == (1, FAULT_STATUS)
+
+
 def test_an_error_ends_all_with_its_status_unless_a_lost_rank_explains_it() -> None:
     for lost in (False, True):
         ranks = Played()

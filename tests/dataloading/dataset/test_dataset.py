@@ -1,5 +1,6 @@
 """Data sets: folders of shards with a manifest and an index of sequence lengths."""
 
+import hashlib
 import json
 import mmap
 import multiprocessing
@@ -164,6 +165,20 @@ def test_a_length_index_that_is_damaged_or_of_other_shards_is_refused(folder: Pa
         (folder / "lengths.npy").write_bytes(content)
         with pytest.raises(ValueError, match=r"lengths\.npy"):
             open_dataset(folder)
+
+
+@pytest.mark.parametrize(
+    "head", [b"'", b"{", b"{'descr': '<u2'}", b"(1", b"{'descr': '|O', 'fortran_order': False, 'shape': (1,)}"]
+)
+def test_a_hostile_length_index_with_its_digest_is_refused(head: bytes, folder: Path) -> None:
+    """NumPy reads the head of an array as Python. Whoever wrote the data set has also written the digest."""
+    original = (folder / "lengths.npy").read_bytes()
+    hostile = b"\x93NUMPY\x01\x00" + len(head).to_bytes(2, "little") + head
+    digests = [hashlib.sha256(each).hexdigest() for each in (original, hostile)]
+    (folder / "lengths.npy").write_bytes(hostile)
+    (folder / "manifest.json").write_text((folder / "manifest.json").read_text().replace(*digests))
+    with pytest.raises(ValueError, match=r"/lengths\.npy: .*; copy or prepare the data set again"):
+        open_dataset(folder)
 
 
 def test_a_data_set_appears_whole_or_not_at_all(tmp_path: Path, samples: Samples) -> None:
