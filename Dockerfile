@@ -6,6 +6,7 @@
 #
 # BASE needs bash and CPython 3.11 or newer with pip. If it contains PyTorch, as NGC's images do, the base's PyTorch, NumPy and
 # setuptools are used; this PyTorch must be 2.11 or newer (26.02 and 26.03 have 2.11). Otherwise, the pinned one is installed.
+# A tag may be moved: for the same image every time, give BASE the digest that `docker buildx imagetools inspect TAG` prints.
 ARG BASE=nvcr.io/nvidia/pytorch:26.03-py3
 FROM ${BASE}
 SHELL ["/bin/bash", "-o", "pipefail", "-c"]

@@ -1,7 +1,7 @@
 """Write hashes.txt: the pins of constraints.txt with the SHA-256 of their wheels, and the extras that need each of them.
 
-Run `python launch/lock.py` after a change of constraints.txt or pyproject.toml. It needs uv, which resolves each extra for all
-platforms at once. PyTorch, and what its builds for CUDA add, are left out, because every package index has its own builds.
+Run `python launch/lock.py` after a change of constraints.txt or pyproject.toml. It needs uv, which resolves each extra for
+all platforms at once. PyTorch, and what its builds for CUDA add, are left out: every package index has its own builds.
 """
 
 import re
