@@ -3,6 +3,7 @@
 The docstring under each field is its ``--help`` text. ``config.py`` checks combinations of settings across sections.
 """
 
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -206,6 +207,9 @@ class TrainingConfig:
             self.seed is not None and not 0 <= self.seed < 2**31,
             f"training.seed is {self.seed}: expected 0 to 2147483647",
         )
+        names = [*self.implementations, *self.implementations.values()]
+        odd = next((name for name in names if not re.fullmatch(r"\w+", name, re.ASCII)), None)
+        refuse(odd is not None, f"training.implementations holds {odd!r}: expected names of ops and implementations")
         refuse(
             self.shard_gradients and self.reduction not in SHARDED,
             f"training.shard_gradients is on, but training.reduction is {self.reduction}, after which every rank needs all "

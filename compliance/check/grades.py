@@ -5,6 +5,7 @@ line and every process may log the start of initialisation. Consequences of a re
 not reported.
 """
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -237,7 +238,7 @@ def _grade_of_value(record: Record) -> Severity:
     if record.key == "cache_clear":
         return "warning"
     if record.key == "seed":
-        return "warning" if isinstance(value, str) and value.strip().removeprefix("-").isdecimal() else "error"
+        return "warning" if isinstance(value, str) and re.fullmatch(r"\s*-?\d+\s*", value, re.ASCII) else "error"
     if record.key.startswith("opt_") or record.key in ("num_warmup_steps", "start_warmup_step"):
         return "warning" if rules.is_number(value) else "error"
     return "error"

@@ -1,7 +1,10 @@
 """Results folders and submissions of simulated runs, written by the real log writer."""
 
 import json
+import os
+import shutil
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -104,6 +107,29 @@ def write_submission(root: Path, runs: int = 10, **options: Any) -> Path:
 def benchmark_folder(root: Path) -> Path:
     """Return the folder that contains the logs."""
     return root / "results" / SYSTEM / "bert"
+
+
+def write_listed(root: Path, listed: bytes, logs: Sequence[bytes]) -> None:
+    """Make the folder ``root`` of lines with a path, a tab, and a content: link TARGET, pipe, log WORD, system, or text."""
+    shutil.rmtree(root, ignore_errors=True)
+    root.mkdir()
+    for line in os.fsdecode(listed).split("\n")[:40]:
+        name, _, content = line.partition("\t")
+        kind, _, word = content.partition(" ")
+        with suppress(OSError, ValueError):  # a name may be too long, hold a zero, or lie below a file
+            (place := root / name).resolve().relative_to(root)
+            place.parent.mkdir(parents=True, exist_ok=True)
+            match kind:
+                case "link":
+                    place.symlink_to(word)
+                case "pipe":
+                    os.mkfifo(place)
+                case "log" | "system":
+                    place.write_bytes(
+                        logs[len(word) % len(logs)] if kind == "log" else json.dumps(describe_system()).encode()
+                    )
+                case _:
+                    place.write_text(content, errors="surrogateescape")
 
 
 # Folders for the report, with "made_up" in their names

@@ -6,12 +6,14 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 import yaml
 
 from tests.conftest import REPOSITORY
+from tests.hostile import assert_harmless
 from tests.programs import git, write_script
 
 WORKFLOW = yaml.safe_load((REPOSITORY / ".github/workflows/results.yml").read_text())
@@ -98,7 +100,7 @@ def test_what_a_pull_request_changes_is_checked(
 
 @pytest.mark.parametrize("kind", ["removed", "linked"])
 def test_no_name_is_a_command_to_the_runner(pull_request: PullRequest, kind: str) -> None:
-    name = "x\n::error file=a::forged\r\n\x1b[2J$(touch made)]`"
+    name = "x\n::error file=a::forged\r\n\x1b[2J\u202e\u2066$(touch made)]`"
     place = pull_request.results / name
     if kind == "removed":
         shutil.copytree(pull_request.results / "node", place)
@@ -111,6 +113,34 @@ def test_no_name_is_a_command_to_the_runner(pull_request: PullRequest, kind: str
     assert (done.returncode, done.stdout.count("\n"), done.stderr) == (int(kind == "linked"), 1, "")
     assert done.stdout.strip().isprintable()
     assert not (pull_request.root / "made").exists()
+
+
+def change_names(names: Path) -> None:
+    """Add files of the given names, divided by zeros, to a pull request. The script checks them, and runs none of them."""
+    root, tools = names.with_name("repository"), names.with_name("tools")
+    if not tools.exists():
+        tools.mkdir()
+        write_script(tools / "mlperf-bert-compliance", f"#!/bin/bash\nprintf '%s\\0' \"$@\" >{tools}/given\n")
+        git(names.parent, "init", "--quiet", "--initial-branch=main", str(root))
+        git(root, "commit", "--quiet", "--allow-empty", "--message=first")
+    for name in os.fsdecode(names.read_bytes()).split("\0")[:8]:
+        with suppress(OSError, ValueError):
+            (place := root / "results" / name).resolve().relative_to(root / "results")
+            place.parent.mkdir(parents=True, exist_ok=True)
+            place.write_text("x")
+    git(root, "add", "--all")
+    git(root, "commit", "--quiet", "--allow-empty", "--message=change")
+    environment = os.environ | {"BASE": "HEAD~1", "RUNNER_TEMP": str(tools), "PATH": f"{tools}:{os.environ['PATH']}"}
+    (tools / "given").write_bytes(b"")
+    command = ["bash", "--noprofile", "--norc", "-eo", "pipefail", "-c", STEP["run"]]
+    done = subprocess.run(command, cwd=root, env=environment, capture_output=True)
+    given = os.fsdecode((tools / "given").read_bytes()).split("\0")
+    assert all((root / word).exists() for word in given[1:-3]), given
+    assert [given[0], *given[-3:]] in (["", ""], ["check", "--sarif", "findings.sarif", ""]), given
+    git(root, "reset", "--quiet", "--hard", "HEAD~1")
+    git(root, "clean", "-ffdqx")
+    assert (done.returncode, done.stderr) == (0, b""), done
+    assert_harmless(done.stdout.decode(errors="surrogateescape"))
 
 
 def test_changes_that_cannot_be_told_fail(pull_request: PullRequest) -> None:

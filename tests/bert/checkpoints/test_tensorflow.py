@@ -14,13 +14,27 @@ from hypothesis import strategies as st
 
 from bert.checkpoints.hugging_face import hugging_face_names
 from bert.checkpoints.sources import open_source
-from bert.checkpoints.tensorflow import MAGIC, TensorBundle
+from bert.checkpoints.tensorflow import MAGIC, TensorBundle, _varint
 from bert.configuration.sections import ModelConfig
 from bert.convert import convert
 from tests.bert.checkpoints.tf_bundles.expected import BUNDLES, bundle_weights
+from tests.dataloading.shards.test_tfrecord import masked_crc
 
 STATE = bundle_weights()
 WHOLE = ["tf1", "tf1_snappy", "tf1_sharded"]
+
+
+def sealed_index(index: bytes) -> bytes:
+    """Give the blocks of an index with one block of tensors the checksums of their content."""
+    content, numbers, place = bytearray(index), [], 0
+    with suppress(ValueError):
+        for _ in range(4):
+            number, place = _varint(index[-48:], place)
+            numbers.append(number)
+        for start, size in ((0, numbers[0] - 5), numbers[:2], numbers[2:]):
+            if 0 < start + size < len(index) - 48:
+                content[start + size + 1 : start + size + 5] = masked_crc(index[start : start + size + 1])
+    return bytes(content)
 
 
 @pytest.fixture(scope="module")

@@ -82,6 +82,7 @@ def test_printed_settings_configure_the_same_run(tmp_path: Path, capsys: pytest.
         ("a.toml", 'recipe = "tiny"', r"names the recipe 'tiny'"),
         ("a.toml", 'recipe = "tiny_cpu"\n[training]\nmax_sample = 1', r"did you mean training\.max_samples\?"),
         ("a.toml", 'recipe = "tiny_cpu"\n[training]\nmax_samples = "many"', r"training\.max-samples"),
+        ("a.toml", 'recipe = "tiny_cpu"\n[training.implementations]\n"a b" = "triton"', r"implementations holds 'a b'"),
         ("a.toml", 'recipe = "tiny_cpu"\n[training]\nseed = -1', r"training\.seed"),
         ("result_0.txt", "# config.recipe: tiny_cpu\n# config.training.moon: full\n", r"no setting training\.moon"),
         ("result_0.txt", ":::MLLOG {}", "neither a .toml file nor a result file"),

@@ -83,6 +83,7 @@ UNSEEN: Mutations = {
     "late second run_start": (repeat_before("run_start", "train_samples"), "run_start", "change the measured time"),
     "batch size zero": (value("global_batch_size", 0), "global_batch_size", "integer > 0"),
     "seed that is no number": (value("seed", "x"), "seed", "expected an integer"),
+    "seed in other digits": (value("seed", "\u0663"), "seed", "expected an integer"),
     "lower target": (value("quality_target", 0.7), "quality_target", "0.7 in a closed log"),
     "rarer evaluation": (value("eval_interval_samples", 300_000), "eval_interval_samples", "expected 150000"),
     "one block_stop missing": (delete("block_stop", nth=0), "block_start", "is still open"),

@@ -61,6 +61,16 @@ def framed(data: bytes) -> bytes:
     return length + masked_crc(length) + data + masked_crc(data)
 
 
+def sealed(content: bytes) -> bytes:
+    """Give the records of a file the checksums of their content, and the lengths that fit."""
+    whole, place = b"", 0
+    while place + 16 <= len(content):
+        size = min(struct.unpack_from("<Q", content, place)[0], len(content) - place - 16)
+        whole += framed(content[place + 12 : place + 12 + size])
+        place += 16 + size
+    return whole
+
+
 def read(path: Path, content: bytes) -> Samples:
     path.unlink(missing_ok=True)
     path.write_bytes(content)

@@ -1,0 +1,114 @@
+"""What must hold for any log, metrics file, system description and submission, whoever wrote it. Fuzzing tries it."""
+
+import io
+import json
+from contextlib import redirect_stdout
+from functools import cache
+from pathlib import Path
+from xml.etree import ElementTree
+
+from rich.console import Console
+
+from compliance.check.output import sarif, say_verdicts, total, write_junit
+from compliance.log import rules
+from compliance.log.reader import read_log
+from compliance.log.record import TOKEN, Record, parse_line
+from compliance.log.records import MetricsWriter, RunRecord, parse_record, read_metrics
+from compliance.report import page, summary
+from compliance.report.results import load_results
+from compliance.submission.check import check_paths
+from compliance.submission.description import against_logs, description_findings, read_description
+from compliance.watch import screen, watched
+from console.program import say
+from tests.compliance.result_folders import write_listed
+from tests.compliance.run_logs import log_of, without_chain
+from tests.hostile import assert_harmless
+
+
+@cache
+def logs() -> list[bytes]:
+    """Logs of other software in both divisions, an aborted one, one of this program, and one without settings."""
+    whole = log_of((0.3, 0.7, 0.73), submission=(("layers", 1),), header=(("recipe", "x"), ("torch", "2.13.0")))
+    made = [whole, log_of((0.1, 0.31), "open"), log_of((0.3, 0.4), status="aborted", submission=(("layers", 1),))]
+    foreign = [without_chain(each.decode()).encode() for each in made]
+    short = [line for line in foreign[0].splitlines(keepends=True) if b"opt_" not in line and b"submission" not in line]
+    return [*foreign, whole, b"".join(short)]
+
+
+def read(path: Path) -> None:
+    """A record that is written again is read as the same record."""
+    for record in read_log(path).records:
+        again, _ = parse_line(f"{TOKEN}{json.dumps(record._asdict())}".encode(), record.line)
+        assert repr(again) == repr(record)
+
+
+def judge(path: Path) -> None:
+    """No log passes without success, a seed and an accuracy that reaches its target, whatever else it holds."""
+    verdicts, said = check_paths([path], rules.AUTO), io.StringIO()
+    with redirect_stdout(said):
+        say_verdicts(verdicts)
+        say(total(verdicts, is_accepted=False))
+    assert_harmless(said.getvalue())
+    json.dumps(sarif(verdicts, path.parent), allow_nan=False)
+    write_junit(path.with_name("out"), verdicts)
+    ElementTree.parse(path.with_name("out"))
+    if path.is_file() and verdicts[0].passed:
+        last: dict[str, Record] = {record.key: record for record in read_log(path).records}
+        least = 0.72 if last["submission_division"].value == "closed" else last["quality_target"].value
+        assert 0 < least <= last["eval_accuracy"].value <= 1
+        assert last["run_stop"].metadata["status"] == "success"
+        assert int(last["seed"].value) == float(str(last["seed"].value).encode("ascii"))
+
+
+def judge_damaged(path: Path) -> None:
+    """The file holds the name of a key, and the text that replaces its last value, or its status."""
+    key, _, text = path.read_bytes().partition(b" ")
+    lines = logs()[0].splitlines(keepends=True)
+    places = [number for number, line in enumerate(lines) if b'"key": "%s"' % key in line]
+    if places and key in (b"seed", b"eval_accuracy", b"run_stop"):
+        before, name, after = lines[places[-1]].partition(b'"status": ' if key == b"run_stop" else b'"value": ')
+        rest = after[min(after.find(end) % len(after) for end in (b",", b"}")) :]
+        lines[places[-1]] = before + name + text + rest
+        path.with_name("result_0.txt").write_bytes(b"".join(lines))
+        judge(path.with_name("result_0.txt"))
+
+
+def watch(path: Path) -> None:
+    run, said = watched.Watch(path, rules.NEWEST_RULESET), io.StringIO()
+    run.look()
+    console = Console(file=said, width=100)
+    console.print(screen.view(run, 1_700_000_100_000))
+    screen.EvaluationLines(run, console).show(1_700_000_100_000)
+    assert_harmless(said.getvalue())
+
+
+def rewrite_metrics(path: Path) -> None:
+    """Each record of a metrics file that is written again is read as a record of its kind."""
+    records = [record for line in path.read_bytes().split(b"\n") if (record := parse_record(line))]
+    writer = MetricsWriter(path.with_name("out"), RunRecord())
+    for record in records:
+        writer.write(record)
+    writer.close()
+    again = map(parse_record, path.with_name("out").read_bytes().splitlines()[1:])
+    assert list(map(type, again)) == list(map(type, records))
+    read_metrics(path)
+
+
+def describe(path: Path) -> None:
+    description = read_description(path)
+    findings = [finding for ruleset in rules.RULESETS for finding in description_findings(description, ruleset)]
+    path.with_name("result_0.txt").write_bytes(logs()[3])
+    for finding in (*findings, *against_logs(description, [read_log(path.with_name("result_0.txt")).run])):
+        assert_harmless(f"{finding}")
+
+
+def judge_tree(path: Path) -> None:
+    """The file lists what lies in a folder, which is checked and reported."""
+    root = path.with_name("tree")
+    write_listed(root, path.read_bytes(), logs())
+    judge(root)
+    for folder in {
+        verdict.path for verdict in check_paths([root]) if verdict.part == "folder" and verdict.path.is_dir()
+    }:
+        for form in (page.render, summary.as_csv, summary.as_json, summary.as_markdown):
+            form(load_results(folder)).encode()

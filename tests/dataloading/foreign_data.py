@@ -1,0 +1,67 @@
+"""What must hold for any shard, data set, vocabulary, text and article, whoever wrote it. Fuzzing tries it."""
+
+import hashlib
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import numpy as np
+
+from dataloading.dataset.folder import open_dataset, write_dataset
+from dataloading.options import AS_STATED, ExtractionOptions
+from dataloading.shards.formats import open_shard, write_shard
+from dataloading.text.tokenization import Tokenizer
+from dataloading.text.vocabulary import Vocabulary, find_normalization
+from dataloading.text.wikipedia import extract
+from tests.dataloading.foreign_shards import write_like_others
+from tests.dataloading.made_up import INFO, make_samples
+from tests.fuzz.attempt import made
+
+
+def take_shard(path: Path) -> None:
+    """Samples of any layout that are written as a shard of our own are read as the same samples."""
+    samples = (shard := open_shard(path)).verify()
+    write_shard(path.with_name("out"), samples, shard.info)
+    assert open_shard(path.with_name("out")).verify().digest() == samples.digest()
+
+
+def shards() -> list[bytes]:
+    foreign = partial(write_like_others, samples=make_samples(3), info=INFO)
+    forms = [("fixed", {}), ("varlength", {}), ("packed", {}), ("fixed", {"chunks": True, "compression": "gzip"})]
+    own = partial(write_shard, samples=make_samples(3), info=INFO)
+    return [made(own), *(made(partial(foreign, layout=layout, **storage)) for layout, storage in forms)]
+
+
+write_folder = partial(write_dataset, samples=make_samples(6), shards=2, info=INFO)
+
+
+def take_dataset(path: Path) -> None:
+    """The file takes the place of the manifest or of the length index, whose digest the manifest then has."""
+    folder, names = path.with_name("data"), ("manifest.json", "lengths.npy")
+    content = {name: made(write_folder, name) for name in names} | {path.name: path.read_bytes()}
+    if not folder.exists():
+        write_folder(folder)
+    if path.name == "lengths.npy":
+        was, now = (hashlib.sha256(each).hexdigest() for each in (made(write_folder, path.name), path.read_bytes()))
+        content["manifest.json"] = content["manifest.json"].replace(was.encode(), now.encode())
+    for name in names:
+        (folder / name).write_bytes(content[name])
+    dataset = open_dataset(folder)
+    dataset.check_files()
+    dataset.verify()
+    assert len(dataset.take(np.arange(len(dataset)))) == len(dataset)
+
+
+def take_vocabulary(path: Path) -> Vocabulary:
+    """Any text becomes ids of a vocabulary."""
+    vocabulary = Vocabulary.read(path)
+    tokenizer = Tokenizer(vocabulary, **asdict(find_normalization(vocabulary, path, AS_STATED).normalization))
+    ids, _ = tokenizer.encode_lines(["w1 W2 \u4e2d\u6587 \u00e9 [MASK]", *vocabulary.tokens])
+    assert ids.max(initial=0) < vocabulary.size
+    return vocabulary
+
+
+def take_articles(path: Path) -> None:
+    with TemporaryDirectory(dir=path.parent) as out:
+        extract([path], Path(out), ExtractionOptions("plain", evaluation_articles=1))

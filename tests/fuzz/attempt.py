@@ -1,0 +1,146 @@
+"""One attempt: a reader reads a damaged file within limits of time and memory, or refuses it by a good message."""
+
+import os
+import resource
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, NoReturn
+
+from hypothesis import given, settings
+
+from console.text import visible
+from tests.conftest import patient
+from tests.fuzz.damage import damaged
+
+_SECONDS = 2.0  # of processor time, which other load does not change
+_MEMORY_BYTES, _MEMORY_PER_BYTE = 500 << 20, 2000  # besides 64 MiB for any file
+_LONGEST_MESSAGE = 500
+_CHANGES = ("os.rename", "os.remove", "os.rmdir", "os.mkdir", "os.symlink", "os.link", "os.truncate", "os.chmod")
+
+
+@dataclass(frozen=True)
+class Target:
+    """A reader of strangers' files.
+
+    Attributes:
+        read: function that reads ``file`` in a folder of its own, and asserts what must hold for any file. It may raise
+            ``allowed``, and write to that folder.
+        seeds: function that returns valid contents.
+        inputs: how many take about a second.
+        seal: function that makes checksums right again, so that damage gets past them.
+    """
+
+    name: str
+    read: Callable[[Path], object]
+    seeds: Callable[[], list[bytes]]
+    file: str
+    inputs: int = 150
+    seal: Callable[[bytes], bytes] = bytes
+    allowed: tuple[type[Exception], ...] = (ValueError,)
+
+
+@cache
+def made(make: Callable[[Path], object], name: str = "") -> bytes:
+    """Return what a function writes to a file, or to the file ``name`` of a folder."""
+    with TemporaryDirectory() as folder:
+        make(Path(folder, "made"))
+        return Path(folder, "made", name).read_bytes()
+
+
+def rewritten(read: Callable[[Path], Any], write: Callable[[Any, Path], object]) -> Callable[[Path], None]:
+    """Return a reader of files whose content is written again, and must then be read as the same content."""
+
+    def reread(path: Path) -> None:
+        found = read(path)
+        write(found, path.with_name("out"))
+        assert read(path.with_name("out")) == found
+
+    return reread
+
+
+def trial(target: Target, folder: Path | str, **changed: Any) -> Any:
+    """Return a test of Hypothesis, with settings, that lets a target read damaged files in ``folder``."""
+    seeds, path = target.seeds(), Path(folder, target.file)
+    path.write_bytes(seeds[0])
+    target.read(path)  # the first time, modules are imported and caches are filled
+
+    @settings(patient, **changed)
+    @given(damaged(seeds))
+    def test(content: bytes) -> None:
+        attempt(target, content, Path(folder))
+
+    return test
+
+
+class TooSlow(BaseException):
+    """A reader has taken too much processor time."""
+
+
+tried = 0
+"""Number of attempts in this process."""
+
+
+def attempt(target: Target, content: bytes, folder: Path) -> None:
+    """Let a target read ``content``. Raises ``AssertionError``, or the error that the target should not have raised."""
+    global tried
+    tried += 1
+    path, content = folder / target.file, target.seal(content)
+    path.write_bytes(content)
+    path.with_name("out").unlink(missing_ok=True)
+    most, start = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.process_time()
+    with _limits(folder):
+        try:
+            target.read(path)
+        except target.allowed as error:
+            said = visible(error).replace(str(folder), "FOLDER")
+            assert len(said) < _LONGEST_MESSAGE, f"{len(said)} characters: {said}"
+            # What comes over a socket has no name.
+            assert target.file in said or "FOLDER" in said or target.file == "said", f"names no file: {said}"
+    assert time.process_time() - start < _SECONDS, f"{time.process_time() - start:.1f} s for {len(content):,} bytes"
+    grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - most << 10
+    allowed = min(_MEMORY_BYTES, (64 << 20) + _MEMORY_PER_BYTE * len(content))
+    assert grown < allowed, f"{grown >> 20:,} MiB of memory for {len(content):,} bytes"
+
+
+_watched, _written = "", list[str]()
+
+
+@contextmanager
+def _limits(folder: Path) -> Iterator[None]:
+    """Stop the block after twice its processor time, and notice what it writes outside of ``folder``."""
+    global _watched
+
+    def stop(*_: object) -> NoReturn:
+        raise TooSlow
+
+    handler = signal.signal(signal.SIGPROF, stop)
+    signal.setitimer(signal.ITIMER_PROF, 2 * _SECONDS)
+    _watched = str(folder)
+    _written.clear()
+    try:
+        yield
+    finally:
+        _watched = ""
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.signal(signal.SIGPROF, handler)
+    assert not _written, f"wrote outside of its folder: {_written}"
+
+
+def _notice(event: str, arguments: tuple[Any, ...]) -> None:
+    if not _watched or not (event in _CHANGES or (event == "open" and arguments[2] & (os.O_WRONLY | os.O_RDWR))):
+        return
+    path = os.fsdecode(arguments[0]) if isinstance(arguments[0], str | bytes) else ""
+    # A relative path is of rmtree, below an open folder. Who writes to a folder makes a file without a name.
+    is_ours = path.startswith((_watched, "/dev/", "/tmp/compliance-")) or "__pycache__" in path or Path(path).is_dir()
+    if path.startswith("/") and not is_ours:
+        _written.append(f"{event} {path}")
+
+
+sys.addaudithook(_notice)
