@@ -4,13 +4,14 @@ import hashlib
 import json
 import shutil
 from contextlib import suppress
+from itertools import chain
 from pathlib import Path
 
 import msgspec
 import torch
 from safetensors.torch import save
 
-from bert.checkpoints.hugging_face import to_hugging_face
+from bert.checkpoints.hugging_face import hugging_face_names, to_hugging_face
 from bert.checkpoints.sources import open_source
 from bert.checkpoints.weights import model_metadata, write_safetensors
 from bert.configuration.config import flattened
@@ -20,11 +21,22 @@ from tests.bert.checkpoints.test_weights import CONFIG
 from tests.bert.checkpoints.tf_bundles.expected import BUNDLES
 from tests.bert.small_models import drawn_model
 
+CONFIGURATION = {
+    "num_attention_heads": 2,
+    "hidden_size": 8,
+    "vocab_size": 30,
+    "hidden_act": "gelu",
+    "is_decoder": False,
+}
+
 
 def take_checkpoint(path: Path) -> None:
     """Weights that are written as a file of our own are read as the same weights. The file is a part of a checkpoint."""
     if path.name == "config.json":
         path.with_name("model.safetensors").write_bytes(theirs())
+    elif path.name == "model.safetensors.index.json":
+        path.with_name("part.safetensors").write_bytes(theirs())
+        path.with_name("config.json").write_text(json.dumps(CONFIGURATION))
     elif path.suffix == ".index":
         shutil.copy(BUNDLES / "tf1.data-00000-of-00001", path.parent)
     source = open_source(path.parent if path.name == "config.json" else path, 2)
@@ -38,6 +50,11 @@ def take_checkpoint(path: Path) -> None:
 def theirs() -> bytes:
     tensors = to_hugging_face(drawn_model(CONFIG, 0).state_dict())
     return save({name: tensor.clone().contiguous() for name, tensor in tensors.items()})
+
+
+def index_of_theirs() -> bytes:
+    names = [*hugging_face_names(CONFIG.num_hidden_layers).values()]
+    return json.dumps({"weight_map": dict.fromkeys(chain(*names), "part.safetensors")}).encode()
 
 
 def take_settings(path: Path) -> list[tuple[str, object]]:

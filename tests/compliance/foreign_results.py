@@ -10,6 +10,7 @@ from xml.etree import ElementTree
 from rich.console import Console
 
 from compliance.check.output import sarif, say_verdicts, total, write_junit
+from compliance.folders import find
 from compliance.log import rules
 from compliance.log.reader import read_log
 from compliance.log.record import TOKEN, Record, parse_line
@@ -17,10 +18,11 @@ from compliance.log.records import MetricsWriter, RunRecord, parse_record, read_
 from compliance.report import page, summary
 from compliance.report.results import load_results
 from compliance.submission.check import check_paths
+from compliance.submission.derived import report_findings, scaling_findings
 from compliance.submission.description import against_logs, description_findings, read_description
 from compliance.watch import screen, watched
 from console.program import say
-from tests.compliance.result_folders import write_listed
+from tests.compliance.result_folders import write_listed, write_log
 from tests.compliance.run_logs import log_of, without_chain
 from tests.hostile import assert_harmless
 
@@ -99,6 +101,18 @@ def describe(path: Path) -> None:
     findings = [finding for ruleset in rules.RULESETS for finding in description_findings(description, ruleset)]
     path.with_name("result_0.txt").write_bytes(logs()[3])
     for finding in (*findings, *against_logs(description, [read_log(path.with_name("result_0.txt")).run])):
+        assert_harmless(f"{finding}")
+
+
+def compare_derived(path: Path) -> None:
+    """The file is the scaling factor of a folder of runs, and their table in two formats."""
+    folder = path.with_name("a") / "bert"
+    if not folder.exists():
+        write_log(folder / "result_0.txt", 0)
+    for name in ("scaling.json", "table.json", "table.csv"):
+        (folder / name).write_bytes(path.read_bytes())
+    runs, found = {0: read_log(folder / "result_0.txt").run}, find(folder).benchmarks[0]
+    for finding in (*scaling_findings(found, None, [runs[0]], 0), *report_findings(found, runs)):
         assert_harmless(f"{finding}")
 
 

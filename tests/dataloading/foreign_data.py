@@ -15,7 +15,7 @@ from dataloading.text.tokenization import Tokenizer
 from dataloading.text.vocabulary import Vocabulary, find_normalization
 from dataloading.text.wikipedia import extract
 from tests.dataloading.foreign_shards import write_like_others
-from tests.dataloading.made_up import INFO, make_samples
+from tests.dataloading.made_up import INFO, TOKENS, make_samples
 from tests.fuzz.attempt import made
 
 
@@ -55,7 +55,9 @@ def take_dataset(path: Path) -> None:
 
 def take_vocabulary(path: Path) -> Vocabulary:
     """Any text becomes ids of a vocabulary."""
-    vocabulary = Vocabulary.read(path)
+    if path.name == "tokenizer_config.json":
+        path.with_name("vocab.txt").write_text("\n".join(TOKENS))
+    vocabulary = Vocabulary.read(path if path.name != "tokenizer_config.json" else path.parent)
     tokenizer = Tokenizer(vocabulary, **asdict(find_normalization(vocabulary, path, AS_STATED).normalization))
     ids, _ = tokenizer.encode_lines(["w1 W2 \u4e2d\u6587 \u00e9 [MASK]", *vocabulary.tokens])
     assert ids.max(initial=0) < vocabulary.size

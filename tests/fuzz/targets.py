@@ -7,6 +7,7 @@ from functools import partial
 from bert.checkpoints.weights import save_weights
 from bert.configuration.run_plan import read_plan, write_plan
 from cluster.view import write_view
+from compliance.check.output import read_known
 from dataloading.text.documents import read_documents
 from tests.bert import foreign_inputs as inputs
 from tests.bert.checkpoints import test_tensorflow
@@ -29,13 +30,14 @@ ARTICLES = [
 ]
 KEYS = (b"seed ", b"eval_accuracy ", b"run_stop ")
 VALUES = (b"1", b"0.72", b'"success"', b"null", b"true", b"[1]", b'{"a": 1}')
-CONFIGURATION = {
-    "num_attention_heads": 2,
-    "hidden_size": 8,
-    "vocab_size": 30,
-    "hidden_act": "gelu",
-    "is_decoder": False,
+SPLITTING = {
+    "tokenizer_class": "BertTokenizer",
+    "do_lower_case": True,
+    "strip_accents": None,
+    "do_basic_tokenize": True,
 }
+TABLE = {"scaling_factor": 1.01, "runs": [{"run": 0, "seconds": 1.0, "accuracy": 0.7, "converged_samples": 9}]}
+KNOWN = [{"file": "a", "findings": [{"key": "seed", "rule": "TR 5.1", "found": "no seed", "line": 3}]}]
 TOKENIZER = {
     "added_tokens": [{"id": 0, "content": "[PAD]"}],
     "normalizer": {"type": "BertNormalizer", "lowercase": True},
@@ -72,6 +74,9 @@ TARGETS = (
     Target("watch", results.watch, results.logs, "result_0.txt", 40),
     Target("metrics", results.rewrite_metrics, lambda: [made(write_metrics)], "metrics_0.jsonl"),
     Target("description", results.describe, lambda: [json.dumps(describe_system(), indent=1).encode()], "system.json"),
+    Target("derived tables", results.compare_derived,
+           lambda: [json.dumps(TABLE).encode(), b"run,seconds,accuracy,converged_samples\n0,1.0,0.7,9\n"], "scaling.json"),
+    Target("known findings", read_known, lambda: [json.dumps(KNOWN).encode()], "known.json"),
     Target("submission", results.judge_tree, lambda: [TREE], "listed", 4),
     Target("names in a pull request", change_names, lambda: [*NAMES], "names", 10),
     Target("settings", reread_settings, lambda: [SETTINGS], "settings.toml", 40),
@@ -87,13 +92,16 @@ TARGETS = (
     Target("length index", data.take_dataset, lambda: [made(data.write_folder, "lengths.npy")], "lengths.npy"),
     Target("vocabulary", reread_vocabulary, lambda: ["\n".join(TOKENS).encode()], "vocab.txt"),
     Target("tokenizer", reread_vocabulary, lambda: [json.dumps(TOKENIZER).encode()], "tokenizer.json"),
+    Target("tokenizer's configuration", data.take_vocabulary, lambda: [json.dumps(SPLITTING).encode()],
+           "tokenizer_config.json"),
     Target("text", reread_text, lambda: [TEXT.encode(), gzip.compress(TEXT.encode())], "text.txt"),
     Target("articles", data.take_articles, lambda: [*ARTICLES, b'{"title": "a", "text": "One. Two."}\n{"text": "b"}\n'],
            "wiki_00", 30),
     Target("own weights", inputs.take_checkpoint, lambda: [made(partial(save_weights, drawn_model(inputs.CONFIG, 0)))],
            "ours.safetensors", 50),
     Target("foreign weights", inputs.take_checkpoint, lambda: [inputs.theirs()], "theirs.safetensors"),
-    Target("configuration", inputs.take_checkpoint, lambda: [json.dumps(CONFIGURATION).encode()], "config.json", 50),
+    Target("configuration", inputs.take_checkpoint, lambda: [json.dumps(inputs.CONFIGURATION).encode()], "config.json", 50),
+    Target("index of weights", inputs.take_checkpoint, lambda: [inputs.index_of_theirs()], "model.safetensors.index.json"),
     Target("TensorFlow index", inputs.take_checkpoint, lambda: [(inputs.BUNDLES / "tf1.index").read_bytes()], "tf1.index",
            seal=test_tensorflow.sealed_index),
     Target("hub", strangers.disturb_hub, lambda: [b"0 0 host\n" + BEAT, b"0 host\n", b"x" * 9000], "said"),
