@@ -69,6 +69,7 @@ def trial(target: Target, folder: Path | str, **changed: Any) -> Any:
     """Return a test of Hypothesis, with settings, that lets a target read damaged files in ``folder``."""
     seeds, path = target.seeds(), Path(folder, target.file)
     path.write_bytes(seeds[0])
+    path.with_name("out").unlink(missing_ok=True)
     target.read(path)  # the first time, modules are imported and caches are filled
 
     @settings(patient, **changed)
