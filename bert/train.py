@@ -119,8 +119,8 @@ def parse(arguments: Sequence[str], module: str = "bert.train") -> Config:
             plan.require_settings(config)
     except ValueError as error:
         for path, own in ((file, of_file), (plan_file, plan.arguments() if plan else [])):
-            if own and (fault := _fault(partial(read, args=own, default=RECIPES[recipe]()))):
-                raise ValueError(f"{path}: {_explained(fault, recipe)}") from None
+            if own and _complaint(partial(read, args=own, default=RECIPES[recipe]())) == str(error):
+                raise ValueError(f"{path}: {_explained(error, recipe)}") from None
         raise ValueError(_explained(error, recipe)) from None
     if _PRINT in arguments:
         for name, value in flattened("config", config):
@@ -129,12 +129,13 @@ def parse(arguments: Sequence[str], module: str = "bert.train") -> Config:
     return config
 
 
-def _fault(read: Callable[[], Config]) -> ValueError | None:
+def _complaint(read: Callable[[], Config]) -> str:
+    """Return what is wrong with settings; "" if nothing is."""
     try:
         parsed(read)
     except ValueError as error:
-        return error
-    return None
+        return str(error)
+    return ""
 
 
 def _explained(error: ValueError, recipe: str) -> str:

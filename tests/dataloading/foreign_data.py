@@ -43,8 +43,9 @@ def take_dataset(path: Path) -> None:
     if not folder.exists():
         write_folder(folder)
     if path.name == "lengths.npy":
-        was, now = (hashlib.sha256(each).hexdigest() for each in (made(write_folder, path.name), path.read_bytes()))
-        content["manifest.json"] = content["manifest.json"].replace(was.encode(), now.encode())
+        listed, now = hashlib.sha256(made(write_folder, path.name)), hashlib.sha256(path.read_bytes())
+        digests = listed.hexdigest().encode(), now.hexdigest().encode()
+        content["manifest.json"] = content["manifest.json"].replace(digests[0], digests[1])
     for name in names:
         (folder / name).write_bytes(content[name])
     dataset = open_dataset(folder)

@@ -99,3 +99,10 @@ def test_a_file_that_cannot_be_used(name: str, content: str, message: str, tmp_p
         with pytest.raises(ValueError, match=message) as caught:
             parse(["tiny_cpu", *arguments_of(tmp_path / name, None)[1]])
         assert name not in str(caught.value)
+
+
+def test_a_file_is_not_blamed_for_the_command_line(tmp_path: Path) -> None:
+    (tmp_path / "a.toml").write_text('recipe = "tiny_cpu"\n[training]\nseed = -1\n')
+    with pytest.raises(ValueError, match=r"^training\.max_steps is 0") as caught:
+        parse(["--config", str(tmp_path / "a.toml"), "--training.seed", "3", "--training.max-steps", "0"])
+    assert "a.toml" not in str(caught.value)
