@@ -4,8 +4,8 @@ Hosts and ranks are identified by their index in `View.hosts` and `View.ranks`. 
 an attribute says otherwise.
 """
 
-from collections import Counter
 from dataclasses import dataclass
+from itertools import product
 from typing import Literal
 
 from console.documents import FileKind
@@ -195,10 +195,11 @@ class View:
 
 def _check(view: View) -> None:
     """Raise ``ValueError`` if an index of a view is out of range, or if hosts have different numbers of ranks."""
-    ranks, sizes = range(len(view.ranks)), Counter(rank.host for rank in view.ranks)
+    ranks, hosts = range(len(view.ranks)), range(len(view.hosts))
     # All readers of a view assume that ranks are evenly distributed over hosts.
-    if not ranks or sorted(sizes) != [*range(len(view.hosts))] or len(set(sizes.values())) > 1:
-        raise ValueError("hosts without ranks, or with different numbers of ranks")
+    places = range(len(ranks) // max(1, len(hosts)))
+    if not ranks or sorted((rank.host, rank.place) for rank in view.ranks) != [*product(hosts, places)]:
+        raise ValueError("hosts without ranks, with different numbers of ranks, or with two ranks in the same place")
     ends = [(link.source, link.target) for link in view.links] + [outlier.ranks for outlier in view.outliers]
     if any(rank not in ranks for end in ends for rank in end):
         raise ValueError(f"a link or an outlier of a rank beyond {counted(len(ranks), 'rank')}")

@@ -59,6 +59,8 @@ VIEW = made_up()
     [
         {"ranks": (replace(VIEW.ranks[0], host=4), *VIEW.ranks[1:])},
         {"ranks": (replace(VIEW.ranks[0], host=1), *VIEW.ranks[1:])},
+        {"ranks": (replace(VIEW.ranks[0], place=1 << 62), *VIEW.ranks[1:])},
+        {"ranks": (replace(VIEW.ranks[0], place=1), *VIEW.ranks[1:])},
         {"links": (Link(0, 8, 1e-5, 1e-9),)},
         {"hosts": ()},
         {"hosts": (), "ranks": (), "links": (), "outliers": ()},
