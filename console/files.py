@@ -24,7 +24,7 @@ from typing import Any
 
 from console.text import visible
 
-_MOST_SHOWN = 400  # characters
+_MOST_SHOWN = 200  # characters
 _NOTE_BYTES = 200
 _POLL_S = 0.2
 

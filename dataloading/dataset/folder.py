@@ -335,7 +335,8 @@ def _read_manifest(folder: Path) -> _Manifest:
     try:
         # Parsed with Python's json module, because file names need not be UTF-8.
         return msgspec.convert(found, _Manifest)
-    except (msgspec.MsgspecError, RecursionError) as error:
+    # UnicodeEncodeError: half of a surrogate pair in place of another value.
+    except (msgspec.MsgspecError, RecursionError, UnicodeEncodeError) as error:
         raise ValueError(f"{path}: damaged or of another version ({shown(error)}); {REMEDY}") from None
 
 

@@ -139,6 +139,7 @@ def test_missing_swapped_and_damaged_shards_are_named(folder: Path) -> None:
         (("shards", 0, "name"), "../../etc/passwd"),
         (("shards", 0, "samples"), 7),
         (("lengths_sha256",), "0" * 64),
+        (("samples",), "\ud800"),
     ],
 )
 def test_a_damaged_manifest_is_refused_in_one_line(folder: Path, place: tuple[Any, ...], value: object) -> None:
