@@ -104,6 +104,8 @@ def attempt(target: Target, content: bytes, folder: Path) -> None:
             assert len(said) < _LONGEST_MESSAGE, f"{len(said)} characters: {said}"
             # What comes over a socket has no name.
             assert target.file in said or "FOLDER" in said or target.file == "said", f"names no file: {said}"
+        except SystemExit as end:
+            raise AssertionError(f"ends the process with {end.code}") from end
     assert time.process_time() - start < _SECONDS, f"{time.process_time() - start:.1f} s for {len(content):,} bytes"
     grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - most << 10
     allowed = min(_MEMORY_BYTES, (64 << 20) + _MEMORY_PER_BYTE * len(content))
