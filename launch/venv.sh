@@ -87,7 +87,7 @@ venv_entries() {
   (shopt -s nullglob dotglob && cd .venv/lib && printf '%s\n' python*/site-packages/*) 2>/dev/null | LC_ALL=C sort
 }
 
-# Print the lines of hashes.txt that any of the given extras needs, without those that SYSTEM_TORCH keeps.
+# Print the lines of hashes.txt for the given extras. With SYSTEM_TORCH, leave out what the base keeps.
 venv_hashes() {
   grep -E "# (.* )?($(IFS="|" && echo "$*"))( |\$)" hashes.txt | grep -vE "^(${SYSTEM_TORCH:+numpy|setuptools})=="
 }

@@ -343,17 +343,16 @@ def _read_manifest(folder: Path) -> _Manifest:
 def _read_lengths(path: Path, manifest: _Manifest) -> NDArray[np.uint16]:
     """Check the length index against its digest in the manifest, and return it as a memory map [samples, 2]."""
     try:
-        if sha256_of(path) != manifest.lengths_sha256:
-            raise ValueError(f"{path}: digest differs from {MANIFEST_NAME}; {REMEDY}")
+        is_listed = sha256_of(path) == manifest.lengths_sha256
         # allow_pickle=False, because an array of objects is a pickle, which can run code.
-        lengths = np.asarray(np.load(path, mmap_mode="r", allow_pickle=False))
+        lengths = np.asarray(np.load(path, mmap_mode="r", allow_pickle=False) if is_listed else ())
     except OSError as error:
         raise ValueError(f"{path}: {error.strerror or error}; {REMEDY}") from None
+    # NumPy reads the head of the file as Python, which raises many kinds of errors.
     except (ValueError, SyntaxError, TokenError, EOFError, OverflowError, MemoryError) as error:
-        # NumPy reads the head of the file as Python, which raises many kinds of errors.
-        if str(error).startswith(str(path)):
-            raise
         raise ValueError(f"{path}: not an array of NumPy's ({shown(error)}); {REMEDY}") from None
+    if not is_listed:
+        raise ValueError(f"{path}: digest differs from {MANIFEST_NAME}; {REMEDY}")
     count = sum(shard.samples for shard in manifest.shards)
     if lengths.dtype != np.dtype("<u2") or lengths.shape != (count, 2):
         raise ValueError(f"{path}: {lengths.dtype} {lengths.shape}, expected uint16 ({count}, 2); {REMEDY}")

@@ -13,6 +13,7 @@ from rich.console import Console
 from compliance.check.output import sarif, say_verdicts, total, write_junit
 from compliance.folders import find
 from compliance.log import rules
+from compliance.log.findings import Verdict
 from compliance.log.reader import read_log
 from compliance.log.record import TOKEN, Record, parse_line
 from compliance.log.records import MetricsWriter, RunRecord, parse_record, read_metrics
@@ -45,7 +46,7 @@ def read(path: Path) -> None:
         assert repr(again) == repr(record)
 
 
-def judge(path: Path) -> None:
+def judge(path: Path) -> list[Verdict]:
     """No log passes without success, a seed and an accuracy that reaches its target, whatever else it holds."""
     verdicts, said = check_paths([path], rules.AUTO), io.StringIO()
     with redirect_stdout(said):
@@ -62,6 +63,7 @@ def judge(path: Path) -> None:
         assert max(least, target) <= last["eval_accuracy"].value <= 1
         assert last["run_stop"].metadata["status"] == "success"
         assert re.fullmatch(r"\s*-?\d+\s*", str(last["seed"].value), re.ASCII)
+    return verdicts
 
 
 def judge_damaged(path: Path) -> None:
@@ -70,9 +72,8 @@ def judge_damaged(path: Path) -> None:
     lines = logs()[0].splitlines(keepends=True)
     places = [number for number, line in enumerate(lines) if b'"key": "%s"' % key in line]
     if places and key in (b"seed", b"eval_accuracy", b"run_stop"):
-        before, name, after = lines[places[-1]].partition(b'"status": ' if key == b"run_stop" else b'"value": ')
-        rest = after[min(after.find(end) % len(after) for end in (b",", b"}")) :]
-        lines[places[-1]] = before + name + text + rest
+        was = rb'(?<="status": )[^,}]*' if key == b"run_stop" else rb'(?<="value": )[^,}]*'
+        lines[places[-1]] = re.sub(was, lambda _: text, lines[places[-1]], count=1)
         path.with_name("result_0.txt").write_bytes(b"".join(lines))
         judge(path.with_name("result_0.txt"))
 
@@ -122,9 +123,8 @@ def judge_tree(path: Path) -> None:
     """The file lists what lies in a folder, which is checked and reported."""
     root = path.with_name("tree")
     write_listed(root, path.read_bytes(), logs())
-    judge(root)
-    for folder in {
-        verdict.path for verdict in check_paths([root]) if verdict.part == "folder" and verdict.path.is_dir()
-    }:
-        for form in (page.render, summary.as_csv, summary.as_json, summary.as_markdown):
-            form(load_results(folder)).encode()
+    for verdict in judge(root):
+        if verdict.part == "folder" and verdict.path.is_dir():
+            found = load_results(verdict.path)
+            for form in (page.render, summary.as_csv, summary.as_json, summary.as_markdown):
+                form(found).encode()

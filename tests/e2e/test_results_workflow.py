@@ -20,6 +20,14 @@ WORKFLOW = yaml.safe_load((REPOSITORY / ".github/workflows/results.yml").read_te
 (STEP,) = (step for step in WORKFLOW["jobs"]["check"]["steps"] if "mlperf-bert-compliance" in step.get("run", ""))
 
 
+def run_step(root: Path, tools: Path, base: str) -> subprocess.CompletedProcess[str]:
+    """Run the workflow's step in a repository, on the changes since ``base``, with the programs in ``tools``."""
+    assert STEP["shell"] == "bash"  # GitHub's runner then runs this command
+    command = ["bash", "--noprofile", "--norc", "-eo", "pipefail", "-c", STEP["run"]]
+    environment = os.environ | {"BASE": base, "RUNNER_TEMP": str(tools), "PATH": f"{tools}:{os.environ['PATH']}"}
+    return subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, errors="surrogateescape")
+
+
 class PullRequest:
     """A repository with the results of two systems, and a branch that changes them."""
 
@@ -47,11 +55,7 @@ class PullRequest:
     def check(self, base: str = "") -> subprocess.CompletedProcess[str]:
         """Commit all changes, and run the workflow's step on the changes since ``base``."""
         self.commit()
-        assert STEP["shell"] == "bash"  # GitHub's runner then runs this command
-        command = ["bash", "--noprofile", "--norc", "-eo", "pipefail", "-c", STEP["run"]]
-        environment = os.environ | {"BASE": base or self.base, "RUNNER_TEMP": str(self.tools)}
-        environment["PATH"] = f"{self.tools}:{os.environ['PATH']}"
-        return subprocess.run(command, cwd=self.root, env=environment, capture_output=True, text=True)
+        return run_step(self.root, self.tools, base or self.base)
 
     @property
     def checked(self) -> list[str]:
@@ -130,17 +134,15 @@ def change_names(names: Path) -> None:
             place.write_text("x")
     git(root, "add", "--all")
     git(root, "commit", "--quiet", "--allow-empty", "--message=change")
-    environment = os.environ | {"BASE": "HEAD~1", "RUNNER_TEMP": str(tools), "PATH": f"{tools}:{os.environ['PATH']}"}
     (tools / "given").write_bytes(b"")
-    command = ["bash", "--noprofile", "--norc", "-eo", "pipefail", "-c", STEP["run"]]
-    done = subprocess.run(command, cwd=root, env=environment, capture_output=True)
+    done = run_step(root, tools, "HEAD~1")
     given = os.fsdecode((tools / "given").read_bytes()).split("\0")
     assert all((root / word).exists() for word in given[1:-3]), given
     assert [given[0], *given[-3:]] in (["", ""], ["check", "--sarif", "findings.sarif", ""]), given
     git(root, "reset", "--quiet", "--hard", "HEAD~1")
     git(root, "clean", "-ffdqx")
-    assert (done.returncode, done.stderr) == (0, b""), done
-    assert_harmless(done.stdout.decode(errors="surrogateescape"))
+    assert (done.returncode, done.stderr) == (0, ""), done
+    assert_harmless(done.stdout)
 
 
 def test_changes_that_cannot_be_told_fail(pull_request: PullRequest) -> None:

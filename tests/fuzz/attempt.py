@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from tempfile import TemporaryDirectory
+from tempfile import TemporaryDirectory, gettempdir
 from typing import Any, NoReturn
 
 from hypothesis import given, settings
@@ -23,6 +23,8 @@ _SECONDS = 2.0  # of processor time, which other load does not change
 _MEMORY_BYTES, _MEMORY_PER_BYTE = 500 << 20, 2000  # besides 64 MiB for any file
 _LONGEST_MESSAGE = 500
 _CHANGES = ("os.rename", "os.remove", "os.rmdir", "os.mkdir", "os.symlink", "os.link", "os.truncate", "os.chmod")
+_OF_OFFICIAL_TOOLS = f"{gettempdir()}/compliance-"
+"""Beginning of the folders in which the official tools get copies of a submission."""
 
 
 @dataclass(frozen=True)
@@ -141,7 +143,9 @@ def _notice(event: str, arguments: tuple[Any, ...]) -> None:
         return
     path = os.fsdecode(arguments[0]) if isinstance(arguments[0], str | bytes) else ""
     # A relative path is of rmtree, below an open folder. Who writes to a folder makes a file without a name.
-    is_ours = path.startswith((_watched, "/dev/", "/tmp/compliance-")) or "__pycache__" in path or Path(path).is_dir()
+    is_ours = (
+        path.startswith((_watched, "/dev/null", _OF_OFFICIAL_TOOLS)) or "__pycache__" in path or Path(path).is_dir()
+    )
     if path.startswith("/") and not is_ours:
         _written.append(f"{event} {path}")
 
