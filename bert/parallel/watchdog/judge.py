@@ -84,8 +84,8 @@ class Judge:
             member.left = True
         elif "failed" in message:
             status = int(message["status"])
-            # The system keeps eight bits of a status, and 0 would say that all is well.
-            status = status if 0 < status < 256 else FAULT_STATUS
+            # The system keeps eight bits of a status, so that 256 would become 0. Only an orderly end under torchrun is 0.
+            status = status if 0 <= status < 256 else FAULT_STATUS
             verdict = Ending(f"{member.name}: {message['failed']}", status, member.rank)
             self._failed.append((self._now_s + _GATHER_S, verdict))
         else:
