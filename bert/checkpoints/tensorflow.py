@@ -18,7 +18,7 @@ from pathlib import Path
 import google_crc32c
 import numpy as np
 
-from console.files import open_regular, read_bounded
+from console.files import open_regular, read_bounded, shown
 from console.text import counted
 from dataloading.preparation.mlcommons import INDEX, KNOWN, OBJECT_GRAPH, TF1_DATA, TF1_FILES
 
@@ -140,8 +140,8 @@ class TensorBundle:
         for name, entry in self.entries.items():
             if entry.offset + entry.size > found[entry.shard]:
                 raise ValueError(
-                    f"{self.data_file(entry.shard)}: {found[entry.shard]:,} bytes, but {name} is at {entry.offset:,} to "
-                    f"{entry.offset + entry.size:,}; {_REMEDY}"
+                    f"{self.data_file(entry.shard)}: {found[entry.shard]:,} bytes, but {shown(name)} is at "
+                    f"{entry.offset:,} to {entry.offset + entry.size:,}; {_REMEDY}"
                 )
 
 
@@ -198,7 +198,7 @@ def _sorted_table(content: bytes) -> Iterator[tuple[bytes, bytes]]:
         for key, value in _block(content, offset, size, index_offset):
             tensors += 1
             if last is not None and key <= last:
-                raise ValueError(f"the key {key!r} follows {last!r}: expected ascending keys")
+                raise ValueError(f"the key {shown(key)} follows {shown(last)}: expected ascending keys")
             # Keys share prefixes, so even a small file can contain very many keys.
             if tensors > _MOST_TENSORS:
                 raise ValueError(f"more than {_MOST_TENSORS:,} tensors")

@@ -23,7 +23,7 @@ from compliance.official import process
 from compliance.package.tree import Package, PackageRequest, SourceTree, SubmittedRun, tracked_source, write_tree
 from compliance.submission.check import accepted, check_paths
 from compliance.submission.description import read_description
-from console.files import read_json
+from console.files import read_json, shown
 from console.program import say
 from console.text import visible
 
@@ -149,7 +149,7 @@ def _source_findings(logs: list[Log], source: SourceTree) -> Iterator[Finding]:
     rule = "SR Source code requirements for replication"
     # Logs of other software do not name a commit.
     if commits := {log.header["commit"] for log in logs if "commit" in log.header} - {source.commit}:
-        found = f"a log was made at commit {min(commits)!a}, but the source is packaged at {source.commit!r}"
+        found = f"a log was made at commit {shown(min(commits))}, but the source is packaged at {source.commit}"
         remedy = "check out the commit of the runs and package from there"
         yield Finding(None, "", rule, found, remedy, severity="warning")
     if source.modified:

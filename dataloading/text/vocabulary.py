@@ -14,7 +14,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Self
 
-from console.files import read_bounded
+from console.files import read_bounded, shown
 from console.text import counted
 from dataloading.options import Normalization, NormalizationOptions
 from dataloading.text.documents import decode_text, stripped_lines
@@ -97,7 +97,7 @@ class Vocabulary:
                 f"{path}: {len(tokens):,} tokens; ids are stored in 16 bits, so at most {MAX_TOKENS:,} fit"
             )
         if odd := next((token for token in tokens if "\n" in token), None):
-            raise ValueError(f"{path}: the token {odd!r} holds a line feed; expected a vocabulary of BERT's")
+            raise ValueError(f"{path}: the token {shown(odd)} holds a line feed; expected a vocabulary of BERT's")
         return cls(tuple(tokens))
 
     @property

@@ -27,8 +27,6 @@ def fuzz(name: str, seconds: float, *, guided: bool) -> None:
     if guided:
         atheris = import_module("atheris")
     with atheris.instrument_imports(include=ROOMS, exclude=[COMPILED]) if guided else nullcontext():
-        from hypothesis import seed
-
         from tests.fuzz import attempt
         from tests.fuzz.targets import TARGETS
 
@@ -45,7 +43,7 @@ def fuzz(name: str, seconds: float, *, guided: bool) -> None:
             )
             atheris.Fuzz()  # ends the process
         while time.monotonic() < end:
-            seed(attempt.tried)(attempt.trial(target, folder, max_examples=200))()
+            attempt.trial(target, folder, max_examples=200)()  # other inputs in each run
             print(attempt.tried, "tried", flush=True)
 
 
@@ -53,7 +51,9 @@ def report(name: str, seconds: float) -> bool:
     """Fuzz one target in other processes, print its result, and return whether all inputs were read or refused well."""
     guided, one = find_spec("atheris") is not None, [sys.executable, "-um", "tests.fuzz", "--only", name]
     done = subprocess.run([*one, "--seconds", f"{seconds}", *["--guided"] * guided], capture_output=True, text=True)
-    counts, said = re.findall(r"(\d+) tried", done.stdout), done.stderr if done.returncode else ""
+    counts = re.findall(r"(\d+) tried", done.stdout)
+    # libFuzzer writes an exception to its standard output.
+    said = re.sub(r"\d+ tried\n", "", done.stdout) + done.stderr if done.returncode else ""
     if said and guided:  # the input is known: find the smallest
         said = subprocess.run([*one, "--seconds", "1"], capture_output=True, text=True).stderr or said
     print(f"{name}: {int(counts[-1]) if counts else 0:,} inputs{', FAILED' if said else ''}", flush=True)

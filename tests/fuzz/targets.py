@@ -61,8 +61,9 @@ BEAT = b'{"phase": "forward", "step": 3, "entered": 4, "limit": 60.0}\n'
 
 reread_settings = rewritten(inputs.take_settings, inputs.write_header)
 reread_vocabulary = rewritten(data.take_vocabulary, lambda found, path: path.write_bytes(found.content))
-reread_text = rewritten(
-    lambda path: read_documents([path]), lambda found, path: path.write_text("\n\n".join(map("\n".join, found)))
+reread_text = rewritten(  # with a byte order mark, because U+FEFF may also be the first letter
+    lambda path: read_documents([path]),
+    lambda found, path: path.write_text("\n\n".join(map("\n".join, found)), "utf-8-sig"),
 )
 
 TARGETS = (

@@ -169,7 +169,11 @@ def test_a_length_index_that_is_damaged_or_of_other_shards_is_refused(folder: Pa
 
 
 @pytest.mark.parametrize(
-    "head", [b"'", b"{", b"{'descr': '<u2'}", b"(1", b"{'descr': '|O', 'fortran_order': False, 'shape': (1,)}"]
+    "head",
+    [
+        *(b"'", b"{", b"{'descr': '<u2'}", b"(1", b"{'descr': '|O', 'fortran_order': False, 'shape': (1,)}"),
+        b"{'descr': '<u2', 'fortran_order': False, 'shape': (False, 2)}",
+    ],
 )
 def test_a_hostile_length_index_with_its_digest_is_refused(head: bytes, folder: Path) -> None:
     """NumPy reads the head of an array as Python. Whoever wrote the data set has also written the digest."""
