@@ -6,7 +6,9 @@ an attribute says otherwise.
 
 from dataclasses import dataclass
 from itertools import product
-from typing import Literal
+from typing import Annotated, Literal
+
+import msgspec
 
 from console.documents import FileKind
 from console.text import counted
@@ -15,6 +17,8 @@ Operation = Literal["all-reduce", "reduce-scatter", "all-gather", "all-to-all"]
 Scope = Literal["node", "rail", "world"]
 Quantity = Literal["product", "copy", "launch", "to device", "from device"]
 Source = Literal["slurm", "measured", "unknown"]
+Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 62)]
+Size = Annotated[int, msgspec.Meta(ge=1, le=1 << 62)]
 
 
 @dataclass(frozen=True)
@@ -26,8 +30,8 @@ class Host:
     """
 
     name: str
-    cores: int
-    memory_bytes: int
+    cores: Count
+    memory_bytes: Count
     cards: tuple[str, ...]
     switches: tuple[str, ...]
     site: str = ""
@@ -39,7 +43,7 @@ class Rate:
 
     quantity: Quantity
     dtype: str
-    size: int
+    size: Size
     seconds: float
 
 
@@ -47,10 +51,10 @@ class Rate:
 class Rank:
     """A rank: the index of its host, its position among the host's ranks, its device, and its nearest network card."""
 
-    host: int
-    place: int
+    host: Count
+    place: Count
     device: str
-    memory_bytes: int
+    memory_bytes: Count
     card: str
     rates: tuple[Rate, ...]
 
@@ -59,8 +63,8 @@ class Rank:
 class Link:
     """One direction of a link between two ranks. ``latency_s`` is half of the round trip of eight bytes."""
 
-    source: int
-    target: int
+    source: Count
+    target: Count
     latency_s: float
     seconds_per_byte: float
 
@@ -75,8 +79,8 @@ class Collective:
 
     operation: Operation
     scope: Scope
-    ranks: int
-    points: tuple[tuple[int, float, float], ...]
+    ranks: Count
+    points: tuple[tuple[Size, float, float], ...]
 
 
 @dataclass(frozen=True)
@@ -103,8 +107,8 @@ class Contention:
             their processors to the remaining ranks.
     """
 
-    processors: int
-    threads: int
+    processors: Count
+    threads: Count
     alone_s: float
     together_s: float
     mean_s: float
@@ -128,7 +132,7 @@ class Outlier:
     ratio: float
     deviations: float
     step_share: float
-    ranks: tuple[int, ...]
+    ranks: tuple[Count, ...]
 
     @property
     def finding(self) -> str:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from bert.configuration.config import flattened
 from bert.configuration.recipes import RECIPES
-from console.files import open_regular, read_bounded
+from console.files import open_regular, read_bounded, shown
 from console.text import did_you_mean, visible
 
 _MOST_BYTES = 1 << 20
@@ -70,7 +70,7 @@ def _read(path: Path) -> Iterator[tuple[str, object]]:
             return _flat("", tomllib.loads(content.decode()))
         # ValueError also for an integer of thousands of digits, RecursionError for a deeply nested file.
         except (ValueError, RecursionError) as error:
-            raise ValueError(f"{path} is no TOML: {error}") from None
+            raise ValueError(f"{path} is no TOML: {shown(error)}") from None
     try:
         with open_regular(path) as file:
             # Replace invalid bytes, because the size limit may cut a multi-byte character in two.

@@ -198,8 +198,10 @@ def _grade(context: CheckedLog, record: Record, violation: Violation) -> Severit
             return _grade_of_place(context, record)
         case "repeat":
             # As in the official checker, repeating a required key is an error only if the values differ. Seeds are
-            # compared by `compliance.submission.check`.
-            needed = rule.required_in(context.ruleset, context.run.division) and rule.key != "seed"
+            # compared by `compliance.submission.check`. An open run is judged by its own target.
+            division = context.run.division
+            needed = rule.required_in(context.ruleset, division) and rule.key != "seed"
+            needed |= division == "open" and rule.key == "quality_target"
             same = record.value == context.run.first[record.key].value
             # A second run_start or run_stop changes the score, but the official checker only warns of it.
             return "error" if rule.key in ("run_start", "run_stop") or (needed and not same) else "warning"

@@ -73,6 +73,14 @@ def test_a_view_is_read_back_unless_its_parts_do_not_belong_together(changes: di
         read_view(file)
 
 
+@pytest.mark.parametrize("number", [-1, 0, 1 << 63])
+def test_a_size_that_no_message_has_is_refused(number: int, file: Path) -> None:
+    write_view(VIEW, file)
+    allreduce = replace(VIEW.collectives[0], points=((number, 1e-3, 1e-3),))
+    with pytest.raises(ValueError, match=r"Expected `int`"):
+        write_view(replace(VIEW, collectives=(allreduce,)), file)
+
+
 @pytest.mark.parametrize(
     ("values", "said"),
     [({"version": 1}, "1, expected mlperf-bert cluster view 4"), ({"content": [1]}, "edited or damaged")],

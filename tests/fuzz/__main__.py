@@ -27,13 +27,20 @@ def fuzz(name: str, seconds: float, *, guided: bool) -> None:
     if guided:
         atheris = import_module("atheris")
     with atheris.instrument_imports(include=ROOMS, exclude=[COMPILED]) if guided else nullcontext():
+        from hypothesis.database import DirectoryBasedExampleDatabase
+
         from tests.fuzz import attempt
         from tests.fuzz.targets import TARGETS
 
     target, end = next(target for target in TARGETS if target.name == name), time.monotonic() + seconds
+    # A shared database would lose inputs that fail in one target and not in another.
+    database = DirectoryBasedExampleDatabase(Path(".hypothesis", name))
     with TemporaryDirectory() as folder:
         if guided:
-            one, corpus = attempt.trial(target, folder).hypothesis.fuzz_one_input, Path(folder, "corpus")
+            one, corpus = (
+                attempt.trial(target, folder, database=database).hypothesis.fuzz_one_input,
+                Path(folder, "corpus"),
+            )
             corpus.mkdir()
             for number in range(20):  # choices for Hypothesis, which are too few in what libFuzzer would begin with
                 (corpus / str(number)).write_bytes(random.Random(number).randbytes(300))
@@ -43,7 +50,7 @@ def fuzz(name: str, seconds: float, *, guided: bool) -> None:
             )
             atheris.Fuzz()  # ends the process
         while time.monotonic() < end:
-            attempt.trial(target, folder, max_examples=200)()  # other inputs in each run
+            attempt.trial(target, folder, database=database, max_examples=200)()  # other inputs in each run
             print(attempt.tried, "tried", flush=True)
 
 

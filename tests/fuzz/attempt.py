@@ -141,7 +141,8 @@ def _limits(folder: Path) -> Iterator[None]:
 def _notice(event: str, arguments: tuple[Any, ...]) -> None:
     if not _watched or not (event in _CHANGES or (event == "open" and arguments[2] & (os.O_WRONLY | os.O_RDWR))):
         return
-    path = os.fsdecode(arguments[0]) if isinstance(arguments[0], str | bytes) else ""
+    made = arguments[event == "os.symlink"]  # the first argument of a link is where it leads
+    path = os.fsdecode(made) if isinstance(made, str | bytes) else ""
     # A relative path is of rmtree, below an open folder. Who writes to a folder makes a file without a name.
     is_ours = (
         path.startswith((_watched, "/dev/null", _OF_OFFICIAL_TOOLS)) or "__pycache__" in path or Path(path).is_dir()

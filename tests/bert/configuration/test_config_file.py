@@ -71,6 +71,7 @@ def test_printed_settings_configure_the_same_run(tmp_path: Path, capsys: pytest.
         ("a.toml", "training = [", "is no TOML"),
         ("a.toml", "x = " + "[" * 100_000, "is no TOML"),
         ("a.toml", "recipe = " + "7" * 5000, "is no TOML"),
+        ("a.toml", f"[{'x' * 3000}]\n" * 2, "is no TOML"),
         ("a.toml", "recipe = 1" + "0" * 4000, r"names the recipe '1000"),
         ("result_0.txt", f"# config.recipe: tiny_cpu\n# config.training.seed: {'7' * 5000}\n", r"training\.seed"),
         (

@@ -21,7 +21,17 @@ from compliance.official import checker as official
 from compliance.report.page import render_as
 from compliance.report.results import load_results
 from tests.compliance.command import run
-from tests.compliance.log_edits import Edit, delete, in_turn, later, lines_of, metadata, original_verdict, value
+from tests.compliance.log_edits import (
+    Edit,
+    delete,
+    in_turn,
+    later,
+    lines_of,
+    log_after,
+    metadata,
+    original_verdict,
+    value,
+)
 from tests.compliance.result_folders import SYSTEM, benchmark_folder, write_log, write_series, write_submission
 from tests.compliance.run_logs import initialise, without_chain
 from tests.conftest import at_most
@@ -49,6 +59,8 @@ def test_open_log_is_held_to_its_own_target_and_interval(tmp_path: Path, open_lo
     assert "every 1000 samples" in check_file(path).findings[0].found
     path.write_text(delete("eval_interval_samples", "quality_target")(open_log))
     assert check_file(path).passed  # these keys are only in this repository's logs
+    path.write_text(log_after("seed", "quality_target", 0.2)(open_log))
+    assert [finding.key for finding in check_file(path).findings if finding.severity == "error"] == ["quality_target"]
 
 
 def test_a_published_log_of_another_shape_passes(tmp_path: Path, closed_log: str) -> None:
