@@ -124,12 +124,10 @@ def write_listed(root: Path, listed: bytes, logs: Sequence[bytes]) -> None:
                     place.symlink_to(word)
                 case "pipe":
                     os.mkfifo(place)
-                case "log" | "system":
-                    place.write_bytes(
-                        logs[len(word) % len(logs)] if kind == "log" else json.dumps(describe_system()).encode()
-                    )
                 case _:
-                    place.write_text(content, errors="surrogateescape")
+                    made = {"log": logs[len(word) % len(logs)], "system": json.dumps(describe_system()).encode()}
+                    with place.open("xb") as file:  # neither through a link nor into a pipe
+                        file.write(made.get(kind, os.fsencode(content)))
 
 
 # Folders for the report, with "made_up" in their names

@@ -20,6 +20,7 @@ from tests.conftest import patient
 from tests.fuzz.damage import damaged
 
 _SECONDS = 2.0  # of processor time, which other load does not change
+_PATIENCE_S = 60.0  # by the clock, for a reader that waits, as for a pipe that nobody writes to
 _MEMORY_BYTES, _MEMORY_PER_BYTE = 500 << 20, 2000  # besides 64 MiB for any file
 _LONGEST_MESSAGE = 500
 _CHANGES = ("os.rename", "os.remove", "os.rmdir", "os.mkdir", "os.symlink", "os.link", "os.truncate", "os.chmod")
@@ -83,7 +84,7 @@ def trial(target: Target, folder: Path | str, **changed: Any) -> Any:
 
 
 class TooSlow(BaseException):
-    """A reader has taken too much processor time."""
+    """A reader has taken too much processor time, or waits."""
 
 
 tried = 0
@@ -119,22 +120,25 @@ _watched, _written = "", list[str]()
 
 @contextmanager
 def _limits(folder: Path) -> Iterator[None]:
-    """Stop the block after twice its processor time, and notice what it writes outside of ``folder``."""
+    """Stop the block after twice its processor time, or if it waits, and notice what it writes outside of ``folder``."""
     global _watched
 
     def stop(*_: object) -> NoReturn:
         raise TooSlow
 
-    handler = signal.signal(signal.SIGPROF, stop)
-    signal.setitimer(signal.ITIMER_PROF, 2 * _SECONDS)
+    timers = {signal.SIGPROF: (signal.ITIMER_PROF, 2 * _SECONDS), signal.SIGALRM: (signal.ITIMER_REAL, _PATIENCE_S)}
+    handlers = {number: signal.signal(number, stop) for number in timers}
+    for timer, seconds in timers.values():
+        signal.setitimer(timer, seconds)
     _watched = str(folder)
     _written.clear()
     try:
         yield
     finally:
         _watched = ""
-        signal.setitimer(signal.ITIMER_PROF, 0)
-        signal.signal(signal.SIGPROF, handler)
+        for number, (timer, _) in timers.items():
+            signal.setitimer(timer, 0)
+            signal.signal(number, handlers[number])
     assert not _written, f"wrote outside of its folder: {_written}"
 
 
