@@ -19,6 +19,7 @@ Quantity = Literal["product", "copy", "launch", "to device", "from device"]
 Source = Literal["slurm", "measured", "unknown"]
 Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 62)]
 Size = Annotated[int, msgspec.Meta(ge=1, le=1 << 62)]
+"""Whole numbers of a file that arithmetic with floats can take; a size is also a divisor."""
 
 
 @dataclass(frozen=True)

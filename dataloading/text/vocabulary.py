@@ -97,7 +97,7 @@ class Vocabulary:
                 f"{path}: {len(tokens):,} tokens; ids are stored in 16 bits, so at most {MAX_TOKENS:,} fit"
             )
         if odd := next((token for token in tokens if "\n" in token), None):
-            raise ValueError(f"{path}: the token {shown(odd)} holds a line feed; expected a vocabulary of BERT's")
+            raise ValueError(f"{path}: the token '{shown(odd)}' holds a line feed; expected a vocabulary of BERT's")
         return cls(tuple(tokens))
 
     @property
