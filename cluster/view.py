@@ -19,7 +19,7 @@ Quantity = Literal["product", "copy", "launch", "to device", "from device"]
 Source = Literal["slurm", "measured", "unknown"]
 Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 62)]
 Size = Annotated[int, msgspec.Meta(ge=1, le=1 << 62)]
-"""Whole numbers of a file that arithmetic with floats can take; a size is also a divisor."""
+"""Whole numbers small enough for arithmetic with floats; a size is also a divisor. `_check` bounds indices."""
 
 
 @dataclass(frozen=True)
@@ -52,8 +52,8 @@ class Rate:
 class Rank:
     """A rank: the index of its host, its position among the host's ranks, its device, and its nearest network card."""
 
-    host: Count
-    place: Count
+    host: int
+    place: int
     device: str
     memory_bytes: Count
     card: str
@@ -64,8 +64,8 @@ class Rank:
 class Link:
     """One direction of a link between two ranks. ``latency_s`` is half of the round trip of eight bytes."""
 
-    source: Count
-    target: Count
+    source: int
+    target: int
     latency_s: float
     seconds_per_byte: float
 
@@ -133,7 +133,7 @@ class Outlier:
     ratio: float
     deviations: float
     step_share: float
-    ranks: tuple[Count, ...]
+    ranks: tuple[int, ...]
 
     @property
     def finding(self) -> str:

@@ -149,7 +149,7 @@ def _source_findings(logs: list[Log], source: SourceTree) -> Iterator[Finding]:
     rule = "SR Source code requirements for replication"
     # Logs of other software do not name a commit.
     if commits := {log.header["commit"] for log in logs if "commit" in log.header} - {source.commit}:
-        found = f"a log was made at commit {shown(min(commits))}, but the source is packaged at {source.commit}"
+        found = f"a log was made at commit '{shown(min(commits))}', but the source is packaged at {source.commit!r}"
         remedy = "check out the commit of the runs and package from there"
         yield Finding(None, "", rule, found, remedy, severity="warning")
     if source.modified:

@@ -37,10 +37,8 @@ def fuzz(name: str, seconds: float, *, guided: bool) -> None:
     database = DirectoryBasedExampleDatabase(Path(".hypothesis", name))
     with TemporaryDirectory() as folder:
         if guided:
-            one, corpus = (
-                attempt.trial(target, folder, database=database).hypothesis.fuzz_one_input,
-                Path(folder, "corpus"),
-            )
+            one = attempt.trial(target, folder, database=database).hypothesis.fuzz_one_input
+            corpus = Path(folder, "corpus")
             corpus.mkdir()
             for number in range(20):  # choices for Hypothesis, which are too few in what libFuzzer would begin with
                 (corpus / str(number)).write_bytes(random.Random(number).randbytes(300))

@@ -20,7 +20,7 @@ from tests.conftest import patient
 from tests.fuzz.damage import damaged
 
 _SECONDS = 2.0  # of processor time, which other load does not change
-_PATIENCE_S = 60.0  # by the clock, for a reader that waits, as for a pipe that nobody writes to
+_PATIENCE_S = 60.0  # by the clock, because a reader that waits takes no processor time
 _MEMORY_BYTES, _MEMORY_PER_BYTE = 500 << 20, 2000  # besides 64 MiB for any file
 _LONGEST_MESSAGE = 500
 _CHANGES = ("os.rename", "os.remove", "os.rmdir", "os.mkdir", "os.symlink", "os.link", "os.truncate", "os.chmod")
