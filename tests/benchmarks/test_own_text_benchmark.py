@@ -3,8 +3,6 @@
 import json
 import math
 import statistics
-import subprocess
-import sys
 from itertools import pairwise
 from pathlib import Path
 
@@ -24,8 +22,6 @@ from dataloading.options import OwnText
 from dataloading.preparation.own_text import write_own_text
 from dataloading.text.vocabulary import Vocabulary
 from tests.bert.small_models import drawn_model
-from tests.conftest import REPOSITORY
-from tests.programs import PATIENCE_S
 
 
 @pytest.fixture(scope="module")
@@ -84,20 +80,16 @@ def test_both_programs_see_the_same_samples(text: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_figures_follow_from_the_curves(text: Path, tmp_path: Path) -> None:
+def test_the_figures_follow_from_the_curves(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("accelerate", reason="the Trainer needs accelerate")
+    monkeypatch.setattr(own_text, "EVALUATIONS", 2)
     out = tmp_path / "own_text.json"
-    options = ["--samples=600", "--schedule=2", "--rates=1e-3", "--repeats=2", f"--text={text}", f"--out={out}"]
-    program = str(REPOSITORY / "benchmarks" / "training" / "own_text.py")
-    done = subprocess.run(
-        [sys.executable, program, *options], capture_output=True, text=True, check=False, timeout=PATIENCE_S
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    own_text.main(text=(text,), rates=(1e-3,), samples=40, schedule=2, repeats=2, out=out)
     figures = json.loads(out.read_text())
     ours, theirs = figures["ours"], figures["theirs"]
     assert [training["repeat"] for training in ours] == [0, 1]
     assert [training["rate"] for training in theirs] == [1e-3, 1e-3]
-    assert [training["curve"][-1]["samples"] for training in (ours[0], theirs[0])] == [640, 1280]
+    assert [training["curve"][-1]["samples"] for training in (ours[0], theirs[0])] == [64, 128]
     assert figures["target"] == pytest.approx(0.95 * ours[0]["curve"][-1]["accuracy"])
     for training in (*ours, *theirs):
         curve = training["curve"]
