@@ -9,7 +9,6 @@ import pytest
 import tyro
 
 from console.commands import Commands
-from console.files import require_writable
 from console.program import parsed
 
 app = Commands()
@@ -57,14 +56,6 @@ def test_a_wrong_command_line_says_what_may_have_been_meant(
     error = capsys.readouterr().err
     assert error.startswith("error: ")
     assert error.endswith(f"{said}\n")
-
-
-def test_a_file_that_cannot_be_made_is_refused_before_the_work(tmp_path: Path) -> None:
-    require_writable(tmp_path / "plan.json")
-    assert list(tmp_path.iterdir()) == []
-    for place in (tmp_path / "none" / "plan.json", tmp_path, Path("/proc/plan.json")):
-        with pytest.raises(ValueError, match=str(place)):
-            require_writable(place)
 
 
 def test_a_signal_while_options_are_parsed_is_no_wrong_option() -> None:
