@@ -146,7 +146,11 @@ FINDINGS = dict(line.split(" => ") for line in Path(__file__).with_name("finding
 
 @pytest.mark.parametrize(
     ("verdicts", "name", "change"),
-    [(verdicts, *mutation) for verdicts, mutations in VERDICTS.items() for mutation in mutations.items()],
+    [
+        pytest.param(verdicts, *mutation, id=mutation[0])
+        for verdicts, mutations in VERDICTS.items()
+        for mutation in mutations.items()
+    ],
 )
 def test_each_mutation_of_a_good_log_gives_one_clear_finding(
     brief_log: str, checked, verdicts: tuple[str, str], name: str, change: Edit
