@@ -97,7 +97,7 @@ def test_columns_stand_on_zero_and_dots_do_not_and_many_have_few_names() -> None
     for count, names, notes in ((12, 12, 12), (13, 7, 13), (24, 12, 24), (25, 9, 0)):
         many = Page(run_chart([Bar(str(n), 1.0, note="slowest") for n in range(count)], AXES, columns=True))
         assert (len(many.of("span", "x")), len(many.of("span", "note"))) == (names, notes)
-    assert [many.of("rect")[0][name] for name in ("x", "width")] == ["5.6", "28.8"]
+    assert [many.of("rect")[0][name] for name in ("x", "y", "width", "height")] == ["5.6", "0.0", "28.8", "1000.0"]
 
 
 def test_numbers_at_the_axis_of_sequences_differ() -> None:
