@@ -13,6 +13,7 @@ from compliance.report import summary
 from compliance.report.page import render
 from compliance.report.results import Results, breakdown, load_results
 from tests.compliance import command
+from tests.compliance.report.test_report import FOLDER, outline
 from tests.compliance.result_folders import write_experiment, write_experiments, write_log
 from tests.compliance.run_logs import write_run
 from tests.html_page import Page
@@ -33,7 +34,7 @@ def results(folder: Path) -> Results:
 def test_the_runs_stand_beside_each_other_with_the_settings_that_differ(folder: Path, results: Results) -> None:
     status, said = command.run("summary", folder)
     assert status == 0
-    assert said == Path(__file__).with_name("experiments.txt").read_text()
+    assert said == (FOLDER / "experiments.txt").read_text()
     assert max(map(len, said.splitlines())) <= 80
     rows = summary.table(results)
     assert rows[0][-2:] == ("optimizer.base_learning_rate", "seed")
@@ -52,13 +53,8 @@ def test_the_page_of_an_experiment(results: Results) -> None:
         "Sequences per second over sequences trained, 4 runs",
         "Training loss over sequences trained, 4 runs",
     ]
-    for words in ("± 0.0449, run 3", "2 finished, 1 interrupted, 1 resumed", "run 2, interrupted", "not finite"):
-        assert words in page.text
+    assert outline(render(results)) == (FOLDER / "experiments_page.txt").read_text()
     assert results.findings == []
-    assert "MLPerf" not in page.text
-    assert "Parts of the time" in page.text
-    assert len(page.of("g", "compute")) == 3  # the best run, in each chart
-    assert len(page.of("g", "interrupted")) == 3
 
 
 def test_documents_about_an_experiment(folder: Path, results: Results) -> None:
