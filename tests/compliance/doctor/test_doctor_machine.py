@@ -12,6 +12,7 @@ from compliance.doctor.run import ExaminedRun
 from tests.compliance.doctor.fake_host import CPU, MACHINE, NODE, NODES, PORTS, expect, fake_host
 
 DOWN = tuple(replace(port, state="DOWN") for port in PORTS)
+ALONE = replace(CPU, ranks=1)
 ONE_DOWN = (*PORTS[:3], replace(PORTS[3], state="INIT"), *PORTS[4:])
 
 
@@ -19,20 +20,34 @@ ONE_DOWN = (*PORTS[:3], replace(PORTS[3], state="INIT"), *PORTS[4:])
     ("layout", "facts", "expected"),
     [
         *((layout, {}, "") for layout in (NODE, NODES, CPU)),
-        (NODE, {"free_bytes": 2 << 30}, "warn memory: 2.0 GiB free, 8 ranks: about 32 GiB needed"),
+        # At each bound, and one byte, core or tenth beyond it
+        (NODE, {"free_bytes": 32 << 30}, ""),
+        (NODE, {"free_bytes": (32 << 30) - 1}, "warn memory: 32.0 GiB free, 8 ranks: about 32 GiB needed"),
         (CPU, {"free_bytes": 1 << 30}, ""),
-        (NODE, {"shared_bytes": 1023 << 20}, "fail shared memory: 1023 MiB free in /dev/shm"),
+        (CPU, {"free_bytes": (1 << 30) - 1}, "warn memory: 1.0 GiB free, 2 ranks: about 1 GiB needed"),
         (NODE, {"shared_bytes": 1024 << 20}, ""),
-        (CPU, {"shared_bytes": 64 << 20}, "warn shared memory: 64 MiB free in /dev/shm, 256 MiB needed by 2 ranks"),
+        (
+            NODE,
+            {"shared_bytes": 1023 << 20},
+            "fail shared memory: 1023 MiB free in /dev/shm, 1024 MiB needed by 8 ranks",
+        ),
+        (CPU, {"shared_bytes": 256 << 20}, ""),
+        (CPU, {"shared_bytes": 255 << 20}, "warn shared memory: 255 MiB free in /dev/shm, 256 MiB needed by 2 ranks"),
         (NODE, {"shared_bytes": 0}, "fail shared memory: 0 MiB free in /dev/shm"),
-        (NODE, {"cores": 16}, "warn cores: 16 for 8 ranks"),
-        (NODE, {"cores": 4}, "fail cores: 4 for 8 ranks"),
+        (ALONE, {"shared_bytes": 0}, ""),
+        (NODE, {"cores": 32}, ""),
+        (NODE, {"cores": 31.5}, "warn cores: 31.5 for 8 ranks"),
+        (NODE, {"cores": 8}, "warn cores: 8 for 8 ranks"),
+        (NODE, {"cores": 7.5}, "fail cores: 7.5 for 8 ranks"),
         (CPU, {"cores": 2}, ""),
-        (NODE, {"load": 97.02}, "warn load: 97.0"),
-        (NODE, {"load": 2.02}, ""),
+        (NODE, {"load": 28.0}, ""),
+        (NODE, {"load": 28.1}, "warn load: 28.1 over the last minute on 112 cores"),
+        (CPU, {"load": 1.0, "cores": 3}, ""),
+        (ALONE, {"load": 1.1, "cores": 1}, "warn load: 1.1 over the last minute on 1 core"),
         (NODE, {"governors": frozenset({"powersave", "performance"})}, "warn cores: frequency governor powersave"),
         (NODE, {"governors": frozenset({"performance"})}, ""),
-        (NODES, {"lockable_bytes": 8 << 20}, "fail limits: a process may lock 8192 KiB"),
+        (NODES, {"lockable_bytes": 4 << 30}, ""),
+        (NODES, {"lockable_bytes": (4 << 30) - 1024}, "fail limits: a process may lock 4194303 KiB"),
         (NODE, {"lockable_bytes": 8 << 20}, ""),
         (NODES, {"has_rdma_devices": False}, "fail network: not /dev/infiniband"),
         (NODES, {"ports": DOWN}, "fail network: no port with RDMA is up: mlx5_0 port 1 DOWN"),

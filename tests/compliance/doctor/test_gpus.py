@@ -46,8 +46,10 @@ def linked(ways: dict[str, int]) -> Gpus:
         (NODE, gpus(8, throttled_by=("hardware slowdown",)), ["warn GPU 7: hardware slowdown"]),
         (NODE, gpus(8, power_limit_w=500.0), ["warn GPU 7: power limit 500 W of 700 W"]),
         (NODE, gpus(8, pcie_width=8), ["warn GPU 7: PCIe x8 of x16"]),
-        (NODE, gpus(8, processes=("python3 (pid 4711)",)), ["fail GPU use: in use: python3 (pid 4711) on GPU 7"]),
-        (NODE, gpus(8, used_bytes=40000 << 20), ["fail GPU use: cannot see: GPU 7 40000 MiB"]),
+        (NODE, gpus(8, processes=("a", "b", "c")), ["fail GPU use: in use: a on GPU 7, b on GPU 7, c on GPU 7"]),
+        (NODE, gpus(8, processes=("a", "b", "c", "d", "e")), ["fail GPU use: c on GPU 7 and 2 more"]),
+        (NODE, gpus(8, used_bytes=1 << 30), []),
+        (NODE, gpus(8, used_bytes=1025 << 20), ["fail GPU use: cannot see: GPU 7 1025 MiB"]),
         (NODE, linked({ACROSS_NODES: 28}), ["warn GPU links: every GPU to every other: PCIe across"]),
         (NODE, linked({NVLINK: 27, PCIE: 1}), ["warn GPU links: some pairs lack NVLink"]),
         (NODE, linked({PCIE: 28}), []),
@@ -71,6 +73,11 @@ def test_gpus_of_a_node(layout: ExaminedRun, found: Gpus, expected: list[str]) -
 def test_pytorch(pytorch: dict[str, Any] | None, expected: str) -> None:
     answer = {} if pytorch is None else PYTORCH | pytorch
     expect(check_gpus(NODE, GPUS, answer), expected, about="PyTorch")
+
+
+def test_a_single_gpu_has_no_links() -> None:
+    expect(check_gpus(ONE_RANK, replace(gpus(1), ways=Counter()), PYTORCH | {"gpus": 1}))
+    expect(check_gpus(ONE_RANK, replace(gpus(1), ways=Counter()), PYTORCH | {"gpus": 1}), about="GPU links")
 
 
 class NVMLError(Exception):
