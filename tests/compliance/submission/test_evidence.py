@@ -1,6 +1,7 @@
 """No folder passes without evidence: logs that were read, counts that can be trusted, derived files that agree."""
 
 import json
+import math
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -10,8 +11,10 @@ import pytest
 from compliance.convergence.outlook import outlook_of
 from compliance.log.findings import Finding, Verdict
 from compliance.log.reader import read_log
+from compliance.log.records import EndRecord, EvaluationRecord, Metrics, Record, RunRecord, StepRecord
 from compliance.submission import check as submission
 from compliance.submission.check import accepted, check_paths
+from compliance.submission.derived import metrics_fault
 from compliance.submission.description import against_logs, description_findings, read_description
 from tests.compliance.command import run
 from tests.compliance.log_edits import Edit, delete, epoch_nums, in_turn, lines_of, metadata, value
@@ -366,20 +369,53 @@ def test_the_true_scaling_is_accepted(tmp_path: Path) -> None:
 
 
 def test_metrics_of_another_run_are_said_and_not_shown(tmp_path: Path) -> None:
-    folder = write_closed_folder(tmp_path)
-    status, text = run("check", folder)
-    assert "of another run" not in text
-    lines = (folder / "metrics_2.jsonl").read_text()
-    changes = [{"event": "run", "global_batch_size": 256}, {"event": "end", "status": "aborted", "time_s": 1.0}]
-    changes += [{"event": "end", "status": "success", "time_s": 1.0}]
-    changes += [{"event": "eval", "step": 1, "samples": samples, "masked_lm_accuracy": 0.5} for samples in (150_528, 7)]
-    faster = {"event": "step", "step": 1, "samples": 768, "sequences_per_s": 8e6}
-    for added in (*([change] for change in changes), [faster] * 1000):
-        (folder / "metrics_2.jsonl").write_text(lines + "".join(json.dumps(change) + "\n" for change in added))
-        status, text = run("check", folder)
-        assert (status, text.count("metrics_2.jsonl is of another run")) == (0, 1)
-        runs = json.loads(run("report", folder, "--format", "json")[1])["runs"]
-        assert [bool(each["seconds_by_part"]) for each in runs] == [True, True, False, *[True] * 7]
+    folder = write_closed_folder(tmp_path, [16] * 3)
+    assert "of another run" not in run("check", folder)[1]
+    with (folder / "metrics_2.jsonl").open("a") as file:
+        file.write('{"event": "eval", "step": 1, "samples": 150528, "masked_lm_accuracy": 0.5}\n')
+    fault = "metrics_2.jsonl is of another run: accuracy 0.50000 at 150528 samples, the log has 0.64800"
+    assert run("check", folder)[1].count(fault) == 1
+    runs = json.loads(run("report", folder, "--format", "json")[1])["runs"]
+    assert [bool(each["seconds_by_part"]) for each in runs] == [True, True, False]
+
+
+def accuracy(samples: int, value: float) -> EvaluationRecord:
+    return EvaluationRecord(1, samples, masked_lm_accuracy=value)
+
+
+@pytest.mark.parametrize(
+    ("records", "fault"),  # the run took 180 s and trained 2,501.3 sequences/s
+    [
+        ([], ""),
+        ([RunRecord()], ""),
+        ([RunRecord(global_batch_size=448)], ""),
+        ([RunRecord(global_batch_size=449)], "global_batch_size 449, the log has 448"),
+        ([accuracy(150_080, 0.648009)], ""),
+        ([accuracy(150_080, 0.647989)], "accuracy 0.64799 at 150080 samples, the log has 0.64800"),
+        ([accuracy(7, 0.5), accuracy(150_080, 0.648)], ""),
+        ([accuracy(7, math.nan)], ""),
+        ([accuracy(7, 0.5), accuracy(9, 0.5)], "an evaluation at 7 samples, the log has none there"),
+        ([EndRecord("aborted", 180.0)], "status 'aborted', the log has 'success'"),
+        ([EndRecord("success")], ""),
+        *(([EndRecord("success", seconds)], "") for seconds in (171.0, 189.0)),
+        *(([EndRecord("success", s)], f"{s} s, the log has 180.0 s") for s in (3.0, 170.9, 189.1, 180_000.0)),
+        ([StepRecord(1, 1, sequences_per_s=rate) for rate in (1.0, 250_133.0, 9e9)], ""),
+        (
+            [StepRecord(1, 1, sequences_per_s=250_134.0)],
+            "250,134 sequences a second, the log has 2,501 with evaluations",
+        ),
+    ],
+)
+def test_metrics_contradict_a_log_from_a_bound_on(
+    tmp_path: Path, records: list[RunRecord | Record], fault: str
+) -> None:
+    metrics = Metrics()
+    for record in records:
+        metrics.add(record)
+    assert metrics_fault(metrics, read_log(write_log(tmp_path / "a", 0, evaluations=3, step_ms=10_000)).run) == fault
+    short = read_log(write_log(tmp_path / "b", 0, evaluations=3, step_ms=1000)).run  # of 18 s
+    faults = [metrics_fault(Metrics(end=EndRecord("success", seconds)), short) for seconds in (16.0, 20.0, 20.1)]
+    assert faults == ["", "", "20.1 s, the log has 18.0 s"]
 
 
 def spoil_csv(text: str) -> str:
