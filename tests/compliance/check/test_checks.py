@@ -86,6 +86,9 @@ UNSEEN: Mutations = {
     "seed in other digits": value("seed", "\u0663"),
     "lower target": value("quality_target", 0.7),
     "rarer evaluation": value("eval_interval_samples", 300_000),
+    "rarer evaluation than rounding explains": value("eval_interval_samples", 150_448),
+    "a target beyond single precision": value("quality_target", 0.7200008),
+    "a target below single precision": value("quality_target", 0.7199992),
     "one block_stop missing": delete("block_stop", nth=0),
     "last block_stop missing": delete("block_stop", nth=-1),
     "one block_start missing": delete("block_start", nth=1),
@@ -100,6 +103,7 @@ UNSEEN: Mutations = {
     "aborted": metadata("run_stop", "status", "aborted"),
     "unknown status": metadata("run_stop", "status", "finished"),
     "time goes back": later("block_stop", -500),
+    "time goes back by 251 ms": later("block_stop", -261),
     "run_stop before the last evaluation": later("run_stop", -500),
     "init_stop before init_start": later("init_start", 900_000),
     "run_start before init_stop": later("run_start", -15),
@@ -126,6 +130,7 @@ WARNED: Mutations = {
     "point event": edit("block_start", lambda f: f.update(event_type="POINT_IN_TIME")),
     "planned train_samples": value("train_samples", 3_000_000),
     "jitter of processes": later("block_stop", -30),
+    "jitter of 250 ms": later("block_stop", -260),
     "a setting before its turn": later("seed", -5000),
     "evaluations counted": epoch_nums(1, 2, 3),
     "evaluations counted, with gaps": epoch_nums(1, 2, 4),
@@ -162,6 +167,14 @@ def test_each_mutation_of_a_good_log_gives_one_clear_finding(
     said, places = re.subn(r"; logged at tests/compliance/run_logs\.py:\d+(?=\])", "", str(finding))
     assert said == FINDINGS[name]
     assert places == bool(finding.line and finding.key)
+
+
+def test_rounding_of_settings_and_times_is_no_fault(brief_log: str, checked) -> None:
+    exact = later("block_stop", -10)  # the time of the block_start
+    single = value("quality_target", 0.7200000286102295)
+    for change in (exact, single, value("quality_target", 0.7199994), value("eval_interval_samples", 150_447)):
+        assert checked(change(brief_log)).findings == ()
+    assert checked(value("gradient_accumulation_steps", 448)(brief_log)).findings == ()
 
 
 REQUIRED = [key for key, rule in rules.KEYS.items() if rule.required_in("5.0.0", "closed")]

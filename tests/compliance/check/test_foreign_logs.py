@@ -30,6 +30,7 @@ from tests.compliance.log_edits import (
     metadata,
     on_line,
     repeat,
+    time_of,
     value,
 )
 from tests.compliance.run_logs import log_of, without_chain
@@ -92,6 +93,17 @@ def test_a_second_attempt_is_one_finding_wherever_the_first_one_died(checked, de
     line = 1 + len(first.splitlines())
     assert (finding.severity, finding.line, verdict.is_one_run) == ("error", line, False)
     assert f"two attempts in one file: the second begins on line {line}" in finding.found
+
+
+@pytest.mark.parametrize(("death", "silence_ms"), [("init_start", 30 * 60_000), ("global_batch_size", 10_000)])
+def test_how_long_a_silence_parts_two_attempts(checked, death: str, silence_ms: int) -> None:
+    """Before the first setting, the limit of the initialisation does; after it, ten seconds do."""
+    first = until(brief(), death)
+    lines = first.splitlines()
+    for silence, is_parted in ((silence_ms - 1, False), (silence_ms, True)):
+        gap_ms = silence + time_of(lines[-1]) - time_of(lines[0])
+        found = checked(first + shifted(brief(seed=77), gap_ms)).findings
+        assert any("two attempts" in finding.found for finding in found) is is_parted
 
 
 def after(key: str, *inserted: str, nth: int = 0) -> Edit:
@@ -298,7 +310,8 @@ def test_settings_that_are_stamped_0_are_one_error_under_the_ruleset_of_the_log(
         (value("gradient_accumulation_steps", 449), "gradient_accumulation_steps", "error", "global_batch_size 448"),
         (lambda text: hurried(text), "run_stop", "error", "450240 sequences in 0.018 s"),
         (value("train_samples", [450_240]), "train_samples", "error", "not a list of one"),
-        (value("eval_samples", 10_240), "eval_samples", "warning", "value 10240"),
+        (value("eval_samples", 10_001), "eval_samples", "warning", "value 10001"),
+        (value("eval_samples", 19_999), "eval_samples", "warning", "value 19999"),
         (value("eval_samples", 9_999), "eval_samples", "error", "expected 10000"),
         (value("eval_samples", 20_000), "eval_samples", "error", "expected 10000"),
         (value("seed", 2**128), "seed", "error", "at most 128 bits"),
