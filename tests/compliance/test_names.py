@@ -1,7 +1,7 @@
 """With hostile names of files and folders, every command gives its verdict and prints no harmful text."""
 
 import json
-from collections.abc import Sequence
+import re
 from pathlib import Path
 
 import pytest
@@ -39,41 +39,36 @@ def log(results: Path) -> Path:
     return path
 
 
-@pytest.mark.parametrize(
-    ("arguments", "status"),
-    [
-        (["check", "LOG"], 0),
-        (["check", "LOG", "--json"], 0),
-        (["check", "RESULTS", "--quiet"], 1),
-        (["check", "RESULTS"], 1),
-        (["check", "RESULTS", "--sarif", f"OUT/{NAME}.sarif"], 1),
-        (["check", f"OUT/{LONG}"], 2),
-        (["check", "LOG", "--ruleset", NAME], 2),
-        (["summary", "BERT"], 0),
-        (["report", "BERT", "--out", f"OUT/{NAME}.html"], 0),
-        (["report", "BERT", "--format", "markdown"], 0),
-        (["report", "BERT", "--format", "json"], 0),
-        (["report", "BERT", "--format", "csv"], 0),
-        (["convergence", "BERT"], 0),
-        (["watch", "LOG"], 0),
-        (["watch", f"OUT/{NAME}", "--timeout", "0.1"], 1),
-        (["package", "--org", NAME, "--system", "x.json", "--runs", "BERT", "--out", "OUT"], 2),
-        (["package", "--org", "x", "--system", f"OUT/{NAME}.json", "--runs", "BERT", "--out", "OUT"], 2),
-        (["system", "--out", f"OUT/{NAME}.json"], 0),
-        (["system", "--out", "OUT/x.json", "--set", NAME], 2),
-        (["doctor", "--data", "BERT", "--results", "RESULTS", "--quick"], None),
-        (["doctor", "--recipe", NAME], 2),
-        (["doctor", "--checkpoint", f"OUT/{NAME}"], 2),
-        ([NAME], 2),
+COMMANDS: dict[int | None, list[str]] = {
+    0: ["check LOG", "check LOG --json", "summary BERT", "convergence BERT", "watch LOG", "system --out OUT/NAME.json"],
+    1: [
+        "check RESULTS",
+        "check RESULTS --quiet",
+        "check RESULTS --sarif OUT/NAME.sarif",
+        "watch OUT/NAME --timeout 0.1",
     ],
-    ids=lambda value: " ".join(value).replace(LONG, "NAME").replace(NAME, "NAME") if isinstance(value, list) else "",
-)
-def test_a_name_forges_nothing(
-    arguments: Sequence[str], status: int | None, results: Path, log: Path, tmp_path: Path
-) -> None:
+    2: ["NAME", "check OUT/LONG", "check LOG --ruleset NAME", "doctor --recipe NAME", "doctor --checkpoint OUT/NAME"],
+    None: ["doctor --data BERT --results RESULTS --quick"],
+}
+COMMANDS[0] += [f"report BERT --format {form}" for form in ("markdown", "json", "csv")] + [
+    "report BERT --out OUT/NAME.html"
+]
+COMMANDS[2] += [
+    f"package --org {of} --runs BERT --out OUT" for of in ("NAME --system x.json", "x --system OUT/NAME.json")
+]
+COMMANDS[2] += ["system --out OUT/x.json --set NAME"]
+
+
+@pytest.mark.parametrize(("status", "words"), [(status, words) for status in COMMANDS for words in COMMANDS[status]])
+def test_a_name_forges_nothing(words: str, status: int | None, results: Path, log: Path, tmp_path: Path) -> None:
     places = {"LOG": log, "RESULTS": results, "BERT": results / NAME / "bert", "OUT": tmp_path}
-    given = [str(places.get(word, word)).replace("OUT/", f"{tmp_path}/") for word in arguments]
-    found, text = command.run(*given)
+    arguments = words.split()
+    found, text = command.run(
+        *(
+            re.sub("^OUT/", f"{tmp_path}/", str(places.get(word, word))).replace("LONG", LONG).replace("NAME", NAME)
+            for word in arguments
+        )
+    )
     assert_harmless(text)
     assert "Traceback" not in text
     assert found in ((0, 1) if status is None else (status,)), text

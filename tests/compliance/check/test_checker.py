@@ -18,8 +18,6 @@ from compliance.log.reader import read_log
 from compliance.log.record import TOKEN
 from compliance.log.rules import AUTO
 from compliance.official import checker as official
-from compliance.report.page import render_as
-from compliance.report.results import load_results
 from tests.compliance.command import run
 from tests.compliance.log_edits import (
     Edit,
@@ -233,20 +231,6 @@ def mangled(data: st.DataObject, text: str) -> str:
             target[name] = data.draw(st.sampled_from(AWKWARD))
             lines[place] = TOKEN + json.dumps(fields)
     return "\n".join(lines)
-
-
-@given(data=st.data())
-def test_no_log_however_bad_makes_the_checker_or_the_report_fail(
-    tmp_path_factory: pytest.TempPathFactory, open_log: str, data: st.DataObject
-) -> None:
-    folder = tmp_path_factory.mktemp("system") / "bert"
-    folder.mkdir()
-    (folder / "result_0.txt").write_text(mangled(data, open_log))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(official, "opinion", lambda _lines, _ruleset: official.Opinion("pass"))
-        results = load_results(folder)
-        assert all(render_as(results, format) for format in ("html", "markdown", "json", "csv"))
-        assert "\x1b" not in "".join(map(str, results.runs[0].verdict.findings))
 
 
 @at_most(40)

@@ -78,11 +78,13 @@ def test_a_count_beyond_the_blocks_is_doubted() -> None:
         # From the last evaluation to the next one
         ((150_080, 300_160), {}, 300_160, 450_160, 300_160),
         ((150_080, 300_160), {"global_batch_size": None}, 300_160, 450_240, 300_160),
+        ((150_080, 300_160), {"submission_division": "open"}, 300_160, 450_240, 300_160),
         # Counts that are doubted: an interval, a fifth less or a tenth more than the schedule says
         ((1, 2), {}, 150_000, 450_000, None),
         ((*range(1, 21),), {}, 2_400_000, 3_300_000, None),
         ((*range(21),), {}, 2_400_000, 3_300_000, None),  # the first evaluation is that of the untrained model
         ((1, 1), {"global_batch_size": None}, 0, 100_000_000, None),
+        ((1, 1), {"submission_division": "open"}, 0, 100_000_000, None),
     ],
 )
 def test_train_samples_counts_where_the_evaluations_agree(
@@ -103,6 +105,7 @@ def test_the_first_evaluation_at_the_target_counts_and_its_count_must_be_trusted
     )
     doubted = run_of(1, 2, 3, accuracies=(0.5, 0.73, 0.73), train_samples=450_240)
     assert (doubted.converged_samples(), doubted.is_unknown, doubted.trained) == (None, True, 450_240)
+    assert [samples for samples, _ in doubted.curve] == [150_080, 300_160, 450_240]  # as scheduled
     stopped = run_of(1, 2, 3, accuracies=(0.5, 0.6, 0.73), train_samples=450_240)
     assert (stopped.converged_samples(), stopped.is_unknown, stopped.went_on) == (450_240, False, False)
     for run in (run_of(150_080, accuracies=(0.7199,)), run_of(150_080, status="aborted"), run_of()):
