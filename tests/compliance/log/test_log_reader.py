@@ -92,7 +92,7 @@ def test_bad_lines_are_problems_with_their_line_and_do_not_stop_the_reading(
     [
         (record(value=float("nan")), "the value NaN"),
         (record(value=[float("-inf")]), "the value -Infinity"),
-        (record(value="x" * MAX_RECORD_BYTES), "quadratic"),
+        (record(value="x" * (MAX_RECORD_BYTES + 1 - len(record(value="")))), "a record of 16385 bytes: the official"),
         (record(time_ms=1.5), "time_ms 1.5"),
         (record(event_type="POINT"), "event_type 'POINT'"),
         (record(event_type=...), "event_type null"),
@@ -107,6 +107,7 @@ def test_records_that_the_official_parser_takes_are_kept_with_a_warning(
     assert [(problem.line, problem.severity) for problem in log.problems] == [(1, "warning")]
     assert found in log.problems[0].found
     assert [entry.line for entry in log.records] == [1, 2]
+    assert read(record(value="x" * (MAX_RECORD_BYTES - len(record(value=""))))).problems == []
 
 
 @pytest.mark.parametrize("metadata", [{"file": "a\x1b[2J.py", "lineno": 3}, {"file": "a.py"}])
@@ -193,6 +194,8 @@ PIECES = st.sampled_from(
 @given(st.lists(PIECES, max_size=40), st.integers(10, 50))
 @example([b"LOG ", TOKEN.encode(), b"\r", b"\r\n"], 14)
 @example([b"y" * 7, TOKEN.encode(), b"x\n"], 12)
+@example([TOKEN.encode(), b"y" * 7, b"\n"], 15)
+@example([TOKEN.encode(), b"y" * 7], 16)
 def test_lines_are_the_same_however_the_file_is_read_in_pieces(
     tmp_path_factory: pytest.TempPathFactory, pieces: list[bytes], limit: int
 ) -> None:

@@ -110,6 +110,7 @@ def test_the_first_evaluation_at_the_target_counts_and_its_count_must_be_trusted
     assert (stopped.converged_samples(), stopped.is_unknown, stopped.went_on) == (450_240, False, False)
     for run in (run_of(150_080, accuracies=(0.7199,)), run_of(150_080, status="aborted"), run_of()):
         assert (run.converged_samples(), run.is_unknown, run.went_on) == (None, False, False)
+    assert run_of(150_080, accuracies=(0.1,), submission_division="open").converged_samples() == 150_080  # no target
     odd = run_of(150_080, 300_160, accuracies=(72.0, 0.73))  # no fraction
     assert (odd.reached, odd.curve, odd.accuracy) == (1, [(300_160, 0.73)], 0.73)
 

@@ -83,22 +83,15 @@ def test_the_tree(scaled: tuple[Path, str]) -> None:
         assert (implementation / name).read_bytes() == (REPOSITORY / name).read_bytes()
     assert os.access(implementation / "run_and_time.sh", os.X_OK)
     assert not (implementation / "results").exists()
-    configuration = json.loads((tree / "benchmarks/bert/node/node_mlperf-bert.json").read_text())
-    assert configuration["configuration"] == {"training.precision": "bf16"}
-    assert configuration["logged"]["global_batch_size"] == 448
-    page = (tree / "README.md").read_text()
-    assert "| result_0.txt | result_1.txt | 1017 |" in page
-    assert "12 runs were made" in page
-    assert "Not an MLPerf result" in page
+    printed = [line for line in said.splitlines(keepends=True) if "differs from its commit" not in line]
+    texts = [tree / name for name in ("README.md", "benchmarks/bert/node/node_mlperf-bert.json")]
+    shown = "".join([*printed, *(path.read_text() for path in texts)]).replace(str(folder), "FOLDER")
+    assert re.sub(r"at '\w{40}'", "at 'HEAD'", shown) == Path(__file__).with_name("package.txt").read_text()
     assert (tree / "LICENSE.md").read_bytes() == (REPOSITORY / "LICENSE").read_bytes()
     assert json.loads((tree / "systems/node.json").read_text()) == describe_system(
         framework="PyTorch", system_name="node"
     )
     assert not [path for path in tree.rglob("*") if path.is_symlink() or path.name.startswith(".") or " " in path.name]
-    assert "window 2, the median (TR 12.1)" in said
-    assert "multiplied by 1." in said
-    assert "commit" in said
-    assert said.replace("\n", "").isprintable()
     before = sorted(folder.rglob("*"))
     with pytest.raises(ValueError, match="Example exists already"):
         make_package(request(folder))

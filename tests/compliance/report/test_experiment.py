@@ -5,8 +5,10 @@ import io
 import json
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from compliance.report import summary
@@ -71,6 +73,8 @@ def test_the_time_of_a_resumed_run_is_that_of_its_own_steps(results: Results) ->
     assert run.logged.seconds
     assert run.logged.sequences_per_s == pytest.approx((3008 - 1280) / run.logged.seconds)
     assert breakdown(run)["forward and backward"] == pytest.approx((94 - 40) * 0.004)
+    longer = [msgspec.structs.replace(step, update_ms=1e6) for step in run.metrics.steps]
+    assert breakdown(replace(run, metrics=replace(run.metrics, steps=longer)))["other"] == 0.0
     assert not [finding for finding in run.verdict.findings if "TR 24.4" in finding.rule]  # it evaluates on schedule
 
 
@@ -118,6 +122,10 @@ def with_settings(folder: Path, division: str, *configured: Mapping[str, object]
 
 def test_runs_of_different_settings_have_no_mean(tmp_path: Path) -> None:
     a, b = {"model.hidden_size": 128, "training.seed": 1}, {"model.hidden_size": 256, "training.seed": 2}
+    for number, named in ((2, "a0 and a1"), (3, "a0, a1 and a2"), (5, "a0, a1, a2 and 2 more")):
+        names = [{f"a{index}": each for index in range(number)} for each in (1, 2)]
+        kind, title, text = summary.statements(with_settings(tmp_path / str(number), "open", *names))[2]
+        assert (kind, title, text) == ("plain", "Score", f"No score: the runs differ in {named}.")
     results = with_settings(tmp_path / "mixed", "open", a, a, b)
     assert results.score_seconds is None
     said = [command.run("summary", tmp_path / "mixed")[1], summary.as_markdown(results), render(results)]

@@ -350,8 +350,10 @@ def scaled(folder: Path) -> float:
 def test_a_scaling_that_the_logs_do_not_give_is_an_error(tmp_path: Path, evaluations: int, content: str) -> None:
     folder = closed(tmp_path, evaluations)
     (folder / "scaling.json").write_text(content)
-    verdict = of_folder(check_paths([folder]))
-    assert [finding.severity for finding in said(verdict, "scaling_factor")] == ["error"]
+    [finding] = said(of_folder(check_paths([folder])), "scaling_factor")
+    of_means = f"{2_414_421 / 2_400_384:.6f}, the mean of the reference divided by the mean of the runs"
+    expected = {16: of_means, 17: "no file, because the score of these logs is not scaled"}[evaluations]
+    assert (finding.severity, finding.found.partition(", expected ")[2]) == ("error", expected)
 
 
 def test_the_true_scaling_is_accepted(tmp_path: Path) -> None:

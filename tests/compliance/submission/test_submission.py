@@ -130,7 +130,10 @@ def test_names_among_the_logs(tmp_path: Path) -> None:
     # A compressed log counts, but not in a submission.
     assert [path.name for path in found.logs] == ["result_0.txt.gz", *logs]
     assert [path.name for path in found.misnamed] == [name for name in misnamed if name != "result_0.txt.gz"]
-    assert "result_0.txt.gz is compressed" in str([*folders.layout_findings(found, 10)])
+    findings = "\n".join(map(str, folders.layout_findings(found, 10)))
+    assert "result_0.txt.gz is compressed" in findings
+    more = "Result-0.txt, result, result_0.out are not counted as a log, expected result_<n>.txt (and 1 more like it)"
+    assert more in findings
     results = tmp_path / "results"
     results.mkdir()
     (tmp_path / "systems").mkdir()
@@ -226,12 +229,13 @@ def test_a_worker_that_dies_is_a_failure_with_its_reason(
     root: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     broken = tmp_path / "python"
-    broken.write_text("#!/bin/sh\nread request\nprintf half\n")
+    broken.write_text(f"#!/bin/sh\nread request\nprintf half\necho x >> {tmp_path}/tries\n")
     broken.chmod(0o755)
     process.the_worker().end()
     monkeypatch.setattr(process.sys, "executable", str(broken))
     said = "the official package checker ended without a verdict"
     assert ask_about_folder(find(root).benchmarks[0], {"division": "closed"}, "5.0.0") == Answer("fail", said)
+    assert (tmp_path / "tries").read_text() == "x\nx\n"
     monkeypatch.undo()
     assert ask("system", root / "systems" / f"{SYSTEM}.json", "5.0.0") == Answer("pass")
 
