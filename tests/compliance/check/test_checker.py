@@ -93,11 +93,7 @@ def test_a_record_too_long_to_be_read_leaves_no_official_verdict(tmp_path: Path,
     ("kind", "official_verdict", "words"),
     [
         ("large", "pass", "a file of 0.1 MiB; expected at most 0 MiB"),
-        (
-            "sparse",
-            "fail",
-            "a file of more than 256 MiB; expected at most 50 MiB: the rest was not read",
-        ),
+        ("sparse", "fail", "a file of more than 256 MiB; expected at most 50 MiB: the rest was not read"),
         ("records", "fail", "more than 0 MiB of records; expected the records of one run: the rest was not read"),
     ],
 )

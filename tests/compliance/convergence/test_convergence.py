@@ -72,12 +72,7 @@ def write_minimal(path: Path, batch: int, samples: int | None) -> None:
 BATCHES = st.one_of(st.sampled_from([256, 448, 768, 4608, 6144, 12288, 16384, 20000]), st.integers(1, 17_000))
 
 
-@given(
-    data=st.data(),
-    ruleset=st.sampled_from(RULESETS),
-    batch=BATCHES,
-    failed=st.sampled_from([0, 0, 0, 1, 1, 2, 3]),
-)
+@given(data=st.data(), ruleset=st.sampled_from(RULESETS), batch=BATCHES, failed=st.sampled_from([0, 0, 0, 1, 1, 2, 3]))
 def test_the_verdict_is_the_official_one(tmp_path_factory, data, ruleset: str, batch: int, failed: int) -> None:
     # Imported here, because it imports SciPy's statistics for half a second.
     from mlperf_logging.rcp_checker import rcp_checker

@@ -88,10 +88,7 @@ def test_a_curve_that_bends_is_carried_on() -> None:
 
 @pytest.mark.parametrize(
     ("values", "why"),
-    [
-        ([0.3, 0.3, 0.3, 0.3], "no rise over the last 4 evaluations"),
-        ([0.1, 0.2, 0.3], "too early: 3 of 4 evaluations"),
-    ],
+    [([0.3, 0.3, 0.3, 0.3], "no rise over the last 4 evaluations"), ([0.1, 0.2, 0.3], "too early: 3 of 4 evaluations")],
 )
 def test_a_curve_that_is_short_or_does_not_rise_has_no_end(values: list[float], why: str) -> None:
     assert forecast(every_1000(*values), 0.5, EVERY_1000, None) == Forecast(None, None, why)
