@@ -433,11 +433,13 @@ def spoil_json(text: str) -> str:
 @pytest.mark.parametrize(("form", "spoil"), [("csv", spoil_csv), ("json", spoil_json)])
 def test_a_report_that_contradicts_the_logs_is_said(tmp_path: Path, form: str, spoil: Callable[[str], str]) -> None:
     folder = closed(tmp_path)
+    failed = in_turn(value("eval_accuracy", 0.7, -1), metadata("run_stop", "status", "aborted"))
+    (folder / "result_9.txt").write_text(failed((folder / "result_9.txt").read_text()))
     out = folder.parent / f"runs.{form}"
     assert run("report", folder, "--format", form, "--out", out)[0] == 0
-    assert of_folder(check_paths([folder])).findings == ()
+    assert [finding.rule for finding in of_folder(check_paths([folder])).findings] == ["TR 12"]
     out.write_text(spoil(out.read_text()))
-    [finding] = of_folder(check_paths([folder])).findings
+    [_, finding] = of_folder(check_paths([folder])).findings
     assert f"runs.{form} contradicts the logs: run 0 has" in finding.found
     out.write_text("seconds,run,converged_samples\nx,\x1b[2J,1\n" if form == "csv" else '{"runs": [{"run": {}}, 3]}')
     assert "\x1b" not in run("check", folder)[1]
