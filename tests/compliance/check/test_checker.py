@@ -18,6 +18,8 @@ from compliance.log.reader import read_log
 from compliance.log.record import TOKEN
 from compliance.log.rules import AUTO
 from compliance.official import checker as official
+from compliance.report.page import render_as
+from compliance.report.results import load_results
 from tests.compliance.command import run
 from tests.compliance.log_edits import (
     Edit,
@@ -231,7 +233,7 @@ def mangled(data: st.DataObject, text: str) -> str:
 
 @at_most(40)
 @given(data=st.data())
-def test_nothing_passes_that_the_official_checker_fails(
+def test_nothing_passes_that_the_official_checker_fails_and_any_log_gives_a_report(
     tmp_path_factory: pytest.TempPathFactory, open_log: str, closed_log: str, data: st.DataObject
 ) -> None:
     path = tmp_path_factory.mktemp("log") / "result_0.txt"
@@ -242,6 +244,8 @@ def test_nothing_passes_that_the_official_checker_fails(
     assert verdict.official == original_verdict(path, ruleset)
     assert verdict.official == "pass" or verdict.ours == "fail"
     assert not any("without saying why" in finding.found for finding in verdict.findings)
+    results = load_results(path.parent, ruleset)
+    assert all(render_as(results, form) for form in ("html", "markdown", "json", "csv"))
 
 
 # Automatic choice of the ruleset
