@@ -26,7 +26,7 @@ from compliance.watch.screen import watch
 from compliance.watch.watched import Watch, choose
 from tests.compliance import run_logs
 from tests.compliance.result_folders import write_experiment
-from tests.compliance.watch.test_running import line
+from tests.compliance.watch.test_running import begun, evaluate, line
 from tests.conftest import REPOSITORY
 from tests.programs import PATIENCE_S
 
@@ -258,6 +258,17 @@ def test_a_run_without_a_target_trains_to_its_end(tmp_path: Path) -> None:
     assert "evaluation 2: accuracy 0.2500 (best 0.2500)" in said
     assert watching.view(looked_at(path), end_ms)
     assert looked_at(path).forecast_words(end_ms) == "trains to its end"
+
+
+def test_a_log_that_names_no_target_has_no_forecast(tmp_path: Path) -> None:
+    watched = Watch(tmp_path / "a", "5.0.0", begun("open", without="quality_target"))
+    evaluate(watched.run, 1024, 0.25, watched.run.last_ms + 1000)
+    panel = shown(watched, watched.run.last_ms)
+    for words in (
+        "unknown: the log names no target, batch size or interval",
+        "0.2500 (no target logged) at 1,024 samples",
+    ):
+        assert words in panel
 
 
 # The display
