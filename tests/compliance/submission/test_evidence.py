@@ -15,7 +15,7 @@ from compliance.log.records import EndRecord, EvaluationRecord, Metrics, Record,
 from compliance.submission import check as submission
 from compliance.submission.check import accepted, check_paths
 from compliance.submission.derived import metrics_fault
-from compliance.submission.description import against_logs, description_findings, read_description
+from compliance.submission.description import against_logs, read_description
 from tests.compliance.command import run
 from tests.compliance.log_edits import Edit, delete, epoch_nums, in_turn, lines_of, metadata, value
 from tests.compliance.result_folders import (
@@ -309,22 +309,6 @@ def test_systems_with_the_same_logs_are_warned_of(tmp_path: Path) -> None:
     shared = [finding for finding in (*first.findings, *second.findings) if "also in" in finding.found]
     assert [finding.severity for finding in shared] == ["warning"]
     assert "10 logs also in" in shared[0].found
-
-
-@pytest.mark.parametrize(
-    ("field", "text", "words"),
-    [
-        ("number_of_nodes", "0", "expected 1 to 100,000"),
-        ("number_of_nodes", "9" * 30, "expected 1 to 100,000"),
-        ("host_processors_per_node", "0", "expected 1 to 64"),
-        ("accelerators_per_node", "80000", "expected 0 to 1,024"),
-    ],
-)
-def test_counts_that_no_system_has(tmp_path: Path, field: str, text: str, words: str) -> None:
-    description = read_description(write_description(tmp_path, **{field: text}))
-    [finding] = description_findings(description, "5.0.0")
-    severity = "error" if field == "number_of_nodes" else "warning"
-    assert (finding.key, finding.severity, words in finding.found) == (field, severity, True)
 
 
 def test_accelerators_cannot_be_faster_than_any(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from compliance.check.checker import check_log
 from compliance.folders import find
 from compliance.log.findings import Finding, Verdict
 from compliance.log.reader import Log
+from compliance.log.rules import SYSTEM_FIELDS
 from compliance.log.run import LoggedRun
 from compliance.official.package import Answer
 from compliance.submission import check as submission
@@ -214,25 +215,28 @@ def test_what_the_official_package_checker_fails_fails_here(root: Path, name: st
 # System descriptions: their fields, field types, and agreement with the logs' headers
 
 
-@pytest.mark.parametrize(("ruleset", "keys"), [("3.1.0", []), ("4.0.0", ["status"])])
-def test_the_status_words_hold_from_4_0_0_on(tmp_path: Path, ruleset: str, keys: list[str]) -> None:
-    description = read_description(write_description(tmp_path, status="onprem"))
-    assert [finding.key for finding in description_findings(description, ruleset)] == keys
+FIELDS: list[dict[str, Any]] = [
+    *({"host_processors_per_node": value} for value in ("8x", "", "-1", "8.0", "٨", 8.5, [], True, " 8 ")),
+    *({"host_processors_per_node": value} for value in ("0", "1", "64", "65")),
+    *({"number_of_nodes": value} for value in ("0", "1", "100000", "100001", "9" * 30)),
+    *({"accelerators_per_node": value} for value in ("0", "1024", "1025", 8)),
+    *(dict.fromkeys(SYSTEM_FIELDS[-count:]) for count in (1, 5, 6)),  # fields that are missing
+    *({"status": value} for value in ("onprem", "Preview")),
+]
+FILES = [b"", b"{", b"[]", b"3", b"\xff{}", b'{"a": ' * 100_000, b"null", b"1" * 10_000]
 
 
-@pytest.mark.parametrize("value", ["8x", "", "-1", "8.0", "٨", 8.5, None, [], True])
-def test_counts_that_the_summarizer_cannot_compute_with(tmp_path: Path, value: object) -> None:
-    path = write_description(tmp_path, host_processors_per_node=value)
-    found = [*description_findings(read_description(path), "5.0.0")]
-    assert [(finding.key, finding.severity) for finding in found] == [("host_processors_per_node", "error")]
-
-
-@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"3", b"\xff{}", b'{"a": ' * 100_000, b"null", b"1" * 10_000])
-def test_what_is_no_description_is_said_once(tmp_path: Path, content: bytes) -> None:
-    path = tmp_path / "system.json"
-    path.write_bytes(content)
-    [finding] = description_findings(read_description(path), "5.0.0")
-    assert "expected a JSON object with the 33 fields" in finding.found
+def test_what_is_said_of_fields_and_files(tmp_path: Path) -> None:
+    path, said = tmp_path / "systems" / f"{SYSTEM}.json", ""
+    for change in (*FIELDS, *FILES):
+        write_description(tmp_path, **(change if isinstance(change, dict) else {}))
+        if isinstance(change, bytes):
+            path.write_bytes(change)
+        found = "; ".join(map(str, description_findings(read_description(path), "5.0.0"))).replace(str(path), "PATH")
+        found = re.sub(r"(JSON \(|maximum|Exceeds).*?, expected", r"\1..., expected", found)  # Python's words
+        said += f"{change if isinstance(change, dict) else change[:9]} => {found}\n"
+    assert said == Path(__file__).with_name("descriptions.txt").read_text()
+    assert [*description_findings(read_description(write_description(tmp_path, status="onprem")), "3.1.0")] == []
 
 
 def test_every_field_is_asked_for(tmp_path: Path) -> None:
