@@ -11,6 +11,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from compliance.log.records import Metrics, StepRecord
 from compliance.report import summary
 from compliance.report.page import render
 from compliance.report.results import Results, breakdown, load_results
@@ -75,6 +76,7 @@ def test_the_time_of_a_resumed_run_is_that_of_its_own_steps(results: Results) ->
     assert breakdown(run)["forward and backward"] == pytest.approx((94 - 40) * 0.004)
     longer = [msgspec.structs.replace(step, update_ms=1e6) for step in run.metrics.steps]
     assert breakdown(replace(run, metrics=replace(run.metrics, steps=longer)))["other"] == 0.0
+    assert breakdown(replace(run, metrics=Metrics(steps=[StepRecord(1, 32)]))) == {}
     assert not [finding for finding in run.verdict.findings if "TR 24.4" in finding.rule]  # it evaluates on schedule
 
 

@@ -1,6 +1,5 @@
 """Faults of submissions: the check must report each one with its location, the rule that it breaks and a remedy."""
 
-import json
 import os
 import re
 import shlex
@@ -22,7 +21,7 @@ from compliance.submission import check as submission
 from compliance.submission.description import against_logs, description_findings, read_description
 from tests.compliance.command import run
 from tests.compliance.log_edits import Edit, delete, garble, in_turn, metadata, repeat_before, value
-from tests.compliance.result_folders import SYSTEM, describe_system, without_chain, write_description, write_log
+from tests.compliance.result_folders import SYSTEM, without_chain, write_description, write_log
 
 LOG = f"results/{SYSTEM}/bert/result_3.txt"
 FOLDER = f"results/{SYSTEM}/bert"
@@ -237,14 +236,6 @@ def test_what_is_said_of_fields_and_files(tmp_path: Path) -> None:
         said += f"{change if isinstance(change, dict) else change[:9]} => {found}\n"
     assert said == Path(__file__).with_name("descriptions.txt").read_text()
     assert [*description_findings(read_description(write_description(tmp_path, status="onprem")), "3.1.0")] == []
-
-
-def test_every_field_is_asked_for(tmp_path: Path) -> None:
-    path = tmp_path / "system.json"
-    for name in describe_system():
-        path.write_text(json.dumps({key: value for key, value in describe_system().items() if key != name}))
-        [finding] = description_findings(read_description(path), "5.0.0")
-        assert (finding.key, finding.line) == (name, None)
 
 
 HEAD = {"accelerator": "NVIDIA H100 80GB HBM3", "cpu": "Intel(R) Xeon(R) Platinum 8480C, 224 logical cores"}
