@@ -63,7 +63,8 @@ def test_one_wrong_fact_is_named(layout: ExaminedRun, facts: dict[str, Any], exp
     expect(check_machine(replace(MACHINE, **facts), layout), *filter(None, [expected]))
 
 
-def test_the_facts_of_this_machine_within_a_containers_limits(tmp_path: Path) -> None:
+def test_the_facts_of_this_machine_within_a_containers_limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("psutil.getloadavg", lambda: (1.5, 2.5, 3.5))
     port, cpu = "/sys/class/infiniband/mlx5_0/ports/1", "/sys/devices/system/cpu"
     files = {
         "/sys/fs/cgroup/memory.max": "1048576\n",
@@ -75,7 +76,7 @@ def test_the_facts_of_this_machine_within_a_containers_limits(tmp_path: Path) ->
         f"{cpu}/cpufreq/x": "",
     }
     machine = read_machine(fake_host(tmp_path, files))
-    assert (machine.free_bytes, machine.cores) == (1 << 20, 0.5)
+    assert (machine.free_bytes, machine.cores, machine.load) == (1 << 20, 0.5, 1.5)
     assert machine.ports == (AdapterPort("mlx5_0 port 1", "ACTIVE", "200 Gb/sec (4X HDR)", "Ethernet"),)
     assert (machine.governors, machine.shared_bytes, machine.has_rdma_devices) == ({"powersave"}, 0, False)
     free = {"/sys/fs/cgroup/memory.max": "max", "/sys/fs/cgroup/cpu.max": "max 100000", "/dev/shm/x": ""}
