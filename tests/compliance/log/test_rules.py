@@ -73,6 +73,8 @@ def test_scheduled_evaluations_are_on_schedule(index: int, interval: int, batch:
         (325_000, 16_384, 5, 1_645_000, 1_300_000, True),  # each of two counts of packed batches may be a batch off
         (325_000, 16_384, 5, 1_660_000, 1_300_000, False),
         (150_000, 1536, 2, 350_000, 175_000, False),
+        *((150_000, 448, 15, 2_250_000 + off, 0, abs(off) < 448) for off in (-448, -447, 447, 448)),
+        *((150_000, 448, 15, 500_000 + off, 350_000, abs(off) < 896) for off in (-896, -895, 895, 896)),
         (150_000, 448, 2, 450_000, 150_000, False),
     ],
 )
