@@ -89,7 +89,8 @@ def test_everything_that_is_said_is_harmless(capsys: pytest.CaptureFixture[str])
     assert err.count("\n") == 3
     assert err.count("error: ") == 3
     assert out.split("\n")[1:4] == [r"a\x1b[2J", "", r"\x3a:error::b"]
-    assert json_document({"a": ["b##[c", 1.5]}) == '{\n  "a": [\n    "b##[c",\n    1.5\n  ]\n}'
+    document = '{\n  "\\u00e9": [\n    "b##[\\\\udcff",\n    1.5\n  ]\n}'
+    assert json_document({"é": ["b##[\udcff", 1.5]}) == document
     assert out.endswith("}\n")
 
 

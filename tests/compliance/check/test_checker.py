@@ -186,17 +186,10 @@ def test_command_line(tmp_path: Path, closed_log: str) -> None:
     }
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        "check",
-        "check x --json --format github",
-        "check none.txt",
-        "check x --ruleset 5.1.0",
-        "report none",
-        "summary .",
-    ],
-)
+USAGES = "check; check x --json --format github; check none.txt; check x --ruleset 5.1.0; report none; summary ."
+
+
+@pytest.mark.parametrize("arguments", USAGES.split("; "))
 def test_bad_usage_is_one_line_and_exit_status_2(arguments: str) -> None:
     status, said = run(*arguments.split())
     assert (status, said.count("\n")) == (2, 1)
