@@ -97,8 +97,9 @@ def test_a_lock_names_its_holder_until_it_is_released(tmp_path: Path) -> None:
     readers = [files.lock_file(path, shared=True, patience_s=600), files.lock_file(path, shared=True)]
     with pytest.raises(files.BusyError):
         files.lock_file(path)
-    for reader in readers:
-        os.close(reader)
+    for descriptor in (*readers, files.lock_file(tmp_path / "new")):
+        os.close(descriptor)
+    assert (tmp_path / "new").stat().st_mode & 0o111 == 0
 
 
 @dataclass(frozen=True)
