@@ -96,6 +96,8 @@ UNSEEN: Mutations = {
     "no eval_stop": delete("eval_stop"),
     "epoch_num as text": metadata("eval_accuracy", "epoch_num", "150080"),
     "epoch_num placeholder": epoch_nums(150_080, 1),
+    "epoch_num repeated": epoch_nums(150_080, 150_080),
+    "epoch_num of one sequence more": epoch_nums(150_080, 150_081),
     "skipped evaluation": delete("eval_accuracy", nth=1),
     "off schedule": epoch_nums(155_000),
     "accuracy too early": move_before("eval_accuracy", "init_stop"),
