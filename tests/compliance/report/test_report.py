@@ -96,6 +96,13 @@ def test_a_step_stands_beside_the_one_that_was_planned(one: Path) -> None:
         assert words in rows
 
 
+def test_a_run_without_a_step_has_no_time_of_a_step(one: Path) -> None:
+    events = [{"event": name, "step": 0, "samples": 0, "eval_s": 0.09} for name in ("step", "eval")]
+    (one / "metrics_0.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
+    key = "forward and backward 0.0 %exposed communication 0.0 %update 0.0 %waiting for data 0.0 %evaluation 50.0 %"
+    assert key in Page(report.render(load_results(one))).text
+
+
 def test_skipped_steps_are_told_and_losses_that_are_no_numbers_left_out(one: Path) -> None:
     steps = [{"event": "step", "step": n, "samples": 32 * n, "loss": 9.0, "skipped_steps": 2} for n in range(1, 4)]
     steps.append({"event": "step", "step": 4, "samples": 128, "loss": None, "skipped_steps": 1})
