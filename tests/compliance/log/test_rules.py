@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from mlperf_logging.compliance_checker import mlp_compliance
 
@@ -50,6 +50,8 @@ def test_evaluation_interval_is_the_formula_of_the_rules(batch: int) -> None:
 
 
 @given(st.integers(1, 50), st.integers(1, 10**6), st.integers(1, 20_000))
+@example(1, 150_000, 448)
+@example(2, 150_000, 448)
 def test_scheduled_evaluations_are_on_schedule(index: int, interval: int, batch: int) -> None:
     of_run = schedule.EvaluationSchedule(interval, batch)
     samples = of_run.samples(index)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from compliance.artefact import MAX_FILE_BYTES
-from compliance.package.command import make_package
+from compliance.package.command import _differences, make_package
 from compliance.package.tree import PackageRequest, tracked_source
 from tests.compliance.command import run as command
 from tests.compliance.log_edits import delete, metadata
@@ -121,6 +121,18 @@ def test_open_runs(tmp_path: Path) -> None:
         write_run(tmp_path / f"runs/result_{number}.txt", "open", header={"run": number}, step_ms=10 + number)
     status, said, verdicts = package(tmp_path, division="open", sw_notes="")
     assert (status, verdicts) == (0, dict.fromkeys(TOOLS, "pass")), said
+
+
+def test_a_figure_that_the_summarizer_gives_otherwise_is_said(ten: Path, tmp_path: Path) -> None:
+    package = make_package(request(tmp_path, ten / "runs"))
+    score = {"minutes": package.minutes, "scaling": 1.0, "samples": package.outlook.mean}
+    assert [*_differences(package, score)] == []
+    titles = {"minutes": "score in minutes", "scaling": "scaling", "samples": "mean samples to the target"}
+    for name, title in titles.items():
+        for other in (None, 1.001 * (score[name] or 0)):
+            [finding] = _differences(package, score | {name: other})
+            assert finding.found == f"the {title} is {score[name]} here and {other} there"
+    assert "(it crashed)" in next(_differences(package, {"crash": "it crashed"})).found
 
 
 # Runs that cannot be submitted
