@@ -143,7 +143,7 @@ def test_what_a_driver_does_not_know_is_left_out() -> None:
     nothing = {name: NVMLError("Not Supported") for name in Nvml().answers if name.startswith("DeviceGet")}
     kept = {name: Nvml().answers[name] for name in ("DeviceGetCount", "DeviceGetHandleByIndex", "DeviceGetName")}
     found = read_gpus(Nvml(**nothing | kept))
-    assert [gpu.memory_bytes for gpu in found.gpus] == [0, 0]
+    assert [(gpu.memory_bytes, gpu.used_bytes) for gpu in found.gpus] == [(0, 0)] * 2
     expect(check_gpus(replace(NODE, ranks=2), found, PYTORCH), "warn GPU links: no topology")
 
 

@@ -164,6 +164,18 @@ def test_convergence_is_judged_by_counts_that_can_be_trusted(tmp_path: Path, nam
     assert (status, sentence in text) == (0 if passes else 1, True)
 
 
+def test_only_more_than_half_of_the_logs_are_most_of_them(tmp_path: Path) -> None:
+    folder = closed(tmp_path, runs=4)
+    for odd, named in ((3, "most logs of the folder"), (2, "result_0.txt: all logs must agree")):
+        (folder / f"result_{odd}.txt").write_text(
+            value("submission_org", "Other")((folder / f"result_{odd}.txt").read_text())
+        )
+        found = [
+            finding.found for verdict in check_paths([folder], "5.0.0") for finding in said(verdict, "submission_org")
+        ]
+        assert found == [f"value 'Other', expected 'Example' as in {named}"] * (4 - odd)
+
+
 def test_placeholders_in_some_logs_are_no_fast_runs(tmp_path: Path) -> None:
     folder = closed(tmp_path)
     for number in range(3):
@@ -334,6 +346,10 @@ def test_a_scaling_that_the_logs_do_not_give_is_an_error(tmp_path: Path, evaluat
 
 
 def test_the_true_scaling_is_accepted(tmp_path: Path) -> None:
+    unscaled = closed(tmp_path / "unscaled")
+    for content in ("{}", '{"scaling_factor": 1}'):
+        (unscaled / "scaling.json").write_text(content)
+        assert of_folder(check_paths([unscaled])).findings == ()
     folder = closed(tmp_path, 16)
     assert scaled(folder) > 1
     (folder / "scaling.json").write_text(json.dumps({"scaling_factor": scaled(folder)}))
