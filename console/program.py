@@ -154,7 +154,7 @@ def unknown_option(function: Callable[..., Any], words: Sequence[str]) -> str:
     for word in itertools.takewhile(lambda word: word != "--", words):
         option = word.partition("=")[0].replace("_", "-")
         # Values may begin with one dash. tyro adds --no-... to flags.
-        if option.startswith("--") and option.replace("--no-", "--", 1) not in known:
+        if option.startswith("--") and option.replace("--no-", "--") not in known:
             return f"no option {option}{did_you_mean(option, known)}"
     return ""
 

@@ -94,9 +94,8 @@ def make_package(request: PackageRequest) -> Package:
     logs = [log for log in every if log.run.is_ended]
     fields = _description(request.system)
     chosen, selection = _choose(logs, request)
-    first = next(run.log.run for run in chosen if run.minutes < FAILED)
     valid = [run.log.run for run in chosen if run.minutes < FAILED]
-    failed = len(chosen) - len(valid)
+    first, failed = valid[0], len(chosen) - len(valid)
     ahead = outlook_of(valid, first.global_batch_size or 0, rules.NEWEST_RULESET, first.division, failed=failed)
     source = tracked_source()
     findings = (*_unended(every), *_source_findings(logs, source))

@@ -2,43 +2,70 @@ import re
 from dataclasses import replace
 from itertools import pairwise
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from console.html import charts
-from console.html.charts import MAX_POINTS, Axes, Bar, Guide, Line, line_chart, run_chart, short_count, thin
+from console.html.charts import Axes, Bar, Guide, Line, line_chart, run_chart, short_count, thin
 from tests.html_page import Page
 
 AXES = Axes("a chart", "x", charts.level)
 
 
 def test_short_counts() -> None:
-    shown = {0: "0", 750: "750", 50_000: "50k", 192_280: "192k", 2_250_000: "2.25M", 3e6: "3M", 12_250_000: "12.2M"}
+    shown = {0: "0", 750: "750", 999: "999", 1000: "1k", 50_000: "50k", 192_280: "192k", 999_000: "999k", 1e6: "1M"}
+    shown |= {2_250_000: "2.25M", 3e6: "3M", 12_250_000: "12.2M", 2_500: "2.5k", 120_000: "120k"}
     assert {value: short_count(value) for value in shown} == shown
+    assert [charts.level(0.123456789), charts.level(1234567.0)] == ["0.123457", "1.23457e+06"]
+
+
+def test_ticks_are_few_round_numbers_around_the_range() -> None:
+    expected = {
+        (0.0, 10.0): [0, 2, 4, 6, 8, 10],
+        (0.0, 10.009): [0, 2, 4, 6, 8, 10, 12],  # a thousandth more than five steps
+        (0.0, 10.02): [0, 2.5, 5, 7.5, 10, 12.5],
+        (0.0, 5.0): [0, 1, 2, 3, 4, 5],
+        (-12.0, 13.0): [-15, -10, -5, 0, 5, 10, 15],
+        (0.3, 0.6): [0.3, 0.4, 0.5, 0.6],  # 0.3 / 0.1 is below 3
+        (0.6, 1.1): [0.6, 0.7, 0.8, 0.9, 1.0, 1.1],  # 1.1 / 0.1 is above 11
+        (0.0, 5e-10): [0, 1e-10, 2e-10, 3e-10, 4e-10, 5e-10],
+        # Equal values, or values that differ by rounding only
+        (0.0, 0.0): [0, 0.2],
+        (7.0, 7.0): [6, 8],
+        (8.0, 8.0): [8, 10],
+        (-8.0, -8.0): [-8, -6],
+        (1e6, 1e6 + 9e-4): [1e6, 1.2e6],
+        (-1e6 - 9e-4, -1e6): [-1.2e6, -1e6],
+    }
+    assert {ends: charts.ticks(*ends) for ends in expected} == {
+        ends: pytest.approx(marks, abs=1e-12) for ends, marks in expected.items()
+    }
 
 
 @given(st.floats(-1e9, 1e9), st.floats(0, 1e9))
-def test_ticks_enclose_the_range_with_few_round_steps(low: float, span: float) -> None:
-    high = low + span
-    marks = charts.ticks(low, high)
+def test_ticks_enclose_any_range(low: float, span: float) -> None:
+    marks = charts.ticks(low, low + span)
     tolerance = 1e-6 * (marks[1] - marks[0])
-    assert marks[0] <= low + tolerance
-    assert marks[-1] >= high - tolerance
-    assert 2 <= len(marks) <= 9
+    assert (marks[0] <= low + tolerance, marks[-1] >= low + span - tolerance, 2 <= len(marks) <= 9) == (True,) * 3
     assert all(a < b for a, b in pairwise(marks))
 
 
-@given(
-    st.lists(st.tuples(st.floats(0, 1e7), st.floats(-1e3, 1e3)), min_size=1, max_size=1000), st.integers(2, MAX_POINTS)
+@pytest.mark.parametrize(
+    ("lines", "dots", "points", "drawn"),
+    [(1, False, 240, 240), (1, False, 241, 121), (7, False, 215, 108), (7, True, 240, 240), (300, False, 9, 5)],
 )
-def test_thinned_lines_keep_their_height_and_their_end(points: list[tuple[float, float]], limit: int) -> None:
-    thinned = thin(points, limit)
-    assert len(thinned) <= limit
-    assert thinned[-1] == points[-1]
-    assert min(y for _, y in points) - 1e-6 <= min(y for _, y in thinned)
-    assert max(y for _, y in thinned) <= max(y for _, y in points) + 1e-6
-    if len(points) <= limit:
-        assert thinned == points
+def test_lines_of_many_points_are_thinned(lines: int, dots: bool, points: int, drawn: int) -> None:
+    chart = line_chart([Line("l", [(float(x), 0.0) for x in range(points)])] * lines, AXES, dots=dots)
+    assert [str(path["d"]).count("L") + 1 for path in Page(chart).of("path", "stroke")] == [drawn] * lines
+
+
+def test_thinned_lines_keep_their_height_and_their_end() -> None:
+    squares = [(x, x * x) for x in range(10)]
+    assert thin(squares, 10) == squares
+    assert thin(squares, 4) == [(1, 5 / 3), (4, 50 / 3), (7, 149 / 3), (9, 81)]
+    assert thin(squares[:8], 4) == [(1, 5 / 3), (4, 50 / 3), (6, 36), (7, 49)]
+    assert thin(squares[:2], 2) == squares[:2]
 
 
 def test_marks_lie_where_their_values_say() -> None:
@@ -49,27 +76,28 @@ def test_marks_lie_where_their_values_say() -> None:
     assert [band[name] for name in ("x", "y", "width", "height")] == ["0.0", "600.0", "1000.0", "200.0"]
     assert [across[name] for name in ("x", "y", "width", "height")] == ["100.0", "0.0", "200.0", "1000.0"]
     assert page.of("path", "mean")[0]["d"] == "M0 500.0H1000"
-    assert page.text.endswith("bm\n")  # the key has "b" and "m"; the third guide has no label
+    assert page.text.split() == ["l", "02468100246810x", "bm"]  # the third guide has no label in the key
     single = line_chart([Line("a<b", [(0.0, 0.0)])], AXES)
-    assert 'class="dots"' in single
-    assert "a&lt;b" in single
-    assert "nan" not in single
+    assert ('class="dots"' in single, "a&lt;b" in single, "nan" in single) == (True, True, False)
+    # The axes reach to guides beyond the points, and to zero if asked.
+    high = Page(line_chart([Line("l", [(1.0, 8.0)])], replace(AXES, guides=[Guide("t", "", 9.0)], from_zero=True)))
+    assert high.of("path", "stroke")[0]["d"] == "M1000.0 200.0"
 
 
 def test_columns_stand_on_zero_and_dots_do_not_and_many_have_few_names() -> None:
     bars = [Bar("0", 80.0), Bar("1", 100.0, "dropped", "slowest")]
     columns = Page(run_chart(bars, AXES, columns=True))
-    heights = [float(str(rect["height"])) for rect in columns.of("rect")]
-    assert heights == [800.0, 1000.0]
-    assert [float(str(rect["y"])) for rect in columns.of("rect")] == [200.0, 0.0]
+    drawn = [[rect[name] for name in ("x", "y", "width", "height")] for rect in columns.of("rect")]
+    assert drawn == [["200.0", "200.0", "100.0", "800.0"], ["700.0", "0.0", "100.0", "1000.0"]]
     assert "slowest" in columns.text
     assert "style" in columns.of("span", "note")[0]
     dots = Page(run_chart(bars, AXES, columns=False))
     assert not dots.of("rect")
     assert [str(path["d"]) for path in dots.of("path", "dots")] == ["M250.0 833.3h0", "M750.0 166.7h0"]  # 75 to 105
-    many = Page(run_chart([Bar(str(n), 1.0, note="slowest") for n in range(100)], AXES, columns=True))
-    assert len(many.of("span", "x")) <= 12
-    assert not many.of("span", "note")
+    for count, names, notes in ((12, 12, 12), (13, 7, 13), (24, 12, 24), (25, 9, 0)):
+        many = Page(run_chart([Bar(str(n), 1.0, note="slowest") for n in range(count)], AXES, columns=True))
+        assert (len(many.of("span", "x")), len(many.of("span", "note"))) == (names, notes)
+    assert [many.of("rect")[0][name] for name in ("x", "y", "width", "height")] == ["5.6", "0.0", "28.8", "1000.0"]
 
 
 def test_numbers_at_the_axis_of_sequences_differ() -> None:

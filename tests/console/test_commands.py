@@ -1,5 +1,6 @@
 """Programs with several commands: error messages for a wrong command line."""
 
+import re
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,8 +10,9 @@ import pytest
 import tyro
 
 from console.commands import Commands
-from console.files import require_writable
-from console.program import parsed
+from console.extras import needed
+from console.program import RaisingParser, parsed, say
+from console.version import version_line
 
 app = Commands()
 
@@ -30,41 +32,63 @@ def show(folder: Path, text: Annotated[Text, tyro.conf.arg(name="")]) -> None:
     """Show something."""
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        ("plam", "no command plam, expected one of plan, show; did you mean plan?"),
-        ("plam --out x", "no command plam, expected one of plan, show; did you mean plan?"),
-        ("xyz", "no command xyz, expected one of plan, show"),
-        ("plan --outt x", "plan has no option --outt; did you mean --out?"),
-        ("plan --gpus many", "--gpus is 'many', expected a whole number or None"),
-        ("plan more", "unexpected argument more"),
-        ("plan more --outt x", "plan has no option --outt; did you mean --out?"),
-        ("--hlep", "there is no option --hlep, expected one of --help, --version; did you mean --help?"),
-        ("plan --hlep", "plan has no option --hlep; did you mean --help?"),
-        # Without --folder, which is required, tyro would complain about it alone.
-        ("show --hlep", "show has no option --hlep; did you mean --help?"),
-        ("show --max_lenght=3", "show has no option --max-lenght; did you mean --max-length?"),
-        ("show --folder x --max-length many", "--max-length is 'many', expected a whole number"),
-        ("show --folder x -- --max-lenght 3", "unexpected argument --max-lenght"),
-    ],
-)
-def test_a_wrong_command_line_says_what_may_have_been_meant(
-    arguments: str, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+WRONG = """plam; plam --out x; xyz; plan --outt x; plan --gpus many; plan more; plan more --outt x; plan --return x; --hlep
+plan --hlep; show --hlep; show --max_lenght=3; show --folder x --max-length many; show --folder x -- --max-lenght 3"""
+"""Command lines. Without --folder, which is required, tyro would complain about it alone."""
+
+
+def test_a_wrong_command_line_says_what_may_have_been_meant(capsys: pytest.CaptureFixture[str]) -> None:
+    said = ""
+    for line in re.split("; |\n", WRONG):
+        with pytest.raises(ValueError) as caught:  # noqa: PT011, compared below
+            app.run("program", line.split())
+        said += f"{line} => {caught.value}\n"
+    assert said == Path(__file__).with_name("wrong_commands.txt").read_text()
+    assert capsys.readouterr() == ("", "")
+
+
+def greet(text: str) -> None:
+    """Print a text."""
+    say(text)
+
+
+def end(how: str) -> int:
+    """End with a status or an error."""
+    errors = [ValueError("wrong"), OSError(28, "No space left", "out"), ModuleNotFoundError(name="absent.part")]
+    if how == "well":
+        return 3
+    raise {"wrong": errors[0], "full": errors[1], "absent": errors[2], "odd": ModuleNotFoundError(name="json.x")}[how]
+
+
+def test_a_command_ends_with_its_status_or_with_one_line_about_its_error(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("sys.argv", ["program", *arguments.split()])
-    assert app.main("program") == 2
-    error = capsys.readouterr().err
-    assert error.startswith("error: ")
-    assert error.endswith(f"{said}\n")
-
-
-def test_a_file_that_cannot_be_made_is_refused_before_the_work(tmp_path: Path) -> None:
-    require_writable(tmp_path / "plan.json")
-    assert list(tmp_path.iterdir()) == []
-    for place in (tmp_path / "none" / "plan.json", tmp_path, Path("/proc/plan.json")):
-        with pytest.raises(ValueError, match=str(place)):
-            require_writable(place)
+    program = Commands()
+    program.command(end)
+    program.command(greet, name="say")
+    install = "absent is not installed: pip install '.[train]' in the repository's root"
+    for arguments, status, out, err in (
+        (["end", "--how", "well"], 3, "", ""),
+        (["say", "--text", "a"], 0, "a\n", ""),
+        (["end", "--how", "wrong"], 2, "", "error: wrong\n"),
+        (["end", "--how", "full"], 2, "", "error: out: No space left\n"),
+        (["end", "--how", "absent"], 2, "", f"error: {install}\n"),
+        (["say", ""], 2, "", "error: say: an empty argument: is a variable of the script unset?\n"),
+    ):
+        monkeypatch.setattr("sys.argv", ["program", *arguments])
+        assert (program.main("program"), *capsys.readouterr()) == (status, out, err)
+    with pytest.raises(ModuleNotFoundError):  # a module that is missing in a package that is not
+        program.run("program", ["end", "--how", "odd"])
+    with pytest.raises(SystemExit, match="0"):
+        program.run("program", ["--version"])
+    assert capsys.readouterr().out == f"{version_line()}\n"
+    parser = RaisingParser()
+    parser.add_argument("--text")
+    with pytest.raises(ValueError, match=r"^there is no option --txet; did you mean --text\?$"):
+        parser.parse_args(["--txet=a"])
+    with pytest.raises(ValueError, match=r"^argument --text: expected one argument$"):
+        parser.parse_args(["--text"])
+    assert needed("bert") == "bert is not installed by pip: run this command in the root of a clone"
 
 
 def test_a_signal_while_options_are_parsed_is_no_wrong_option() -> None:

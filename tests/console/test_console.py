@@ -12,38 +12,41 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from console import interruption
 from console.program import complain, drop_lost_output, say, say_document, say_json
-from console.text import counted, json_document, visible
+from console.text import annotation, json_document, visible
 from tests.conftest import SmallRun
 from tests.hostile import NAME, assert_harmless
 from tests.programs import REPOSITORY, python
-
-pytestmark = pytest.mark.slow
 
 WITH_TYRO = ("bert.train", "bert.convert", "cluster", "compliance", "dataloading")
 ANY_TEXT = st.text(st.characters() | st.sampled_from("\n\r\x1b\x9b\u202e\u200b\udcff:#[\u034f\u3164"), max_size=60)
 
 
-@pytest.mark.parametrize(
-    ("text", "shown"),
-    [
-        ("Größe 数 é", "Größe 数 é"),
-        ("a\nb\r\tc", r"a\nb\r\tc"),
-        ("\x1b[2J\x9b\x7f", r"\x1b[2J\x9b\x7f"),
-        ("\u202eabc\u2066\u200b\ufeff\u2028", r"\u202eabc\u2066\u200b\ufeff\u2028"),
-        ("a\u034f\u3164\ufe0f\U000e0100b", r"a\u034f\u3164\ufe0f\U000e0100b"),
-        (os.fsdecode(b"a\xff"), r"a\udcff"),
-        ("::error::x", r"\x3a:error::x"),
-        ("  ::set-output", r"  \x3a:set-output"),
-        ("std::vector", "std::vector"),
-        ("x ##[error]y ##vso[task.x]", r"x \x23#[error]y \x23#vso[task.x]"),
-        (':::MLLOG {"key"', r'\x3a::MLLOG {"key"'),
-        (7, "7"),
-    ],
-)
-def test_what_steers_or_cannot_be_seen_is_shown(text: object, shown: str) -> None:
-    assert visible(text) == shown
-    assert visible(visible(text)) == shown
+SHOWN: dict[object, str] = {
+    "Größe 数 é": "Größe 数 é",
+    "a\nb\r\tc": r"a\nb\r\tc",
+    "\x1b[2J\x9b\x7f": r"\x1b[2J\x9b\x7f",
+    "\u202eabc\u2066\u200b\ufeff\u2028": r"\u202eabc\u2066\u200b\ufeff\u2028",
+    "a\u034f\u3164\ufe0f\U000e0100b": r"a\u034f\u3164\ufe0f\U000e0100b",
+    os.fsdecode(b"a\xff"): r"a\udcff",
+    "::error::x": r"\x3a:error::x",
+    "  ::set-output": r"  \x3a:set-output",
+    "std::vector": "std::vector",
+    "x ##[error]y ##vso[task.x]": r"x \x23#[error]y \x23#vso[task.x]",
+    ':::MLLOG {"key"': r'\x3a::MLLOG {"key"',
+    7: "7",
+}
+
+
+def test_what_steers_or_cannot_be_seen_is_shown_and_long_text_is_cut() -> None:
+    assert {text: visible(text) for text in SHOWN} == SHOWN
+    assert {shown: visible(shown) for shown in SHOWN.values()} == {shown: shown for shown in SHOWN.values()}
+    cut = {("a" * 10, 10): "a" * 10, ("a" * 11, 10): "a" * 7 + "...", ("\n" * 5, 9): r"\n\n\n...", ("ab", 1): "..."}
+    assert {each: visible(*each) for each in cut} == cut
+    assert annotation("notice", "a:b, 50%\r\n", {}) == "::notice::a:b, 50%25%0D%0A"
+    said = annotation("error", "\x1b", {"file": "a:b,c%\n", "line": 7})
+    assert said == r"::error file=a%3Ab%2Cc%25%0A,line=7::\x1b"
 
 
 @given(ANY_TEXT)
@@ -53,7 +56,6 @@ def test_any_text_is_one_harmless_line(text: str) -> None:
     assert "\n" not in shown
     assert not {unicodedata.category(letter) for letter in shown} & {"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"}
     assert visible(shown) == shown
-    shown.encode()
     limited = visible(text, 10)
     assert len(limited) <= 10
     assert limited.endswith("...") or limited == shown
@@ -87,20 +89,14 @@ def test_everything_that_is_said_is_harmless(capsys: pytest.CaptureFixture[str])
     assert err.count("\n") == 3
     assert err.count("error: ") == 3
     assert out.split("\n")[1:4] == [r"a\x1b[2J", "", r"\x3a:error::b"]
+    document = '{\n  "\\u00e9": [\n    "b##[\\\\udcff",\n    1.5\n  ]\n}'
+    assert json_document({"é": ["b##[\udcff", 1.5]}) == document
     assert out.endswith("}\n")
-
-
-@pytest.mark.parametrize("encoding", ["utf-8", "latin-1", "ascii"])
-def test_a_wrong_option_is_one_line_whatever_the_encoding(encoding: str) -> None:
-    done = python("-m", "bert.train", "tiny_cpu", "--parallel.tensor", "3", PYTHONIOENCODING=encoding)
-    assert done.stderr == (
-        "error: parallel.tensor is 3, which does not divide model.num_attention_heads 4 and model.intermediate_size 512: "
-        "set it to a divisor of 4\n"
-    )
 
 
 LOGS_AND_WARNS = """import logging, warnings; from console.program import accept_any_text; from tests.hostile import NAME
 accept_any_text()
+print('größe')
 logging.getLogger('kernels.tuning.autotune').warning('%s is ignored', NAME)
 warnings.warn(NAME)
 try:
@@ -111,17 +107,17 @@ except ValueError:
 
 
 def test_what_modules_log_and_warn_of_is_harmless() -> None:
-    done = python("-c", LOGS_AND_WARNS)
-    assert done.returncode == 0
+    done = python("-c", LOGS_AND_WARNS, PYTHONIOENCODING="ascii:strict")
+    assert (done.returncode, done.stdout) == (0, "gr\\xf6\\xdfe\n")
     assert_harmless(done.stderr)
     lines = done.stderr.splitlines()
     assert len(lines) == 6
     assert lines[0].startswith("x\\n")
     assert lines[0].endswith(" is ignored")
-    assert lines[1].startswith("warning: <string>:4: UserWarning: x\\n")
+    assert lines[1].startswith("warning: <string>:5: UserWarning: x\\n")
     assert lines[3:] == [
         "Traceback (most recent call last):",
-        '  File "<string>", line 6, in <module>',
+        '  File "<string>", line 7, in <module>',
         r"ValueError: odd\x1b[2J",
     ]
 
@@ -130,8 +126,8 @@ def test_what_modules_log_and_warn_of_is_harmless() -> None:
     ("arguments", "imported"),
     [
         *((f"{name} --help", "tyro") for name in WITH_TYRO),
-        ("bert.train tiny_cpu", "torch"),  # imported after parsing the command line
-        ("bert.evaluate tiny_cpu", "torch"),
+        # These import torch after parsing the command line.
+        *(pytest.param(f"bert.{name} tiny_cpu", "torch", marks=pytest.mark.slow) for name in ("train", "evaluate")),
     ],
 )
 def test_ctrl_c_during_the_imports_is_one_line(arguments: str, imported: str, tmp_path: Path) -> None:
@@ -140,6 +136,26 @@ def test_ctrl_c_during_the_imports_is_one_line(arguments: str, imported: str, tm
     # Unset TRITON_INTERPRET, which the tests of kernels set and which disables compiling.
     done = python("-m", *arguments.split(), PYTHONPATH=tmp_path, TRITON_INTERPRET=None)
     assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, "", "interrupted\n")
+
+
+def test_signals_end_a_program_in_order_and_only_once(capsys: pytest.CaptureFixture[str]) -> None:
+    numbers = (signal.SIGHUP, signal.SIGTERM, signal.SIGINT)
+    before = {number: signal.signal(number, signal.SIG_DFL) for number in numbers}
+    try:
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
+        interruption.end_in_order()
+        with pytest.raises(SystemExit) as stop:
+            signal.raise_signal(signal.SIGTERM)
+        assert stop.value.code == 143
+        assert [signal.getsignal(number) for number in numbers] == [signal.SIG_IGN, signal.SIG_IGN, signal.SIG_DFL]
+        interruption.ignore_signals()
+        assert {signal.getsignal(number) for number in numbers} == {signal.SIG_IGN}
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    interruption.in_one_line(KeyboardInterrupt, KeyboardInterrupt(), None)
+    interruption.in_one_line(ValueError, ValueError("wrong"), None)
+    assert capsys.readouterr().err == "interrupted\nValueError: wrong\n"
 
 
 def test_other_errors_and_importers_are_left_alone(tmp_path: Path) -> None:
@@ -153,7 +169,7 @@ def test_other_errors_and_importers_are_left_alone(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "program",
     [
-        ["kernels", "--version"],
+        pytest.param(["kernels", "--version"], marks=pytest.mark.slow),
         ["dataloading", "verify", "{run}/train"],
         ["compliance", "summary", "results/cpu_2cores/bert"],
     ],
@@ -192,8 +208,3 @@ def test_output_that_is_lost_is_noted_once_and_dropped(monkeypatch: pytest.Monke
     assert len(notes) == 2
     for name, note in zip(("output", "error"), notes, strict=True):
         assert note.startswith(f"standard {name} failed (No space left on device)")
-
-
-def test_counts_have_the_right_plural() -> None:
-    found = [counted(number, noun) for noun in ("process", "copy", "way", "rank") for number in (1, 2)]
-    assert found == ["1 process", "2 processes", "1 copy", "2 copies", "1 way", "2 ways", "1 rank", "2 ranks"]

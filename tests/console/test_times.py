@@ -1,10 +1,34 @@
-from console.text import clock, clock_span, duration
+from math import inf, nan
+
+from console.text import clock, clock_span, counted, did_you_mean, duration
 
 
 def test_times_have_the_unit_that_fits_and_a_time_left_may_have_one_end() -> None:
-    clocks = {0: "0:00", 59.6: "1:00", 61: "1:01", 3599: "59:59", 3661: "1:01:01", -5: "0:00"}
+    clocks = {0: "0:00", 59.6: "1:00", 61: "1:01", 3599: "59:59", 3600: "1:00:00", 90061: "25:01:01", -5: "0:00"}
     assert {seconds: clock(seconds) for seconds in clocks} == clocks
+    assert [clock(inf), clock(nan)] == ["?", "?"]
     spans = {(None, None): "-", (None, 61.0): "at most 1:01", (5.0, None): "0:05 or more", (5.0, 61.0): "0:05 to 1:01"}
     assert {ends: clock_span(*ends) for ends in spans} == spans
-    durations = {None: "-", 0.0: "0.0 s", 1.23e-8: "12.3 ns", 0.5: "500 ms", 119.94: "119.9 s", 1012.9: "16.88 min"}
+    durations = {None: "-", 0.0: "0.0 s", -0.5: "-0.5 s", 1.23e-8: "12.3 ns", 9.99e-7: "999 ns", 1e-6: "1 us"}
+    durations |= {9.99e-4: "999 us", 1e-3: "1 ms", 0.9994: "999 ms", 1.0: "1.0 s", 119.94: "119.9 s"}
+    durations |= {120.0: "2.00 min", 1012.9: "16.88 min"}
     assert {seconds: duration(seconds) for seconds in durations} == durations
+
+
+def test_counts_have_the_right_plural_and_names_a_likely_neighbour() -> None:
+    words = {
+        (0, "process"): "0 processes",
+        (1, "process"): "1 process",
+        (2, "copy"): "2 copies",
+        (1000, "way"): "1,000 ways",
+    }
+    words |= {(2, "key"): "2 keys", (2, "boy"): "2 boys", (999, "rank"): "999 ranks", (1, "copy"): "1 copy"}
+    assert {each: counted(*each) for each in words} == words
+    known = ["--batch", "--loader.validation.size", "--dataset.training.size"]
+    guesses = {
+        "--btach": "; did you mean --batch?",
+        "--size": "; did you mean --loader.validation.size?",
+        "--batch": "",
+        "x": "",
+    }
+    assert {name: did_you_mean(name, known) for name in guesses} == guesses

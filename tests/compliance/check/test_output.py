@@ -34,20 +34,33 @@ def logs(tmp_path: Path, closed_log: str) -> list[Path]:
 
 
 def test_the_total_names_what_fails() -> None:
-    logs = [verdict("a/result_0.txt"), *(verdict(f"b/result_{number}.txt", ERROR) for number in range(7))]
-    text = total([*logs, replace(verdict("a.json", ERROR), part="description")], is_accepted=False, ignored=2)
-    assert "8 logs: 1 passes, 7 fail: b/result_0.txt" in text
-    assert "and 2 more" in text
-    assert "1 folder or description: 1 fails: a.json" in text
-    assert "2 known findings" in text
-    older = total([verdict("a/result_0.txt", ruleset="2.0.0")], is_accepted=True)
-    assert "2.0.0" in older
+    good, bad = verdict("a/result_0.txt"), [verdict(f"b/result_{number}.txt", ERROR) for number in range(7)]
+    other, named = (
+        replace(verdict("a.json", ERROR), part="description"),
+        ", ".join(map(str, (each.path for each in bad[:5]))),
+    )
+    for verdicts, accepted, ignored, text in (
+        ([], False, 0, "0 logs: 0 pass"),
+        ([good], True, 0, "1 log: 1 passes"),
+        ([good, *bad[:5]], False, 1, f"6 logs: 1 passes, 5 fail: {named}; 1 known finding ignored"),
+        ([*bad, other], False, 0, f"7 logs: 7 fail: {named} and 2 more; 1 folder or description: 1 fails: a.json"),
+        ([replace(other, findings=())] * 2, True, 0, "2 folders and descriptions: 2 pass"),
+        (
+            [good, bad[0]],
+            True,
+            0,
+            "2 logs: 1 passes, 1 fails: b/result_0.txt; each folder passes without the log that fails",
+        ),
+        ([verdict("a", ruleset="2.0.0"), good], True, 0, "2 logs: 2 pass; checked under ruleset 2.0.0, 5.0.0"),
+    ):
+        assert total(verdicts, is_accepted=accepted, ignored=ignored) == text
 
 
 def test_quiet_prints_errors_and_the_total(logs: list[Path]) -> None:
     status, said = run("check", *logs, "--quiet")
     head, error, last = said.splitlines()
-    assert (status, head.startswith(f"FAIL {logs[1]}"), "error: " in error) == (1, True, True)
+    assert (status, head) == (1, f"FAIL {logs[1]}: official pass, ours fail: 1 error, 1 warning, ruleset 5.0.0")
+    assert error.startswith("    error: line 8: seed: value null; expected an integer")
     assert last == f"2 logs: 1 passes, 1 fails: {logs[1]}"
     assert run("check", logs[0], "--quiet") == (0, "1 log: 1 passes\n")
 

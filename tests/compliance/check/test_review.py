@@ -12,7 +12,6 @@ import pytest
 
 from compliance.check.output import sarif, write_sarif
 from compliance.log.findings import Finding, Verdict
-from console.text import annotation
 from tests.compliance.command import run
 from tests.compliance.log_edits import metadata, value
 from tests.hostile import NAME
@@ -88,49 +87,20 @@ def test_the_file_is_written_beside_the_other_output(
         write_sarif(log / "out.sarif", [])
 
 
-COMMAND = re.compile(r"::(\w+)(?: ([^:]*))?::(.*)")
-"""Pattern of a workflow command as GitHub's runner parses it: its properties end at the first "::"."""
-
-
-def decoded(line: str) -> tuple[str, dict[str, str], str]:
-    """Return level, properties and message of an annotation, decoded like GitHub's runner does."""
-    match = COMMAND.fullmatch(line)
-    assert match, line
-    pairs = dict(pair.split("=", 1) for pair in match[2].split(",")) if match[2] else {}
-    codes = {"%0D": "\r", "%0A": "\n", "%3A": ":", "%2C": ",", "%25": "%"}  # "%25" comes last, as in the runner
-
-    def plain(text: str) -> str:
-        for code, letter in codes.items():
-            text = text.replace(code, letter)
-        return text
-
-    return match[1], {name: plain(value) for name, value in pairs.items()}, plain(match[3])
-
-
-@pytest.mark.parametrize(
-    "text", ["plain", "100 %", "%0A", "a:b,c", "two\nlines\r", "::error::forged", ",file=x", "::", "%25", "größe"]
-)
-def test_parts_come_back_as_they_were(text: str) -> None:
-    line = annotation("error", f"of {text}", {"file": text, "line": 3, "title": f"TR {text}"})
-    assert decoded(line) == ("error", {"file": text, "line": "3", "title": f"TR {text}"}, f"of {text}")
-    assert "\n" not in line
-    assert "\r" not in line
-
-
 @pytest.mark.parametrize("name", ["result_0.txt", f"{NAME}.txt"], ids=["plain", "hostile"])
-def test_the_command_adds_annotations_to_its_verdict(tmp_path: Path, name: str, open_log: str) -> None:
-    log = tmp_path / name
-    log.write_text(value("submission_division", "OPEN")(open_log))
-    status, plain = run("check", log)
-    found, text = run("check", log, "--format", "github")
+def test_the_command_adds_annotations_to_its_verdict(
+    tmp_path: Path, name: str, open_log: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path(name).write_text(value("submission_division", "OPEN")(open_log))
+    status, plain = run("check", name)
     *verdict, total = plain.splitlines()
-    *above, last = text.splitlines()
-    assert (status, found, above[: len(verdict)], last) == (1, 1, verdict, total)
-    added = above[len(verdict) :]
-    assert len(added) == len(verdict) - 1  # the verdict itself is not an annotation
-    for level, properties, message in map(decoded, added):
-        assert level in ("error", "warning")
-        assert properties.keys() == {"file", "line", "title"}
-        place = f"line {properties['line']}: " if properties["line"] != "1" else ""
-        assert any(f"{level}: {place}" in line and message.split(". ")[0] in line for line in verdict)
-    assert all(line.isprintable() for line in added)
+    found, text = run("check", name, "--format", "github")
+    assert (status, found, text.splitlines()[:2], text.splitlines()[3]) == (1, 1, verdict, total)
+    added = text.splitlines()[2]
+    said = "submission_division: value 'OPEN'; expected 'closed' or 'open' (lower case). Remedy: correct the value"
+    assert re.fullmatch(
+        rf"::error file=[^:,]+,line=4,title=common\.yaml; TR 4::{re.escape(said)} that is logged\. .*", added
+    )
+    assert added.isprintable()
+    assert name != "result_0.txt" or added.startswith("::error file=result_0.txt,line=4,")

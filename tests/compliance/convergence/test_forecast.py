@@ -69,6 +69,8 @@ def test_a_closed_run_without_four_usable_evaluations_is_expected_like_the_refer
 def test_a_straight_line_is_carried_on() -> None:
     points = every_1000(0.15, 0.2, 0.25, 0.3)
     assert reach(points, 1.0, 0.5) == pytest.approx(8000)
+    assert reach(points[:2], 1.0, 0.3) == pytest.approx(4000)
+    assert reach([points[0]] * 4, 1.0, 0.3) is None
     found = forecast(points, 0.5, EVERY_1000, None)
     assert (found.earliest, found.latest) == (8, None)  # a - b / n with this slope stays below 0.44
     assert forecast(points, 0.52, EVERY_1000, None).earliest == 8  # 8400 samples, minus half an interval
@@ -88,10 +90,7 @@ def test_a_curve_that_bends_is_carried_on() -> None:
 
 @pytest.mark.parametrize(
     ("values", "why"),
-    [
-        ([0.3, 0.3, 0.3, 0.3], "no rise over the last 4 evaluations"),
-        ([0.1, 0.2, 0.3], "too early: 3 of 4 evaluations"),
-    ],
+    [([0.3, 0.3, 0.3, 0.3], "no rise over the last 4 evaluations"), ([0.1, 0.2, 0.3], "too early: 3 of 4 evaluations")],
 )
 def test_a_curve_that_is_short_or_does_not_rise_has_no_end(values: list[float], why: str) -> None:
     assert forecast(every_1000(*values), 0.5, EVERY_1000, None) == Forecast(None, None, why)

@@ -99,6 +99,11 @@ def describe(
     return complete(measure(host or ExaminedHost(), machine), {"division": division, **(given or {})}, {})
 
 
+def problems(found: Iterable[Diagnosis]) -> str:
+    """Return a line for each diagnosis that is not ok."""
+    return "".join(f"  {one.state} {one.subject}: {one.found}; {one.remedy}\n" for one in found if one.state != "ok")
+
+
 def expect(found: Iterable[Diagnosis], *expected: str, about: str = "") -> None:
     """Compare all problems, or all diagnoses of the subject `about`, with texts "STATE SUBJECT: WORDS IN `found`"."""
     said = list(found)

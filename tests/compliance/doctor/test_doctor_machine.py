@@ -8,47 +8,40 @@ from typing import Any
 import pytest
 
 from compliance.doctor.machine import AdapterPort, check_machine, read_machine
-from compliance.doctor.run import ExaminedRun
-from tests.compliance.doctor.fake_host import CPU, MACHINE, NODE, NODES, PORTS, expect, fake_host
+from tests.compliance.doctor.fake_host import CPU, MACHINE, NODE, NODES, PORTS, fake_host, problems
 
 DOWN = tuple(replace(port, state="DOWN") for port in PORTS)
 ONE_DOWN = (*PORTS[:3], replace(PORTS[3], state="INIT"), *PORTS[4:])
 
 
-@pytest.mark.parametrize(
-    ("layout", "facts", "expected"),
-    [
-        *((layout, {}, "") for layout in (NODE, NODES, CPU)),
-        (NODE, {"free_bytes": 2 << 30}, "warn memory: 2.0 GiB free, 8 ranks: about 32 GiB needed"),
-        (CPU, {"free_bytes": 1 << 30}, ""),
-        (NODE, {"shared_bytes": 1023 << 20}, "fail shared memory: 1023 MiB free in /dev/shm"),
-        (NODE, {"shared_bytes": 1024 << 20}, ""),
-        (CPU, {"shared_bytes": 64 << 20}, "warn shared memory: 64 MiB free in /dev/shm, 256 MiB needed by 2 ranks"),
-        (NODE, {"shared_bytes": 0}, "fail shared memory: 0 MiB free in /dev/shm"),
-        (NODE, {"cores": 16}, "warn cores: 16 for 8 ranks"),
-        (NODE, {"cores": 4}, "fail cores: 4 for 8 ranks"),
-        (CPU, {"cores": 2}, ""),
-        (NODE, {"load": 97.02}, "warn load: 97.0"),
-        (NODE, {"load": 2.02}, ""),
-        (NODE, {"governors": frozenset({"powersave", "performance"})}, "warn cores: frequency governor powersave"),
-        (NODE, {"governors": frozenset({"performance"})}, ""),
-        (NODES, {"lockable_bytes": 8 << 20}, "fail limits: a process may lock 8192 KiB"),
-        (NODE, {"lockable_bytes": 8 << 20}, ""),
-        (NODES, {"has_rdma_devices": False}, "fail network: not /dev/infiniband"),
-        (NODES, {"ports": DOWN}, "fail network: no port with RDMA is up: mlx5_0 port 1 DOWN"),
-        (NODE, {"ports": DOWN}, "warn network: no port with RDMA is up"),
-        (NODES, {"ports": ONE_DOWN}, "warn network: 7 of 8 ports are up, but not mlx5_3 port 1 INIT"),
-        (NODES, {"ports": ()}, "warn network: no adapter with RDMA"),
-        (NODE, {"ports": ()}, ""),
-        (NODES, {"address": "127.0.1.1"}, "warn host name: stands for 127.0.1.1"),
-        (NODES, {"address": ""}, "warn host name: stands for no address"),
-    ],
-)
-def test_one_wrong_fact_is_named(layout: ExaminedRun, facts: dict[str, Any], expected: str) -> None:
-    expect(check_machine(replace(MACHINE, **facts), layout), *filter(None, [expected]))
+LAYOUTS = {"node": NODE, "nodes": NODES, "cpu": CPU, "alone": replace(CPU, ranks=1)}
+FACTS: list[tuple[str, dict[str, Any]]] = [
+    *((layout, {}) for layout in LAYOUTS),
+    # At each bound, and one byte, core or tenth beyond it
+    *(("node", {"free_bytes": free}) for free in (32 << 30, (32 << 30) - 1)),
+    *(("cpu", {"free_bytes": free}) for free in (1 << 30, (1 << 30) - 1)),
+    *(("node", {"shared_bytes": mib << 20}) for mib in (1024, 1023, 0)),
+    *(("cpu", {"shared_bytes": mib << 20}) for mib in (256, 255)),
+    *(("node", {"cores": cores}) for cores in (32, 31.5, 8, 7.5)),
+    *(("node", {"load": load}) for load in (28.0, 28.1)),
+    *(("nodes", {"lockable_bytes": kib << 10}) for kib in (4 << 20, (4 << 20) - 1)),
+    *(("cpu", {"cores": 2}), ("cpu", {"load": 1.0, "cores": 3})),
+    *(("alone", {"shared_bytes": 0}), ("alone", {"load": 1.1, "cores": 1})),
+    *(("node", {"governors": frozenset({*slow, "performance"})}) for slow in ([], ["powersave"])),
+    *((layout, {"ports": ports}) for layout in ("node", "nodes") for ports in (DOWN, ONE_DOWN, ())),
+    *(("nodes", change) for change in ({"has_rdma_devices": False}, {"address": "127.0.1.1"}, {"address": ""})),
+]
 
 
-def test_the_facts_of_this_machine_within_a_containers_limits(tmp_path: Path) -> None:
+def test_each_wrong_fact_is_named() -> None:
+    said = ""
+    for layout, facts in FACTS:
+        said += f"{layout}: {', '.join(facts)}\n{problems(check_machine(replace(MACHINE, **facts), LAYOUTS[layout]))}"
+    assert said == Path(__file__).with_name("machine.txt").read_text()
+
+
+def test_the_facts_of_this_machine_within_a_containers_limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("psutil.getloadavg", lambda: (1.5, 2.5, 3.5))
     port, cpu = "/sys/class/infiniband/mlx5_0/ports/1", "/sys/devices/system/cpu"
     files = {
         "/sys/fs/cgroup/memory.max": "1048576\n",
@@ -60,7 +53,7 @@ def test_the_facts_of_this_machine_within_a_containers_limits(tmp_path: Path) ->
         f"{cpu}/cpufreq/x": "",
     }
     machine = read_machine(fake_host(tmp_path, files))
-    assert (machine.free_bytes, machine.cores) == (1 << 20, 0.5)
+    assert (machine.free_bytes, machine.cores, machine.load) == (1 << 20, 0.5, 1.5)
     assert machine.ports == (AdapterPort("mlx5_0 port 1", "ACTIVE", "200 Gb/sec (4X HDR)", "Ethernet"),)
     assert (machine.governors, machine.shared_bytes, machine.has_rdma_devices) == ({"powersave"}, 0, False)
     free = {"/sys/fs/cgroup/memory.max": "max", "/sys/fs/cgroup/cpu.max": "max 100000", "/dev/shm/x": ""}

@@ -3,14 +3,13 @@
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
-
 from compliance.doctor.gpus import ACROSS_NODES, NVLINK, PCIE, Gpus, check_gpus, read_gpus
 from compliance.doctor.run import ExaminedRun, IntendedRun
-from tests.compliance.doctor.fake_host import CPU, GPU, GPUS, NODE, expect
+from tests.compliance.doctor.fake_host import CPU, GPU, GPUS, NODE, expect, problems
 
 PYTORCH: dict[str, Any] = {"PyTorch": "2.13.0+cu130", "CUDA": "13.0", "cuDNN": "9.14.0", "NCCL": "2.28.9", "gpus": 8}
 ONE_RANK = replace(NODE, intended=IntendedRun("h100_1x1"), ranks=1)
@@ -26,51 +25,45 @@ def linked(ways: dict[str, int]) -> Gpus:
     return replace(GPUS, ways=Counter(ways))
 
 
-@pytest.mark.parametrize(
-    ("layout", "found", "expected"),
-    [
-        (NODE, GPUS, []),
-        (CPU, GPUS, []),
-        (CPU, Gpus(), []),
-        (NODE, Gpus(), ["fail GPUs: no NVIDIA driver here"]),
-        (NODE, Gpus(trouble="Driver Not Loaded"), ["fail GPUs: Driver Not Loaded"]),
-        (NODE, gpus(4), ["fail GPUs: 4x NVIDIA H100 80GB HBM3, but h100_1x8 needs 8"]),
-        (NODE, gpus(8, name="T400"), ["fail GPUs: of several kinds: 7x"]),
-        (NODE, gpus(16), ["warn GPUs: 16x"]),
-        (ONE_RANK, gpus(1, name="NVIDIA A100-SXM4-80GB"), ["warn GPU kind: made for H100"]),
-        (ONE_RANK, gpus(1, is_divided=True), ["warn GPU 0: divided by MIG"]),
-        (NODE, gpus(8, is_divided=True), ["fail GPU 7: divided by MIG"]),
-        (NODE, gpus(8, uncorrected_errors=3), ["fail GPU 7: 3 uncorrected memory errors"]),
-        (NODE, gpus(8, remapping_failed=True), ["fail GPU 7: could not be remapped"]),
-        (NODE, gpus(8, remapping_pending=True), ["warn GPU 7: at the next reset"]),
-        (NODE, gpus(8, throttled_by=("hardware slowdown",)), ["warn GPU 7: hardware slowdown"]),
-        (NODE, gpus(8, power_limit_w=500.0), ["warn GPU 7: power limit 500 W of 700 W"]),
-        (NODE, gpus(8, pcie_width=8), ["warn GPU 7: PCIe x8 of x16"]),
-        (NODE, gpus(8, processes=("python3 (pid 4711)",)), ["fail GPU use: in use: python3 (pid 4711) on GPU 7"]),
-        (NODE, gpus(8, used_bytes=40000 << 20), ["fail GPU use: cannot see: GPU 7 40000 MiB"]),
-        (NODE, linked({ACROSS_NODES: 28}), ["warn GPU links: every GPU to every other: PCIe across"]),
-        (NODE, linked({NVLINK: 27, PCIE: 1}), ["warn GPU links: some pairs lack NVLink"]),
-        (NODE, linked({PCIE: 28}), []),
-        (NODE, linked({}), ["warn GPU links: no topology"]),
-    ],
-)
-def test_gpus_of_a_node(layout: ExaminedRun, found: Gpus, expected: list[str]) -> None:
-    expect(check_gpus(layout, found, PYTORCH | {"gpus": layout.ranks}), *expected)
+CASES: dict[str, tuple[ExaminedRun, Gpus]] = {
+    "well": (NODE, GPUS),
+    "none needed": (CPU, GPUS),
+    "none here and none needed": (CPU, Gpus()),
+    "no driver": (NODE, Gpus()),
+    "a driver in trouble": (NODE, Gpus(trouble="Driver Not Loaded")),
+    **{f"{count} GPUs": (NODE, gpus(count)) for count in (4, 16)},
+    "two kinds": (NODE, gpus(8, name="T400")),
+    "another kind": (ONE_RANK, gpus(1, name="NVIDIA A100-SXM4-80GB")),
+    "one divided": (ONE_RANK, gpus(1, is_divided=True)),
+    "one of eight divided": (NODE, gpus(8, is_divided=True)),
+    "errors": (NODE, gpus(8, uncorrected_errors=3, remapping_failed=True, remapping_pending=True)),
+    "throttled": (NODE, gpus(8, throttled_by=("hardware slowdown", "hardware power brake"))),
+    "less power": (NODE, gpus(8, power_limit_w=500.0)),
+    "fewer lanes": (NODE, gpus(8, pcie_width=8)),
+    **{f"{len(names)} programs": (NODE, gpus(8, processes=tuple(names))) for names in ("a", "abc", "abcde")},
+    **{f"{mib} MiB in use": (NODE, gpus(8, used_bytes=mib << 20)) for mib in (1024, 1025)},
+    "no links": (NODE, linked({})),
+    "links across nodes": (NODE, linked({ACROSS_NODES: 28})),
+    "one link missing": (NODE, linked({NVLINK: 27, PCIE: 1})),
+    "PCIe": (NODE, linked({PCIE: 28})),
+    "one GPU without links": (ONE_RANK, replace(gpus(1), ways=Counter())),
+}
+ANSWERS: dict[str, dict[str, Any]] = {
+    "no PyTorch": {},
+    **{f"PyTorch sees {seen}": PYTORCH | {"gpus": seen} for seen in (0, 7, 8, None)},
+    "PyTorch in trouble": PYTORCH | {"gpus": 0, "trouble": "driver on your system is too old"},
+}
 
 
-@pytest.mark.parametrize(
-    ("pytorch", "expected"),
-    [
-        (None, "fail PyTorch: cannot be imported"),
-        ({}, "ok PyTorch: PyTorch 2.13.0+cu130, CUDA 13.0, cuDNN 9.14.0, NCCL 2.28.9, driver 580.65.06"),
-        ({"gpus": 0}, "fail PyTorch: sees 0 of 8 GPUs"),
-        ({"gpus": 4}, "fail PyTorch: sees 4 of 8 GPUs, expected 8"),
-        ({"gpus": 0, "trouble": "driver on your system is too old"}, "fail PyTorch: too old"),
-    ],
-)
-def test_pytorch(pytorch: dict[str, Any] | None, expected: str) -> None:
-    answer = {} if pytorch is None else PYTORCH | pytorch
-    expect(check_gpus(NODE, GPUS, answer), expected, about="PyTorch")
+def test_what_is_said_of_gpus() -> None:
+    said = ""
+    for name, (layout, found) in CASES.items():
+        said += f"{name}\n{problems(check_gpus(layout, found, PYTORCH | {'gpus': layout.ranks}))}"
+    for name, answer in ANSWERS.items():
+        said += f"{name}\n{problems(check_gpus(NODE, GPUS, answer))}"
+    assert said == Path(__file__).with_name("gpus.txt").read_text()
+    versions = "ok PyTorch: PyTorch 2.13.0+cu130, CUDA 13.0, cuDNN 9.14.0, NCCL 2.28.9, driver 580.65.06"
+    expect(check_gpus(NODE, GPUS, PYTORCH), versions, about="PyTorch")
 
 
 class NVMLError(Exception):
@@ -150,7 +143,7 @@ def test_what_a_driver_does_not_know_is_left_out() -> None:
     nothing = {name: NVMLError("Not Supported") for name in Nvml().answers if name.startswith("DeviceGet")}
     kept = {name: Nvml().answers[name] for name in ("DeviceGetCount", "DeviceGetHandleByIndex", "DeviceGetName")}
     found = read_gpus(Nvml(**nothing | kept))
-    assert [gpu.memory_bytes for gpu in found.gpus] == [0, 0]
+    assert [(gpu.memory_bytes, gpu.used_bytes) for gpu in found.gpus] == [(0, 0)] * 2
     expect(check_gpus(replace(NODE, ranks=2), found, PYTORCH), "warn GPU links: no topology")
 
 

@@ -13,6 +13,7 @@ from compliance.official.package import Answer, ask
 from console.processes import Output
 from tests.compliance import command
 from tests.compliance.doctor.fake_host import BARE, LSCPU, MACHINE, PORTS, describe, fake_host
+from tests.conftest import REPOSITORY
 
 ANSWERS: dict[str, str | Output] = {
     "lscpu": LSCPU,
@@ -48,7 +49,8 @@ def test_a_machine_without_tools_is_described_too(tmp_path: Path, answer: str | 
         assert fields["framework"].startswith("PyTorch")
         assert fields["accelerators_per_node"] == str(len(machine.gpus.gpus))
         assert fields["host_processor_model_name"]
-        assert fields["host_storage_capacity"].endswith(" GB")
+        disk = os.statvfs(REPOSITORY)
+        assert fields["host_storage_capacity"] == f"{disk.f_blocks * disk.f_frsize / 10**9:.0f} GB"  # no GiB
 
 
 # The file
@@ -110,7 +112,8 @@ def test_setting_a_field_changes_no_other(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "content", ["my notes\n", "", "[1, 2]", '{"name": "x", "version": "1", "framework": "y", "a": 1}', "pipe"]
+    "content",
+    ["my notes\n", "", "[1, 2]", '{"name": "x", "version": "1", "framework": "y", "status": "", "a": 1}', "pipe"],
 )
 def test_a_file_that_is_no_description_is_left_alone(tmp_path: Path, content: str) -> None:
     path = tmp_path / "vm.json"

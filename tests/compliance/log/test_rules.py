@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from mlperf_logging.compliance_checker import mlp_compliance
 
@@ -50,6 +50,8 @@ def test_evaluation_interval_is_the_formula_of_the_rules(batch: int) -> None:
 
 
 @given(st.integers(1, 50), st.integers(1, 10**6), st.integers(1, 20_000))
+@example(1, 150_000, 448)
+@example(2, 150_000, 448)
 def test_scheduled_evaluations_are_on_schedule(index: int, interval: int, batch: int) -> None:
     of_run = schedule.EvaluationSchedule(interval, batch)
     samples = of_run.samples(index)
@@ -73,6 +75,8 @@ def test_scheduled_evaluations_are_on_schedule(index: int, interval: int, batch:
         (325_000, 16_384, 5, 1_645_000, 1_300_000, True),  # each of two counts of packed batches may be a batch off
         (325_000, 16_384, 5, 1_660_000, 1_300_000, False),
         (150_000, 1536, 2, 350_000, 175_000, False),
+        *((150_000, 448, 15, 2_250_000 + off, 0, abs(off) < 448) for off in (-448, -447, 447, 448)),
+        *((150_000, 448, 15, 500_000 + off, 350_000, abs(off) < 896) for off in (-896, -895, 895, 896)),
         (150_000, 448, 2, 450_000, 150_000, False),
     ],
 )

@@ -10,9 +10,9 @@ from mlperf_logging.compliance_checker.mlp_parser import ruleset_300, ruleset_50
 from compliance.log.record import TOKEN
 from compliance.official import checker as official
 from compliance.official import process
-from compliance.official.checker import Opinion, opinion
+from compliance.official.checker import Complaint, Opinion, opinion
 from compliance.official.worker import token_lines
-from tests.compliance.log_edits import Edit, in_turn, value
+from tests.compliance.log_edits import Edit, delete, in_turn, lines_of, swap, value
 from tests.programs import PATIENCE_S, python
 
 Ask = Callable[..., Opinion]
@@ -28,9 +28,24 @@ def ask(closed_log: str) -> Ask:
     return of
 
 
-def test_a_missing_tensor_is_understood(ask: Ask) -> None:
-    (complaint,) = ask(lambda text: text.replace("layer_0/output/dense/bias", "x"), "2.0.0").complaints
-    assert (complaint.keys, complaint.absent, complaint.severity) == ({"weights_initialization"}, True, "error")
+def test_messages_are_understood(ask: Ask, closed_log: str) -> None:
+    place = 2 + closed_log.splitlines().index(lines_of(closed_log, "init_stop")[0].strip())
+    low = "Failed checks for eval_accuracy : (v['value'] >= 0.720) and v['value'] < 1.0"
+    none = "Required EXACTLY_ONE occurrence of 'global_batch_size' but found 0"
+    early = {"run_start": " ( s['init_stopped'] == True )", "init_stop": "not s['run_started']"}
+    tensors = Complaint("the list of initialised tensors is wrong", frozenset({"weights_initialization"}), absent=True)
+    swapped = [
+        Complaint(f"{key} fails the condition {early[key]}", frozenset({key}), place + number, about_state=True)
+        for number, key in enumerate(early)
+    ]
+    for change, complaints in (
+        (value("eval_accuracy", 0.1, -1), [Complaint(low, frozenset({"eval_accuracy"}), absent=True)]),
+        (delete("global_batch_size"), [Complaint(none, frozenset({"global_batch_size"}), absent=True)]),
+        (swap("init_stop", "run_start"), swapped),
+    ):
+        assert ask(change) == Opinion("fail", tuple(complaints))
+    renamed = ask(lambda text: text.replace("layer_0/output/dense/bias", "x"), "2.0.0")
+    assert (renamed.complaints, renamed.errors) == ((tensors,), 1)
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ from compliance.watch.screen import watch
 from compliance.watch.watched import Watch, choose
 from tests.compliance import run_logs
 from tests.compliance.result_folders import write_experiment
-from tests.compliance.watch.test_running import line
+from tests.compliance.watch.test_running import begun, evaluate, line
 from tests.conftest import REPOSITORY
 from tests.programs import PATIENCE_S
 
@@ -56,7 +56,7 @@ class Clock:
     """Fake clock. It advances only while the watch sleeps, and then runs the events that are due."""
 
     def __init__(self) -> None:
-        self._begin_s, self._wall_s = time.monotonic(), time.time()
+        self._begin_s, self._wall_s = time.monotonic(), run_logs.START_MS / 1000 + 100
         self._slept_s = 0.0
         self._events: list[tuple[float, Callable[[], object]]] = []
 
@@ -85,6 +85,10 @@ def clock_of_watch(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return watch_clock
 
 
+def expected(name: str) -> str:
+    return Path(__file__).with_name(name).read_text()
+
+
 def followed(path: Path, timeout_s: float = 5.0, stale_s: float = 5.0) -> tuple[int, str]:
     """Watch a run; return the exit status and the output, formatted as for a file."""
     text = io.StringIO()
@@ -100,7 +104,7 @@ def test_the_whole_output_about_a_run_beside_others(tmp_path: Path) -> None:
         closed_run(tmp_path / f"result_{number}.txt", 17, seed=100 + number)
     status, said = followed(closed_run(tmp_path / "result_0.txt", 4, seed=101))
     assert status == 0
-    assert said == Path(__file__).with_name("beside_others.txt").read_text()
+    assert said == expected("beside_others.txt")
 
 
 def test_success_below_the_target_is_none(tmp_path: Path) -> None:
@@ -121,12 +125,8 @@ def test_output_with_the_lines_of_a_log_that_is_written_meanwhile(tmp_path: Path
     path = tmp_path / "result_0.txt"
     cuts = [0, 900, whole.index('"block_start"'), len(whole) // 2, len(whole) - 700, len(whole) - 5, len(whole)]
     clock_of_watch.then(*(lambda end=end: path.write_text(whole[:end]) for end in cuts))
-    status, text = followed(path)
-    said = text.splitlines()
-    assert (status, said[0]) == (0, f"waiting for a running log at {path}")
-    assert "evaluation 6: accuracy 0.7202 of 0.7200 at 900,032 samples" in text
-    [seed] = [number for number, text in enumerate(said) if "seed 1 is the seed of result_1.txt too" in text]
-    assert said[seed + 1].startswith("evaluation 1: ")
+    status, said = followed(path)
+    assert (status, said.replace(str(tmp_path), "FOLDER")) == (0, expected("meanwhile.txt"))
 
 
 def test_a_log_that_never_comes_or_stops_growing(tmp_path: Path, clock_of_watch: Clock) -> None:
@@ -145,12 +145,16 @@ def test_a_silent_initialisation_is_waited_for(
     tmp_path: Path, clock_of_watch: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "result_0.txt"
-    path.write_bytes(line("init_start", None, int(clock_of_watch.time() * 1000) - 65_000, "INTERVAL_START") + b"\n")
+    begin_ms = int(clock_of_watch.time() * 1000) - 26 * 60_000 - 5_000
+    path.write_bytes(line("init_start", None, begin_ms, "INTERVAL_START") + b"\n")
     whole = run_logs.write_run(tmp_path / "elsewhere" / "result_0.txt", "open").read_bytes()
     clock_of_watch.then(lambda: path.write_bytes(path.read_bytes() + whole), pause_s=0.6)
     status, text = followed(path, stale_s=0.2)
     assert status == 0
-    assert "initialising, 1:05 of 30:00 at most" in text
+    assert text.splitlines()[:2] == [
+        f"{path}: initialising, 26:05 of 30:00 at most",
+        "warning: initialisation has taken 26 min of 30 (TR 11)",
+    ]
     monkeypatch.setattr(watching, "INIT_STALE_S", 0.3)
     path.write_bytes(line("init_start", None, int(clock_of_watch.time() * 1000), "INTERVAL_START") + b"\n")
     assert followed(path, stale_s=0.1)[0] == 1
@@ -256,7 +260,20 @@ def test_a_run_without_a_target_trains_to_its_end(tmp_path: Path) -> None:
     assert looked_at(path).forecast_words(end_ms) == "trains to its end"
 
 
+def test_a_log_that_names_no_target_has_no_forecast(tmp_path: Path) -> None:
+    watched = Watch(tmp_path / "a", "5.0.0", begun("open", without="quality_target"))
+    evaluate(watched.run, 1024, 0.25, watched.run.last_ms + 1000)
+    panel = shown(watched, watched.run.last_ms)
+    for words in (
+        "unknown: the log names no target, batch size or interval",
+        "0.2500 (no target logged) at 1,024 samples",
+    ):
+        assert words in panel
+
+
 # The display
+
+SITES = json.dumps({"event": "step", "step": 1, "samples": 448, "site_bytes": 2_500_000, "site_wait_ms": 1.25}).encode()
 
 
 def shown(watched: Watch, now_ms: float, width: int = 100) -> str:
@@ -287,14 +304,24 @@ def test_the_panel_of_a_run_in_progress(tmp_path: Path, clock_of_watch: Clock) -
 
 def test_the_panel_of_every_phase_and_width(tmp_path: Path) -> None:
     watched = Watch(tmp_path / "growing.txt", "5.0.0")
-    assert "not begun" in shown(watched, 0)
-    seen: set[str] = set()
+    panels = {("not begun", 0): shown(watched, 0)}
     for text in closed_run(tmp_path / "result_0.txt", 3).read_bytes().splitlines():
         watched.run.take(text)
-        if text.startswith(b":::") and b"weights_initialization" not in text:
-            (panel,) = {shown(watched, watched.run.last_ms, width).split("phase")[1].split()[0] for width in (40, 200)}
-            seen.add(panel.rstrip(","))
-    assert seen == {"not", "initialising", "initialised", "training", "evaluating", "ended"}
+        if re.search(rb'"key": "(init|run|eval)_', text):
+            narrow, panel = (shown(watched, watched.run.last_ms + 1500, width) for width in (40, 80))
+            phase = re.findall(r"phase +([a-z]+ ?[a-z]*)", panel)[0]
+            assert phase.split()[0] in narrow
+            if panels.setdefault((phase, len(watched.run.curve)), panel) is panel and phase == "training":
+                watched.run.take_metrics(SITES)
+    assert "".join(panels.values()) == expected("panels.txt")
+
+
+@pytest.mark.parametrize(("ends", "colour"), [("success", "\x1b[32m"), ("aborted", "\x1b[1;31m")])
+def test_the_end_has_the_colour_of_success_or_failure(tmp_path: Path, ends: str, colour: str) -> None:
+    text = io.StringIO()
+    console = Console(file=text, width=100, force_terminal=True, color_system="standard", legacy_windows=False)
+    console.print(watching.view(looked_at(closed_run(tmp_path / "result_0.txt", 3, ends=ends)), 0))
+    assert f"{colour}{ends} after 0:02 (" in text.getvalue()
 
 
 def test_what_a_log_says_does_not_steer_the_terminal(tmp_path: Path) -> None:

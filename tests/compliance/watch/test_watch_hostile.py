@@ -87,6 +87,14 @@ def test_a_flood_of_broken_rules_and_of_lines_of_the_head_is_bounded() -> None:
     assert len(run.header) == (running.MAX_COMPLAINTS + 500) // 2 + 1
 
 
+def test_evaluations_beyond_a_bound_are_ignored() -> None:
+    run = begun("open", eval_interval_samples=32)
+    for index in range(1, running.MAX_EVALUATIONS + 3):
+        evaluate(run, 32 * index, 0.1, BASE + 1000 * index)
+    assert list(run.complaints) == ["there are more than 1000 evaluations: the others are ignored"]
+    assert len(run.curve) == running.MAX_EVALUATIONS == 1000
+
+
 # Paths that are not regular files
 
 

@@ -1,0 +1,136 @@
+"""What a log's records say about its run: the unit of its counts, the sequences trained, and its end."""
+
+import math
+from typing import Any
+
+import pytest
+
+from compliance.log.record import Record
+from compliance.log.run import LoggedRun
+from tests.compliance.run_logs import START_MS
+
+ACCURACY = 0.5
+"""Accuracy of an evaluation below the target."""
+
+
+def run_of(
+    *counts: Any,
+    accuracies: tuple[Any, ...] = (),
+    blocks: tuple[int, ...] = (),
+    status: str = "success",
+    **settings: Any,
+) -> LoggedRun:
+    """Return a run of 100 s with an evaluation at each count. Batches have 448 sequences, which sets 150,000 an interval."""
+    run, settings = LoggedRun(), {"global_batch_size": 448, "submission_division": "closed"} | settings
+    keys = [("init_start", None, {}), *((key, value, {}) for key, value in settings.items()), ("init_stop", None, {})]
+    keys += [("run_start", None, {}), *(("block_stop", None, {"samples_count": count}) for count in blocks)]
+    accuracies = accuracies or (*[ACCURACY] * (len(counts) - 1), 0.72)
+    for count, accuracy in zip(counts, accuracies, strict=False):
+        keys.append(("eval_accuracy", accuracy, {} if count is None else {"epoch_num": count}))
+    times = {"run_start": START_MS + 50_000, "run_stop": START_MS + 150_000}
+    for line, (key, value, metadata) in enumerate([*keys, ("run_stop", None, {"status": status})], start=1):
+        run.add(Record(line, times.get(key, START_MS + 60_000), "", key, value, metadata))
+    return run
+
+
+@pytest.mark.parametrize(
+    ("counts", "unit"),
+    [
+        ((), ""),
+        ((448,), ""),
+        ((447,), "epoch_num 447 at 1 evaluation"),
+        ((5000, 5000), "epoch_num 5000 at 2 evaluations"),
+        ((5000, 5001), "epoch_num 5000 to 5001 at 2 evaluations"),
+        ((5000, 5002), ""),
+        # 150,000 / 448 = 334.8 steps, within a fifth
+        ((267, 534), ""),
+        ((268, 536), "epoch_num 268 to 536 at 2 evaluations, which counts optimizer steps"),
+        ((401, 802), "epoch_num 401 to 802 at 2 evaluations, which counts optimizer steps"),
+        ((402, 804), ""),
+        # 150,000 x 512 = 76,800,000 tokens, within a fifth
+        ((61_439_999,), ""),
+        ((61_440_000,), "epoch_num 61440000 at 1 evaluation, which counts tokens"),
+        ((92_160_000,), "epoch_num 92160000 at 1 evaluation, which counts tokens"),
+        ((92_160_001,), ""),
+        ((100_000_000,), ""),
+        ((100_000_001,), "epoch_num 100000001 at 1 evaluation, the size of a data set"),
+    ],
+)
+def test_the_unit_of_the_counts(counts: tuple[int, ...], unit: str) -> None:
+    assert run_of(*counts).other_unit == unit
+    is_open = run_of(*counts, submission_division="open", eval_interval_samples=150_000)
+    assert is_open.other_unit == ("" if "data set" in unit else unit)
+
+
+def test_a_count_beyond_the_blocks_is_doubted() -> None:
+    counts = (150_080, 300_160)
+    assert run_of(*counts, blocks=(149_712,)).doubt == ""  # 150,448 before the evaluation: an interval and a batch
+    words = "epoch_num 300160 at the last evaluation, and samples_count 149711 at the last block_stop"
+    assert run_of(*counts, blocks=(149_711,)).doubt == run_of(*counts, blocks=(9, 149_711)).doubt == words
+    assert run_of(*counts, blocks=(149_711, 149_711)).doubt == ""  # each block is counted
+    assert run_of(150_080, None).doubt == "an evaluation has no epoch_num"
+    assert run_of().doubt == ""
+
+
+@pytest.mark.parametrize(
+    ("counts", "settings", "low", "high", "otherwise"),
+    [
+        # From the last evaluation to the next one
+        ((150_080, 300_160), {}, 300_160, 450_160, 300_160),
+        ((150_080, 300_160), {"global_batch_size": None}, 300_160, 450_240, 300_160),
+        ((150_080, 300_160), {"submission_division": "open"}, 300_160, 450_240, 300_160),
+        # Counts that are doubted: an interval, a fifth less or a tenth more than the schedule says
+        ((1, 2), {}, 150_000, 450_000, None),
+        ((*range(1, 21),), {}, 2_400_000, 3_300_000, None),
+        ((*range(21),), {}, 2_400_000, 3_300_000, None),  # the first evaluation is that of the untrained model
+        ((1, 1), {"global_batch_size": None}, 0, 100_000_000, None),
+        ((1, 1), {"submission_division": "open"}, 0, 100_000_000, None),
+    ],
+)
+def test_train_samples_counts_where_the_evaluations_agree(
+    counts: tuple[int, ...], settings: dict[str, Any], low: int, high: int, otherwise: int | None
+) -> None:
+    trained = [run_of(*counts, train_samples=each, **settings).trained for each in (low - 1, low, high, high + 1)]
+    assert trained == [otherwise, low, high, otherwise]
+    assert run_of(*counts, **settings).trained == otherwise
+
+
+def test_the_first_evaluation_at_the_target_counts_and_its_count_must_be_trusted() -> None:
+    went_on = run_of(150_080, 300_160, 450_240, accuracies=(0.7199, 0.72, 0.71), train_samples=450_240)
+    assert (went_on.reached, went_on.went_on, went_on.converged_samples(), went_on.trained) == (
+        1,
+        True,
+        300_160,
+        450_240,
+    )
+    doubted = run_of(1, 2, 3, accuracies=(0.5, 0.73, 0.73), train_samples=450_240)
+    assert (doubted.converged_samples(), doubted.is_unknown, doubted.trained) == (None, True, 450_240)
+    assert [samples for samples, _ in doubted.curve] == [150_080, 300_160, 450_240]  # as scheduled
+    stopped = run_of(1, 2, 3, accuracies=(0.5, 0.6, 0.73), train_samples=450_240)
+    assert (stopped.converged_samples(), stopped.is_unknown, stopped.went_on) == (450_240, False, False)
+    for run in (run_of(150_080, accuracies=(0.7199,)), run_of(150_080, status="aborted"), run_of()):
+        assert (run.converged_samples(), run.is_unknown, run.went_on) == (None, False, False)
+    assert run_of(150_080, accuracies=(0.1,), submission_division="open").converged_samples() == 150_080  # no target
+    odd = run_of(150_080, 300_160, accuracies=(72.0, 0.73))  # no fraction
+    assert (odd.reached, odd.curve, odd.accuracy) == (1, [(300_160, 0.73)], 0.73)
+
+
+def test_the_rate_counts_the_time_and_the_sequences_of_the_run_itself() -> None:
+    run = run_of(150_080, 300_160)
+    assert (run.seconds, run.sequences_per_s) == (100.0, 3001.6)
+    assert run_of().sequences_per_s is None
+    resumed = LoggedRun({"resumed from": "a"})
+    for line, (key, time_ms, count) in enumerate(
+        [("run_start", 0, None), ("block_start", 1, 100), ("eval_accuracy", 2, 700), ("run_stop", 2000, None)], start=1
+    ):
+        resumed.add(Record(line, START_MS + time_ms, "", key, 0.5, {} if count is None else {"epoch_num": count}))
+    assert (resumed.resumed_samples, resumed.counted_samples, resumed.sequences_per_s) == (100, 700, 300.0)
+
+
+def test_settings_of_a_wrong_type_are_unknown() -> None:
+    run = run_of(
+        global_batch_size=448.0, seed="1", train_samples=math.nan, submission_division="OPEN", quality_target=True
+    )
+    assert (run.division, run.target, run.global_batch_size, run.seed, run.train_samples) == ("open", *[None] * 4)
+    assert run.schedule is None
+    assert run_of(submission_division="other").division == "closed"
