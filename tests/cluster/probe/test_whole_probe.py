@@ -83,7 +83,9 @@ def test_a_probe_of_four_ranks_finds_what_its_clocks_say(tmp_path: Path, monkeyp
     assert (view.backend, view.seconds, view.switches_from, view.sites_stated) == ("gloo", 1 / 32, "slurm", True)
     assert view.hosts == HOSTS
     assert view.ranks == tuple(
-        Rank(r // 2, r % 2, "CPU", 1 << 32, "v0", (Rate("product", "fp32", 512, step), Rate("copy", "fp32", 2**25, step)))
+        Rank(
+            r // 2, r % 2, "CPU", 1 << 32, "v0", (Rate("product", "fp32", 512, step), Rate("copy", "fp32", 2**25, step))
+        )
         for r, step in enumerate(STEPS)
     )
     # The host h9 precedes h10. The first rank of a pair measures the latency, and the receiver the rate.
