@@ -82,7 +82,7 @@ def test_deviations_and_limits_are_those_of_the_formula(parts: int, fitted: int,
     freedom = scale**4 / (repeated**4 / max(1.0, 0.37 * free * 3) + beyond**2 / free)
     chance = scipy.stats.t.sf(excess[-1] / scale[-1], np.maximum(1.0, freedom[-1]))
     for comparisons, factor in ((1, 0.999), (1, 1.001), (4, 0.999), (4, 1.001)):
-        judgement = judge(times, comparisons, factor / chance / comparisons, fitted)
+        judgement = judge(times, comparisons, float(factor / chance / comparisons), fitted)  # type: ignore[arg-type]
         assert judgement.is_outlier[-1] == (factor < 1), (comparisons, factor)
 
 
