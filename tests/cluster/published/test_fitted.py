@@ -11,7 +11,6 @@ from cluster.published.fitted import (
     link_rate,
     log_samples,
     network_rate,
-    require_batch,
     sequence_time,
     smooth_minimum,
 )
@@ -133,12 +132,6 @@ def evaluation_samples(batch: int) -> float:
     return 0.05 * (230.23 * batch + 3e6) // 25_000 * 25_000
 
 
-def test_limits_of_batches() -> None:
-    machine = describe_machine(H100, 1, 8)
-    for batch in (8, 8 * 16384):
-        require_batch(batch, machine)
-    for batch in (7, 8 * 16384 + 1):
-        with pytest.raises(ValueError, match=f"global batch size {batch:,} on 8 accelerators"):
-            require_batch(batch, machine)
-    assert smooth_minimum(0.0, 1.0) == 0.0
+def test_two_equal_limits_are_a_little_less_than_either() -> None:
     assert smooth_minimum(1.0, 1.0) == pytest.approx(2 ** (-1 / 8))
+    assert smooth_minimum(0.0, 1.0) == 0.0, "nothing to hide"
