@@ -6,12 +6,9 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import scipy.stats
-from hypothesis import given
-from hypothesis import strategies as st
 
 from cluster.outliers import judge, leaves_of, take_apart
 from cluster.probe.links import rounds_of_pairs
-from tests.conftest import at_most
 
 Noise = Callable[[np.random.Generator, tuple[int, int]], np.ndarray]
 NOISES: dict[str, Noise] = {
@@ -43,21 +40,6 @@ def test_a_part_at_half_speed_is_named_and_no_other(noise: Noise, parts: int, le
         times[:, 2] += np.log(2)
         right += list(np.flatnonzero(judge(times, 4 * parts).is_outlier)) == [2]
     assert right >= 100 * least
-
-
-@given(st.integers(0, 2**32 - 1), st.integers(6, 40), st.floats(0.0001, 0.03))
-@at_most(40)
-def test_what_is_named_depends_on_how_well_parts_agree(seed: int, parts: int, noise: float) -> None:
-    rng = np.random.default_rng(seed)
-    even = rng.normal(0, noise, (TURNS, parts))
-    slow, scaled = even.copy(), even + rng.normal()
-    slow[:, 0] += 40 * noise + 0.002
-    judgement = judge(slow, 4 * parts)
-    assert judgement.is_outlier[0]
-    assert judgement.ratios[0] == pytest.approx(np.exp(40 * noise + 0.002), rel=4 * noise)
-    np.testing.assert_allclose(judge(scaled, 1).deviations, judge(even, 1).deviations, rtol=1e-6, atol=1e-6)
-    slow[:, 0] -= 2 * (40 * noise + 0.002)
-    assert not judge(slow, 4 * parts).is_outlier[0], "what is fast is nothing to name"
 
 
 @pytest.mark.parametrize("parts", [5, 11])
