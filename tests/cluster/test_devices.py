@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from cluster.devices import device_named, devices
+from cluster.devices import Network, describe_machine, device_named, devices
 from cluster.published.results import TABLE
 from tests.cluster.conftest import Command
 from tests.programs import REPOSITORY
@@ -88,6 +88,27 @@ def test_an_unknown_name_is_refused_with_the_nearest(name: str, nearest: str) ->
     with pytest.raises(ValueError, match=rf"unknown; nearest: .*{nearest}.*`python -m cluster devices`") as error:
         device_named(name)
     assert len(str(error.value)) < 500
+
+
+@pytest.mark.parametrize(
+    ("name", "nodes", "per_node", "network", "group", "groups"),
+    [
+        ("A100-SXM", 1, 8, (8, 200), 8, 1),
+        ("H100-SXM", 2, 8, (8, 400), 8, 2),
+        ("A30", 3, 4, (1, 100), 4, 3),
+        ("CPU", 3, 2, (1, 100), 2, 3),
+        ("GB200", 2, 4, (4, 400), 8, 1),
+        ("GB200", 19, 4, (4, 400), 72, 2),
+    ],
+)
+def test_a_machine_that_is_not_described_has_the_usual_network_and_groups(
+    name: str, nodes: int, per_node: int, network: tuple[int, int], group: int, groups: int
+) -> None:
+    machine = describe_machine(device_named(name), nodes, per_node)
+    assert machine.network == Network(*network, is_assumed=True)
+    assert (machine.accelerators, machine.group, machine.groups) == (nodes * per_node, group, groups)
+    bridged = [describe_machine(machine.device, 1, 2, text).is_bridged for text in ("PCIe", "NVLink", "bridge")]
+    assert bridged == [False, name == "A30", name == "A30"]
 
 
 @pytest.mark.parametrize(
