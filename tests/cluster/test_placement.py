@@ -33,6 +33,7 @@ def test_a_ring_leaves_each_leaf_and_each_pod_once() -> None:
     order = [hosts[host] for host in place(hosts, len(hosts))]
     assert sorted(order) == sorted(hosts)
     assert cost(order) == 32 + 4
+    assert [cost([("top", leaf) for leaf in leaves]) for leaves in ("a", "ab", "abc")] == [0, 1, 3]
 
 
 def test_a_part_of_the_hosts_comes_from_the_smallest_subtree_and_few_leaves() -> None:

@@ -51,6 +51,7 @@ def probe(rank: int, out: Path, patch: pytest.MonkeyPatch) -> tuple[int, list[st
     return status, said.getvalue().splitlines(), errors.getvalue().splitlines(), searched
 
 
+@pytest.mark.slow
 def test_a_probe_of_four_ranks_finds_what_its_clocks_say(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out = tmp_path / "cluster.json"
     main, *others = on_forks(tmp_path, ["h10", "h10", "h9", "h9"], lambda rank: probe(rank, out, monkeypatch))
@@ -99,3 +100,19 @@ def test_a_probe_of_four_ranks_finds_what_its_clocks_say(tmp_path: Path, monkeyp
     assert view.computations == (ComputationTime("gelu", (1.0, 8.0), sum(STEPS) / 4 / 2),)
     # All ranks time a window with three readings of their clocks, and then the work alone.
     assert view.contention == Contention(4, 1, 1 / 32, 3 * sum(STEPS) / 4, sum(STEPS) / 4, 1 / 16)
+
+
+def test_a_lost_rank_ends_the_probe_and_too_short_a_time_does_not_begin_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def lost(*_: object) -> None:
+        raise RuntimeError("Connection closed by peer\nand more")
+
+    monkeypatch.setattr(command, "_measure", lost)
+    with pytest.raises(
+        ValueError, match=r"^rank 0: another rank was lost, or the device failed \(Connection closed by peer\)$"
+    ):
+        command.probe(tmp_path / "cluster.json", seconds=1.0, limit=1.0)
+    for seconds, limit in ((0.99, 60.0), (60.0, 0.99)):
+        with pytest.raises(ValueError, match=f"--seconds is {seconds:g} and --limit is {limit:g}, expected at least 1"):
+            command.probe(tmp_path / "cluster.json", seconds, limit)
