@@ -38,7 +38,7 @@ def on_forks(folder: Path, hosts: Sequence[str], action: Callable[[int], Any]) -
         fork.start()
     try:
         while running := [fork.sentinel for fork in forks if fork.exitcode is None]:
-            assert wait(running, 60)
+            assert wait(running, 30)
             assert all(not fork.exitcode for fork in forks)
     finally:
         for fork in forks:

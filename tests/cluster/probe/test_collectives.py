@@ -1,6 +1,7 @@
 """Data that the probe sends in collectives to detect wrong results."""
 
 from itertools import combinations
+from pathlib import Path
 from typing import get_args
 
 import pytest
@@ -36,13 +37,13 @@ def test_what_is_late_lost_or_out_of_place_is_wrong(operation: Operation, size: 
     [(0.0, (3, 3, 3)), (22.9, (5, 3, 3)), (23.1, (5, 3, 3, 3)), (45.1, (5, 5, 3, 3)), (1e9, (5,) * 4)],
 )
 def test_sizes_grow_until_the_next_would_take_too_long(
-    seconds: float, repeats: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+    seconds: float, repeats: tuple[int, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each repetition takes a second by the clock, so the next size is expected to take 4 s, and at least 3 repetitions."""
     time = clock(1.0)
     monkeypatch.setattr(collectives, "time", time)
     monkeypatch.setattr(collectives, "_LARGEST_BYTES", 2**22)
-    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     try:
         assert dist.group.WORLD is not None
         mesh = Mesh(0, 1, 0, torch.device("cpu"))
