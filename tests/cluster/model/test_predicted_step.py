@@ -58,6 +58,9 @@ def test_ranks_that_share_a_copy_divide_its_products_and_pay_for_what_they_excha
     exchanged = 2 * (tokens + 4 * tokens + tokens + 4 * rows + masked) * 4 * 128
     ring = (1 - 1 / tensor) / (1 - 1 / 4)
     assert dear.forward_backward - free.forward_backward == pytest.approx(1e-6 * ring * exchanged)
+    # Each rank has all of positions, segments, norms, and output biases, and the pooler, transform and classifier.
+    shared = 130 * 128 + 256 + 2 * 6 * 128 + 2 * 128**2 + 258 + 4 * 128 + 14
+    assert dear.update - free.update == pytest.approx(1e-6 * ring * 4 * shared)
     full = predict_step(TINY, replace(strategy, recompute="full"), rates(1, 4, 1e-6), steps=1)
     again = predict_step(TINY, replace(strategy, recompute="full"), rates(1, 4, 0.0), steps=1)
     # The layer's two all-gathers and two reduce-scatters of the forward pass run once more.
