@@ -8,7 +8,7 @@ import pytest
 from bert.configuration.recipes import RECIPES
 from cluster.devices import describe_machine, device_named
 from cluster.published.cost_model import TimedRun
-from cluster.published.results import _distance, closed_rows, usual_batches
+from cluster.published.results import _distance, closed_rows, machine_of_row, usual_batches
 from cluster.published.schedules import schedules
 from tests.programs import REPOSITORY
 
@@ -108,3 +108,17 @@ def test_recipes_have_the_hyperparameters_of_published_results() -> None:
             # Some logs state 0 instead of the weight decay.
             keys = {(*rates, decay, own.learning_rate_training_steps) for decay in (own.weight_decay_rate, 0)}
             assert keys & published, config.recipe
+
+
+@pytest.mark.parametrize(
+    ("name", "per_node", "expected"), [("N/A", 0, 2), ("", 0, 2), ("CPU", 4, 4), ("", 4, 0), ("A100", 0, 0)]
+)
+def test_a_row_without_accelerators_is_of_nodes_with_two_processors(name: str, per_node: int, expected: int) -> None:
+    row = {"accelerator": name, "accelerators_per_node": str(per_node), "nodes": "3"}
+    row |= {"accelerator_interconnect": "", "host_networking": ""}
+    if expected:
+        machine = machine_of_row(row)
+        assert (machine.device.form, machine.nodes, machine.per_node) == ("CPU", 3, expected)
+    else:
+        with pytest.raises(ValueError, match="unknown|GPUs per node: 0"):
+            machine_of_row(row)
