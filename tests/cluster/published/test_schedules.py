@@ -120,5 +120,5 @@ def test_a_row_without_accelerators_is_of_nodes_with_two_processors(name: str, p
         machine = machine_of_row(row)
         assert (machine.device.form, machine.nodes, machine.per_node) == ("CPU", 3, expected)
     else:
-        with pytest.raises(ValueError, match="unknown|GPUs per node: 0"):
+        with pytest.raises(ValueError, match=r"unknown|GPUs per node: 0"):
             machine_of_row(row)
