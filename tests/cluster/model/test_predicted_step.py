@@ -58,6 +58,11 @@ def test_ranks_that_share_a_copy_divide_its_products_and_pay_for_what_they_excha
     exchanged = 2 * (tokens + 4 * tokens + tokens + 4 * rows + masked) * 4 * 128
     ring = (1 - 1 / tensor) / (1 - 1 / 4)
     assert dear.forward_backward - free.forward_backward == pytest.approx(1e-6 * ring * exchanged)
+    # Processors implement a reduce-scatter as an all-to-all.
+    for demand, scatter in ((0.0, "reduce-scatter"), (0.5, "all-to-all")):
+        found = predict_step(TINY, strategy, simple_rates(1, 4, demand=demand), steps=1).forward_backward
+        by_byte = 1e-9 * (NS_PER_BYTE["all-gather", "world"] + NS_PER_BYTE[scatter, "world"])  # type: ignore[index]
+        assert found == pytest.approx(ring * exchanged / 2 * by_byte)
     # Each rank has all of positions, segments, norms, and output biases, and the pooler, transform and classifier.
     shared = 130 * 128 + 256 + 2 * 6 * 128 + 2 * 128**2 + 258 + 4 * 128 + 14
     assert dear.update - free.update == pytest.approx(1e-6 * ring * 4 * shared)
