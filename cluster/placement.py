@@ -57,7 +57,7 @@ def _choose(paths: Sequence[Path], nodes: int, group: int) -> list[int]:
     chosen: list[int] = []
     for step in (group, 1):  # first whole groups within a leaf, then single hosts
         available = {leaf: len(hosts) // step * step for leaf, hosts in leaves.items()}
-        while (wanted := nodes - len(chosen)) > 0 and any(available.values()):
+        while (wanted := nodes - len(chosen)) and any(available.values()):
             # Take the fullest leaf until one leaf can supply all remaining hosts. Then take the tightest fit.
             leaf = min(available, key=lambda leaf: (available[leaf] < wanted, abs(available[leaf] - wanted), leaf))
             taken = min(available.pop(leaf), wanted)

@@ -72,11 +72,10 @@ def _without(account: Account, removed: set[tuple[str, int]]) -> float:
     """Return the seconds that the other ranks waited for the removed ranks, each given by its host and its number."""
     saved = 0.0
     for steps, slow in account.slow:
-        slowest = max((each.own_ms for each in slow), default=0.0)
-        # Without the removed ranks, a step takes as long as the next slowest rank or the median rank.
-        others = [each.own_ms for each in slow if (each.host, each.rank) not in removed]
-        others += [each.median_ms for each in slow[:1]]
-        saved += steps * max(0.0, slowest - max(others, default=0.0)) / 1000
+        if slow:
+            # Without the removed ranks, a step takes as long as the next slowest rank or the median rank.
+            others = [each.own_ms for each in slow if (each.host, each.rank) not in removed]
+            saved += steps * max(0.0, max(each.own_ms for each in slow) - max([slow[0].median_ms, *others])) / 1000
     return saved
 
 

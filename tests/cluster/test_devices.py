@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from cluster.devices import device_named, devices
+from cluster.devices import Network, describe_machine, device_named, devices
 from cluster.published.results import TABLE
 from tests.cluster.conftest import Command
 from tests.programs import REPOSITORY
@@ -26,49 +26,25 @@ def test_rates_are_dense_links_one_way_and_names_unique() -> None:
         assert device_named(device.name) is device
 
 
-@pytest.mark.parametrize(
-    ("name", "device"),
-    [
-        ("NVIDIA H100 80GB HBM3", "H100-SXM-80GB"),
-        ("NVIDIA H100 PCIe", "H100-PCIe-80GB"),
-        ("NVIDIA A100-SXM4-80GB (400W)", "A100-SXM-80GB"),
-        ("NVIDIA A100-SXM4-40GB", "A100-SXM-40GB"),
-        ("NVIDIA A100 - PCIe - 80 GB", "A100-PCIe-80GB"),
-        ("NVIDIA GB200", "GB200-186GB"),
-        ("NVIDIA GH200 480GB", "GH200-96GB"),
-        ("Intel\u00ae Gaudi\u00ae 2 AI accelerator", "Gaudi2"),
-        ("NVIDIA B200-SXM-192GB", "B200-SXM-180GB"),
-        ("CPU", "Xeon-8480+"),
-        ("NVIDIA H800", "H800-SXM-80GB"),
-        ("NVIDIA H20", "H20-SXM-96GB"),
-        ("h20", "H20-SXM-96GB"),
-        ("NVIDIA H200", "H200-SXM-141GB"),
-        ("NVIDIA A800-SXM4-80GB", "A800-SXM-80GB"),
-        ("NVIDIA A40", "A40"),
-        ("NVIDIA L4", "L4"),
-        ("NVIDIA L40", "L40"),
-        ("NVIDIA L40S", "L40S"),
-        ("NVIDIA RTX A5000", "RTX A5000"),
-        ("NVIDIA RTX 6000 Ada Generation", "RTX 6000 Ada"),
-        ("rtx6000-ada", "RTX 6000 Ada"),
-        ("NVIDIA GeForce RTX 4090", "RTX 4090"),
-        ("rtx4090", "RTX 4090"),
-        ("4090", "RTX 4090"),
-        ("AMD Radeon RX 7900 XTX", "RX 7900 XTX"),
-        ("7900xtx", "RX 7900 XTX"),
-        ("rx7900xtx", "RX 7900 XTX"),
-        ("NVIDIA B200", "B200-SXM-180GB"),
-        ("NVIDIA B300 SXM6 AC", "B300-SXM-270GB"),
-        ("NVIDIA GB300", "GB300-279GB"),
-        ("gb200 nvl72", "GB200-186GB"),
-        ("NVIDIA Blackwell GPU (GB200)", "GB200-186GB"),
-        ("AMD Instinct MI350X", "MI350X"),
-        ("AMD Instinct MI355X 288GB HBM3e", "MI355X"),
-        ("Intel Gaudi 3", "Gaudi3"),
-    ],
-)
-def test_names_in_use_are_recognised(name: str, device: str) -> None:
-    assert device_named(name).name == device
+NAMES = """
+NVIDIA H100 80GB HBM3: H100-SXM-80GB | NVIDIA H100 PCIe: H100-PCIe-80GB | NVIDIA A100-SXM4-80GB (400W): A100-SXM-80GB
+NVIDIA A100-SXM4-40GB: A100-SXM-40GB | NVIDIA A100 - PCIe - 80 GB: A100-PCIe-80GB | NVIDIA GB200: GB200-186GB
+gb200 nvl72: GB200-186GB | NVIDIA Blackwell GPU (GB200): GB200-186GB | NVIDIA GH200 480GB: GH200-96GB
+Intel® Gaudi® 2 AI accelerator: Gaudi2 | NVIDIA B200-SXM-192GB: B200-SXM-180GB | NVIDIA B200: B200-SXM-180GB
+CPU: Xeon-8480+ | NVIDIA H800: H800-SXM-80GB | NVIDIA H20: H20-SXM-96GB | h20: H20-SXM-96GB
+NVIDIA H200: H200-SXM-141GB | NVIDIA A800-SXM4-80GB: A800-SXM-80GB | NVIDIA A40: A40 | NVIDIA L4: L4 | NVIDIA L40: L40
+NVIDIA L40S: L40S | NVIDIA RTX A5000: RTX A5000 | NVIDIA RTX 6000 Ada Generation: RTX 6000 Ada
+rtx6000-ada: RTX 6000 Ada | NVIDIA GeForce RTX 4090: RTX 4090 | rtx4090: RTX 4090 | 4090: RTX 4090
+AMD Radeon RX 7900 XTX: RX 7900 XTX | 7900xtx: RX 7900 XTX | rx7900xtx: RX 7900 XTX
+NVIDIA B300 SXM6 AC: B300-SXM-270GB | NVIDIA GB300: GB300-279GB | AMD Instinct MI350X: MI350X
+AMD Instinct MI355X 288GB HBM3e: MI355X | Intel Gaudi 3: Gaudi3
+"""
+"""Names as drivers, system descriptions and people write them, each with its device."""
+
+
+def test_names_in_use_are_recognised() -> None:
+    pairs = [pair.strip().split(": ") for line in NAMES.strip().splitlines() for pair in line.split("|")]
+    assert [(name, device_named(name).name) for name, _ in pairs] == [(name, device) for name, device in pairs]
 
 
 def test_the_page_states_the_facts() -> None:
@@ -112,6 +88,27 @@ def test_an_unknown_name_is_refused_with_the_nearest(name: str, nearest: str) ->
     with pytest.raises(ValueError, match=rf"unknown; nearest: .*{nearest}.*`python -m cluster devices`") as error:
         device_named(name)
     assert len(str(error.value)) < 500
+
+
+@pytest.mark.parametrize(
+    ("name", "nodes", "per_node", "network", "group", "groups"),
+    [
+        ("A100-SXM", 1, 8, (8, 200), 8, 1),
+        ("H100-SXM", 2, 8, (8, 400), 8, 2),
+        ("A30", 3, 4, (1, 100), 4, 3),
+        ("CPU", 3, 2, (1, 100), 2, 3),
+        ("GB200", 2, 4, (4, 400), 8, 1),
+        ("GB200", 19, 4, (4, 400), 72, 2),
+    ],
+)
+def test_a_machine_that_is_not_described_has_the_usual_network_and_groups(
+    name: str, nodes: int, per_node: int, network: tuple[int, int], group: int, groups: int
+) -> None:
+    machine = describe_machine(device_named(name), nodes, per_node)
+    assert machine.network == Network(*network, is_assumed=True)
+    assert (machine.accelerators, machine.group, machine.groups) == (nodes * per_node, group, groups)
+    bridged = [describe_machine(machine.device, 1, 2, text).is_bridged for text in ("PCIe", "NVLink", "bridge")]
+    assert bridged == [False, name == "A30", name == "A30"]
 
 
 @pytest.mark.parametrize(

@@ -1,14 +1,18 @@
 """The dry run with a forecast."""
 
+import os
 import re
 import signal
-import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from bert.configuration.recipes import RECIPES
+from bert.configuration.sections import ModelConfig
+from cluster import dry_run
 from tests.conftest import SmallRun
-from tests.programs import REPOSITORY, python
+from tests.programs import python
 
 INTERRUPTED = """
 import signal, sys
@@ -25,40 +29,65 @@ def test_a_signal_ends_the_forecast(small_run: SmallRun, tmp_path: Path) -> None
     assert done.returncode == -signal.SIGTERM, done.stderr
 
 
-def dry_run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run the dry run in a folder without data."""
-    return python("-m", "cluster.dry_run", *arguments, cwd=folder, PYTHONPATH=REPOSITORY)
+@pytest.fixture(autouse=True)
+def _without_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Change to an empty folder, and restore the environment after the test."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(os, "environ", os.environ.copy())
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("recipe", "machines"),
-    [
-        ("h100_1x8", "1 x 8 H100"),
-        ("b200_1x8", "1 x 8 B200"),
-        ("gb200_18x4", "18 x 4 GB200"),
-        ("dgxa100_8x8", "8 x 8 A100"),
-    ],
-)
-def test_without_data_the_forecast_comes_before_the_missing_inputs(recipe: str, machines: str, tmp_path: Path) -> None:
-    done = dry_run(tmp_path, recipe)
-    assert done.returncode == 2
-    shown = rf"a rank holds [1-7]\d\.\d\d GB at most: .*\n.*\n.* a step is predicted to take \d+ ms on {machines}"
-    assert re.search(shown, done.stdout), done.stdout
+def test_without_data_the_forecast_comes_before_the_missing_inputs(capfd: pytest.CaptureFixture[str]) -> None:
+    assert dry_run.main(["gb200_18x4"]) == 2
+    said = capfd.readouterr()
+    first, *_, last = said.out.splitlines()
+    assert (
+        first
+        == "gb200_18x4: data/wikipedia/train is missing, so the forecast uses the lengths of the benchmark's Wikipedia"
+    )
+    assert re.fullmatch(r"gb200_18x4: a step is predicted to take \d+ ms on 18 x 4 GB200-186GB: .*", last)
     for name in ("train", "evaluation", "vocab.txt", "phase1.safetensors"):
-        assert f"data/wikipedia/{name}" in done.stderr
+        assert f"data/wikipedia/{name}" in said.err
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
         ("h100_1x8 --training.global-batch-size 769", "make it a multiple of 8"),
         ("tiny_cpu --parallel.tensor 2", "parallel.tensor is 2"),
+        ("h100_1x8 --plan missing.json", "missing.json"),
     ],
 )
-def test_a_wrong_setting_is_named_before_missing_data(arguments: str, said: str, tmp_path: Path) -> None:
-    done = dry_run(tmp_path, *arguments.split())
-    assert (done.returncode, done.stdout) == (2, "")
-    assert said in done.stderr
-    assert done.stderr.count("\n") == 1
+def test_a_wrong_setting_is_named_before_missing_data(
+    arguments: str, said: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert dry_run.main(arguments.split()) == 2
+    shown = capfd.readouterr()
+    assert (shown.out, shown.err.count("\n")) == ("", 1)
+    assert said in shown.err
+
+
+def forecast(world_size: int, local_size: int = 0, recipe: str = "h100_1x8") -> list[str]:
+    """Return the lines about a small model without data."""
+    config = RECIPES["h100_1x8"]()
+    training, log = replace(config.training, global_batch_size=48 * 8), replace(config.log, division="open")
+    model = ModelConfig(2, 128, 4, 512, 1000, 512)
+    small = replace(config, recipe=recipe, model=model, training=training, log=log)
+    return list(dry_run.memory_and_step(small, world_size, local_size))
+
+
+@pytest.mark.parametrize(
+    ("world", "local", "machines"),
+    [(4, 0, "1 x 4"), (16, 0, "2 x 8"), (12, 0, "3 x 4"), (12, 5, "3 x 4"), (16, 4, "4 x 4"), (8, 8, "1 x 8")],
+)
+def test_nodes_are_those_of_the_launcher_or_as_large_as_usual(world: int, local: int, machines: str) -> None:
+    *_, modes, step = forecast(world, local)
+    assert re.search(rf"take (\d+) ms on {machines} H100-SXM-80GB: forward backward \d+", step)
+    assert re.match(r"training.recompute is none; selective would hold .*, full would hold ", modes)
+
+
+def test_without_a_known_device_there_is_no_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = forecast(3, recipe="tiny_cpu")
+    assert [line.split()[0] for line in lines[-2:]] == ["a", "training.recompute"]
+    monkeypatch.setattr("cluster.model.memory.USABLE_MEMORY", 1e-4)
+    too_large = "H100-SXM-80GB has 8.00 MB for it, which is less; `python -m cluster plan` finds what fits"
+    assert forecast(8)[-2] == too_large

@@ -33,6 +33,7 @@ def test_a_ring_leaves_each_leaf_and_each_pod_once() -> None:
     order = [hosts[host] for host in place(hosts, len(hosts))]
     assert sorted(order) == sorted(hosts)
     assert cost(order) == 32 + 4
+    assert [cost([("top", leaf) for leaf in leaves]) for leaves in ("a", "ab", "abc")] == [0, 1, 3]
 
 
 def test_a_part_of_the_hosts_comes_from_the_smallest_subtree_and_few_leaves() -> None:
@@ -44,12 +45,24 @@ def test_a_part_of_the_hosts_comes_from_the_smallest_subtree_and_few_leaves() ->
     assert {paths[host][0] for host in place(paths, 12)} == {"pod 2"}
 
 
-def test_groups_stay_in_a_leaf_if_they_fit() -> None:
-    paths = [("top", f"leaf {leaf}") for leaf in range(6) for _ in range(6)]
-    random.Random(2).shuffle(paths)
-    together = place(paths, 36, group=4)
-    groups = [[paths[host] for host in together[start : start + 4]] for start in range(0, 36, 4)]
-    assert sum(len(set(group)) == 1 for group in groups) == 6
+@pytest.mark.parametrize(
+    ("nodes", "group", "leaves", "levels"),
+    [
+        (9, 1, "aabbbccdd", 6),
+        (9, 3, "bbb ccd aad", 15),
+        (4, 2, "cc dd", 2),
+        (6, 2, "aa bb cc", 5),
+        (8, 4, "aabb bccd", 18),
+        (5, 1, "aabbb", 2),
+        (3, 1, "bbb", 0),
+        (2, 1, "aa", 0),
+    ],
+)
+def test_groups_stay_in_a_leaf_or_else_in_a_pod(nodes: int, group: int, leaves: str, levels: int) -> None:
+    """Leaves a (two hosts) and b (three) are in one pod, and c and d (two each) in another, two levels up from each host."""
+    paths = [("top", "pod 0" if leaf in "ab" else "pod 1", leaf) for leaf in "acbcadbdb"]
+    order = [paths[host] for host in place(paths, nodes, group)]
+    assert ("".join(leaf for *_, leaf in order), cost(order, group)) == (leaves.replace(" ", ""), levels)
 
 
 @pytest.mark.parametrize(("nodes", "group"), [(9, 1), (8, 3), (0, 1), (6, 0)])

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from cluster.display import MOST_CELLS, render
+from cluster.display import MOST_CELLS, bandwidth, heat_map, render
 from cluster.view import (
     Collective,
     ComputationTime,
@@ -118,6 +118,20 @@ def test_show_prints_and_writes_a_page(file: Path, cluster: Command) -> None:
     for said in ("network link of host node1, sending", "time 200 % above the others", "leaf1", "134 GFLOP/s"):
         assert said in page
     assert page.count("<rect") == 2 * 4 * 3 + 2 * 2, "a cell for each pair of hosts, and each pair of places"
+
+
+def test_colours_compare_times_with_the_median_and_saturate() -> None:
+    links = [Link(0, place, 1e-5, seconds) for place, seconds in enumerate((1e-9, 4e-9, 4e-9, 8e-9, 64e-9), 1)]
+    found = heat_map("Title", links, range(6), [f"h{place}" for place in range(6)])
+    assert found is not None
+    assert (found["title"], found["size"], found["hosts_a_cell"]) == ("Title: 250 MB/s in the median", 6, "")
+    colours = [("fast", "1.00"), ("fast", "0.00"), ("fast", "0.00"), ("slow", "0.50"), ("slow", "1.00")]
+    assert [cell[:4] for cell in found["cells"]] == [(0, place, *colour) for place, colour in enumerate(colours, 1)]
+    assert found["cells"][0][4] == "h0 to h1: 1 GB/s, latency 10 us"
+    assert [len((heat_map("", links, range(count), "n" * count) or {})["names"]) for count in (48, 49)] == [48, 0]
+    assert heat_map("", [], range(6), []) is None
+    rates = [bandwidth(1 / number) for number in (1e3, 999.4e3, 999.6e3, 999.6e6, 2e12)]
+    assert rates == ["0.001 MB/s", "0.999 MB/s", "1 MB/s", "1 GB/s", "2 TB/s"]
 
 
 def test_names_from_a_file_steer_neither_page_nor_terminal(file: Path, cluster: Command) -> None:

@@ -3,6 +3,7 @@
 If they are meant to change, write the new output to the file, read the difference, and copy it to the page that shows it.
 """
 
+import os
 import re
 import shlex
 import textwrap
@@ -10,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from cluster import dry_run
 from tests.cluster.conftest import Command
-from tests.programs import REPOSITORY, python
+from tests.programs import REPOSITORY
 
 OUTPUTS = Path(__file__).parent / "outputs"
 NETWORK = "--networking '8x ConnectX-7 IB NDR 400Gb/s'"
@@ -34,13 +36,17 @@ def test_the_whole_output(
     command: str, file: str, cluster: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.chdir(tmp_path)  # for plan.json
-    assert cluster(*shlex.split(command)).stdout == (OUTPUTS / file).read_text()
+    done = cluster(*shlex.split(command))
+    assert (done.returncode, done.stdout, done.stderr) == (0, (OUTPUTS / file).read_text(), "")
 
 
-@pytest.mark.slow
-def test_the_whole_output_of_a_dry_run(tmp_path: Path) -> None:
-    done = python("-m", "cluster.dry_run", "bert_3_9b_8x8", cwd=tmp_path, PYTHONPATH=REPOSITORY)
-    assert done.stdout == (OUTPUTS / "dry_run_3_9b.txt").read_text()
+def test_the_whole_output_of_a_dry_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(os, "environ", os.environ.copy())
+    assert dry_run.main(["bert_3_9b_8x8"]) == 2
+    assert capfd.readouterr().out == (OUTPUTS / "dry_run_3_9b.txt").read_text()
 
 
 @pytest.mark.parametrize(

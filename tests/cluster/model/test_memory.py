@@ -109,7 +109,9 @@ def test_a_real_model_keeps_what_is_predicted(
     parts = memory_of_rank(work, Strategy(SEQUENCES, precision=precision, tensor=tensor), 1, tensor)
     predicted = parts["activations"] + parts["logits"] + parts["16-bit weights"]
     kept = kept_bytes(model.train(), [flat.weights_N], samples, precision)
-    assert predicted == pytest.approx(kept, rel=0.02 if tensor == 1 else 0.05)
+    # Only sequences of equal length, and tensor parallelism, have copies that are not predicted.
+    inexact = 0.011 * kept if tensor > 1 else 0.0045 * kept if shape[0] == 6 else 8
+    assert predicted == pytest.approx(kept, abs=inexact)
     optimizer = Lamb(flat, OptimizerConfig(1e-4, 100))
     assert parts["weights"] + parts["gradients"] == flat.weights_N.nbytes + flat.gradients_N.nbytes
     assert parts["moments"] == sum(moment.nbytes for moment in optimizer.moments())
@@ -139,29 +141,106 @@ def test_a_stage_keeps_what_is_predicted(place: int) -> None:
     share = model_shares(config, 1, 2)[place]
     predicted = float(kept_by_forward(work, strategy, sizes, False, share).max())
     predicted += place * 4 * float(sizes.masked_AR.max()) * config.vocab_size
-    assert predicted - place * given.nbytes == pytest.approx(kept, rel=0.03)
+    # The first stage stores its output too, which the second stage gets.
+    assert predicted - (0 if place else given.nbytes) == pytest.approx(kept, abs=8)
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
         assert place or cast(Any, forward(batch_of(samples))).dtype == pipeline.hidden_dtype(), (
             "which neighbours expect"
         )
         assert hidden_bytes("bf16", on_gpu=False) == pipeline.hidden_dtype().itemsize
-    two = memory_of_rank(work, replace(strategy, gradient_accumulation_steps=2), 1, 2)
-    assert two["stage buffers"] > 0
-    assert under_way(replace(strategy, gradient_accumulation_steps=8), 0) == 2
+
+
+def test_stages_hold_their_layers_and_talk_to_their_neighbours() -> None:
+    config, embeddings, layer = ModelConfig(8, 128, 4, 512, 1024, 128), 1154 * 128 + 256, 12 * 128**2 + 13 * 128
+    expected = {
+        (1, 1): [(True, True, 7, 0)],
+        (2, 1): [(True, False, 4, 1), (False, True, 3, 1)],
+        (2, 2): [(True, False, 4, 3), (False, True, 3, 3)],
+        (4, 2): [(True, False, 2, 3), (False, False, 2, 4), (False, False, 2, 4), (False, True, 1, 3)],
+    }
+    for (pipeline, virtual), parts in expected.items():
+        shares = model_shares(config, 1, pipeline, virtual)
+        assert [(each.has_embeddings, each.has_last, each.inner, each.neighbours) for each in shares] == parts
+        assert [each.copied for each in shares] == [0] * (pipeline - 1) + [1024 * 128 * (pipeline > 1)]
+    first, last = model_shares(config, 1, 2, 2)
+    assert first.ends == (
+        *(embeddings + n * layer for n in range(3)),
+        0,
+        0,
+        *(embeddings + n * layer for n in (3, 4)),
+        0,
+        0,
+    )
+    assert [last.ends[n + 1] - last.ends[n] for n in (3, 7)] == [layer, layer]
+    # LAMB sees query, key and value apart. Tensor groups share positions, segments, norms, and the biases of both outputs.
+    assert (first.segments, first.shared) == (5 + 4 * 14, 130 * 128 + 256 + 4 * 6 * 128)
 
 
 def test_what_is_divided_and_what_is_not() -> None:
+    """A vector has the weights in fp32. Every model copy has weights and gradients, and shards divide what LAMB needs."""
     work, _ = work_and_samples(ModelConfig(2, 128, 4, 512, 1024, 128))
-    ways = ("flat", "hierarchical", "sharded", "sharded_world")
-    flat, hierarchical, sharded, world = (
-        memory_of_rank(work, Strategy(16, reduction=way), nodes=2, ranks=4) for way in ways
-    )
-    assert flat == hierarchical
-    assert sharded["moments"] == pytest.approx(flat["moments"] / 4)
-    assert world["moments"] + world["update"] == pytest.approx(20 / 4 * world["weights"] / 8)
-    accumulated = memory_of_rank(work, Strategy(16, 2), nodes=2, ranks=4)
-    assert accumulated["activations"] < flat["activations"]
-    assert memory_of_rank(work, Strategy(16, reduce_dtype="bf16"), 2, 4)["reduction buffers"] > 0
+    elements = 1154 * 128 + 256 + 2 * (12 * 128**2 + 13 * 128) + 2 * 128**2 + 258 + 4 * 128 + 1024 + 14
+    vector = 4.0 * (-(-elements // 128) * 128)  # padded, so that eight ranks have equal shards
+    whole = {"weights": vector, "gradients": vector, "moments": 2 * vector, "update": vector}
+    none = dict.fromkeys(("reduction buffers", "site exchange", "16-bit weights"), 0.0)
+    # Of each of two layers, and of the heads.
+    sixteen_bits = 2.0 * (2 * (4 * 128**2 + 2 * 128 * 512) + 2 * 128**2 + 1024 * 128 + 2 * 128)
+    bucket, alone = 4 * 128 * 100, {name: 4.0 * elements * n for name, n in zip(whole, (1, 1, 2, 3), strict=True)}
+    for changes, nodes, expected in (
+        ({}, 2, {}),
+        ({"reduction": "hierarchical"}, 2, {}),
+        ({"reduction": "sharded"}, 2, {"moments": vector / 2, "update": 3 * vector / 4}),
+        ({"reduction": "sharded_world"}, 2, {"moments": vector / 4, "update": 3 * vector / 8}),
+        ({"reduce_dtype": "bf16"}, 2, {"reduction buffers": vector}),
+        ({"reduce_dtype": "bf16", "bucket_bytes": bucket}, 2, {"reduction buffers": bucket}),
+        ({"shard_gradients": True, "bucket_bytes": bucket}, 2, {"gradients": 2 * bucket}),
+        ({"site_steps": 2}, 2, {"site exchange": 12.0 * elements}),
+        ({"precision": "bf16"}, 2, {"16-bit weights": sixteen_bits}),
+        ({"reduce_dtype": "bf16", "shard_gradients": True, "reduction": "sharded_world"}, 0, alone),
+    ):
+        strategy = replace(Strategy(16, bucket_bytes=2**30), **cast(Any, changes))
+        held = held_by_rank(work, strategy, max(1, nodes), 4 if nodes else 1)
+        assert held == pytest.approx(whole | none | expected), changes
+
+
+def test_a_stage_stores_the_largest_micro_batches_that_are_under_way_at_once() -> None:
+    found = [
+        under_way(Strategy(64, steps, pipeline=stages, virtual_stages=virtual), place)
+        for stages, virtual, steps, place in ((1, 1, 8, 0), (4, 1, 8, 0), (4, 1, 8, 3), (4, 1, 2, 0), (4, 2, 8, 3))
+    ]
+    assert found == [1, 4, 1, 2, 2.5]
+    work, _ = work_and_samples(ModelConfig(8, 128, 4, 512, 1024, 128))
+    for virtual, at_once, messages in ((1, 2, 1), (2, 2.5, 3)):
+        strategy = Strategy(SEQUENCES, 4, tensor=2, pipeline=2, virtual_stages=virtual)
+        assert under_way(strategy, 0) == at_once
+        share, whole = model_shares(work.model, 2, 2, virtual)[0], -int(-at_once // 1)
+        steps = [work.micro_batches(strategy, 4, step) for step in range(16)]
+        kept = [np.sort(kept_by_forward(work, strategy, sizes, False, share)[:, 0])[-whole:].sum() for sizes in steps]
+        found = memory_of_rank(work, strategy, 1, 4)
+        assert (found["activations"], found["logits"]) == (pytest.approx(max(kept) * at_once / whole), 0)
+        tokens = max(float(sizes.tokens_AR.max()) for sizes in steps)
+        assert found["stage buffers"] == 4 * messages * tokens / 2 * 128 * hidden_bytes("fp32", on_gpu=True)
+
+
+@pytest.mark.parametrize(("precision", "size"), [("fp32", 4), ("bf16", 2)])
+def test_kernels_keep_what_their_backward_passes_read(precision: Precision, size: int) -> None:
+    """Add up by hand what a model of one layer keeps on a GPU, in elements of a hidden state and bytes of statistics."""
+    work, _ = work_and_samples(ModelConfig(1, 64, 4, 256, 1024, 128))
+    sizes, [share] = work.micro_batches(Strategy(SEQUENCES), 1, 0), model_shares(work.model)
+    tokens, masked, hidden = float(sizes.tokens_AR[0, 0]), float(sizes.masked_AR[0, 0]), 64 * size
+    # Both terms of the embeddings' sum, their norm, and the last layer's keys and values.
+    by_token = 5 * hidden + 8
+    # Query, positions of the row, two outputs and the statistics of attention, two norms, one norm's output, GELU's input
+    # and output of four hidden sizes each, and the heads' rows.
+    by_row = 2 * hidden + 16 + 2 * hidden + 4 * 4 + 2 * (2 * hidden + 8) + hidden + 8 * hidden + hidden
+    by_masked, by_sequence = 3 * hidden + 8, hidden + 8
+    expected = by_token * tokens + by_row * (SEQUENCES + masked) + by_masked * masked + by_sequence * SEQUENCES
+    strategy = Strategy(SEQUENCES, precision=precision)
+    assert float(kept_by_forward(work, strategy, sizes, True, share).sum()) == expected
+    # Each rank of a tensor group has the whole inputs of the last layer's and the decoder's products, and half of the rest.
+    inputs = hidden * (tokens + 2 * (SEQUENCES + masked) + masked)
+    halved = kept_by_forward(work, replace(strategy, tensor=2), sizes, True, share)
+    assert float(halved.sum()) == (expected + inputs) / 2
 
 
 def test_on_gpus_whole_updates_leave_copies_of_all_weights_and_heads_are_cast_besides() -> None:
@@ -194,7 +273,7 @@ def test_recomputation_keeps_what_is_predicted(precision: Precision) -> None:
         parts[mode] = memory_of_rank(work, Strategy(SEQUENCES, precision=precision, recompute=mode), 1, 1)
     for mode in ("selective", "full"):
         saved = parts["none"]["activations"] - parts[mode]["activations"]
-        assert saved == pytest.approx(kept["none"] - kept[mode], rel=0.02)
+        assert saved == pytest.approx(kept["none"] - kept[mode], abs=16)
         assert parts[mode]["recomputed"] == pytest.approx(saved / 2), "one of two inner layers at a time"
     assert parts["none"]["recomputed"] == 0 < parts["full"]["activations"] < parts["selective"]["activations"]
 

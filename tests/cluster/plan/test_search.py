@@ -17,16 +17,11 @@ from cluster.model.rates import Target, device_of, target_of, target_of_devices
 from cluster.model.step import predict_run, predict_step
 from cluster.model.work import REPEATED, Strategy, Work, wikipedia_work
 from cluster.plan.search import Candidate, Found, as_lines, run_plan, search
-from cluster.published.results import closed_rows
-from cluster.published.schedules import schedules
 from cluster.view import write_view
 from tests.cluster.conftest import Command
 from tests.cluster.test_view import made_up
-from tests.programs import REPOSITORY
 
 pytestmark = pytest.mark.slow
-
-STEPS = "learning_rate_training_steps"
 
 
 @pytest.fixture(scope="module")
@@ -52,57 +47,6 @@ def follow(config: Config, target: Target, best: Candidate, folder: Path) -> Con
     """Write a plan file, and return the configuration of a run with ``--plan``."""
     write_plan(run_plan(config, target, best), folder / "plan.json")
     return parse([config.recipe, "--plan", str(folder / "plan.json")])
-
-
-def test_the_time_to_the_target_takes_the_samples_of_own_runs(tmp_path: Path) -> None:
-    config = RECIPES["tiny_cpu"]()
-    tenth = REPOSITORY / "results/cpu_2cores/bert/result_1.txt"
-    write = tmp_path / "mine/bert/result_0.txt"
-    write.parent.mkdir(parents=True)
-    own = replace(config, log=replace(config.log, results=tmp_path))
-    for text, samples in (
-        ("not a log\n", None),
-        (tenth.read_text(), 38_400),
-        (tenth.read_text().replace("# config.optimizer.base_learning_rate: 0.005", ""), None),
-        (tenth.read_text().replace('"status": "success"', '"status": "aborted"'), None),
-    ):
-        write.write_text(text)
-        (schedule,) = schedules(own)
-        assert schedule.samples == samples
-        assert ("its limit" in schedule.note) == (samples is None)
-
-
-def test_every_batch_has_hyperparameters_that_reached_the_target() -> None:
-    for recipe in RECIPES.values():
-        config = recipe()
-        known = {schedule.global_batch_size: schedule for schedule in schedules(config)}
-        own = known[config.training.global_batch_size]
-        assert (own.optimizer, own.max_samples) == (config.optimizer, config.training.max_samples)
-        if config.log.division == "open":
-            assert len(known) == 1, "nothing is published of another model"
-            continue
-        assert {448, 768, 1536, 3072, 4608, 12288, 16384} <= set(known)
-        for schedule in known.values():
-            if schedule is not own:
-                assert schedule.samples is not None
-                assert schedule.samples <= schedule.max_samples
-                assert schedule.optimizer.weight_decay_rate > 0
-
-
-def test_recipes_have_the_hyperparameters_of_published_results() -> None:
-    stated = ("base_learning_rate", "lamb_beta_1", "lamb_beta_2", "lamb_weight_decay_rate")
-    published = {
-        (int(row["global_batch_size"]), *(float(row[f"opt_{name}"]) for name in stated), float(row[f"opt_{STEPS}"]))
-        for row in closed_rows()
-    }
-    for recipe in RECIPES.values():
-        config = recipe()
-        if config.log.division == "closed":
-            own = config.optimizer
-            rates = config.training.global_batch_size, own.base_learning_rate, own.beta_1, own.beta_2
-            # Some logs state 0 instead of the weight decay.
-            keys = {(*rates, decay, own.learning_rate_training_steps) for decay in (own.weight_decay_rate, 0)}
-            assert keys & published, config.recipe
 
 
 def test_the_best_is_the_fastest_of_all_ways_to_run_its_batch(found: Found, target: Target, work: Work) -> None:

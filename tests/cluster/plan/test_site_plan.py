@@ -9,6 +9,7 @@ from bert.configuration.recipes import RECIPES
 from bert.configuration.run_plan import read_plan
 from cluster.model.memory import model_shares
 from cluster.model.rates import Target
+from cluster.model.work import BUCKET_BYTES
 from cluster.plan.search import Candidate, Found, search
 from cluster.plan.sites import choose_site_steps, rates_in_site
 from cluster.view import write_view
@@ -85,11 +86,13 @@ def test_a_site_of_one_host_has_the_measured_collectives_of_a_host() -> None:
 
 
 def test_a_site_of_several_hosts_has_rings_over_its_own_paths() -> None:
-    measured = rates(4, 1, 1e-6)
-    found, size = rates_in_site(measured, view_of("aabb", between=1e-6, inside=1e-8)), 25 * 2**20
-    ring = size * 1e-8 / 2
-    assert found.collective("all-gather", "world", size)[0] == pytest.approx(ring, rel=0.01)
-    assert found.nodes == 2
+    """A ring of two sends half of a vector, and three hosts wait twice for the latency of 10 us."""
+    measured = rates(6, 1, 1e-6)
+    for sites, share, waits in (("aabb", 1 / 2, 1), ("aaabbb", 2 / 3, 2)):
+        found = rates_in_site(measured, view_of(sites, between=1e-6, inside=1e-8))
+        ring = BUCKET_BYTES * 1e-8 * share + waits * 1e-5
+        assert found.collective("all-gather", "world", BUCKET_BYTES)[0] == pytest.approx(ring)
+        assert found.nodes == len(sites) / 2
 
 
 def test_no_copy_of_the_model_spans_sites() -> None:

@@ -102,6 +102,7 @@ def test_the_cost_of_a_step_is_that_of_its_part() -> None:
     compute, update = 56 * 0.5e12 / (2 * 512**3 / 5e-3), 7 * 4 * 336e6 / (2 * 2**25 / 4e-3)
     reduce = 2 * 7 / 8 * 4 * 336e6 * 1e-9
     assert link.step_share == pytest.approx(2 * reduce / (compute + update + reduce), rel=0.1)
+    assert cluster(hosts=1, size=8).step["bandwidth"] == pytest.approx(2 * 7 / 8 * 4 * 336e6 * 1e-10, rel=0.05)
     assert {type(number) for number in (link.ratio, link.deviations, link.step_share)} == {float}, "a view is JSON"
     assert link.sentence.startswith("SLOW  network link of host h2, card v0, sending: bandwidth, time ")
 

@@ -1,5 +1,6 @@
 """Facts about a machine from synthetic /sys trees and Slurm's output, load by other processes, and timing."""
 
+import os
 import time
 from pathlib import Path
 
@@ -9,11 +10,12 @@ import pytest
 import torch
 
 from bert.parallel.mesh import Mesh
-from cluster.probe import computations
+from cluster.probe import computations, computing
 from cluster.probe.command import gather_facts
 from cluster.probe.computing import busy_machines, processor_seconds
-from cluster.probe.machine import Facts, nearest_card, network_cards, slurm_switches, switches_of
+from cluster.probe.machine import Facts, facts_of, nearest_card, network_cards, slurm_switches, switches_of
 from cluster.view import Host
+from tests.cluster.probe.forks import clock
 from tests.sysfs import Machine
 
 
@@ -75,16 +77,45 @@ def test_processor_seconds_grow_with_work() -> None:
     assert 0.1 < busy <= whole + 0.1, "the counters move in ticks"
 
 
-def test_a_computation_takes_its_part_of_a_window(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("seconds", "turns", "window"), [(600.5, 3, 100), (0.57, 2, 0.015), (0.5, 1, 0.015)])
+def test_a_computation_takes_its_part_of_a_window(
+    seconds: float, turns: int, window: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first calls take half a second. Of the rest, two computations have three turns, or windows of a time slice."""
     windows: list[float] = []
 
     def time_in_window(_action: object, seconds: float, _device: object) -> float:
         windows.append(seconds)
-        return 6.0
+        return 6.0 * len(windows)
 
     trials = [computations.Trial("a", (1.0,), int, times=1), computations.Trial("b", (2.0,), int, times=4)]
     monkeypatch.setattr(computations, "trials_of", lambda _: trials)
     monkeypatch.setattr(computations, "time_in_window", time_in_window)
-    found = computations.measure_computations(Mesh(0, 1, 0, torch.device("cpu")), 1, 600.0)
-    assert [(each.kind, each.counts, each.seconds) for each in found] == [("a", (1.0,), 6.0), ("b", (2.0,), 1.5)]
-    assert windows == [pytest.approx(100, rel=0.1)] * 6
+    monkeypatch.setattr(computations, "time", clock(0.5))
+    found = computations.measure_computations(Mesh(0, 1, 0, torch.device("cpu")), 1, seconds)
+    # The median of every other call's time.
+    assert [(each.kind, each.counts, each.seconds) for each in found] == [
+        ("a", (1.0,), 6.0 * turns),
+        ("b", (2.0,), 1.5 * (turns + 1)),
+    ]
+    assert windows == [pytest.approx(window)] * 2 * turns
+
+
+def test_a_window_has_whole_actions_and_lasts_at_least_its_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    for seconds, actions in ((0.0, 1), (1.0, 1), (1.5, 2), (2.0, 2)):
+        done: list[int] = []
+        monkeypatch.setattr(computing, "time", clock(1.0))
+        assert computing.time_in_window(lambda done=done: done.append(1), seconds, torch.device("cpu")) == 1.0
+        assert len(done) == actions
+
+
+def test_the_facts_of_a_processor_name_its_interface(monkeypatch: pytest.MonkeyPatch) -> None:
+    mesh = Mesh(0, 1, 0, torch.device("cpu"))
+    monkeypatch.setattr("socket.gethostname", lambda: "n" * 200)
+    for cards, stated, expected in ((["a", "b"], "b,c", "b"), (["a", "b"], "c", "a"), ([], "b", "")):
+        monkeypatch.setattr("cluster.probe.machine.network_cards", lambda _, cards=cards: cards)
+        monkeypatch.setenv("GLOO_SOCKET_IFNAME", stated)
+        facts = facts_of(mesh)
+        assert (facts.card, facts.host.cards, facts.host.name) == (expected, tuple(cards), "n" * 128)
+    assert (facts.host.cores, facts.device_memory) == (os.cpu_count(), facts.host.memory_bytes)
+    assert facts.device_memory == os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), "bytes"

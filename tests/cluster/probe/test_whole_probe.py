@@ -1,0 +1,118 @@
+"""A whole probe by ranks of a real gloo group. Clocks, facts and loads are made up, so that all results are exact."""
+
+import contextlib
+import io
+import itertools
+from pathlib import Path
+from typing import Any, get_args
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from cluster.probe import collectives, command, computations, computing, links
+from cluster.probe.machine import Facts
+from cluster.view import ComputationTime, Contention, Host, Link, Operation, Outlier, Rank, Rate, read_view
+from tests.cluster.probe.forks import clock, on_forks
+
+STEPS = (1 / 32, 1 / 32, 1 / 32, 1 / 16)
+"""Step of each rank's clock. Rank 3 seems to take twice as long for everything."""
+SITES = (("h10", "a", "s0"), ("h9", "b", "s1"))
+HOSTS = tuple(Host(name, 2, 1 << 33, ("v0",), ("top", leaf), site) for name, leaf, site in SITES)
+FACTS = [Facts(host.name, host, "CPU", 1 << 32, "v0") for host in HOSTS for _ in range(2)]
+
+
+def probe(rank: int, out: Path, patch: pytest.MonkeyPatch) -> tuple[int, list[str], list[str], list[tuple[int, ...]]]:
+    """Return a probe's status, output and errors, and the shapes of the rates that were searched for outliers."""
+    shared = clock(STEPS[rank])
+    for module in (command, computing, computations, collectives, links):
+        patch.setattr(module, "time", shared if module in (computing, computations) else clock(STEPS[rank]))
+    patch.setitem(links._LARGEST_BYTES, "cpu", 2**20)
+    loads = iter(([0.0, 0.0, 0.0], [10.0, 10.0, 2.0 + rank]))
+    patch.setattr(command, "processor_seconds", lambda: np.array(next(loads)))
+    patch.setattr(command, "facts_of", lambda _: FACTS[rank])
+    patch.setattr(computations, "trials_of", lambda _: [computations.Trial("gelu", (1.0, 8.0), list, times=2)])
+    all_reduce, search, searched = dist.all_reduce, command.find_outliers, []
+
+    def wrong(tensor: torch.Tensor, *arguments: Any, **named: Any) -> None:
+        all_reduce(tensor, *arguments, **named)
+        if rank == 1 and tensor.nbytes == 2**20 and named["group"].size() == 4:
+            tensor[:7] += 1
+
+    def find_outliers(measured: Any, *arguments: Any, **named: Any) -> list[Outlier]:
+        searched.append(measured.rates_RTC.shape)
+        return search(measured, *arguments, **named)
+
+    patch.setattr(dist, "all_reduce", wrong)
+    patch.setattr(command, "find_outliers", find_outliers)
+    with contextlib.redirect_stdout(io.StringIO()) as said, contextlib.redirect_stderr(io.StringIO()) as errors:
+        status = command.probe(out, seconds=1.0, limit=60.0)
+    return status, said.getvalue().splitlines(), errors.getvalue().splitlines(), searched
+
+
+@pytest.mark.slow
+def test_a_probe_of_four_ranks_finds_what_its_clocks_say(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = tmp_path / "cluster.json"
+    main, *others = on_forks(tmp_path, ["h10", "h10", "h9", "h9"], lambda rank: probe(rank, out, monkeypatch))
+    view, per_byte = read_view(out), [1 / 32 / (0.75 * 2**20)] * 3 + [1 / 16 / (0.75 * 2**18)]
+    # A rank's share of the step is 28 TFLOP, LAMB's 7 accesses to each of 336 million weights, and a ring of two hosts.
+    product, copy, ring = 28e12 / (2 * 512**3 * 32), 28 * 336e6 / (2 * 2**25 * 32), 4 * 336e6 * per_byte[0]
+    share = product / (product + copy + ring)
+    found = ["rank 1 on host h10 got 7 wrong elements from all-reduce (world)", "rank 3 on host h9"]
+    assert view.outliers == (
+        Outlier(found[0], "wrong result", 0.0, 0.0, 0.0, (1,)),
+        Outlier(found[1], "product fp32 512^3", 2.0, 1e6, pytest.approx(share), (3,)),  # type: ignore[arg-type]
+    )
+    assert main == (
+        1,
+        [
+            "2 hosts, 4 ranks, gloo, measured in 0 s",
+            f"BROKEN  {found[0]}",
+            f"SLOW  {found[1]}: product fp32 512^3, time 100 % above the others (more than 999 deviations, "
+            f"{100 * share:.1f} % of a step)",
+            "2 sites as stated: s0 (h10 (!)), s1 (h9 (!)); 25.2 MB/s between them",
+            str(out),
+        ],
+        [
+            "warning: host h10 is busy: other programs took 50% of its processors during the probe, so its measured rates "
+            "are too low. Probe again when it is idle"
+        ],
+        [(4, 5, 2), (4, 10, 2)],
+    )
+    assert others == [(1, [], [], [])] * 3
+    assert (view.backend, view.seconds, view.switches_from, view.sites_stated) == ("gloo", 1 / 32, "slurm", True)
+    assert view.hosts == HOSTS
+    assert view.ranks == tuple(
+        Rank(
+            r // 2, r % 2, "CPU", 1 << 32, "v0", (Rate("product", "fp32", 512, step), Rate("copy", "fp32", 2**25, step))
+        )
+        for r, step in enumerate(STEPS)
+    )
+    # The host h9 precedes h10. The first rank of a pair measures the latency, and the receiver the rate.
+    pairs = [(2, 0), (0, 2), (0, 1), (1, 0), (2, 3), (3, 2)]
+    assert view.links == tuple(Link(one, other, 1 / 64, per_byte[other]) for one, other in pairs)
+    kinds = [(each.operation, each.scope, each.ranks) for each in view.collectives]
+    scopes = ((scope, ranks) for scope, ranks in (("world", 4), ("node", 2), ("rail", 2)))
+    assert kinds == [(operation, *scope) for scope, operation in itertools.product(scopes, get_args(Operation))]
+    for each in view.collectives:
+        np.testing.assert_allclose(each.points, [(size, 1 / 16, 8 * sum(STEPS)) for size in (2**16, 2**18, 2**20)])
+    assert view.computations == (ComputationTime("gelu", (1.0, 8.0), sum(STEPS) / 4 / 2),)
+    # All ranks time a window with three readings of their clocks, and then the work alone.
+    assert view.contention == Contention(4, 1, 1 / 32, 3 * sum(STEPS) / 4, sum(STEPS) / 4, 1 / 16)
+
+
+def test_a_lost_rank_ends_the_probe_and_too_short_a_time_does_not_begin_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def lost(*_: object) -> None:
+        raise RuntimeError("Connection closed by peer\nand more")
+
+    monkeypatch.setattr(command, "_measure", lost)
+    with pytest.raises(
+        ValueError, match=r"^rank 0: another rank was lost, or the device failed \(Connection closed by peer\)$"
+    ):
+        command.probe(tmp_path / "cluster.json", seconds=1.0, limit=1.0)
+    for seconds, limit in ((0.99, 60.0), (60.0, 0.99)):
+        with pytest.raises(ValueError, match=f"--seconds is {seconds:g} and --limit is {limit:g}, expected at least 1"):
+            command.probe(tmp_path / "cluster.json", seconds, limit)

@@ -1,0 +1,124 @@
+"""Schedules: batches with hyperparameters that reached the target, and published results near a run."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from bert.configuration.recipes import RECIPES
+from cluster.devices import describe_machine, device_named
+from cluster.published.cost_model import TimedRun
+from cluster.published.results import _distance, closed_rows, machine_of_row, usual_batches
+from cluster.published.schedules import schedules
+from tests.programs import REPOSITORY
+
+
+def test_the_time_to_the_target_takes_the_samples_of_own_runs(tmp_path: Path) -> None:
+    """Runs count that reached the target with the same settings: of two such runs, the mean is the median."""
+    config = RECIPES["tiny_cpu"]()
+    log = (REPOSITORY / "results/cpu_2cores/bert/result_1.txt").read_text()
+    (tmp_path / "mine/bert").mkdir(parents=True)
+    own = replace(config, log=replace(config.log, results=tmp_path))
+    texts = [
+        "not a log\n",
+        log.replace("# config.optimizer.base_learning_rate: 0.005", ""),
+        log.replace('"status": "success"', '"status": "aborted"'),
+        log,
+        log.replace("38400", "44800"),
+    ]
+    found = []
+    for number, text in enumerate(texts):
+        (tmp_path / f"mine/bert/result_{number}.txt").write_text(text)
+        (schedule,) = schedules(own)
+        found.append((schedule.samples, schedule.note))
+    where = f"of tiny_cpu in {tmp_path}"
+    limit = (None, f"its limit, because no run {where} has reached the target")
+    median = "to the target, the median of"
+    assert found == [limit] * 3 + [(38_400, f"{median} 1 run {where}"), (41_600, f"{median} 2 runs {where}")]
+
+
+def test_the_benchmark_has_schedules_from_recipes_and_published_results() -> None:
+    found = schedules(RECIPES["h100_1x8"]())
+    assert [each.global_batch_size for each in found] == sorted({each.global_batch_size for each in found})
+    assert len(found) == 23
+    stated = {each.global_batch_size: (each.source, each.samples, each.max_samples) for each in found}
+    expected = {
+        92: ("recipe dgxa100_1x1", 4_080_043, 4_500_000),
+        176: ("Dell v4.0, R760xax4L40S", 2_300_359, 4_500_000),
+        448: ("Baidu v2.0, XMan4.0_1_node_8_A100_PaddlePaddle and 14 others", 2_460_236, 4_500_000),
+        480: ("Supermicro v3.0, SYS-421GU-TNXR and 1 other", 2_628_882.5, 4_500_000),
+        768: ("the recipe's own", 2_436_616.5, 4_500_000),
+        4096: ("recipe dgxa100_128x8", 2_786_615, 7_000_000),
+        6912: ("Graphcore v2.0, ipu-pod256-POPART-closed", 3_486_503, 4_500_000),
+        16384: ("recipe dgxa100_512x8", 5_468_895, 12_000_000),
+    }
+    assert {batch: stated[batch] for batch in expected} == expected
+    [row] = [row for row in closed_rows() if row["system"] == "R760xax4L40S" and row["global_batch_size"] == "176"]
+    known = found[1].optimizer
+    assert (known.base_learning_rate, known.learning_rate_training_steps) == (3e-4, 13_900)
+    assert (known.beta_1, known.beta_2) == (float(row["opt_lamb_beta_1"]), float(row["opt_lamb_beta_2"]))
+    assert (known.weight_decay_rate, known.num_warmup_steps) == (0.01, 0)
+
+
+def test_usual_batches_are_those_of_the_scales_beside() -> None:
+    expected = {1: (92,), 2: (448, 512), 16: (384, 448, 768, 1536, 2048), 100: (3072, 4608, 6144), 4096: (16384,)}
+    assert {count: usual_batches(count) for count in expected} == expected
+    assert usual_batches(100_000) == (100_000,), "no published batch is large enough"
+
+
+def test_the_distance_of_two_runs_counts_devices_then_doublings() -> None:
+    a100, h100, pcie = (device_named(name) for name in ("A100-SXM", "H100-SXM", "A100-PCIe-80GB"))
+    old = TimedRun(describe_machine(a100, 1, 8), 448, "v2.0")
+    # Four times the accelerators, four times the nodes, four times the batch, and other software.
+    assert _distance(old, TimedRun(describe_machine(a100, 4, 8), 1792, "v2.1")) == (0, 2 + 1 + 1 + 0.25)
+    assert _distance(old, TimedRun(describe_machine(a100, 2, 2), 224, "v1.1")) == (0, 1 + 0.5 + 0.5)
+    assert [_distance(old, TimedRun(describe_machine(each, 1, 8), 448, "v2.0"))[0] for each in (pcie, h100)] == [1, 2]
+
+
+@pytest.mark.slow
+def test_every_batch_has_hyperparameters_that_reached_the_target() -> None:
+    for recipe in RECIPES.values():
+        config = recipe()
+        known = {schedule.global_batch_size: schedule for schedule in schedules(config)}
+        own = known[config.training.global_batch_size]
+        assert (own.optimizer, own.max_samples) == (config.optimizer, config.training.max_samples)
+        if config.log.division == "open":
+            assert len(known) == 1, "nothing is published of another model"
+            continue
+        assert {448, 768, 1536, 3072, 4608, 12288, 16384} <= set(known)
+        for schedule in known.values():
+            if schedule is not own:
+                assert schedule.samples is not None
+                assert schedule.samples <= schedule.max_samples
+                assert schedule.optimizer.weight_decay_rate > 0
+
+
+def test_recipes_have_the_hyperparameters_of_published_results() -> None:
+    stated = ("base_learning_rate", "lamb_beta_1", "lamb_beta_2", "lamb_weight_decay_rate")
+    steps = "learning_rate_training_steps"
+    published = {
+        (int(row["global_batch_size"]), *(float(row[f"opt_{name}"]) for name in stated), float(row[f"opt_{steps}"]))
+        for row in closed_rows()
+    }
+    for recipe in RECIPES.values():
+        config = recipe()
+        if config.log.division == "closed":
+            own = config.optimizer
+            rates = config.training.global_batch_size, own.base_learning_rate, own.beta_1, own.beta_2
+            # Some logs state 0 instead of the weight decay.
+            keys = {(*rates, decay, own.learning_rate_training_steps) for decay in (own.weight_decay_rate, 0)}
+            assert keys & published, config.recipe
+
+
+@pytest.mark.parametrize(
+    ("name", "per_node", "expected"), [("N/A", 0, 2), ("", 0, 2), ("CPU", 4, 4), ("", 4, 0), ("A100", 0, 0)]
+)
+def test_a_row_without_accelerators_is_of_nodes_with_two_processors(name: str, per_node: int, expected: int) -> None:
+    row = {"accelerator": name, "accelerators_per_node": str(per_node), "nodes": "3"}
+    row |= {"accelerator_interconnect": "", "host_networking": ""}
+    if expected:
+        machine = machine_of_row(row)
+        assert (machine.device.form, machine.nodes, machine.per_node) == ("CPU", 3, expected)
+    else:
+        with pytest.raises(ValueError, match=r"unknown|GPUs per node: 0"):
+            machine_of_row(row)
