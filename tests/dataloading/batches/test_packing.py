@@ -9,7 +9,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from cluster.model.histogram import drawn_lengths, length_counts
-from dataloading.batches.packing import PackingStrategy, pack_histogram, pack_samples
+from dataloading.batches.packing import PackingStrategy, _first_fit_decreasing, pack_histogram, pack_samples
 
 pytestmark = pytest.mark.slow
 
@@ -56,6 +56,19 @@ def test_every_sequence_is_packed_once_within_limits(given_: tuple[list[int], in
     assert_packs_the_histogram(strategy, histogram, limit)
     assert strategy == pack_histogram(np.array(histogram), capacity, limit)
     assert strategy.packs <= strategy.bound * 1.0002 + 5  # tolerance for rounding
+    tokens = sum(length * count for length, count in enumerate(histogram))
+    assert strategy.efficiency == (tokens / (strategy.packs * capacity) if tokens else 1)
+
+
+@given(st.lists(st.integers(1, 20), max_size=60), st.sampled_from([1, 2, 3, 20]))
+def test_equal_packs_at_once_are_those_of_first_fit_decreasing_one_by_one(lengths: list[int], limit: int) -> None:
+    packs: list[tuple[int, ...]] = []
+    for length in sorted(lengths, reverse=True):
+        fits = (place for place, pack in enumerate(packs) if sum(pack) + length <= 20 and len(pack) < limit)
+        place = next(fits, len(packs))
+        packs[place : place + 1] = [(*packs[place], length) if place < len(packs) else (length,)]
+    assert _first_fit_decreasing(np.bincount(lengths, minlength=21), limit) == Counter(packs)
+    assert pack_histogram(np.bincount(lengths, minlength=1), 20, limit).packs <= len(packs)
 
 
 @pytest.mark.parametrize(

@@ -95,8 +95,19 @@ def test_cost_is_better_balanced_than_by_a_snake(micro_batches: int, sequences: 
     assert np.mean(ours) - 1 < most * (np.mean(snakes) - 1)
 
 
+def test_dealing_never_changes() -> None:
+    """Never update the expected micro-batches: if they changed, a new version could not reproduce an old run."""
+    lengths = np.array([512, 500, 430, 300, 300, 222, 128, 128, 90, 64, 40, 40, 20, 8, 5])
+    assert deal(lengths, 4).tolist() == [[0, 7, 10, 13], [1, 6, 9, -1], [2, 5, 11, 14], [3, 4, 8, 12]]
+    assert deal(lengths, 5).tolist() == [[0, 11, 13], [1, 9, 14], [2, 7, 12], [4, 6, 8], [3, 5, 10]]
+    assert deal(lengths[:4], 4).tolist() == [[0], [1], [2], [3]]
+    assert deal(lengths[::-1].copy(), 1).tolist() == [[14, 13, 12, 10, 11, 9, 7, 8, 6, 5, 3, 4, 2, 1, 0]]
+    for sequences, expected in ((16, [25675699, 25651008, 25678101]), (17, [27385215, 27366762, 27348345])):
+        lengths = np.arange(3 * sequences) * 7919 % 508 + 5
+        assert cost(lengths)[deal(lengths, 3)].sum(axis=1).tolist() == expected
+
+
 def test_one_gets_a_second_long_sequence_before_another_has_a_short_one() -> None:
-    assert sorted(deal(np.array([1, 2, 3, 4, 5, 6]), 3).tolist()) == [[3, 2], [4, 1], [5, 0]]
     lengths = np.array([512, 512, 512, 300, 300, 20, 20, 20])
     # Dealing each micro-batch one sequence per round would join a 300 with a 20, and the other 300 with a 512.
     assert (300, 300) in map(tuple, lengths[deal(lengths, 4)].tolist())

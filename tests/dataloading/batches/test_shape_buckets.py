@@ -60,7 +60,20 @@ def test_no_other_boundaries_waste_less(tokens: list[int], most: int) -> None:
     assert waste(chosen, tokens_N) == pytest.approx(min(wastes))
 
 
+@pytest.mark.parametrize(("max_seqlen", "most_tokens"), [(512, 1152), (128, 1088)])
+def test_the_last_bucket_exceeds_the_largest_size_by_a_quarter_of_its_distance_from_the_mean(
+    max_seqlen: int, most_tokens: int
+) -> None:
+    """1000 + (1000 - 400) / 4 = 1150 tokens and an unused row are 1152 slots, unless 8 sequences have at most 1024."""
+    chosen = choose_shape_buckets(np.array([100, 200, 300, 1000]), np.array([15, 30, 44, 150]), 8, max_seqlen, most=3)
+    expected = ((128, 32), (320, 48), (most_tokens, 176))  # 15 % of the slots, in multiples of 16
+    assert chosen == [ShapeBucket(tokens, 8, masked, max_seqlen) for tokens, masked in expected]
+
+
 def test_a_batch_that_fits_nothing_gets_a_shape_bucket_of_its_own() -> None:
+    assert [ShapeBucket.around(tokens, 1, masked, 1) for tokens, masked in ((63, 0), (64, 16), (127, 17))] == [
+        ShapeBucket(tokens, 1, masked, 1) for tokens, masked in ((64, 16), (128, 16), (128, 32))
+    ]
     shape_buckets = [ShapeBucket(128, 4, 16, 64), ShapeBucket(256, 4, 32, 64)]
     for sizes in ((320, 4, 16, 64), (64, 5, 16, 64), (64, 4, 48, 64), (64, 4, 16, 65)):
         assert fitting(ShapeBucket(*sizes), shape_buckets) == ShapeBucket(*sizes)
@@ -78,7 +91,9 @@ def test_wikipedia_wastes_less_than_one_percent_and_starts_at_once() -> None:
     tokens_N, masked_N = draw_sizes(lengths, masked_counts, 256, 4)
     shape_buckets = choose_shape_buckets(tokens_N, masked_N, 64, 512)
     assert time.process_time() - begin < 5
-    assert len(tokens_N) == len(masked_N) >= 2048
+    assert len(tokens_N) == len(masked_N) == 2048
+    assert len(draw_sizes(lengths, masked_counts, 40, 40)[0]) == 64 * 40
+    assert [int(sizes.sum()) for sizes in draw_sizes(np.full(9, 7), np.full(9, 2), 8, 2)] == [2048 * 28, 2048 * 8]
     np.testing.assert_array_equal(draw_sizes(lengths, masked_counts, 256, 4), (tokens_N, masked_N))  # as on other ranks
     assert np.ptp(tokens_N.reshape(-1, 4), axis=1).max() < 512, "the micro-batches of a step are balanced"
     plan = BatchPlan(lengths, masked_counts, 256, 1, 4, seed=1)
