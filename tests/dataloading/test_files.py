@@ -89,8 +89,11 @@ def test_what_is_no_file_is_refused_at_once(tmp_path: Path, reader: str) -> None
 
 def test_a_line_that_is_no_sentence_is_named(tmp_path: Path) -> None:
     path = tmp_path / "text"
-    path.write_bytes(b"A sentence.\n" + b"word " * (4 << 20) + b"\nAnother.\n")
-    with pytest.raises(ValueError, match=f"{path}: line 2 has 20,971,519 characters; expected one sentence a line"):
+    longest = "w" * (16 << 20)
+    path.write_text(f"A sentence.\n{longest}\n")
+    assert read_documents([path]) == [["A sentence.", longest]]
+    path.write_text(f"A sentence.\n{longest}w\nAnother.\n")
+    with pytest.raises(ValueError, match=f"{path}: line 2 has 16,777,217 characters; expected one sentence a line"):
         read_documents([path])
     path.unlink()
     with path.open("wb") as file:

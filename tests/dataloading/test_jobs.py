@@ -1,5 +1,6 @@
 """Resumable jobs in several processes: leftover files of an interrupted job, and rejected options."""
 
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -30,6 +31,7 @@ def test_no_process_and_a_killed_one_are_reported() -> None:
     for count, most, own in ((1, 2, True), (2, 1, True), (2, 2, False)):
         processes = list(run_tasks(die, range(count), most))
         assert (len(processes), os.getpid() in processes) == (count, own)
+        assert multiprocessing.active_children() == []
 
 
 def test_a_part_is_its_share_of_the_tasks() -> None:

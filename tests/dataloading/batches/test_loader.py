@@ -44,6 +44,8 @@ def test_a_batch_holds_each_sample_at_its_place() -> None:
     assert batch.masked_lm_ids.tolist() == samples.masked_lm_ids.tolist()
     assert batch.next_sentence_labels.tolist() == samples.next_sentence_labels.tolist()
     assert batch.global_counts.tolist() == [3, len(samples.masked_lm_ids)]
+    with pytest.raises(AssertionError):
+        batch_of(samples, None, ShapeBucket(17, 3, 16, 9))  # no unused row is left for empty masked slots
 
 
 def rank_batches(run: SmallRun, accumulation: int, rank: int) -> Callable[[int], list[MicroBatch]]:

@@ -8,7 +8,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster.model.histogram import drawn_lengths
 from dataloading.batches.permutation import shuffled
 from dataloading.batches.plan import BatchPlan, cost, deal
 
@@ -77,24 +76,6 @@ def test_a_step_costs_what_its_global_batch_does() -> None:
     ]
 
 
-@pytest.mark.parametrize(
-    ("micro_batches", "sequences", "most"),
-    [(8, 56, 0.35), (128, 24, 0.5), (512, 6, 0.2), (1024, 4, 0.33), (4096, 4, 0.33)],
-)
-def test_cost_is_better_balanced_than_by_a_snake(micro_batches: int, sequences: int, most: float) -> None:
-    ours, snakes = [], []
-    for seed in range(3):
-        lengths = drawn_lengths(np.random.default_rng(seed), micro_batches * sequences)
-        snake = np.argsort(-lengths, kind="stable").reshape(sequences, micro_batches)
-        snake[1::2] = snake[1::2, ::-1]
-        snakes.append(imbalance(cost(lengths)[snake].sum(axis=0)))
-        dealt = deal(lengths.astype(np.uint16), micro_batches)
-        assert (np.diff(lengths[dealt], axis=1) <= 0).all(), "longest first"
-        assert np.array_equal(dealt, deal(lengths, micro_batches))
-        ours.append(imbalance(cost(lengths)[dealt].sum(axis=1)))
-    assert np.mean(ours) - 1 < most * (np.mean(snakes) - 1)
-
-
 def test_dealing_never_changes() -> None:
     """Never update the expected micro-batches: if they changed, a new version could not reproduce an old run."""
     lengths = np.array([512, 500, 430, 300, 300, 222, 128, 128, 90, 64, 40, 40, 20, 8, 5])
@@ -105,16 +86,6 @@ def test_dealing_never_changes() -> None:
     for sequences, expected in ((16, [25675699, 25651008, 25678101]), (17, [27385215, 27366762, 27348345])):
         lengths = np.arange(3 * sequences) * 7919 % 508 + 5
         assert cost(lengths)[deal(lengths, 3)].sum(axis=1).tolist() == expected
-
-
-def test_one_gets_a_second_long_sequence_before_another_has_a_short_one() -> None:
-    lengths = np.array([512, 512, 512, 300, 300, 20, 20, 20])
-    # Dealing each micro-batch one sequence per round would join a 300 with a 20, and the other 300 with a 512.
-    assert (300, 300) in map(tuple, lengths[deal(lengths, 4)].tolist())
-
-
-def imbalance(sums: np.ndarray) -> float:
-    return sums.max() / sums.mean()
 
 
 def test_impossible_plans_say_what_to_change() -> None:

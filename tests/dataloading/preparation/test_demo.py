@@ -11,6 +11,7 @@ from dataloading.dataset.folder import open_dataset
 from dataloading.preparation import demo
 from dataloading.preparation.demo import HELD_OUT_PERCENT, Document, demo_documents, write_demo
 from tests.conftest import REPOSITORY, SmallRun
+from tests.dataloading.conftest import Run
 
 pytestmark = pytest.mark.slow
 
@@ -60,6 +61,7 @@ def test_source_that_does_not_parse_or_is_not_prose_is_passed_over(tmp_path: Pat
     (tmp_path / "module.py").write_text(
         '"""Reads the configuration from its file.  Raises an error otherwise."""\n'
         'def f():\n    """>>> f() and more words\n    1\n\n    Four plain English words.\n\n    x = 1; y = 2; z = 3"""\n'
+        'def g():\n    """Only three words.\n\n    Four plain English words.\n\n    Is it so - 1 2 3 4 5 6?"""\n'
         'class C:\n    """The class of all the things."""\n'
         '    def method(self):\n        """Does what methods always do."""\n'
     )
@@ -73,13 +75,16 @@ def test_source_that_does_not_parse_or_is_not_prose_is_passed_over(tmp_path: Pat
 
 
 def test_data_are_made_once_and_other_content_and_damage_are_refused(
-    documents: list[Document], small_run: SmallRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    run: Run, documents: list[Document], small_run: SmallRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(demo, "demo_documents", lambda: documents[::40])
     made = tmp_path / "demo"
-    assert write_demo(made, VOCAB)
-    assert not write_demo(made, VOCAB)
-    assert open_dataset(made / "train").info.max_seq_length == 128
+    for done in ("made", "verified"):
+        *lines, last = run("demo", "--out", made, "--vocab", VOCAB).splitlines()
+        sets = [open_dataset(made / name) for name in ("train", "evaluation")]
+        told = [f"{each.folder}: {len(each):,} samples of {each.lengths.mean():.1f} tokens" for each in sets]
+        assert (lines, last.split(" in ")[0]) == (told, done)
+    assert [(each.info.max_seq_length, len(each.shards)) for each in sets] == [(128, 4)] * 2
     shutil.rmtree(made / "evaluation")
     assert write_demo(made, VOCAB)  # makes only what is missing
     shard = next((made / "evaluation").glob("part_*"))

@@ -50,6 +50,14 @@ def test_sentences_are_cut_at_words_and_nothing_is_lost(documents: list[list[lis
         assert not inside or all(word.startswith("##") for word in words)
 
 
+def test_long_sentences_are_cut_into_equal_pieces() -> None:
+    for length, most, cuts in ((10, 4, [4, 7]), (9, 4, [3, 6]), (8, 4, [4]), (4, 4, []), (5, 1, [1, 2, 3, 4])):
+        whole = TokenizedDocuments(np.full(length, 5, np.uint16), np.array([0, length]), np.array([0, 1]))
+        assert cut_sentences(whole, most, VOCABULARY).sentence_offsets.tolist() == [0, *cuts, length]
+    whole = TokenizedDocuments(np.array([5, 5, 13, 13, 13, 13], np.uint16), np.array([0, 6]), np.array([0, 1]))
+    assert cut_sentences(whole, 3, VOCABULARY).sentence_offsets.tolist() == [0, 1, 4, 6]
+
+
 def test_what_is_lost_is_counted() -> None:
     documents = [["ab xyz\u200b", "cd"], ["\u200b\x01"], ["abc abc abc abc abc abc abc", "x"]]
     _, counts = samples_of(documents, Tokenizer(VOCABULARY), OPTIONS)

@@ -107,7 +107,18 @@ def test_nothing_but_the_vocabulary_is_a_guess_that_a_few_tokens_do_not_decide(t
         found = find_normalization(Vocabulary.read(folder), folder / "vocab.txt", AS_STATED)
         assert found.normalization == expected[name], name
         assert not found.is_stated
-        assert "guessed" in found.source
+        assert found.source == "guessed from the vocabulary"
+
+
+def test_a_twentieth_of_the_words_decides_and_markers_and_numbers_are_no_words() -> None:
+    for others, decides in ((19, True), (20, False)):
+        words = [f"w{number}" for number in range(others)]
+        cased, accented = (Vocabulary((*SPECIAL, "[E1]", "12", each, *words)) for each in ("Word", "für"))
+        assert [each.cased for each in (cased, accented)] == [decides, False]
+        assert [each.fits(Normalization()) for each in (cased, accented)] == [not decides] * 2
+        together = Vocabulary((*SPECIAL, *(chr(0x4E00 + number) for number in range(others)), "##東京"))
+        assert together.guess_normalization().tokenize_chinese_chars is not decides
+    assert Vocabulary(tuple(SPECIAL)).fits(Normalization()), "no word is useless"
 
 
 def test_options_come_before_files_and_files_before_a_guess(tmp_path: Path) -> None:
@@ -115,9 +126,11 @@ def test_options_come_before_files_and_files_before_a_guess(tmp_path: Path) -> N
     vocabulary = Vocabulary.read(folder)
     stated = find_normalization(vocabulary, folder, AS_STATED)
     assert stated.normalization == Normalization(strip_accents=False)
+    assert stated.source == f"stated by tokenizer_config.json in {folder}"
     assert stated.is_stated
     given = find_normalization(vocabulary, folder, NormalizationOptions(do_lower_case=False))
     assert given.normalization == Normalization(do_lower_case=False, strip_accents=False)
+    assert given.source == f"set by do_lower_case, {stated.source}"
     # Without a word on accents, they are stripped if text is lower-cased.
     write(folder, ACCENTED, {"do_lower_case": True})
     assert find_normalization(Vocabulary.read(folder), folder, AS_STATED).normalization == Normalization()
@@ -166,10 +179,7 @@ def test_another_kind_of_tokenizer_is_refused(
     ("model", "message"),
     [
         ({"type": "BPE", "vocab": {"a": 0}}, "expected WordPiece"),
-        (
-            {"type": "WordPiece", "continuing_subword_prefix": "@@", "vocab": {"a": 0}},
-            "expected WordPiece",
-        ),
+        ({"type": "WordPiece", "continuing_subword_prefix": "@@", "vocab": {"a": 0}}, "expected WordPiece"),
         ({"type": "WordPiece", "vocab": {"a": 1 << 40}}, "has the id 1099511627776"),
         ({"type": "WordPiece", "vocab": {"a": True}}, "got `bool`"),
         ({"type": "WordPiece", "vocab": {"a": 3, "b": 3}}, "two tokens have the same id"),

@@ -13,16 +13,7 @@ import pytest
 from dataloading.jobs import JobProgress
 from dataloading.options import ExtractionOptions, Sentences
 from dataloading.text.sentences import sentence_splitter
-from dataloading.text.wikipedia import (
-    _plan,
-    articles,
-    clean,
-    extract,
-    find_inputs,
-    gathered,
-    hold_out,
-    segment,
-)
+from dataloading.text.wikipedia import _plan, articles, clean, extract, find_inputs, gathered, hold_out, segment
 from tests.conftest import REPOSITORY
 
 pytestmark = pytest.mark.slow
