@@ -67,3 +67,7 @@ def test_pytorchs_attention_drops_probabilities_at_the_rate():
     kept = dropped[dropped != 0]
     assert abs(1 - len(kept) / dropped.numel() - p) < 5 * (p * (1 - p) / dropped.numel()) ** 0.5
     torch.testing.assert_close(kept, torch.full_like(kept, 1 / (1 - p)))
+    query, key, value = torch.randn(3, 30, 2, 8).unbind()
+    bounds = torch.tensor([0, 9, 29], dtype=torch.int32)
+    nothing_dropped = pytorch.varlen_attention(query, key, value, bounds, bounds, 20, with_p(1e-9))
+    torch.testing.assert_close(nothing_dropped, varlen_attention.definition(query, key, value, bounds, bounds, 20))

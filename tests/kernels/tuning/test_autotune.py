@@ -6,14 +6,19 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from kernels import OPS, choose, dropout_add_layer_norm, lamb_step
+from bert.configuration.sections import ModelConfig
+from bert.model import BertForPreTraining
+from dataloading.batches.loader import batch_of
+from dataloading.shards.samples import synthetic_samples
+from kernels import OPS, Dropout, choose, dropout_add_layer_norm, lamb_step
 from kernels.registry import Implementation, Op
 from kernels.tuning.autotune import ROUNDS, CallKind, KernelChoice, Work, apply, from_json, observed, to_json, tune
-from kernels.tuning.examples import example_inputs
+from kernels.tuning.examples import SMALL, example_inputs
 
 CPU = torch.device("cpu")
 
@@ -281,6 +286,22 @@ def test_requests_are_the_calls_that_were_made_and_keep_nothing_alive():
     with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
         again = CallKind.of("dropout_add_layer_norm", *requests[1].arguments())
     assert again.signature == requests[1].signature
+
+
+def test_examples_are_calls_that_a_model_of_their_size_makes() -> None:
+    config = ModelConfig(2, SMALL.hidden, SMALL.heads, SMALL.intermediate, SMALL.vocabulary, SMALL.max_seqlen)
+    with observed() as requests:
+        BertForPreTraining(config)(batch_of(synthetic_samples(np.array(SMALL.lengths), SMALL.vocabulary)))
+    kinds = {request.op: request for request in requests}
+    for op in ("varlen_self_attention", "dense_gelu", "dropout_add_layer_norm", "embedding_layer_norm"):
+        example = CallKind.of(op, *example_inputs(op, CPU, torch.float32))
+        assert any(request.signature.startswith(example.signature) for request in requests if request.op == op)
+        for mine, models in zip(example.args, kinds[op].args, strict=False):
+            assert not isinstance(mine, float) or mine == models
+            if isinstance(mine, Dropout):
+                assert (mine.p, mine.scale) == (models.p, models.scale)
+            if isinstance(mine, Tensor) and mine.dtype == torch.int32:
+                assert mine.equal(models)
 
 
 def test_made_tensors_lie_in_memory_as_those_of_the_call():
