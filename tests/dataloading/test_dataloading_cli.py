@@ -46,11 +46,7 @@ def test_prepare_verify_and_dump(run: Run, one_call: bool, tmp_path: Path, text:
     assert info.vocab_size == len(TOKENS)
 
     printed = run("verify", out)
-    for said in (
-        *(f"{name}: " for name in names),
-        "vocabulary: not the benchmark's; 35 tokens",
-        "not the benchmark's (max",
-    ):
+    for said in (*(f"{name}: " for name in names), "not the benchmark's; 35 tokens", "not the benchmark's (max"):
         assert said in printed
     assert "neither the benchmark's training set (156,726,829) nor its evaluation set (10,000)" in printed
 

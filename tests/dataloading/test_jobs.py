@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -68,28 +69,17 @@ def test_a_line_for_each_percent_tells_the_time_left_at_the_speed_so_far(
     ]
 
 
-AT_ONCE = r"""
-import os, sys
-from pathlib import Path
-from dataloading.jobs import begun
-
-out = Path(sys.argv[1])
-
-def begin_first(event, arguments):
-    if event == "os.listdir" and not (out / "job.json").exists():
-        (out / "job.json").write_text("{}")
-
-out.mkdir()
-sys.addaudithook(begin_first)
-with begun(out, "job.json", {}, finished="part_*", alone=False):
-    pass
-"""
-
-
-def test_two_processes_may_begin_the_same_job_at_once(tmp_path: Path) -> None:
+def test_two_processes_may_begin_the_same_job_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The other process writes the description just before this one lists the folder."""
-    subprocess.run([sys.executable, "-c", AT_ONCE, tmp_path / "out"], cwd=REPOSITORY, check=True)
-    assert (tmp_path / "out" / "job.json").exists()
+    listed = Path.iterdir
+
+    def begin_first(folder: Path) -> Iterator[Path]:
+        (folder / "job.json").write_text("{}")
+        return listed(folder)
+
+    monkeypatch.setattr(Path, "iterdir", begin_first)
+    with begun(tmp_path, "job.json", {}, finished="part_*", alone=False):
+        assert (tmp_path / "job.json").exists()
 
 
 STOPPED = r"""

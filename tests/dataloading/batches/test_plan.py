@@ -1,7 +1,6 @@
 """The batch plan: every sample once per epoch, ranks with equal shares, equal results everywhere, and shape buckets."""
 
 import itertools
-import time
 import tracemalloc
 from dataclasses import replace
 
@@ -13,17 +12,7 @@ from numpy.typing import NDArray
 
 from cluster.model.histogram import drawn_lengths
 from dataloading.batches.permutation import shuffled
-from dataloading.batches.plan import (
-    MASKED_MULTIPLE,
-    TOKENS_MULTIPLE,
-    BatchPlan,
-    ShapeBucket,
-    choose_shape_buckets,
-    cost,
-    deal,
-    draw_sizes,
-    fitting,
-)
+from dataloading.batches.plan import BatchPlan, ShapeBucket, choose_shape_buckets, cost, deal, draw_sizes, fitting
 
 pytestmark = pytest.mark.slow
 
@@ -158,7 +147,7 @@ def test_what_was_drawn_fits_and_sizes_suit_the_kernels(sizes: list[tuple[int, i
     tokens = [shape_bucket.tokens for shape_bucket in shape_buckets]
     assert tokens == sorted(set(tokens))
     for shape_bucket in shape_buckets:
-        assert shape_bucket.tokens % TOKENS_MULTIPLE == shape_bucket.masked % MASKED_MULTIPLE == 0
+        assert shape_bucket.tokens % 64 == shape_bucket.masked % 16 == 0
         assert (shape_bucket.sequences, shape_bucket.max_seqlen) == (8, 512)
     for tokens, masked in sizes:
         chosen = fitting(ShapeBucket.around(tokens, 8, masked, 512), shape_buckets)
@@ -205,14 +194,12 @@ def test_a_batch_that_fits_nothing_gets_a_shape_bucket_of_its_own() -> None:
     assert fitting(ShapeBucket.around(100, 4, 17, 60), shape_buckets) == shape_buckets[1]
 
 
-def test_wikipedia_wastes_less_than_one_percent_and_starts_at_once() -> None:
+def test_wikipedia_wastes_less_than_one_percent() -> None:
     """Choose buckets for one GPU's recipe (four micro-batches of 64) and test them on other batches."""
     lengths = drawn_lengths(np.random.default_rng(5), 200_000).astype(np.uint16)
     masked_counts = np.minimum(76, np.maximum(1, np.rint(0.15 * lengths))).astype(np.uint16)
-    begin = time.process_time()
     tokens_N, masked_N = draw_sizes(lengths, masked_counts, 256, 4)
     shape_buckets = choose_shape_buckets(tokens_N, masked_N, 64, 512)
-    assert time.process_time() - begin < 5
     assert len(tokens_N) == len(masked_N) == 2048
     assert len(draw_sizes(lengths, masked_counts, 40, 40)[0]) == 64 * 40
     assert [int(sizes.sum()) for sizes in draw_sizes(np.full(9, 7), np.full(9, 2), 8, 2)] == [2048 * 28, 2048 * 8]
@@ -227,5 +214,4 @@ def test_wikipedia_wastes_less_than_one_percent_and_starts_at_once() -> None:
     chosen = [fitting(shape_bucket, shape_buckets) for shape_bucket in needed]
     assert sum(shape_bucket in shape_buckets for shape_bucket in chosen) >= 0.999 * len(chosen)
     slots, used = (sum(shape_bucket.tokens for shape_bucket in some) for some in (chosen, needed))
-    assert 1 - used / slots < 0.01
-    assert waste(shape_buckets, tokens_N) < 0.01
+    assert max(1 - used / slots, waste(shape_buckets, tokens_N)) < 0.01

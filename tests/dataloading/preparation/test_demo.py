@@ -1,8 +1,6 @@
 """The demo corpus: reproducible prose from Python's standard library. Whole modules are held out for evaluation."""
 
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,6 +10,7 @@ from dataloading.preparation import demo
 from dataloading.preparation.demo import HELD_OUT_PERCENT, Document, demo_documents, write_demo
 from tests.conftest import REPOSITORY, SmallRun
 from tests.dataloading.conftest import Run
+from tests.programs import python
 
 pytestmark = pytest.mark.slow
 
@@ -48,8 +47,7 @@ assert not imported & {"this", "antigravity", "turtle", "pydoc_data.topics", "cg
 assert len(imported) < 10, imported
 print(repr(documents))
 """
-    found = subprocess.run([sys.executable, "-c", code], check=True, cwd=REPOSITORY, stdout=subprocess.PIPE, text=True)
-    assert found.stdout == f"{documents!r}\n"
+    assert python("-c", code).stdout == f"{documents!r}\n"
 
 
 def test_source_that_does_not_parse_or_is_not_prose_is_passed_over(tmp_path: Path) -> None:

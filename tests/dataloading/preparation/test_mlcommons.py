@@ -7,18 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from dataloading.preparation.mlcommons import (
-    CHECKPOINT,
-    EVALUATION,
-    KNOWN,
-    SOURCES,
-    TRAIN,
-    VOCABULARY,
-    Checksums,
-    Inputs,
-    estimate,
-    how_to_download,
-)
+from dataloading.preparation import mlcommons as ml
+from dataloading.preparation.mlcommons import CHECKPOINT, EVALUATION, KNOWN, TRAIN, VOCABULARY, Checksums, Inputs
 from tests.conftest import REPOSITORY
 from tests.dataloading.conftest import Run
 
@@ -47,16 +37,18 @@ def test_time_and_room_are_in_proportion_to_the_bytes(tmp_path: Path) -> None:
     # 10 GB are read at 2 ns a byte. Samples take 11 bytes for each byte of text.
     seconds = {"check": 10.0, CHECKPOINT: 11.0, EVALUATION: 170.0, "samples": 340.0, TRAIN: 480.0, "verify": 124.0}
     for jobs, shared in ((2, 1), (0, 2), (1, 2), (9, 0.5)):
-        found, result, most = estimate(inputs, [], jobs)
+        found, result, most = ml.estimate(inputs, [], jobs)
         of_jobs = {"check": 10.0 * shared, "samples": 340.0 * shared}
         assert list(found) == list(seconds)
         assert found == pytest.approx(seconds | of_jobs)
         assert (result, most) == pytest.approx((45 * G, 144 * G))
-    found, *room = estimate(inputs, [TRAIN, EVALUATION], 2)
+    found, *room = ml.estimate(inputs, [TRAIN, EVALUATION], 2)
     assert found == pytest.approx({name: seconds[name] for name in ("check", CHECKPOINT, "verify")})
     assert room == [G, G]
-    assert estimate(inputs, [TRAIN, EVALUATION, CHECKPOINT], 2) == estimate(Inputs(vocabulary), [], 2) == ({}, 0, 0)
-    assert estimate(inputs, [TRAIN, EVALUATION, VOCABULARY], 2)[0].keys() == {"check", CHECKPOINT, "verify"}
+    assert (
+        ml.estimate(inputs, [TRAIN, EVALUATION, CHECKPOINT], 2) == ml.estimate(Inputs(vocabulary), [], 2) == ({}, 0, 0)
+    )
+    assert ml.estimate(inputs, [TRAIN, EVALUATION, VOCABULARY], 2)[0].keys() == {"check", CHECKPOINT, "verify"}
 
 
 def test_all_that_is_found_is_told_before_too_little_room_is_refused(
@@ -79,8 +71,8 @@ def test_all_that_is_found_is_told_before_too_little_room_is_refused(
             f"found: vocabulary, {given / 'vocab.txt'}, 5.5 kB",
             f"found: text, {given / 'part-00000-of-00002'} ... (2 files), 4.0 GB",
             f"found: evaluation text, {given / 'eval.txt'}, 1.0 GB",
-            f"missing: {SOURCES[CHECKPOINT]}, for {out / CHECKPOINT}",
-            *how_to_download([SOURCES[CHECKPOINT]]),
+            f"missing: {ml.SOURCES[CHECKPOINT]}, for {out / CHECKPOINT}",
+            *ml.how_to_download([ml.SOURCES[CHECKPOINT]]),
             f"to make in {out}: 44.0 GB; meanwhile {room}",
             f"expected time with --jobs 2 on 4 cores: {seconds}",
             f"error: {out}: {room}; make room, or name another --out",

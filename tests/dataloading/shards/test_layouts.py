@@ -46,11 +46,8 @@ def chosen(shard: Shard) -> Samples:
 @pytest.mark.parametrize(
     ("integers", "storage"),
     [
-        ("i2", {}),
-        ("i2", {"compression": "gzip"}),
-        ("i2", {"compression": "gzip", "shuffle": True}),
-        (">i2", {}),
-        ("<i4", {}),
+        *((kind, {}) for kind in ("i2", ">i2", "<i4")),
+        *(("i2", {"compression": "gzip", "shuffle": on}) for on in (0, 1)),
     ],
 )
 @pytest.mark.parametrize("layout", ["fixed", "varlength", "packed"])

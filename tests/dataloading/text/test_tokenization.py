@@ -54,14 +54,8 @@ def test_equals_the_definition_for_every_character_of_the_basic_plane(do_lower_c
         def __contains__(self, word: object) -> bool:
             return True
 
-    alike = (
-        range(0x3500, 0x4D00),
-        range(0x4F00, 0x9F00),
-        range(0xAD00, 0xD600),
-        range(0xD900, 0xDB00),
-        range(0xE100, 0xF800),
-    )
-    for code_point in set(range(0x10000)).difference(*alike):
+    alike = ((0x3500, 0x4D00), (0x4F00, 0x9F00), (0xAD00, 0xD600), (0xD900, 0xDB00), (0xE100, 0xF800))
+    for code_point in set(range(0x10000)).difference(*(range(*each) for each in alike)):
         line = f"A{chr(code_point)}b"
         words = split_words(line, Normalization(do_lower_case, do_lower_case))
         assert words == reference_prepare.tokenize(line, AnyWord(), do_lower_case), hex(code_point)
