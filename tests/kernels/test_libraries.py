@@ -79,11 +79,15 @@ def test_flash_attn_on_a_batch_that_is_filled_up(packed: bool, p: float, called_
     [(256, "bfloat16", ""), (8, "float16", ""), (64, "float32", "torch.float32, expected float16 or bfloat16")]
     + [(size, "float16", f"a head size of {size}, expected a multiple of 8 up to 256") for size in (60, 264)],
 )
-def test_what_flash_attn_cannot_do(size: int, dtype: str, wrong: str) -> None:
+def test_what_flash_attn_cannot_do(monkeypatch: pytest.MonkeyPatch, size: int, dtype: str, wrong: str) -> None:
     with FakeTensorMode():
         query = torch.zeros(4, 2, size, dtype=getattr(torch, dtype), device="cuda")
         reasons = [wrong] if wrong else []
         assert flash_attention.unsupported_reasons(query) == reasons
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        for capability, old in (((8, 0), []), ((7, 5), ["compute capability 7.5, expected 8.0 at least"])):
+            monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _, found=capability: found)
+            assert flash_attention.unsupported_reasons(query) == reasons + old
         on_cpu = ["the tensors are on cpu, expected a GPU", *reasons]
         assert flash_attention.unsupported_reasons(torch.zeros_like(query, device="cpu")) == on_cpu
 
@@ -181,6 +185,19 @@ def test_a_weight_gradient_is_added_in_fp32(dtype: torch.dtype, overwrite: bool)
         found = accumulate_weight_gradient.definition(gradient, output_gradient, x, overwrite)
     assert found.data_ptr() == gradient.data_ptr()
     assert ((gradient.double() - exact).norm() / exact.norm()).item() < 1e-6
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_products_of_gradients_need_16_bits_twice_and_a_gpu(dtype: torch.dtype) -> None:
+    on_cpu = "tensors on cpu: PyTorch supports this product on CUDA only"
+    with FakeTensorMode():
+        for device, reasons in (("cuda", []), ("cpu", [on_cpu])):
+            x, half, wide = (torch.zeros(2, 2, dtype=kind, device=device) for kind in (dtype, torch.half, torch.float))
+            if dtype == torch.float32:
+                reasons = [*reasons, f"operands in {dtype} and {dtype}: expected bfloat16 or float16 twice"]
+            assert pytorch.gradient_reasons(wide, x, x) == reasons
+            assert pytorch.gradient_reasons(half, x, x) == [*reasons, "a gradient in torch.float16, expected float32"]
+            assert (pytorch.gradient_reasons(wide, x, half) == reasons) is (dtype == torch.float16)
 
 
 class Calls(TorchDispatchMode):

@@ -17,7 +17,9 @@ from bert.configuration.sections import ModelConfig, OptimizerConfig
 from bert.model import BertForPreTraining
 from bert.optimizer import FlatParameters, Lamb, learning_rate
 from bert.parallel.reduction.gradients import bucket_slices
-from kernels import LambHyperparameters, LambSegments, LambState, lamb_step, sum_of_squares
+from kernels import LambHyperparameters, LambSegments, LambState, lamb_directions, lamb_step, sum_of_squares
+from kernels.reference.fp8 import E4M3
+from kernels.reference.lamb import WeightCast
 from tests.conftest import at_most
 from tests.kernels.lamb_oracle import HYPERPARAMETERS, NumpyLamb, at
 
@@ -60,6 +62,20 @@ def test_zero_update_and_zero_weight_leave_a_ratio_of_one(implementation: str):
         assert flat.tolist() == [0, 0, 0, 1, 2, 3]
         lamb_step(flat, torch.ones(6), LambState.zeros_like(flat), segments, hyper, **at(1, 0.1))
     assert flat[:3].tolist() == pytest.approx([-0.1] * 3, rel=1e-5)  # the trust ratio is 1
+
+
+def test_copies_are_of_the_updated_weights_and_nothing_need_be_adapted():
+    segments, flat, ones = LambSegments((40, 256, 5), (True, True, False)), torch.linspace(-3, 3, 301), torch.ones(301)
+    copies, casts = torch.zeros(301, dtype=torch.bfloat16), torch.zeros(2, 16, 16).to(E4M3)
+    cast, state = WeightCast(40, torch.tensor(2.0), torch.tensor(0.0), *casts), LambState.zeros_like(flat)
+    new = {"copies_P": copies, "casts": (cast,)}
+    norm = lamb_step.definition(flat, ones, state, segments, HYPERPARAMETERS, **at(1, 0.1), **new)
+    weight = flat[40:296].view(16, 16)
+    assert copies.equal(flat.bfloat16())
+    assert cast.amax == weight.abs().max()
+    assert casts.float().equal(torch.stack([weight, weight.t()]).mul(2).to(E4M3).float())
+    call = flat, ones, state, LambSegments((301,), (False,)), HYPERPARAMETERS
+    assert lamb_directions.definition(*call, norm=norm, step=torch.tensor(2)).shape == (2, 0)
 
 
 @pytest.mark.oldest_torch

@@ -10,7 +10,7 @@ import torch
 
 from kernels import Dropout, embedding_layer_norm, varlen_attention
 from kernels.libraries import pytorch
-from kernels.reference.ops import dropout_rows
+from kernels.reference.ops import compute_dtype, dropout_rows
 
 
 def with_p(p: float) -> Dropout:
@@ -56,6 +56,13 @@ def test_attention_drops_what_the_mask_says():
     output = varlen_attention.definition(query, query, value, bounds, bounds, length, dropout)
     kept_QHK = dropout.mask(torch.arange(9 * heads, 30 * heads), length).view(length, heads, length)
     assert torch.equal(output[9:, :, 9:30] != 0, kept_QHK)
+
+
+def test_autocast_decides_the_type_of_products_but_of_fp64() -> None:
+    wide, plain = torch.zeros(1, dtype=torch.float64), torch.zeros(1)
+    assert [compute_dtype(x) for x in (wide, plain, plain.half())] == [torch.float64, torch.float32, torch.float16]
+    with torch.autocast("cpu", torch.bfloat16):
+        assert [compute_dtype(x) for x in (wide, plain, plain.half())] == [torch.float64, *[torch.bfloat16] * 2]
 
 
 def test_pytorchs_attention_drops_probabilities_at_the_rate():
