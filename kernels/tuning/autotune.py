@@ -363,8 +363,8 @@ class Timer:
         self._on_gpu = device.type == "cuda"
         if self._on_gpu:
             # A buffer of twice the cache's size evicts everything else from the L2 cache.
-            size = int(getattr(torch.cuda.get_device_properties(device), "L2_cache_size", 0)) or 128 * 2**20
-            self._cache = torch.empty(2 * size, dtype=torch.int8, device=device)
+            size = 2 * torch.cuda.get_device_properties(device).L2_cache_size
+            self._cache = torch.empty(size, dtype=torch.int8, device=device)
             self._start, self._stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
 
     def __call__(self, work: Callable[[], object]) -> float:

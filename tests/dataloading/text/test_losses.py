@@ -5,8 +5,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from dataloading.dataset.folder import open_dataset
 from dataloading.dataset.rewrite import convert, shuffle
@@ -22,26 +20,6 @@ from tests.dataloading.conftest import Run
 SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 VOCABULARY = Vocabulary((*SPECIAL, *"abcdefgh", *(f"##{letter}" for letter in "abcdefgh")))
 OPTIONS = PretrainingOptions(max_seq_length=16, max_predictions_per_seq=2, dupe_factor=2)
-
-
-sentences = st.lists(st.integers(5, 20), min_size=1, max_size=30)
-
-
-@given(st.lists(st.lists(sentences, min_size=1, max_size=4), min_size=1, max_size=4), st.integers(1, 12))
-def test_sentences_are_cut_at_words_and_nothing_is_lost(documents: list[list[list[int]]], most: int) -> None:
-    flat = list(chain.from_iterable(documents))
-    whole = TokenizedDocuments(
-        np.array(list(chain.from_iterable(flat)), np.uint16),
-        np.cumsum([0, *map(len, flat)]),
-        np.cumsum([0, *map(len, documents)]),
-    )
-    cut = cut_sentences(whole, most, VOCABULARY)
-    assert cut.token_ids is whole.token_ids
-    assert np.diff(cut.sentence_offsets).max() <= most
-    assert set(whole.sentence_offsets) <= set(cut.sentence_offsets)
-    # Each document has the same tokens.
-    starts, before = cut.sentence_offsets[cut.document_offsets], whole.sentence_offsets[whole.document_offsets]
-    assert starts.tolist() == before.tolist()
 
 
 def test_long_sentences_are_cut_into_equal_pieces() -> None:
@@ -69,14 +47,6 @@ def test_accents_count_as_lost_if_they_are_stripped() -> None:
     for strip, marks in ((True, 4), (False, 0)):
         _, counts = samples_of(documents, Tokenizer(VOCABULARY, True, strip), OPTIONS)
         assert counts.stripped_marks == marks
-
-
-def test_unused_tokens_are_those_in_no_sample() -> None:
-    documents = [["a b c d e f g h " * 5], ["h g f e"]]
-    samples, counts = samples_of(documents, Tokenizer(VOCABULARY), OPTIONS)
-    most = OPTIONS.dupe_factor * 13  # each pass makes one sample of the long sentence
-    assert 40 - most <= counts.unused_tokens < 40
-    assert samples.lengths.max() == 16
 
 
 @pytest.mark.parametrize(

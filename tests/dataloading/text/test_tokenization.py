@@ -68,19 +68,6 @@ def test_pieces_are_the_longest_from_the_left_of_words_up_to_200_characters(voca
     assert encode(tokenizer, "é" * 201) == ["[UNK]"]
 
 
-def test_each_line_of_a_vocabulary_is_an_id(tmp_path: Path) -> None:
-    path = tmp_path / "vocab.txt"
-    path.write_bytes("[PAD]\r\n[UNK] \n[CLS]\n[SEP]\n[MASK]\nthe\nthe\n\nend\u2028of".encode())
-    vocabulary = Vocabulary.from_file(path)
-    assert vocabulary.tokens == (*SPECIAL_TOKENS, "the", "the", "", "end\u2028of")
-    assert vocabulary.size == 9
-    assert vocabulary.ids == {
-        **{token: index for index, token in enumerate(SPECIAL_TOKENS)},
-        "the": 6,
-        "end\u2028of": 8,
-    }
-
-
 @pytest.mark.parametrize(
     ("content", "message"),
     [
