@@ -29,11 +29,9 @@ def test_writes_after_the_wait_or_to_other_registers_are_none() -> None:
     [
         ("MOV R{}, R3", 56, 59),
         ("@!P1 LDS.64 R{}, [R3]", 55, 59),
-        ("LDG.E.128 R{}, desc[UR4][R2.64]", 53, 59),
         ("IMAD.WIDE.U32 R{}, R2, R3, R4", 119, 151),
         ("CS2R R{}, SRZ", 119, 151),
         ("LDSM.16.M88.4 R{}, [R3]", 117, 151),
-        ("SHFL.BFLY PT, R{}, R3, 0x1, 0x1f", 120, 151),
         ("SHF.L.U64.HI R{}, R2, 0x1, R3", 120, 151),
     ],
 )
