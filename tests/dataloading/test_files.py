@@ -107,22 +107,19 @@ def test_a_line_that_is_no_sentence_is_named(tmp_path: Path) -> None:
 def test_a_shard_that_becomes_shorter_while_it_is_read_is_named(tmp_path: Path) -> None:
     """Reading a memory map beyond the end of its file would kill the process by SIGBUS."""
     code = """
-import os, sys
-from pathlib import Path
-import numpy as np
+import os, sys, pathlib, numpy
 from dataloading.dataset.folder import open_dataset
 from dataloading.shards.formats import open_shard
-dataset = open_dataset(Path(sys.argv[1]))
-path = Path(sys.argv[1]) / dataset.shards[0].name
-dataset.take(np.arange(len(dataset)))
+dataset = open_dataset(pathlib.Path(sys.argv[1]))
+path = dataset.folder / dataset.shards[0].name
+dataset.take(numpy.arange(len(dataset)))
 shard = open_shard(path)
 os.truncate(path, 0)
 for read in (dataset.take, lambda _: shard.read(0, 9), lambda _: shard.verify()):
     try:
-        read(np.arange(9))
+        read(numpy.arange(9))
     except ValueError as error:
-        assert str(path) in str(error), error
-        print("refused", flush=True)
+        print("refused" if str(path) in str(error) else error, flush=True)
 """
     write_dataset(tmp_path / "data", make_samples(3000), shards=2, info=INFO)
     done = python("-c", code, tmp_path / "data")

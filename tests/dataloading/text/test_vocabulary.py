@@ -150,6 +150,10 @@ def tokenizer(**changes: Any) -> dict[str, Any]:
     } | changes
 
 
+def wordpiece(ids: dict[str, int], **changes: str) -> dict[str, Any]:
+    return tokenizer(model={"type": "WordPiece", "vocab": ids} | changes)
+
+
 @pytest.mark.parametrize(
     ("described", "config", "message"),
     [
@@ -162,6 +166,13 @@ def tokenizer(**changes: Any) -> dict[str, Any]:
         (None, {"tokenizer_class": "BertJapaneseTokenizer"}, "expected a BertTokenizer"),
         (None, {"do_basic_tokenize": False}, "do_basic_tokenize false"),
         (None, {"do_lower_case": 1}, "got `int`"),
+        (wordpiece({"a": 0}, type="BPE"), {}, "expected WordPiece"),
+        (wordpiece({"a": 0}, continuing_subword_prefix="@@"), {}, "expected WordPiece"),
+        (wordpiece({"a": 1 << 16}), {}, "has the id 65536; expected 0 to 65,535"),
+        (wordpiece({"a": -1}), {}, "has the id -1"),
+        (wordpiece({"a": True}), {}, "got `bool`"),
+        (wordpiece({"a": 3, "b": 3}), {}, "two tokens have the same id"),
+        (wordpiece({token: place for place, token in enumerate(PLAIN[:-1])} | {"seven": 999}), {}, "differently"),
     ],
 )
 def test_another_kind_of_tokenizer_is_refused(
@@ -173,26 +184,6 @@ def test_another_kind_of_tokenizer_is_refused(
     with pytest.raises(ValueError, match=message) as caught:
         find_normalization(Vocabulary.read(folder), folder, AS_STATED)
     assert len(str(caught.value).replace(str(tmp_path), "")) < 500
-
-
-@pytest.mark.parametrize(
-    ("model", "message"),
-    [
-        ({"type": "BPE", "vocab": {"a": 0}}, "expected WordPiece"),
-        ({"type": "WordPiece", "continuing_subword_prefix": "@@", "vocab": {"a": 0}}, "expected WordPiece"),
-        ({"type": "WordPiece", "vocab": {"a": 1 << 40}}, "has the id 1099511627776"),
-        ({"type": "WordPiece", "vocab": {"a": True}}, "got `bool`"),
-        ({"type": "WordPiece", "vocab": {"a": 3, "b": 3}}, "two tokens have the same id"),
-        (tokenizer()["model"] | {"vocab": tokenizer()["model"]["vocab"] | {"seven": 999}}, "number tokens differently"),
-    ],
-)
-def test_a_tokenizer_without_a_vocabulary_for_bert_is_refused(
-    tmp_path: Path, model: dict[str, Any], message: str
-) -> None:
-    folder = write(tmp_path / "model", PLAIN)
-    (folder / "tokenizer.json").write_text(json.dumps(tokenizer(model=model)))
-    with pytest.raises(ValueError, match=message):
-        Vocabulary.read(folder)
 
 
 @pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
@@ -214,6 +205,9 @@ def test_hostile_files_are_refused_in_one_line(tmp_path: Path, name: str, conten
 
 def test_a_tokenizer_can_be_named_itself(tmp_path: Path) -> None:
     path = tmp_path / "tokenizer.json"
+    path.write_text(json.dumps(wordpiece({"a": (1 << 16) - 1})))
+    with pytest.raises(ValueError, match="65,536 tokens without"):
+        Vocabulary.read(path)
     path.write_text(json.dumps(tokenizer()))
     assert Vocabulary.read(path).tokens == tuple(PLAIN)
     assert not find_normalization(Vocabulary.read(path), path, AS_STATED).normalization.do_lower_case
