@@ -24,12 +24,8 @@ def sized(path: Path, size: int) -> Path:
     return path
 
 
-@pytest.fixture(autouse=True)
-def _four_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_time_and_room_are_in_proportion_to_the_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "cpu_count", lambda: 4)
-
-
-def test_time_and_room_are_in_proportion_to_the_bytes(tmp_path: Path) -> None:
     names = ("vocab.txt", "bert_config.json", "eval.txt")
     vocabulary, config, held_out = ((sized(tmp_path / name, G),) for name in names)
     text = sized(tmp_path / "part-0", G), sized(tmp_path / "part-1", 3 * G)
@@ -54,6 +50,7 @@ def test_time_and_room_are_in_proportion_to_the_bytes(tmp_path: Path) -> None:
 def test_all_that_is_found_is_told_before_too_little_room_is_refused(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(os, "cpu_count", lambda: 4)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=139 * G))
     given, out = tmp_path / "given", tmp_path / "out"
     for index, size in enumerate((G, 3 * G)):

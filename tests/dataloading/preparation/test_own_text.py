@@ -57,10 +57,7 @@ def test_folders_and_patterns_name_their_files_once(tmp_path: Path) -> None:
 
 def test_both_sets_and_their_vocabulary(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(own_text, "_SHARD_CHARACTERS", 10)
-    assert own_text._calls([["abcde"], ["ab", "cde"], ["abcde"], ["f"], ["ghij"]]) == [
-        [["abcde"], ["ab", "cde"]],
-        [["abcde"], ["f"], ["ghij"]],
-    ]
+    assert list(map(len, own_text._calls([["abcde"], ["ab", "cde"], ["abcde"], ["f"], ["ghij"]]))) == [2, 3]
     monkeypatch.setattr(own_text, "_SHARD_CHARACTERS", 5000)
     split = write_own_text((text,), OwnText(vocab_size=90), tmp_path / "out").split
     vocabulary = Vocabulary.from_file(tmp_path / "out" / "vocab.txt")
