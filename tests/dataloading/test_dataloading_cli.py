@@ -84,9 +84,7 @@ def test_prepare_verify_and_dump(run: Run, one_call: bool, tmp_path: Path, text:
     assert not dumped.exists()
 
 
-def test_a_finished_file_is_told_with_the_time_left_for_the_others(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_time_left_is_told(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     times = iter([5.0, 65.0, 125.0])
     monkeypatch.setattr(program, "time", SimpleNamespace(perf_counter=lambda: next(times)))
     report = program._reporter("samples")

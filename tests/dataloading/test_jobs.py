@@ -42,9 +42,7 @@ def test_a_part_is_its_share_of_the_tasks() -> None:
         WorkPart(1, 3).share_of(2)
 
 
-def test_a_line_for_each_percent_tells_the_time_left_at_the_speed_so_far(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_each_percent_tells_the_time_left(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """A tenth of the expected 400 s counts as measured. What an earlier attempt made takes no time."""
     now = 1000.0
     monkeypatch.setattr(jobs, "time", SimpleNamespace(perf_counter=lambda: now))

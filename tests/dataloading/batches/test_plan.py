@@ -167,9 +167,7 @@ def test_no_other_boundaries_waste_less(tokens: list[int], most: int) -> None:
 
 
 @pytest.mark.parametrize(("max_seqlen", "most_tokens"), [(512, 1152), (128, 1088)])
-def test_the_last_bucket_exceeds_the_largest_size_by_a_quarter_of_its_distance_from_the_mean(
-    max_seqlen: int, most_tokens: int
-) -> None:
+def test_the_last_bucket_has_room_for_larger_sizes_than_drawn(max_seqlen: int, most_tokens: int) -> None:
     """1000 + (1000 - 400) / 4 = 1150 tokens and an unused row are 1152 slots, unless 8 sequences have at most 1024."""
     chosen = choose_shape_buckets(np.array([100, 200, 300, 1000]), np.array([15, 30, 44, 150]), 8, max_seqlen, most=3)
     expected = ((128, 32), (320, 48), (most_tokens, 176))  # 15 % of the slots, in multiples of 16

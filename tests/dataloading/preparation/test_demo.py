@@ -59,7 +59,7 @@ def test_source_that_does_not_parse_or_is_not_prose_is_passed_over(tmp_path: Pat
     (tmp_path / "module.py").write_text(
         '"""Reads the configuration from its file.  Raises an error otherwise."""\n'
         'def f():\n    """>>> f() and more words\n    1\n\n    Four plain English words.\n\n    x = 1; y = 2; z = 3"""\n'
-        'def g():\n    """Only three words.\n\n    Four plain English words.\n\n    Is it so - 1 2 3 4 5 6?"""\n'
+        'def g():\n    """One two three.\n\n    ab ab ab abc1234\n\n    ac ab ab abc12345"""\n'
         'class C:\n    """The class of all the things."""\n'
         '    def method(self):\n        """Does what methods always do."""\n'
     )
@@ -68,6 +68,7 @@ def test_source_that_does_not_parse_or_is_not_prose_is_passed_over(tmp_path: Pat
         ("topic a", ("Some words make up a sentence here.",)),
         ("module", ("Reads the configuration from its file.", "Raises an error otherwise.")),
         ("module", ("Four plain English words.",)),
+        ("module", ("ab ab ab abc1234",)),  # letters are three quarters
         ("module", ("The class of all the things.", "Does what methods always do.")),
     ]
 

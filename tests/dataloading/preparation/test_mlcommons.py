@@ -47,9 +47,7 @@ def test_time_and_room_are_in_proportion_to_the_bytes(tmp_path: Path, monkeypatc
     assert ml.estimate(inputs, [TRAIN, EVALUATION, VOCABULARY], 2)[0].keys() == {"check", CHECKPOINT, "verify"}
 
 
-def test_all_that_is_found_is_told_before_too_little_room_is_refused(
-    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_too_little_room_is_refused_at_once(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "cpu_count", lambda: 4)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=139 * G))
     given, out = tmp_path / "given", tmp_path / "out"

@@ -118,7 +118,8 @@ def test_both_downloads_make_what_the_recipes_expect(run: Run, stand_in: StandIn
         assert (out / path.relative_to("data/wikipedia")).exists()
     assert (out / "vocab.txt").read_bytes() == (stand_in.files / "vocab.txt").read_bytes()
     assert "missing" not in printed
-    for said in ("expected time with --jobs 2", "[ 99 %]", "GB are free", " %] train, about 0:"):
+    counts = [f"{out / name}: {len(open_dataset(out / name)):,} samples, verified" for name in ("train", "evaluation")]
+    for said in ("expected time with --jobs 2", "[ 99 %]", "GB are free", *counts):
         assert said in printed
     for key, name in (("train", "train"), ("initial-checkpoint", "phase1.safetensors")):
         assert printed.count(f"--data.{key} {out / name}") == 2  # for bert.evaluate and for the dry run
