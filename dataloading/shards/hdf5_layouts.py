@@ -82,7 +82,7 @@ def _one_value_a_row(array: HDF5Array, rows: int) -> NDArray[Any]:
     """Return next-sentence labels [n], stored as [n] or [n, 1]. Raises ``ValueError`` if n is not ``rows``."""
     if array.row_dtype is not None or array.values.size != rows:
         raise ValueError(f"next_sentence_labels has shape {array.values.shape}, expected {rows} integers")
-    return array.values.reshape(-1)
+    return array.values.ravel()
 
 
 class RaggedColumn:

@@ -111,7 +111,6 @@ def test_other_encodings_mean_the_same(tmp_path: Path) -> None:
     assert expected.masked_lm_positions.tolist() == [1, 4]
     assert expected.masked_lm_ids.tolist() == [7, 40000]
     encodings["a mebibyte"] = example(SAMPLE) + delimited(9, bytes((1 << 20) - len(example(SAMPLE)) - 4))
-    assert len(encodings["a mebibyte"]) == 1 << 20
     for name, encoding in encodings.items():
         assert read(tmp_path / "other", framed(encoding)).digest() == expected.digest(), name
 
