@@ -230,9 +230,7 @@ def test_dali_loads_a_step_of_the_runs_lengths_before_it_is_taken(dali: type[Dal
     assert dali.closed == 1
 
 
-def test_a_dali_that_cannot_start_ends_the_run_only_if_it_was_set(
-    dali: type[Dali], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_dali_that_cannot_start_ends_a_run_that_set_it(dali: type[Dali], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         dali, "error", "CUDA driver version is insufficient\nStacktrace (12 entries):\n[frame 0]: lib.so"
     )
@@ -245,7 +243,7 @@ def test_a_dali_that_cannot_start_ends_the_run_only_if_it_was_set(
     assert dali.closed == 2
 
 
-def test_each_loader_counts_with_its_best_turn() -> None:
+def test_each_loader_counts_with_its_best_turn(dali: type[Dali]) -> None:
     class Slow(Dali):
         def __next__(self) -> list[Batch]:
             time.sleep(0.005)
@@ -255,3 +253,4 @@ def test_each_loader_counts_with_its_best_turn() -> None:
     fast, slow = fastest_turns([NumpyLoader(*arguments), Slow(*arguments)], CPU, 1)
     assert 0 < fast < slow
     assert slow >= 0.005
+    assert (len(dali.seen), dali.closed) == (3 * (1 + 4 + 8), 1), "steps ahead are not timed"

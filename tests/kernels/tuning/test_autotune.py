@@ -65,7 +65,7 @@ class Grown:
     def _call(self, name: str, x: Tensor) -> Tensor:
         self.calls.append(name)
         if name == "broken" or (self.capturing and name in self.not_capturable):
-            raise RuntimeError(f"{name} synchronizes\nmore")
+            raise RuntimeError(f"{name} synchronizes{300 * '!'}\nmore")
         return x * 2
 
     def __call__(self, x: Tensor) -> str:
@@ -103,7 +103,7 @@ def test_the_fastest_is_measured_and_taken(monkeypatch: pytest.MonkeyPatch):
     (choice,) = choices
     assert choice.milliseconds == {"fast": 2000.0, "close": 2031.25, "slow": 9000.0}
     assert list(choice.milliseconds) == ["fast", "close", "slow"]
-    assert choice.errors == {"broken": "RuntimeError: broken synchronizes"}
+    assert choice.errors == {"broken": f"RuntimeError: broken synchronizes{181 * '!'}"}, "200 characters"
     assert all(word in str(choice) for word in (*choice.milliseconds, "64 x 64", "broken synchronizes"))
     apply(from_json(to_json(choices)))
     assert op(torch.rand(50, 64)) == "fast", "of the same bucket"
@@ -313,6 +313,7 @@ def test_examples_are_calls_of_a_models_first_step() -> None:
         assert numbers == pytest.approx(first.get(op, [1, 0] if op.endswith("fp8") else []))
         if op in ("varlen_self_attention", "dense_gelu", "dropout_add_layer_norm", "embedding_layer_norm"):
             assert any(call.signature.startswith(example.signature) for call in calls if call.op == op)
+        assert {each for each in example.args if isinstance(each, float)} <= {config.layer_norm_eps}
         if op == "lamb_step":
             assert example.args[4] == hyperparameters(OptimizerConfig(rate, 10))
 
