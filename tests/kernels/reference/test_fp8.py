@@ -179,6 +179,7 @@ def test_what_cannot_be_multiplied(types, sizes: tuple[int, int, int], out_dtype
 
 
 def test_a_gpu_needs_a_compute_capability_for_fp8(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert capability_reasons(torch.device("cuda")) == []  # a fake GPU
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     for found, reasons in (((8, 9), []), ((8, 6), ["compute capability 8.6, FP8 needs 8.9"])):
