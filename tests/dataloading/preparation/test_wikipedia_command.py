@@ -208,6 +208,7 @@ def test_wrong_files_are_named_and_nothing_is_made(run: Run, own: StandIn, tmp_p
         (lambda own: shutil.copy(own.part, own.text / "part-00000-of-00004"), "3 and 4 parts"),
         (lambda own: shutil.copy(own.text / "eval.txt", own.files), "eval.txt is in "),
         (lambda own: (own.files / "model.ckpt-28252.index").touch(), "model.ckpt-28252.data-00000-of-00001"),
+        (lambda own: [(each / "model.ckpt-28252.index").touch() for each in (own.files, own.text)], "two checkpoints"),
         (lambda own: own.part.write_bytes(b""), "part-00001-of-00003"),
         (lambda own: shutil.rmtree(own.files), "no such folder"),
     ],

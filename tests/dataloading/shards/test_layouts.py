@@ -185,7 +185,7 @@ def with_gap(mask: np.ndarray) -> np.ndarray:
         ("packed", set_row("packed_input_len", [-7]), "packed_input_len: -7"),
         ("packed", set_row("next_sentence_labels", [1, 0]), "disagree"),
         ("packed", zero_positions_of_a_pack, "masked_lm_positions: -"),
-        ("native", lambda file: file.attrs.__setitem__("schema_version", 2), "schema version 2"),
+        ("native", lambda file: file.attrs.__setitem__("schema_version", 2), "mlperf-bert-samples, schema version 2"),
         ("native", lambda file: file.attrs.__setitem__("info", json.dumps({"vocab_size": 3})), "damaged"),
         ("native", lambda file: file.attrs.__delitem__("digest"), "digest"),
         ("native", lambda file: file.__delitem__("segment_ids"), "segment_ids is missing"),

@@ -12,7 +12,7 @@ from dataloading.options import OwnText, PretrainingOptions
 from dataloading.preparation.own_text import write_own_text
 from dataloading.preparation.prepare import Job, prepare
 from dataloading.preparation.pretraining_data import samples_of
-from dataloading.text.losses import TextCounts
+from dataloading.text.losses import TextCounts, _percent
 from dataloading.text.tokenization import TokenizedDocuments, Tokenizer, cut_sentences
 from dataloading.text.vocabulary import Vocabulary
 from tests.dataloading.conftest import Run
@@ -69,6 +69,7 @@ def test_more_than_a_few_percent_are_warned_of(lost: dict[str, int], words: list
     assert all(word in loss for word, loss in zip(words, losses, strict=True))
     counts.require_enough(Path("text"))
     assert list(TextCounts().losses()) == []
+    assert [_percent(share) for share in (0, 0.0009, 0.001, 0.5)] == ["0.0 %", "less than 0.1 %", "0.1 %", "50.0 %"]
 
 
 def write_text(path: Path, words: str, count: int = 30) -> Path:
@@ -150,7 +151,6 @@ def test_documents_of_one_sentence_are_found_by_their_pairs(run: Run, tmp_path: 
 
 
 def test_long_lines_without_spaces_lose_nothing(tmp_path: Path) -> None:
-    """Text of a script without spaces and with one line for each document, such as Chinese paragraphs."""
     rng = np.random.default_rng(3)
     ideographs = [chr(0x4E00 + number) for number in range(40)]
     paragraphs = ["".join(rng.choice(ideographs, 400)) for _ in range(30)]

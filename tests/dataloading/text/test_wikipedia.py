@@ -95,7 +95,7 @@ def test_inputs_are_found_in_the_references_order(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("content", "message", "jobs"),
-    [(b"good\xff", "wiki_00: is not UTF-8 at byte 4", 1), (b"a\0b", "wiki_00: holds a zero byte at 1", 2)],
+    [(b"good\xff", "wiki_00: is not UTF-8 at byte 4", 1), (b"\0b", "wiki_00: holds a zero byte at 0", 2)],
 )
 def test_a_file_that_is_no_text_is_named(tmp_path: Path, content: bytes, message: str, jobs: int) -> None:
     shutil.copytree(TEXT, tmp_path / "text")
