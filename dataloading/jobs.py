@@ -70,7 +70,7 @@ class StageProgress:
         self._started = time.perf_counter()
         self._percent = -1
 
-    def set(self, stage: str, share: float, *, kept: bool = False) -> None:
+    def set(self, stage: str, share: float = 1.0, *, kept: bool = False) -> None:
         """Set the completed share of a stage. ``kept`` means that an earlier attempt completed it."""
         if stage not in self._seconds:
             return

@@ -248,13 +248,9 @@ def _draw_samples(
     [SEP], and its next-sentence label.
     """
     max_num_tokens = len(masked_count_by_length) - 4  # max_seq_length without [CLS] and two [SEP]
-    # Buffers are doubled when they are full, because the number of samples is unknown until all are drawn.
-    input_ids = np.empty(1 << 20, np.uint16)
-    positions = np.empty(1 << 18, np.uint16)
-    labels = np.empty(1 << 18, np.uint16)
-    lengths = np.empty(1 << 12, np.int64)
-    first_lengths = np.empty(1 << 12, np.int64)
-    next_sentence_labels = np.empty(1 << 12, np.int64)
+    # Buffers grow when they are full, because the number of samples is unknown until all are drawn.
+    input_ids = positions = labels = np.empty(0, np.uint16)
+    lengths = first_lengths = next_sentence_labels = np.empty(0, np.int64)
     tokens_used = masked_used = count = 0
     for _ in range(dupe_factor):
         for document in range(len(bounds_D2)):
@@ -386,10 +382,10 @@ def _mask(
 
 @compiled
 def _with_room(array: np.ndarray, needed: int) -> np.ndarray:
-    """Return ``array`` if it has at least ``needed`` elements, otherwise a copy of twice its length."""
+    """Return ``array`` if it has at least ``needed`` elements, otherwise a copy of twice this length."""
     if needed <= len(array):
         return array
-    larger = np.empty(2 * len(array), array.dtype)
+    larger = np.empty(2 * needed, array.dtype)
     _copy(array, larger)
     return larger
 

@@ -296,7 +296,7 @@ class _Preparation:
             write_atomically(marker, json.dumps(made_from, indent=1).encode())
             place.rename(target)
             sync(self.out)
-        self.progress.set(result, 1.0, kept=True)
+        self.progress.set(result, kept=True)
 
     def _place(self, name: str, made_from: _MadeFrom) -> Path:
         digest = hashlib.sha256(json.dumps(made_from, sort_keys=True).encode()).hexdigest()
@@ -332,7 +332,7 @@ class _Preparation:
                 prepare(
                     self._job(self.inputs.text), samples, jobs=self.request.jobs, report=self._report_files("samples")
                 )
-            self.progress.set("samples", 1.0, kept=True)
+            self.progress.set("samples", kept=True)
             source, shards = open_dataset(samples), self.request.shards
             shuffle(source, place, shards=shards, seed=_SEED, report=self._report_shuffle)
         shutil.rmtree(samples, ignore_errors=True)
@@ -359,7 +359,7 @@ class _Preparation:
                 for doubt in known.doubts(dataset.info, _REMEDY):
                     complain(f"{dataset.folder.name}: {doubt}", "warning")
             write_atomically(marker, json.dumps(state).encode())
-        self.progress.set("verify", 1.0, kept=True)
+        self.progress.set("verify", kept=True)
 
     def _settings(self) -> _MadeFrom:
         # Settings that the command cannot change are left out, so that results of earlier versions are still recognised.

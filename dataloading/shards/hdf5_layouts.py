@@ -82,7 +82,7 @@ def _one_value_a_row(array: HDF5Array, rows: int) -> NDArray[Any]:
     """Return next-sentence labels [n], stored as [n] or [n, 1]. Raises ``ValueError`` if n is not ``rows``."""
     if array.row_dtype is not None or array.values.size != rows:
         raise ValueError(f"next_sentence_labels has shape {array.values.shape}, expected {rows} integers")
-    return array.values.reshape(-1)
+    return array.values.ravel()
 
 
 class RaggedColumn:
@@ -212,7 +212,7 @@ def write_packed(path: Path, samples: Samples, pack_offsets: NDArray[np.int64], 
             column.id.write(h5py.h5s.ALL, h5py.h5s.ALL, rows)
 
 
-def _objects_of(content: mmap.mmap, address: int) -> dict[int, tuple[int, int]]:
+def _objects_of(content: mmap.mmap | bytes, address: int) -> dict[int, tuple[int, int]]:
     """Return the offset and size of each object in the heap collection at ``address``, by object number.
 
     The result is empty if there is no collection. Objects are stored consecutively. Each has a header of 16 bytes and is

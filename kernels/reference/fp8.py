@@ -252,15 +252,15 @@ def scaled_matmul(
 def new_scales(amax_N: Tensor, scale_N: Tensor, largest_N: Tensor) -> Tensor:
     """Return the next step's scales, fp32 [N]: the largest powers of two with ``scale * amax <= largest``.
 
-    If ``amax`` is 0 or not finite, the old scale is kept. Scales lie between 2^-126 and 2^126, so that they and their
-    inverses are normal numbers. All arguments are fp32 [N]; ``largest_N`` is ``largest_scaled`` of each tensor's type.
+    If ``amax`` is 0 or not finite, the old scale is kept. Scales are at most 2^126, so that their inverses are normal
+    numbers. All arguments are fp32 [N]; ``largest_N`` is ``largest_scaled`` of each tensor's type.
     Integer arithmetic makes the result exact.
     """
     amax_fraction_N, amax_exponent_N = torch.frexp(amax_N)
     largest_fraction_N, largest_exponent_N = torch.frexp(largest_N)
     # frexp's fractions are at least 0.5 and below 1. If amax has the larger fraction, the scale's exponent is one less.
     exponent_N = largest_exponent_N - amax_exponent_N - (amax_fraction_N > largest_fraction_N).int()
-    exponent_N = exponent_N.clamp(1 - _EXPONENT_BIAS, _EXPONENT_BIAS - 1)
+    exponent_N = exponent_N.clamp(max=_EXPONENT_BIAS - 1)
     power_N = ((exponent_N + _EXPONENT_BIAS) << _MANTISSA_BITS).view(torch.float32)  # build 2^exponent from its bits
     return torch.where(amax_N.isfinite() & (amax_N > 0), power_N, scale_N)
 

@@ -115,7 +115,7 @@ def _made(value: Any, device: torch.device) -> Any:
         return value.clone()  # because ops may change a tensor in place, such as an amax
     # Keep the strides, because some implementations copy tensors that are not contiguous, which takes time.
     reach = sum((size - 1) * step for size, step in zip(value.shape, value.stride(), strict=True)) + 1
-    numbers = torch.rand(reach if value.numel() else 0, device=device).to(value.dtype)
+    numbers = torch.rand(value.numel() and reach, device=device).to(value.dtype)
     return numbers.as_strided(value.shape, value.stride()).requires_grad_(value.requires_grad)
 
 
@@ -363,8 +363,8 @@ class Timer:
         self._on_gpu = device.type == "cuda"
         if self._on_gpu:
             # A buffer of twice the cache's size evicts everything else from the L2 cache.
-            size = int(getattr(torch.cuda.get_device_properties(device), "L2_cache_size", 0)) or 128 * 2**20
-            self._cache = torch.empty(2 * size, dtype=torch.int8, device=device)
+            size = 2 * torch.cuda.get_device_properties(device).L2_cache_size
+            self._cache = torch.empty(size, dtype=torch.int8, device=device)
             self._start, self._stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
 
     def __call__(self, work: Callable[[], object]) -> float:

@@ -72,4 +72,5 @@ def write_like_others(
                 for name in names:
                     array_of(file, name)[index] = row[name]
         if layout != "packed":
-            file.create_dataset("next_sentence_labels", data=labels, **(storage if layout == "fixed" else {}))
+            columns = storage | {"chunks": bool(storage) or None} if layout == "fixed" else {}
+            file.create_dataset("next_sentence_labels", data=labels, **columns)

@@ -1,16 +1,21 @@
 """``python -m dataloading``: it turns text into verified shards, and reports every mistake in one line."""
 
+import re
 import resource
 import subprocess
 import sys
 import unicodedata
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from benchmarks.data_stages import reference_prepare
+from console.text import counted
+from dataloading import __main__ as program
 from dataloading.dataset.folder import open_dataset
+from dataloading.jobs import JobProgress
 from dataloading.options import PretrainingOptions
 from dataloading.shards.samples import concatenate
 from tests.conftest import REPOSITORY
@@ -29,9 +34,9 @@ def test_prepare_verify_and_dump(run: Run, one_call: bool, tmp_path: Path, text:
     more.write_text("w1 w2 w3\nw4 w5\n\nw6 w7\nw8\n")
     bare.mkdir()
     assert "holds no files" in run("dump", bare, "--out", dumped, fails=True)
-    arguments = ["prepare", "--text", text, more, "--vocab", vocab, "--out", out, *FLAGS]
-    assert "[1/" in run(*arguments, *(["--one-call"] if one_call else []))
     calls = [[text, more]] if one_call else [[text], [more]]
+    arguments = ["prepare", "--text", text, more, "--vocab", vocab, "--out", out, *FLAGS]
+    prepared = run(*arguments, *(["--one-call"] if one_call else []))
     names = [f"part_0000{index}_of_0000{len(calls)}.hdf5" for index in range(len(calls))]
     assert {path.name for path in out.iterdir()} == {"lengths.npy", "manifest.json", "prepare.json", *names}
     info = open_dataset(out).info
@@ -40,22 +45,27 @@ def test_prepare_verify_and_dump(run: Run, one_call: bool, tmp_path: Path, text:
     assert info.vocab_size == len(TOKENS)
 
     printed = run("verify", out)
-    for said in (
-        *(f"{name}: " for name in names),
-        "vocabulary: not the benchmark's; 35 tokens",
-        "not the benchmark's (max",
-    ):
+    for said in (*(f"{name}: " for name in names), "not the benchmark's; 35 tokens", "not the benchmark's (max"):
         assert said in printed
     assert "neither the benchmark's training set (156,726,829) nor its evaluation set (10,000)" in printed
 
     for name in names:
         (bare / name).symlink_to(out / name)
     printed += run("dump", out if one_call else bare, "--out", dumped)
-    printed += run("shuffle", out, "--out", tmp_path / f"1{NAME}", "--shards", 2)
-    printed += run("convert", out, "--out", tmp_path / f"2{NAME}", "--to", "packed", "--max-sequences", 2)
-    assert_harmless(printed)
+    shuffled = run("shuffle", out, "--out", tmp_path / f"1{NAME}", "--shards", 2)
+    converted = run("convert", out, "--out", tmp_path / f"2{NAME}", "--to", "packed", "--max-sequences", 2)
+    assert_harmless(printed + shuffled + converted)
     vocabulary = reference_prepare.read_vocab(vocab)
-    expected = concatenate([reference_prepare.prepare(call, vocabulary, OPTIONS) for call in calls])
+    made = [reference_prepare.prepare(call, vocabulary, OPTIONS) for call in calls]
+    expected = concatenate(made)
+    count, mean = len(expected), expected.lengths.mean()
+    steps = [("read", done) for done in np.cumsum([len(each) for each in made])]
+    steps += [(step, done) for step in ("written", "checked") for done in (count // 2, count)]
+    lines = [re.sub(r"^ *\d+\.\d s  ", "", line) for line in shuffled.splitlines()]
+    assert lines[:-1] == [f"{step} {done:,} samples" for step, done in steps]
+    for line, folder, shards in ((prepared, "", len(calls)), (lines[-1], "1", 2), (converted, "2", len(calls))):
+        size = sum(path.stat().st_size for path in (tmp_path / f"{folder}{NAME}").glob("part_*")) / 1e6
+        assert f": {count:,} samples of {mean:.1f} tokens in {counted(shards, 'shard')}, {size:.1f} MB" in line
     arrays = np.load(dumped, allow_pickle=False)
     np.testing.assert_array_equal(arrays["length"], expected.lengths)
     np.testing.assert_array_equal(arrays["masked_count"], expected.masked_counts)
@@ -71,6 +81,18 @@ def test_prepare_verify_and_dump(run: Run, one_call: bool, tmp_path: Path, text:
     for command in (["verify", out], ["dump", shard, "--out", dumped]):
         assert names[0] in run(*command, fails=True)
     assert not dumped.exists()
+
+
+def test_the_time_left_is_told(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    times = iter([5.0, 65.0, 125.0])
+    monkeypatch.setattr(program, "time", SimpleNamespace(perf_counter=lambda: next(times)))
+    report = program._reporter("samples")
+    report(JobProgress("one", 1234, 1, 3, kept=False))
+    report(JobProgress("last", 1, 3, 3, kept=True))
+    assert capsys.readouterr().out.splitlines() == [
+        "   60.0 s  [1/3] one: 1,234 samples, about 2:00 left",
+        "  120.0 s  [3/3] last: 1 samples, existed",
+    ]
 
 
 def test_from_text_says_what_it_made(run: Run, tmp_path: Path) -> None:

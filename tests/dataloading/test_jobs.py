@@ -1,14 +1,18 @@
 """Resumable jobs in several processes: leftover files of an interrupted job, and rejected options."""
 
+import multiprocessing
 import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from dataloading.jobs import begun, run_tasks
+from dataloading import jobs
+from dataloading.jobs import StageProgress, WorkPart, begun, run_tasks
 from tests.conftest import REPOSITORY
 from tests.programs import is_alive, wait_for
 
@@ -16,7 +20,7 @@ from tests.programs import is_alive, wait_for
 def die(number: int) -> int:
     if number == 3:
         os.kill(os.getpid(), signal.SIGKILL)
-    return number
+    return os.getpid()
 
 
 def test_no_process_and_a_killed_one_are_reported() -> None:
@@ -25,30 +29,55 @@ def test_no_process_and_a_killed_one_are_reported() -> None:
         list(run_tasks(die, [1], 0))
     with pytest.raises(ValueError, match="a process was killed"):
         list(run_tasks(die, range(6), 2))
+    for count, most, own in ((1, 2, True), (2, 1, True), (2, 2, False)):
+        processes = list(run_tasks(die, range(count), most))
+        assert (len(processes), os.getpid() in processes) == (count, own)
+        assert multiprocessing.active_children() == []
 
 
-AT_ONCE = r"""
-import os, sys
-from pathlib import Path
-from dataloading.jobs import begun
-
-out = Path(sys.argv[1])
-
-def begin_first(event, arguments):
-    if event == "os.listdir" and not (out / "job.json").exists():
-        (out / "job.json").write_text("{}")
-
-out.mkdir()
-sys.addaudithook(begin_first)
-with begun(out, "job.json", {}, finished="part_*", alone=False):
-    pass
-"""
+def test_a_part_is_its_share_of_the_tasks() -> None:
+    assert [WorkPart(index, 3).share_of(8) for index in (1, 2, 3)] == [range(2), range(2, 5), range(5, 8)]
+    assert WorkPart(2, 2).share_of(2) == range(1, 2)
+    with pytest.raises(ValueError, match="--part is 1/3 for 2 texts; expected at most 2 parts"):
+        WorkPart(1, 3).share_of(2)
 
 
-def test_two_processes_may_begin_the_same_job_at_once(tmp_path: Path) -> None:
+def test_each_percent_tells_the_time_left(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """A tenth of the expected 400 s counts as measured. What an earlier attempt made takes no time."""
+    now = 1000.0
+    monkeypatch.setattr(jobs, "time", SimpleNamespace(perf_counter=lambda: now))
+    progress = StageProgress({"read": 300.0, "write": 100.0})
+    progress.set("read", 0.0)  # (0 + 40) / (0 + 40) of the expected 400 s
+    now += 60
+    progress.set("read", 0.2)  # (60 + 40) / (60 + 40) of 340 s
+    progress.set("read", 0.201)  # still 15 %
+    progress.set("another", 0.5)
+    progress.set("write", 0.5, kept=True)
+    progress.set("write", 1.0, kept=True)  # (60 + 40) / (60.3 + 40) of 239.7 s
+    now += 161
+    progress.add("read", 0.199)  # (221 + 40) / (120 + 40) of 180 s
+    progress.add("read", 0.7)
+    assert capsys.readouterr().out.splitlines() == [
+        "[  0 %] read, about 6:40 left",
+        "[ 15 %] read, about 5:40 left",
+        "[ 27 %] write, about 4:49 left",
+        "[ 40 %] write, about 3:59 left",
+        "[ 55 %] read, about 4:54 left",
+        "[100 %] read, about 0:00 left",
+    ]
+
+
+def test_two_processes_may_begin_the_same_job_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The other process writes the description just before this one lists the folder."""
-    subprocess.run([sys.executable, "-c", AT_ONCE, tmp_path / "out"], cwd=REPOSITORY, check=True)
-    assert (tmp_path / "out" / "job.json").exists()
+    listed = Path.iterdir
+
+    def begin_first(folder: Path) -> Iterator[Path]:
+        (folder / "job.json").write_text("{}")
+        return listed(folder)
+
+    monkeypatch.setattr(Path, "iterdir", begin_first)
+    with begun(tmp_path, "job.json", {}, finished="part_*", alone=False):
+        assert (tmp_path / "job.json").exists()
 
 
 STOPPED = r"""

@@ -74,11 +74,22 @@ def test_flash_attn_on_a_batch_that_is_filled_up(packed: bool, p: float, called_
     assert called_with == {"longest": (5, 5), "dropout_p": p, "softmax_scale": None}
 
 
-@pytest.mark.parametrize(("size", "dtype", "wrong"), [(64, "bfloat16", 0), (64, "float32", 1), (60, "float16", 1)])
-def test_what_flash_attn_cannot_do(size: int, dtype: str, wrong: int) -> None:
+@pytest.mark.parametrize(
+    ("size", "dtype", "wrong"),
+    [(256, "bfloat16", ""), (8, "float16", ""), (64, "float32", "torch.float32, expected float16 or bfloat16")]
+    + [(size, "float16", f"a head size of {size}, expected a multiple of 8 up to 256") for size in (60, 264)],
+)
+def test_what_flash_attn_cannot_do(monkeypatch: pytest.MonkeyPatch, size: int, dtype: str, wrong: str) -> None:
     with FakeTensorMode():
         query = torch.zeros(4, 2, size, dtype=getattr(torch, dtype), device="cuda")
-        assert len(flash_attention.unsupported_reasons(query)) == wrong
+        reasons = [wrong] if wrong else []
+        assert flash_attention.unsupported_reasons(query) == reasons
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        for capability, old in (((8, 0), []), ((7, 5), ["compute capability 7.5, expected 8.0 at least"])):
+            monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _, found=capability: found)
+            assert flash_attention.unsupported_reasons(query) == reasons + old
+        on_cpu = ["the tensors are on cpu, expected a GPU", *reasons]
+        assert flash_attention.unsupported_reasons(torch.zeros_like(query, device="cpu")) == on_cpu
 
 
 class SoftmaxCrossEntropyLoss(torch.autograd.Function):
@@ -144,10 +155,15 @@ def test_apexs_cross_entropy_is_that_of_the_definition(labels: list[int], counti
 
 def test_what_apex_cannot_do() -> None:
     rows, ids = torch.zeros(5, 8), torch.zeros(5, dtype=torch.int64)
-    assert "cpu" in apex.norm_reasons(rows)[0]
-    assert "torch.float64" in apex.norm_reasons(ids, ids, ids, rows.double())[1]
-    large = torch.zeros(1, 1).expand(2**17, 8), torch.zeros(1, 1).expand(2**15, 8)
-    assert "2^32" in apex.loss_reasons(*large)[-1]
+    on_cpu, of_type = "the tensors are on cpu, expected a GPU", "torch.float64, expected float32, float16 or bfloat16"
+    assert apex.norm_reasons(rows) == [on_cpu]
+    assert apex.norm_reasons(ids, ids, ids, rows.double()) == [on_cpu, of_type]
+    decoder = torch.zeros(1, 1).expand(2**15, 8)
+    assert apex.loss_reasons(torch.zeros(1, 1).expand(2**17 - 1, 8), decoder) == [on_cpu]
+    many = "131072 x 32768 logits, expected fewer than 2^32"
+    assert apex.loss_reasons(torch.zeros(1, 1).expand(2**17, 8), decoder) == [on_cpu, many]
+    with FakeTensorMode():
+        assert apex.norm_reasons(torch.zeros(2, device="cuda")) == []
 
 
 def operands(tokens: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
@@ -169,6 +185,19 @@ def test_a_weight_gradient_is_added_in_fp32(dtype: torch.dtype, overwrite: bool)
         found = accumulate_weight_gradient.definition(gradient, output_gradient, x, overwrite)
     assert found.data_ptr() == gradient.data_ptr()
     assert ((gradient.double() - exact).norm() / exact.norm()).item() < 1e-6
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_products_of_gradients_need_16_bits_twice_and_a_gpu(dtype: torch.dtype) -> None:
+    on_cpu = "tensors on cpu: PyTorch supports this product on CUDA only"
+    with FakeTensorMode():
+        for device, reasons in (("cuda", []), ("cpu", [on_cpu])):
+            x, half, wide = (torch.zeros(2, 2, dtype=kind, device=device) for kind in (dtype, torch.half, torch.float))
+            if dtype == torch.float32:
+                reasons = [*reasons, f"operands in {dtype} and {dtype}: expected bfloat16 or float16 twice"]
+            assert pytorch.gradient_reasons(wide, x, x) == reasons
+            assert pytorch.gradient_reasons(half, x, x) == [*reasons, "a gradient in torch.float16, expected float32"]
+            assert (pytorch.gradient_reasons(wide, x, half) == reasons) is (dtype == torch.float16)
 
 
 class Calls(TorchDispatchMode):

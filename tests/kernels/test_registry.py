@@ -170,6 +170,17 @@ def test_a_step_that_is_captured_gets_no_attention_that_reads_lengths():
             varlen_attention.prefer({})
 
 
+def test_a_step_that_is_captured_and_recomputed_gets_no_dropout_of_pytorchs_generator():
+    norm = OPS["dropout_add_layer_norm"]
+    with FakeTensorMode():
+        rows, row = torch.zeros(4, 128, device="cuda"), torch.zeros(128, device="cuda")
+        call = rows, row, rows, row, row, 1e-12, attention_call(64)[-1]
+        for recomputed, refused in (((), False), (("dense_gelu",), False), ((norm.name,), True)):
+            with captured(recomputed):
+                reasons = norm.unsupported_reasons(norm.implementations["pytorch"], *call)
+            assert ["training.recompute cannot repeat" in reason for reason in reasons] == [True] * refused
+
+
 OWN = [
     (op, implementation)
     for op in OPS.values()
@@ -199,7 +210,7 @@ def test_what_reads_the_device_is_known_not_to_be_capturable(op: Op[..., Any], i
 
 @pytest.mark.oldest_torch
 def test_the_table_of_implementations(capsys: pytest.CaptureFixture[str]):
-    assert main(["--device", "cpu", "--dtype", "fp32"]) == 0
+    assert main(["--device", "cpu"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines if line[0] != " "] == ["op", *OPS]
     taken = [line.removesuffix("usable").split()[-2] for line in lines if "<-" in line]

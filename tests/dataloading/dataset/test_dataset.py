@@ -15,6 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dataloading.dataset import folder as folder_module
 from dataloading.dataset.folder import Dataset, new_folder, open_dataset, write_dataset
 from dataloading.shards.samples import Samples
 from dataloading.text.vocabulary import Vocabulary
@@ -98,9 +99,25 @@ def test_more_shards_than_the_soft_limit_of_open_files_are_read(tmp_path: Path) 
         resource.setrlimit(resource.RLIMIT_NOFILE, (300, hard))
         dataset = open_dataset(tmp_path / "data")
         assert dataset.take(np.arange(100)).digest() == samples.digest()
-        assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] > 300
+        assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == 356  # 256 are left for the rest of the process
+        resource.setrlimit(resource.RLIMIT_NOFILE, (356, hard))
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_few_shards_stay_open(folder: Path, samples: Samples, monkeypatch: pytest.MonkeyPatch) -> None:
+    dataset = open_dataset(folder)
+    starts = np.cumsum([0, *(shard.samples for shard in dataset.shards[:-1])])
+    dataset._most_open = 2
+    for index, still_open in ((0, [0]), (1, [0, 1]), (0, [0, 1]), (2, [1, 2]), (3, [2, 3])):
+        assert dataset.take(starts[[index]]).digest() == samples.take(starts[[index]]).digest()
+        assert list(dataset._open_shards) == still_open
+    for limit, still_open in ((80, [2, 3]), (79, [3])):
+        monkeypatch.setattr(folder_module, "_MAX_HELD_BYTES", limit)
+        del dataset._open_shards[3]
+        dataset._open_shards[2].held_bytes = 80
+        dataset.take(starts[[3]])
+        assert list(dataset._open_shards) == still_open
 
 
 def test_the_vocabulary_is_checked(folder: Path) -> None:

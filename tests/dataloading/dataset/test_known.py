@@ -46,12 +46,12 @@ def test_the_content_digest_is_that_of_the_published_script(tmp_path: Path) -> N
 
 
 def test_the_benchmarks_settings_vocabulary_and_sizes_are_recognised(tmp_path: Path) -> None:
-    assert "vocabulary: the benchmark's" in known.describe_vocabulary(INFO)
     assert "not the benchmark's" in known.describe_vocabulary(replace(INFO, vocabulary_md5="0" * 32))
     assert known.describe_options(INFO) == "settings: the benchmark's"
     other = replace(INFO, options=INFO.options | {"dupe_factor": 5, "random_seed": 1})
     assert known.describe_options(other) == "settings: not the benchmark's (dupe_factor 5, random_seed 1)"
-    assert "not recorded" in known.describe_options(replace(INFO, options={}))
+    unknown = "settings: not recorded; samples of at most 512 tokens, 76 of them masked"
+    assert known.describe_options(replace(INFO, options={})) == unknown
     training, evaluation = "as many as the benchmark's training set has", "but other samples"
     for count, words in (
         (156_725_279, "neither"),
@@ -68,11 +68,26 @@ def test_the_benchmarks_settings_vocabulary_and_sizes_are_recognised(tmp_path: P
 def test_repeated_samples_and_the_digest_in_any_order(tmp_path: Path) -> None:
     one = make(tmp_path / "none", [5, 70, 30])
     found = known.verify(one)
-    assert "repeats: 0 samples equal to another" in found
+    samples = one.take(np.arange(3))
+    digest = sum(samples.sample_digests().tolist()) % 2**64
+    neither = "neither the benchmark's training set (156,726,829) nor its evaluation set (10,000)"
+    assert found == [
+        f"vocabulary: the benchmark's, 30,522 tokens, md5 {known.VOCABULARY_MD5}",
+        "settings: the benchmark's",
+        "normalization: lower case, accents stripped, Chinese characters as separate words",
+        "text: not recorded",
+        f"samples: 3; {neither}",
+        f"next sentences: {100 * samples.next_sentence_labels.mean():.0f} % random",
+        "repeats: 0 samples equal to another",
+        f"multiset digest: {digest:016x}",
+    ]
+    nothing = known.verify(Dataset(tmp_path, INFO, (), np.zeros((0, 2), np.uint16)))
+    assert nothing[4:6] == [f"samples: 0; {neither}", "next sentences: 0 % random"]
+    assert [known._describe_next_sentences(share).count("single sentence") for share in (0.9, 0.901)] == [0, 1]
     write_dataset(tmp_path / "backwards", one.take(np.array([2, 1, 0])), shards=3, info=INFO)
     assert known.verify(open_dataset(tmp_path / "backwards"))[-1] == found[-1] != "multiset digest: 0000000000000000"
     short = known.verify(make(tmp_path / "short", [5, 70, 30], repeat=(0, 0)))
-    assert any(line.startswith("repeats: 2 samples equal to another, all of them short documents") for line in short)
+    assert short[6] == "repeats: 2 samples equal to another, all of them short documents drawn alike (below 64 tokens)"
     with pytest.raises(ValueError, match=r"3 samples equal to another, 1 of them 64 tokens or longer"):
         known.verify(make(tmp_path / "long", [5, 70, 63, 64, 80, 5], repeat=(2, 0, 4)))
 

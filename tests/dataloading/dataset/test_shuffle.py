@@ -99,9 +99,10 @@ def test_shards_are_neither_empty_nor_larger_than_memory(tmp_path: Path, source:
     for shards in (0, COUNT + 1):
         with pytest.raises(ValueError, match=f"--shards is {shards}"):
             shuffle(source, tmp_path / "data", shards=shards, seed=1)
-    large = Dataset(tmp_path, INFO, (replace(source.shards[0], tokens=1 << 30),), np.zeros((1 << 20, 2), np.uint16))
-    with pytest.raises(ValueError, match=r"--shards is 12 .* expected 13"):
-        shuffle(large, tmp_path / "data", shards=12, seed=1)
+    records = (replace(source.shards[0], tokens=1 << 30, masked_tokens=1 << 28),)
+    large = Dataset(tmp_path, INFO, records, np.zeros((1 << 20, 2), np.uint16))
+    with pytest.raises(ValueError, match=r"--shards is 16 .* expected 17"):
+        shuffle(large, tmp_path / "data", shards=16, seed=1)
     assert not (tmp_path / "data").exists()
     write_dataset(tmp_path / "three", make_samples(3), shards=2, info=INFO)
     for shards in (1, 3):

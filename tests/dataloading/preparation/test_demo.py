@@ -1,8 +1,6 @@
 """The demo corpus: reproducible prose from Python's standard library. Whole modules are held out for evaluation."""
 
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -11,6 +9,8 @@ from dataloading.dataset.folder import open_dataset
 from dataloading.preparation import demo
 from dataloading.preparation.demo import HELD_OUT_PERCENT, Document, demo_documents, write_demo
 from tests.conftest import REPOSITORY, SmallRun
+from tests.dataloading.conftest import Run
+from tests.programs import python
 
 pytestmark = pytest.mark.slow
 
@@ -47,8 +47,7 @@ assert not imported & {"this", "antigravity", "turtle", "pydoc_data.topics", "cg
 assert len(imported) < 10, imported
 print(repr(documents))
 """
-    found = subprocess.run([sys.executable, "-c", code], check=True, cwd=REPOSITORY, stdout=subprocess.PIPE, text=True)
-    assert found.stdout == f"{documents!r}\n"
+    assert python("-c", code).stdout == f"{documents!r}\n"
 
 
 def test_source_that_does_not_parse_or_is_not_prose_is_passed_over(tmp_path: Path) -> None:
@@ -60,6 +59,7 @@ def test_source_that_does_not_parse_or_is_not_prose_is_passed_over(tmp_path: Pat
     (tmp_path / "module.py").write_text(
         '"""Reads the configuration from its file.  Raises an error otherwise."""\n'
         'def f():\n    """>>> f() and more words\n    1\n\n    Four plain English words.\n\n    x = 1; y = 2; z = 3"""\n'
+        'def g():\n    """One two three.\n\n    ab ab ab abc1234\n\n    ac ab ab abc12345"""\n'
         'class C:\n    """The class of all the things."""\n'
         '    def method(self):\n        """Does what methods always do."""\n'
     )
@@ -68,18 +68,22 @@ def test_source_that_does_not_parse_or_is_not_prose_is_passed_over(tmp_path: Pat
         ("topic a", ("Some words make up a sentence here.",)),
         ("module", ("Reads the configuration from its file.", "Raises an error otherwise.")),
         ("module", ("Four plain English words.",)),
+        ("module", ("ab ab ab abc1234",)),  # letters are three quarters
         ("module", ("The class of all the things.", "Does what methods always do.")),
     ]
 
 
 def test_data_are_made_once_and_other_content_and_damage_are_refused(
-    documents: list[Document], small_run: SmallRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    run: Run, documents: list[Document], small_run: SmallRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(demo, "demo_documents", lambda: documents[::40])
     made = tmp_path / "demo"
-    assert write_demo(made, VOCAB)
-    assert not write_demo(made, VOCAB)
-    assert open_dataset(made / "train").info.max_seq_length == 128
+    for done in ("made", "verified"):
+        *lines, last = run("demo", "--out", made, "--vocab", VOCAB).splitlines()
+        sets = [open_dataset(made / name) for name in ("train", "evaluation")]
+        told = [f"{each.folder}: {len(each):,} samples of {each.lengths.mean():.1f} tokens" for each in sets]
+        assert (lines, last.split(" in ")[0]) == (told, done)
+    assert [(each.info.max_seq_length, len(each.shards)) for each in sets] == [(128, 4)] * 2
     shutil.rmtree(made / "evaluation")
     assert write_demo(made, VOCAB)  # makes only what is missing
     shard = next((made / "evaluation").glob("part_*"))

@@ -1,8 +1,5 @@
 """Learned vocabularies: they know the characters of the text, and are the same in every process."""
 
-import os
-import subprocess
-import sys
 from itertools import product
 from pathlib import Path
 
@@ -12,7 +9,7 @@ from dataloading.options import Normalization
 from dataloading.preparation.learned_vocabulary import learn_vocabulary
 from dataloading.text.tokenization import Tokenizer
 from dataloading.text.vocabulary import SPECIAL_TOKENS, Vocabulary
-from tests.conftest import REPOSITORY
+from tests.programs import python
 
 ENGLISH = ["The loader reads the sample, and the reader loads it again.", "Loading and reading are both work."] * 30
 IDEOGRAPHS = [chr(code_point) for code_point in range(0x4E00, 0x4E00 + 600)]
@@ -89,15 +86,5 @@ def test_other_processes_learn_the_same() -> None:
 from tests.dataloading.preparation.test_learned_vocabulary import TEXTS, learn
 print([learn(TEXTS[name], size) for name in TEXTS for size in (60, 300, 900)])
 """
-    outputs = [
-        subprocess.run(
-            [sys.executable, "-c", code],
-            check=True,
-            cwd=REPOSITORY,
-            env=os.environ | {"PYTHONHASHSEED": seed, "RAYON_NUM_THREADS": seed},
-            stdout=subprocess.PIPE,
-            text=True,
-        ).stdout
-        for seed in ("1", "2")
-    ]
+    outputs = [python("-c", code, PYTHONHASHSEED=seed, RAYON_NUM_THREADS=seed).stdout for seed in (1, 2)]
     assert outputs[0] == outputs[1] == f"{[learn(TEXTS[name], size) for name in TEXTS for size in (60, 300, 900)]}\n"

@@ -56,6 +56,8 @@ def test_folders_and_patterns_name_their_files_once(tmp_path: Path) -> None:
 
 
 def test_both_sets_and_their_vocabulary(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(own_text, "_SHARD_CHARACTERS", 10)
+    assert list(map(len, own_text._calls([["abcde"], ["ab", "cde"], ["abcde"], ["f"], ["ghij"]]))) == [2, 3]
     monkeypatch.setattr(own_text, "_SHARD_CHARACTERS", 5000)
     split = write_own_text((text,), OwnText(vocab_size=90), tmp_path / "out").split
     vocabulary = Vocabulary.from_file(tmp_path / "out" / "vocab.txt")
@@ -124,10 +126,8 @@ def test_lines_are_split_into_sentences(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("documents", "least"), [(30, 1000), (1200, 9900)])
-def test_held_out_text_is_evaluated_on_enough_masked_tokens_and_not_on_more(
-    documents: int, least: int, tmp_path: Path
-) -> None:
-    """Short held-out text is used several times, with other masks, and of long text only a part is evaluated."""
+def test_held_out_text_is_evaluated_on_enough_masked_tokens(documents: int, least: int, tmp_path: Path) -> None:
+    assert [own_text._passes([["a" * size]]) for size in (1, 30_000, 100_000, 400_000)] == [10, 9, 3, 1]
     text = write_text(tmp_path / "text.txt", [document(number) * 3 for number in range(documents)])
     write_own_text((text,), OwnText(vocab_size=120, evaluation_share=0.5, dupe_factor=1), tmp_path / "out")
     with pytest.raises(ValueError, match="name a data set in this folder: evaluation, train"):

@@ -1,10 +1,5 @@
 """Preparation in parts, in several processes or after a crash gives the same samples as one uninterrupted run."""
 
-import os
-import signal
-import subprocess
-import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,8 +10,6 @@ from dataloading.dataset.folder import shard_name
 from dataloading.jobs import JobProgress, WorkPart
 from dataloading.options import PretrainingOptions
 from dataloading.preparation.prepare import Job, make_shards, prepare
-from tests.conftest import REPOSITORY
-from tests.programs import PATIENCE_S
 
 OPTIONS = PretrainingOptions(max_seq_length=64, max_predictions_per_seq=10, dupe_factor=3)
 TEXTS = 5
@@ -55,26 +48,6 @@ def test_processes_and_parts_make_the_same_data_set(job: Job, whole: dict[str, b
     assert contents(tmp_path / "processes") == contents(tmp_path / "parts") == whole
     expected = [(done, kept) for kept in (False, True) for done in range(1, TEXTS + 1)]
     assert [(progress.done, progress.kept) for progress in told] == expected
-
-
-def test_a_killed_preparation_goes_on(job: Job, whole: dict[str, bytes], tmp_path: Path) -> None:
-    out = tmp_path / "data"
-    flags = ["--max_seq_length=64", "--max_predictions_per_seq=10", "--dupe_factor=3", "--jobs=2"]
-    command = [sys.executable, "-m", "dataloading", "prepare", "--vocab", job.vocab, "--out", out, *flags]
-    process = subprocess.Popen(
-        [*command, "--text", *job.texts], cwd=REPOSITORY, start_new_session=True, stdout=subprocess.DEVNULL
-    )
-    deadline = time.monotonic() + PATIENCE_S
-    while not list(out.glob("part_*")) and time.monotonic() < deadline:
-        time.sleep(0.002)
-    os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
-    there = {path.name for path in out.glob("part_*")}
-    assert there
-    told: list[JobProgress] = []
-    prepare(job, out, report=told.append)
-    assert contents(out) == whole
-    assert {progress.name for progress in told if progress.kept} == there
 
 
 def test_damaged_shards_are_made_again_and_a_folder_begun_otherwise_is_left_alone(

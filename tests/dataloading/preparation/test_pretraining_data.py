@@ -1,6 +1,5 @@
 """Creation of samples, compared with the reference's output and with a definition in plain Python."""
 
-import random
 from pathlib import Path
 
 import numpy as np
@@ -85,18 +84,6 @@ def test_equals_the_definition(
         text = "\n".join([*lines, f"w{index}"]) + "\n" * ends_with_newline
         paths[-1].write_bytes(text.encode())
     assert prepare(paths, vocab_file, options).digest() == prepare_plainly(paths, vocab_file, options).digest()
-
-
-def test_equals_the_definition_when_the_buffers_grow(tmp_path: Path, vocab_file: Path) -> None:
-    path, rng = tmp_path / "text.txt", random.Random(0)
-    sentences = [" ".join(rng.choices(WORDS, k=rng.randint(1, 20))) for _ in range(1000)]
-    path.write_text("\n".join(sentence + "\n" * (rng.random() < 0.15) for sentence in sentences))
-    options = PretrainingOptions(max_seq_length=64, max_predictions_per_seq=60, dupe_factor=66, masked_lm_prob=0.4)
-    samples = prepare([path], vocab_file, options)
-    assert len(samples) > 1 << 12
-    assert len(samples.input_ids) > 1 << 20
-    assert len(samples.masked_lm_ids) > 1 << 18
-    assert samples.digest() == prepare_plainly([path], vocab_file, options).digest()
 
 
 def test_documents_end_at_empty_lines_only(tmp_path: Path) -> None:

@@ -1,6 +1,5 @@
 """``python -m dataloading wikipedia``, run on small replacements for MLCommons' downloads."""
 
-import hashlib
 import multiprocessing
 import os
 import shutil
@@ -21,7 +20,7 @@ from dataloading.dataset.folder import open_dataset
 from dataloading.dataset.rewrite import shuffle
 from dataloading.options import PretrainingOptions
 from dataloading.preparation import wikipedia
-from dataloading.preparation.mlcommons import KNOWN, Checksums
+from dataloading.preparation.mlcommons import CHECKPOINT, SOURCES
 from dataloading.preparation.prepare import Job, prepare
 from tests.conftest import REPOSITORY
 from tests.dataloading.conftest import Run
@@ -111,6 +110,8 @@ def die_at_third_name(out: Path, before: bool) -> None:
 
 def test_both_downloads_make_what_the_recipes_expect(run: Run, stand_in: StandIn, tmp_path: Path) -> None:
     out = tmp_path / "wikipedia"
+    (out / "preparation").mkdir(parents=True)
+    (out / "preparation" / ".left by a killed process.0.partial").touch()
     command = ["wikipedia", stand_in.files, stand_in.text, "--out", out, "--shards", 3, "--jobs", 2]
     printed = run(*command, "--checksums", stand_in.checksums)
     data = RECIPES["h100_1x8"]().data
@@ -119,7 +120,8 @@ def test_both_downloads_make_what_the_recipes_expect(run: Run, stand_in: StandIn
         assert (out / path.relative_to("data/wikipedia")).exists()
     assert (out / "vocab.txt").read_bytes() == (stand_in.files / "vocab.txt").read_bytes()
     assert "missing" not in printed
-    for said in ("expected time with --jobs 2", "[ 99 %]", "GB are free"):
+    counts = [f"{out / name}: {len(open_dataset(out / name)):,} samples, verified" for name in ("train", "evaluation")]
+    for said in ("expected time with --jobs 2", "[ 99 %]", "GB are free", *counts):
         assert said in printed
     for key, name in (("train", "train"), ("initial-checkpoint", "phase1.safetensors")):
         assert printed.count(f"--data.{key} {out / name}") == 2  # for bert.evaluate and for the dry run
@@ -133,6 +135,7 @@ def test_both_downloads_make_what_the_recipes_expect(run: Run, stand_in: StandIn
     picked = np.array([int(index * (len(of_eval) / 10_000)) for index in range(10_000)])
     evaluation = open_dataset(out / "evaluation")
     assert evaluation.take(np.arange(10_000)).digest() == of_eval.take(picked).digest()
+    assert len(evaluation.shards) == 1
 
     before = {path: path.stat().st_ino for path in out.rglob("*") if "preparation" not in path.parts}
     again = run(*command, "--checksums", stand_in.checksums)
@@ -205,6 +208,7 @@ def test_wrong_files_are_named_and_nothing_is_made(run: Run, own: StandIn, tmp_p
         (lambda own: shutil.copy(own.part, own.text / "part-00000-of-00004"), "3 and 4 parts"),
         (lambda own: shutil.copy(own.text / "eval.txt", own.files), "eval.txt is in "),
         (lambda own: (own.files / "model.ckpt-28252.index").touch(), "model.ckpt-28252.data-00000-of-00001"),
+        (lambda own: [(each / "model.ckpt-28252.index").touch() for each in (own.files, own.text)], "two checkpoints"),
         (lambda own: own.part.write_bytes(b""), "part-00001-of-00003"),
         (lambda own: shutil.rmtree(own.files), "no such folder"),
     ],
@@ -230,7 +234,7 @@ def test_all_that_is_missing_is_named_at_once(run: Run, own: StandIn, tmp_path: 
         assert named in said
     for download in ("input-files", "preprocessed-wikipedia-dataset"):
         assert f"https://training.mlcommons-storage.org/metadata/bert-{download}.uri" in said
-    assert not out.exists()
+    assert (out.exists(), " is in " in said) == (False, False)  # the link leads to no file a second time
 
 
 @pytest.mark.parametrize("form", ["TF2 by content", "TF2 by folder", "another prefix", "Hugging Face"])
@@ -244,10 +248,14 @@ def test_another_checkpoint_is_named_with_the_files_that_were_expected(run: Run,
         index.with_suffix(".data-00000-of-00001").touch()
     else:
         index.write_bytes(b"_CHECKPOINTABLE_OBJECT_GRAPH" if form == "TF2 by content" else b"")
-    said = run("wikipedia", folder, "--out", tmp_path / "out", fails=True).partition("error: ")[2]
-    assert str(folder / ("model.safetensors" if form == "Hugging Face" else index.stem)) in said
-    assert ("is a TF2 checkpoint" in said) == form.startswith("TF2")
-    assert "tf1_ckpt/model.ckpt-28252.data-00000-of-00001 (4,034,713,312 bytes)" in said
+    path = folder / ("model.safetensors" if form == "Hugging Face" else index.stem)
+    kind = {"another prefix": "another checkpoint", "Hugging Face": "not a TensorFlow checkpoint"}.get(form)
+    why = f"{path} is {kind or 'a TF2 checkpoint'}"
+    said, _, error = run("wikipedia", folder, "--out", tmp_path / "out", fails=True).partition("error: ")
+    assert error == f"{folder}: none of MLCommons' files found; {why}; expected {SOURCES[CHECKPOINT]}\n"
+    missing = [f"missing: {SOURCES[name]}, for {tmp_path / 'out' / name}" for name in SOURCES]
+    missing[1] += f"; {why}"
+    assert said.splitlines()[:4] == missing
 
 
 @pytest.mark.parametrize("stated", ["", "{", "[]", '{"num_attention_heads": "2"}', '{"num_attention_heads": true}'])
@@ -262,6 +270,7 @@ def test_the_number_of_attention_heads_comes_from_the_configuration(
     said = run(*words, fails=True)
     assert "bert_config.json" in said
     assert "--num-attention-heads" not in said
+    assert (tmp_path / "out").exists() is not bool(stated)  # a wrong file is refused before anything is made
     assert not (tmp_path / "out" / "phase1.safetensors").exists()
 
 
@@ -285,26 +294,6 @@ def test_articles_beside_other_text_do_not_pass_for_the_training_set(run: Run, o
     assert f", for {tmp_path / 'out' / 'train'}" in said
 
 
-def test_known_sizes_and_sums_hold_without_a_list(run: Run, stand_in: StandIn, tmp_path: Path) -> None:
-    said = run("wikipedia", stand_in.files, stand_in.text, "--out", tmp_path / "out", fails=True)
-    for name, size in (("eval.txt", "32,851,144"), ("28252.data-00000-of-00001", "4,034,713,312")):
-        assert name in said
-        assert size in said
-    assert not (tmp_path / "out").exists()
-
-
-def test_the_rest_is_compared_with_the_list_beside_it(stand_in: StandIn, tmp_path: Path) -> None:
-    beside = Checksums(None, [stand_in.text / f"{stand_in.text.name}.md5", stand_in.text / "eval.md5"])
-    assert beside.expected(stand_in.part) == {hashlib.md5(stand_in.part.read_bytes()).hexdigest()}
-    # MD5 sums in KNOWN take precedence over sums in lists beside the files.
-    assert beside.expected(stand_in.text / "eval.txt") == {KNOWN["eval.txt"][1]}
-    name = "tf1_ckpt/model.ckpt-28252.index"
-    assert beside.expected(tmp_path / name) == beside.expected(tmp_path / "model.ckpt-28252.index") == {KNOWN[name][1]}
-    (tmp_path / "list").write_text("no list\n")
-    with pytest.raises(ValueError, match="line 1"):
-        Checksums(tmp_path / "list", [])
-
-
 def test_it_goes_on_after_a_kill_at_every_step(stand_in: StandIn, whole: dict[str, object], tmp_path: Path) -> None:
     """Kill run after run at its third renaming of a file, until a run has fewer than three files left to make."""
     out, runs = tmp_path / "out", 0
@@ -326,14 +315,6 @@ def test_it_goes_on_after_a_kill_at_every_step(stand_in: StandIn, whole: dict[st
     assert runs > 5
     assert results(out) == whole
     assert {path.suffix or path.name for path in (out / "preparation").iterdir()} == {".json", "lock"}
-
-
-def test_too_little_room_is_refused_at_once(
-    run: Run, stand_in: StandIn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: type("Usage", (), {"free": 1_000_000}))
-    assert "1.0 MB are free" in run(*arguments(stand_in, tmp_path / "out"), fails=True)
-    assert not (tmp_path / "out" / "vocab.txt").exists()
 
 
 def test_parts_make_the_same_and_the_last_one_makes_the_rest(

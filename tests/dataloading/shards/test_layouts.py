@@ -1,6 +1,7 @@
 """HDF5 layouts: this project reads files of other programs, and other programs can read its files."""
 
 import json
+import struct
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 
 from dataloading.shards.formats import open_shard, write_shard
-from dataloading.shards.hdf5_layouts import write_packed
+from dataloading.shards.hdf5_layouts import _objects_of, write_packed
 from dataloading.shards.samples import SampleBuilder, Samples, synthetic_samples
 from dataloading.shards.shard import Shard
 from tests.dataloading import made_up
@@ -46,18 +47,16 @@ def chosen(shard: Shard) -> Samples:
 @pytest.mark.parametrize(
     ("integers", "storage"),
     [
-        ("i2", {}),
-        ("i2", {"compression": "gzip"}),
-        ("i2", {"compression": "gzip", "shuffle": True}),
-        (">i2", {}),
-        ("<i4", {}),
+        *((kind, {}) for kind in ("i2", ">i2", "<i4")),
+        *(("i2", {"compression": "gzip", "shuffle": on}) for on in (0, 1)),
     ],
 )
 @pytest.mark.parametrize("layout", ["fixed", "varlength", "packed"])
 def test_files_of_other_programs_are_read(tmp_path: Path, layout: str, integers: str, storage: dict[str, Any]) -> None:
     samples = make_samples()
     path = tmp_path / "part_00000_of_00001.hdf"
-    write_like_others(path, layout, samples, INFO, PACKS, integers, **storage)
+    chunks = {"chunks": (10, 6) if layout == "fixed" else (4,)} if storage else {}  # which do not divide the rows
+    write_like_others(path, layout, samples, INFO, PACKS, integers, **storage, **chunks)
     shard = open_shard(path)
     assert shard.layout == layout
     assert len(shard) == COUNT
@@ -101,6 +100,21 @@ def test_rows_are_found_in_large_and_small_heap_collections(tmp_path: Path) -> N
                 columns[name][index] = getattr(samples.slice(index, index + 1), name)
         file.create_dataset("next_sentence_labels", data=samples.next_sentence_labels.astype("i1"))
     open_shard(path).verify(samples.digest())
+
+
+def test_objects_end_with_their_collection_at_free_space_and_at_a_repeated_number() -> None:
+    def collection(*objects: tuple[int, bytes]) -> bytes:
+        packed = (struct.pack("<H6xQ", number, len(data)) + data + bytes(-len(data) % 8) for number, data in objects)
+        return b"GCOL\x01" + bytes(3) + struct.pack("<Q", 16 + len(body := b"".join(packed))) + body
+
+    first, second = (1, b"12345"), (7, b"12345678")
+    whole, found = collection(first, second), {1: (40, 5), 7: (64, 8)}
+    for content, numbers in (
+        *((whole, (1, 7)), (whole + whole, (1, 7)), (whole[:-1], (1,)), (whole[:36], ()), (whole[:15], ())),
+        *((collection(first, (0, b"12345678"), second), (1,)), (collection(first, first), (1,))),
+        (whole.replace(b"\x01", b"\x02", 1), ()),
+    ):
+        assert _objects_of(bytes(8) + content, 8) == {number: found[number] for number in numbers}
 
 
 @pytest.mark.slow
@@ -171,7 +185,7 @@ def with_gap(mask: np.ndarray) -> np.ndarray:
         ("packed", set_row("packed_input_len", [-7]), "packed_input_len: -7"),
         ("packed", set_row("next_sentence_labels", [1, 0]), "disagree"),
         ("packed", zero_positions_of_a_pack, "masked_lm_positions: -"),
-        ("native", lambda file: file.attrs.__setitem__("schema_version", 2), "schema version 2"),
+        ("native", lambda file: file.attrs.__setitem__("schema_version", 2), "mlperf-bert-samples, schema version 2"),
         ("native", lambda file: file.attrs.__setitem__("info", json.dumps({"vocab_size": 3})), "damaged"),
         ("native", lambda file: file.attrs.__delitem__("digest"), "digest"),
         ("native", lambda file: file.__delitem__("segment_ids"), "segment_ids is missing"),

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from dataloading.text import documents
-from dataloading.text.documents import check_texts, divide_lines, read_documents
+from dataloading.text.documents import NO_TEXT, check_texts, decode_text, divide_lines, read_documents
 
 TEXT = "One sentence.\nAnother \u00e9.\n\nA document.\n"
 READ = [["One sentence.", "Another \u00e9."], ["A document."]]
@@ -25,6 +25,7 @@ READ = [["One sentence.", "Another \u00e9."], ["A document."]]
 def test_forms_of_text_that_are_read(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "text").write_bytes(content)
     check_texts([tmp_path / "text"])
+    assert decode_text(b"\0\0" + b"a" * 14, tmp_path) == "\0\0" + "a" * 14  # more zeros would be UTF-16
     assert read_documents([tmp_path / "text"]) == READ
 
 
@@ -44,6 +45,7 @@ OTHERS = {
     "json": (b'{"id": 1, "text": "One sentence."}\n', "JSON, an object a line"),
     "wiki": (b'<doc id="1" url="u" title="t">\nt\n\nOne.\n</doc>\n', "dataloading extract"),
     "html": (b"\n<!DOCTYPE html>\n<p>One.</p>\n", "HTML or XML"),
+    "three-of-16-bytes-are-zero": (b"\0\0\0" + b"a" * 13, "binary, or text in UTF-16"),
     "empty": (b"", "no text found"),
     "blank": (b"\n \n", "no text found"),
 }
@@ -70,11 +72,21 @@ def test_all_bad_files_are_listed_at_once(tmp_path: Path) -> None:
         check_texts([tmp_path / "good", *paths, tmp_path / "absent"])
     for name in ("utf16", "png", "jpeg", "pdf", "docx", "bz2", "empty", "absent"):
         assert str(tmp_path / name) in str(caught.value)
+    empty = [tmp_path / f"empty{number}" for number in range(21)]
+    for path in empty:
+        path.touch()
+    for count, last in ((20, f"{empty[19]}: {NO_TEXT}"), (21, f"{empty[19]}: {NO_TEXT} | and 1 more")):
+        with pytest.raises(ValueError, match=f"^{count} of {count} files cannot be read as text: ") as caught:
+            read_documents(empty[:count])
+        assert str(caught.value).endswith(last)
+    assert read_documents([]) == []
 
 
 def test_a_small_file_that_unpacks_to_a_huge_one_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(documents, "_MAX_TEXT_BYTES", 1 << 20)
-    (tmp_path / "bomb.gz").write_bytes(gzip.compress(b"word\n" * (1 << 20)))
+    (tmp_path / "bomb.gz").write_bytes(gzip.compress(b"a\n" * (1 << 19)))
+    assert read_documents([tmp_path / "bomb.gz"]) == [["a"] * (1 << 19)]
+    (tmp_path / "bomb.gz").write_bytes(gzip.compress(b"a\n" * (1 << 19) + b"\n"))
     with pytest.raises(ValueError, match="unpacks to more than 1,048,576 bytes"):
         read_documents([tmp_path / "bomb.gz"])
 

@@ -107,7 +107,18 @@ def test_nothing_but_the_vocabulary_is_a_guess_that_a_few_tokens_do_not_decide(t
         found = find_normalization(Vocabulary.read(folder), folder / "vocab.txt", AS_STATED)
         assert found.normalization == expected[name], name
         assert not found.is_stated
-        assert "guessed" in found.source
+        assert found.source == "guessed from the vocabulary"
+
+
+def test_a_twentieth_of_the_words_decides_and_markers_and_numbers_are_no_words() -> None:
+    for others, decides in ((19, True), (20, False)):
+        words = [f"w{number}" for number in range(others)]
+        cased, accented = (Vocabulary((*SPECIAL, "[E1]", "12", each, *words)) for each in ("Word", "für"))
+        assert [each.cased for each in (cased, accented)] == [decides, False]
+        assert [each.fits(Normalization()) for each in (cased, accented)] == [not decides] * 2
+        together = Vocabulary((*SPECIAL, *(chr(0x4E00 + number) for number in range(others)), "##東京"))
+        assert together.guess_normalization().tokenize_chinese_chars is not decides
+    assert Vocabulary(tuple(SPECIAL)).fits(Normalization()), "no word is useless"
 
 
 def test_options_come_before_files_and_files_before_a_guess(tmp_path: Path) -> None:
@@ -115,9 +126,11 @@ def test_options_come_before_files_and_files_before_a_guess(tmp_path: Path) -> N
     vocabulary = Vocabulary.read(folder)
     stated = find_normalization(vocabulary, folder, AS_STATED)
     assert stated.normalization == Normalization(strip_accents=False)
+    assert stated.source == f"stated by tokenizer_config.json in {folder}"
     assert stated.is_stated
     given = find_normalization(vocabulary, folder, NormalizationOptions(do_lower_case=False))
     assert given.normalization == Normalization(do_lower_case=False, strip_accents=False)
+    assert given.source == f"set by do_lower_case, {stated.source}"
     # Without a word on accents, they are stripped if text is lower-cased.
     write(folder, ACCENTED, {"do_lower_case": True})
     assert find_normalization(Vocabulary.read(folder), folder, AS_STATED).normalization == Normalization()
@@ -137,6 +150,10 @@ def tokenizer(**changes: Any) -> dict[str, Any]:
     } | changes
 
 
+def wordpiece(ids: dict[str, int], **changes: str) -> dict[str, Any]:
+    return tokenizer(model={"type": "WordPiece", "vocab": ids} | changes)
+
+
 @pytest.mark.parametrize(
     ("described", "config", "message"),
     [
@@ -149,6 +166,13 @@ def tokenizer(**changes: Any) -> dict[str, Any]:
         (None, {"tokenizer_class": "BertJapaneseTokenizer"}, "expected a BertTokenizer"),
         (None, {"do_basic_tokenize": False}, "do_basic_tokenize false"),
         (None, {"do_lower_case": 1}, "got `int`"),
+        (wordpiece({"a": 0}, type="BPE"), {}, "expected WordPiece"),
+        (wordpiece({"a": 0}, continuing_subword_prefix="@@"), {}, "expected WordPiece"),
+        (wordpiece({"a": 1 << 16}), {}, "has the id 65536; expected 0 to 65,535"),
+        (wordpiece({"a": -1}), {}, "has the id -1"),
+        (wordpiece({"a": True}), {}, "got `bool`"),
+        (wordpiece({"a": 3, "b": 3}), {}, "two tokens have the same id"),
+        (wordpiece({token: place for place, token in enumerate(PLAIN[:-1])} | {"seven": 999}), {}, "differently"),
     ],
 )
 def test_another_kind_of_tokenizer_is_refused(
@@ -160,29 +184,6 @@ def test_another_kind_of_tokenizer_is_refused(
     with pytest.raises(ValueError, match=message) as caught:
         find_normalization(Vocabulary.read(folder), folder, AS_STATED)
     assert len(str(caught.value).replace(str(tmp_path), "")) < 500
-
-
-@pytest.mark.parametrize(
-    ("model", "message"),
-    [
-        ({"type": "BPE", "vocab": {"a": 0}}, "expected WordPiece"),
-        (
-            {"type": "WordPiece", "continuing_subword_prefix": "@@", "vocab": {"a": 0}},
-            "expected WordPiece",
-        ),
-        ({"type": "WordPiece", "vocab": {"a": 1 << 40}}, "has the id 1099511627776"),
-        ({"type": "WordPiece", "vocab": {"a": True}}, "got `bool`"),
-        ({"type": "WordPiece", "vocab": {"a": 3, "b": 3}}, "two tokens have the same id"),
-        (tokenizer()["model"] | {"vocab": tokenizer()["model"]["vocab"] | {"seven": 999}}, "number tokens differently"),
-    ],
-)
-def test_a_tokenizer_without_a_vocabulary_for_bert_is_refused(
-    tmp_path: Path, model: dict[str, Any], message: str
-) -> None:
-    folder = write(tmp_path / "model", PLAIN)
-    (folder / "tokenizer.json").write_text(json.dumps(tokenizer(model=model)))
-    with pytest.raises(ValueError, match=message):
-        Vocabulary.read(folder)
 
 
 @pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
@@ -204,6 +205,9 @@ def test_hostile_files_are_refused_in_one_line(tmp_path: Path, name: str, conten
 
 def test_a_tokenizer_can_be_named_itself(tmp_path: Path) -> None:
     path = tmp_path / "tokenizer.json"
+    path.write_text(json.dumps(wordpiece({"a": (1 << 16) - 1})))
+    with pytest.raises(ValueError, match="65,536 tokens without"):
+        Vocabulary.read(path)
     path.write_text(json.dumps(tokenizer()))
     assert Vocabulary.read(path).tokens == tuple(PLAIN)
     assert not find_normalization(Vocabulary.read(path), path, AS_STATED).normalization.do_lower_case

@@ -13,16 +13,7 @@ import pytest
 from dataloading.jobs import JobProgress
 from dataloading.options import ExtractionOptions, Sentences
 from dataloading.text.sentences import sentence_splitter
-from dataloading.text.wikipedia import (
-    _plan,
-    articles,
-    clean,
-    extract,
-    find_inputs,
-    gathered,
-    hold_out,
-    segment,
-)
+from dataloading.text.wikipedia import _plan, articles, clean, extract, find_inputs, gathered, hold_out, segment
 from tests.conftest import REPOSITORY
 
 pytestmark = pytest.mark.slow
@@ -104,7 +95,7 @@ def test_inputs_are_found_in_the_references_order(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("content", "message", "jobs"),
-    [(b"good\xff", "wiki_00: is not UTF-8 at byte 4", 1), (b"a\0b", "wiki_00: holds a zero byte at 1", 2)],
+    [(b"good\xff", "wiki_00: is not UTF-8 at byte 4", 1), (b"\0b", "wiki_00: holds a zero byte at 0", 2)],
 )
 def test_a_file_that_is_no_text_is_named(tmp_path: Path, content: bytes, message: str, jobs: int) -> None:
     shutil.copytree(TEXT, tmp_path / "text")

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kernels import OPS, scaled_matmul
 from kernels.libraries import pytorch
-from kernels.reference.fp8 import E4M3, E5M2, LARGEST, new_scales
+from kernels.reference.fp8 import E4M3, E5M2, LARGEST, capability_reasons, new_scales
 
 DTYPES = pytest.mark.parametrize("dtype", [E4M3, E5M2], ids=["E4M3", "E5M2"])
 
@@ -176,6 +176,16 @@ def test_what_cannot_be_multiplied(types, sizes: tuple[int, int, int], out_dtype
     reasons = pytorch.scaled_matmul_reasons(a, b, scalar(1.0), scalar(1.0), out_dtype)
     assert reason in "; ".join(reasons)
     assert len(reasons) == bool(reason)
+
+
+def test_a_gpu_needs_a_compute_capability_for_fp8(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert capability_reasons(torch.device("cuda")) == []  # a fake GPU
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for found, reasons in (((8, 9), []), ((8, 6), ["compute capability 8.6, FP8 needs 8.9"])):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _, found=found: found)
+        assert capability_reasons(torch.device("cuda")) == reasons
+        assert capability_reasons(torch.device("cpu")) == []
 
 
 @given(st.floats(width=32).map(abs), st.sampled_from(list(LARGEST.values())))

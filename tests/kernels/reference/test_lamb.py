@@ -1,5 +1,5 @@
 # pyright: reportArgumentType=false, reportCallIssue=false
-"""LAMB compared with NumPy in float64, the division of a model into segments, and the learning rate."""
+"""LAMB compared with NumPy in float64, with gradients that are not finite, and its copies of the weights."""
 
 import importlib.util
 import math
@@ -11,13 +11,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bert.checkpoints.initial_model import initialize_
-from bert.configuration.recipes import RECIPES
-from bert.configuration.sections import ModelConfig, OptimizerConfig
-from bert.model import BertForPreTraining
-from bert.optimizer import FlatParameters, Lamb, learning_rate
-from bert.parallel.reduction.gradients import bucket_slices
-from kernels import LambHyperparameters, LambSegments, LambState, lamb_step, sum_of_squares
+from kernels import LambHyperparameters, LambSegments, LambState, lamb_directions, lamb_step, sum_of_squares
+from kernels.reference.fp8 import E4M3
+from kernels.reference.lamb import WeightCast
 from tests.conftest import at_most
 from tests.kernels.lamb_oracle import HYPERPARAMETERS, NumpyLamb, at
 
@@ -60,6 +56,20 @@ def test_zero_update_and_zero_weight_leave_a_ratio_of_one(implementation: str):
         assert flat.tolist() == [0, 0, 0, 1, 2, 3]
         lamb_step(flat, torch.ones(6), LambState.zeros_like(flat), segments, hyper, **at(1, 0.1))
     assert flat[:3].tolist() == pytest.approx([-0.1] * 3, rel=1e-5)  # the trust ratio is 1
+
+
+def test_copies_are_of_the_updated_weights_and_nothing_need_be_adapted():
+    segments, flat, ones = LambSegments((40, 256, 5), (True, True, False)), torch.linspace(-3, 3, 301), torch.ones(301)
+    copies, casts = torch.zeros(301, dtype=torch.bfloat16), torch.zeros(2, 16, 16).to(E4M3)
+    cast, state = WeightCast(40, torch.tensor(2.0), torch.tensor(0.0), *casts), LambState.zeros_like(flat)
+    new = {"copies_P": copies, "casts": (cast,)}
+    norm = lamb_step.definition(flat, ones, state, segments, HYPERPARAMETERS, **at(1, 0.1), **new)
+    weight = flat[40:296].view(16, 16)
+    assert copies.equal(flat.bfloat16())
+    assert cast.amax == weight.abs().max()
+    assert casts.float().equal(torch.stack([weight, weight.t()]).mul(2).to(E4M3).float())
+    call = flat, ones, state, LambSegments((301,), (False,)), HYPERPARAMETERS
+    assert lamb_directions.definition(*call, norm=norm, step=torch.tensor(2)).shape == (2, 0)
 
 
 @pytest.mark.oldest_torch
@@ -119,107 +129,3 @@ def test_the_variance_of_a_constant_gradient_is_its_square(beta_2: float):
     exact = gradient.double().square()
     assert (state.variance_P / exact - 1).abs().max().item() < 1e-6
     assert (state.momentum_P / gradient - 1).abs().max().item() < 1e-6
-
-
-def test_the_step_count_waits_for_a_step_that_is_taken():
-    """Skipped steps do not advance the schedule and the bias corrections either."""
-    flats = [FlatParameters.of(small_model()) for _ in range(2)]
-    disturbed, plain = (Lamb(flat, OptimizerConfig(0.1, 10, num_warmup_steps=4)) for flat in flats)
-    for bad in (False, True, False, True, True, False):
-        gradient = torch.randn(flats[0].gradients_P.shape, generator=torch.Generator().manual_seed(7))
-        disturbed.flat.gradients_P.copy_(gradient)
-        if bad:
-            disturbed.flat.gradients_P[5] = torch.nan
-        else:
-            plain.flat.gradients_P.copy_(gradient)
-            plain.step()
-        disturbed.step()
-        assert not disturbed.flat.gradients_P.any()
-        assert torch.equal(flats[0].weights_P, flats[1].weights_P)
-    assert disturbed.steps.item() == plain.steps.item() == 3
-    assert disturbed.state.skipped.item() == 3
-    disturbed.reset()
-    assert disturbed.steps.item() == disturbed.state.skipped.item() == 0
-    assert not disturbed.state.momentum_P.any()
-    assert not disturbed.state.variance_P.any()
-
-
-def small_model() -> BertForPreTraining:
-    model = BertForPreTraining(ModelConfig(2, 8, 2, 16, 30, 12))
-    initialize_(model, torch.Generator().manual_seed(0))
-    return model
-
-
-def test_segments_follow_roles():
-    """A segment is a parameter or a third of the fused QKV weight. A parameter's last segment includes its padding."""
-    model = small_model()
-    flat = FlatParameters.of(model)
-    sizes = iter(zip(flat.segments.sizes, flat.segments.adapted, strict=True))
-    start = 0
-    for name, parameter in model.named_parameters():
-        assert flat.places[parameter] == slice(start, start + parameter.numel()), name
-        excluded = name.endswith("bias") or "norm" in name
-        parts = 3 if name.endswith("query_key_value.weight") else 1
-        for part in range(parts):
-            size, adapted = next(sizes)
-            padding = -parameter.numel() % 16 if part == parts - 1 else 0
-            assert (size - padding, adapted) == (parameter.numel() // parts, not excluded), name
-            start += size
-    assert next(sizes, None) is None
-    assert start == len(flat.weights_P)
-
-
-@pytest.mark.parametrize("recipe", ["tiny_cpu", "h100_1x8", "dgxa100_1x8"])
-@pytest.mark.parametrize("ranks", [1, 24, 4096])
-def test_everything_that_a_kernel_reads_is_aligned(recipe: str, ranks: int):
-    """Parameters, gradients, and every rank's shard of each bucket start at multiples of 16 elements."""
-    with torch.device("meta"):
-        model = BertForPreTraining(RECIPES[recipe]().model)
-    flat = FlatParameters.of(model, ranks)
-    assert list(flat.places) == list(model.parameters())
-    assert all(place.start % 16 == 0 for place in flat.places.values())
-    for bucket in bucket_slices(len(flat.weights_N), ranks, RECIPES[recipe]().training.bucket_bytes):
-        piece, rest = divmod(bucket.stop - bucket.start, ranks)
-        assert (bucket.start % 16, piece % 16, rest) == (0, 0, 0)
-    assert 0 <= len(flat.weights_P) - sum(parameter.numel() for parameter in model.parameters()) < 1000
-
-
-def test_padding_stays_zero_and_has_no_part_in_any_norm():
-    """The sizes of this model are not multiples of the alignment, so parameters need padding."""
-    model = BertForPreTraining(ModelConfig(2, 6, 2, 10, 31, 7))
-    initialize_(model, torch.Generator().manual_seed(0))
-    flat = FlatParameters.of(model, 3)
-    assert flat.weights_P.data_ptr() % 64 == 0
-    padding, exact = torch.ones_like(flat.weights_N, dtype=torch.bool), 0.0
-    for parameter, place in flat.places.items():
-        padding[place] = False
-        assert parameter.grad is not None
-        assert parameter.data_ptr() % 16 == parameter.grad.data_ptr() % 16 == 0
-        parameter.grad.copy_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)))
-        exact += parameter.grad.double().square().sum().item()
-    assert Lamb(flat, OptimizerConfig(0.1, 10)).step().item() == pytest.approx(exact**0.5, rel=1e-6)
-    assert not flat.weights_N[padding].any()
-    assert padding.sum() > 20
-
-
-@pytest.mark.parametrize(
-    ("base", "train_steps", "warmup", "start", "expected"),
-    [
-        # no warm-up: the rate is base * (1 - step / train_steps) from the first step
-        (4.25e-4, 6700, 0, 0, {0: 4.25e-4, 3350: 2.125e-4, 6700: 0.0, 7000: 0.0}),
-        # as submitted on 64 GPUs: warm-up steps -25 to 74, then decay by the absolute step, so the rate jumps
-        (1.5e-3, 1271, 100, -25, {0: 3.75e-4, 74: 1.485e-3, 75: 1.5e-3 * (1 - 75 / 1271)}),
-        # "flat" schedule: nearly the base rate for 330 steps, then a drop to 0.529 of the base rate
-        (2.58e-3, 700, 200330, -200000, {0: 2.58e-3 * 200000 / 200330, 330: 2.58e-3 * (1 - 330 / 700)}),
-        # 0.95 to 1.0 of the base rate over 500 steps, then a drop to 0.51 of it
-        (2e-3, 1024, 10000, -9500, {0: 1.9e-3, 499: 2e-3 * 0.9999, 500: 2e-3 * (1 - 500 / 1024)}),
-        (1e-3, 100, 10, 0, {0: 0.0, 5: 5e-4, 9: 9e-4, 10: 9e-4, 99: 1e-5}),
-    ],
-)
-def test_learning_rate(base: float, train_steps: int, warmup: int, start: int, expected: dict[int, float]):
-    config = OptimizerConfig(base, train_steps, num_warmup_steps=warmup, start_warmup_step=start)
-    rates = learning_rate(config, torch.arange(8000))
-    assert rates.dtype == torch.float64
-    assert {step: rates[step].item() for step in expected} == pytest.approx(expected, rel=1e-12, abs=1e-18)
-    assert not rates[train_steps:].any(), "past the end of the schedule"
-    assert learning_rate(config, torch.tensor(50)) == rates[50]

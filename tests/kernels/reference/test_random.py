@@ -49,7 +49,10 @@ def test_every_argument_counts_and_gives_an_independent_mask(other: dict[str, in
     first, second = mask(0.5), mask(0.5, **other)
     agree = (first == second).double().mean().item()
     assert abs(agree - 0.5) < 5 * 0.5 / math.sqrt(first.numel())
-    assert torch.equal(first, mask(0.5))
+    assert (torch.equal(first, mask(0.5)), Dropout(0.9, torch.zeros(2), 0).threshold) == (True, 58982)
+    assert (mask(0.5, 1, 40).long() @ 2 ** torch.arange(40)).tolist() == [
+        122377826423
+    ]  # a run that continues draws the same
 
 
 @pytest.mark.parametrize(("rows", "columns"), [(1, 0), (0, 1), (0, 2), (0, 7), (0, 8), (0, 16), (1, 1), (1, 16)])

@@ -10,7 +10,7 @@ import torch
 
 from kernels import Dropout, embedding_layer_norm, varlen_attention
 from kernels.libraries import pytorch
-from kernels.reference.ops import dropout_rows
+from kernels.reference.ops import compute_dtype, dropout_rows
 
 
 def with_p(p: float) -> Dropout:
@@ -58,6 +58,13 @@ def test_attention_drops_what_the_mask_says():
     assert torch.equal(output[9:, :, 9:30] != 0, kept_QHK)
 
 
+def test_autocast_decides_the_type_of_products_but_of_fp64() -> None:
+    wide, plain = torch.zeros(1, dtype=torch.float64), torch.zeros(1)
+    assert [compute_dtype(x) for x in (wide, plain, plain.half())] == [torch.float64, torch.float32, torch.float16]
+    with torch.autocast("cpu", torch.bfloat16):
+        assert [compute_dtype(x) for x in (wide, plain, plain.half())] == [torch.float64, *[torch.bfloat16] * 2]
+
+
 def test_pytorchs_attention_drops_probabilities_at_the_rate():
     torch.manual_seed(0)
     length, p = 64, 0.1
@@ -67,3 +74,7 @@ def test_pytorchs_attention_drops_probabilities_at_the_rate():
     kept = dropped[dropped != 0]
     assert abs(1 - len(kept) / dropped.numel() - p) < 5 * (p * (1 - p) / dropped.numel()) ** 0.5
     torch.testing.assert_close(kept, torch.full_like(kept, 1 / (1 - p)))
+    query, key, value = torch.randn(3, 30, 2, 8).unbind()
+    bounds = torch.tensor([0, 9, 29], dtype=torch.int32)
+    nothing_dropped = pytorch.varlen_attention(query, key, value, bounds, bounds, 20, with_p(1e-9))
+    torch.testing.assert_close(nothing_dropped, varlen_attention.definition(query, key, value, bounds, bounds, 20))

@@ -6,14 +6,31 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
+from bert.configuration.sections import ModelConfig, OptimizerConfig
+from bert.model import BertForPreTraining
+from bert.optimizer import hyperparameters
+from dataloading.batches.loader import batch_of
+from dataloading.shards.samples import synthetic_samples
 from kernels import OPS, choose, dropout_add_layer_norm, lamb_step
 from kernels.registry import Implementation, Op
-from kernels.tuning.autotune import ROUNDS, CallKind, KernelChoice, Work, apply, from_json, observed, to_json, tune
-from kernels.tuning.examples import example_inputs
+from kernels.tuning.autotune import (
+    ROUNDS,
+    CallKind,
+    KernelChoice,
+    Timer,
+    Work,
+    apply,
+    from_json,
+    observed,
+    to_json,
+    tune,
+)
+from kernels.tuning.examples import SMALL, example_inputs
 
 CPU = torch.device("cpu")
 
@@ -48,7 +65,7 @@ class Grown:
     def _call(self, name: str, x: Tensor) -> Tensor:
         self.calls.append(name)
         if name == "broken" or (self.capturing and name in self.not_capturable):
-            raise RuntimeError(f"{name} synchronizes\nmore")
+            raise RuntimeError(f"{name} synchronizes{300 * '!'}\nmore")
         return x * 2
 
     def __call__(self, x: Tensor) -> str:
@@ -86,7 +103,7 @@ def test_the_fastest_is_measured_and_taken(monkeypatch: pytest.MonkeyPatch):
     (choice,) = choices
     assert choice.milliseconds == {"fast": 2000.0, "close": 2031.25, "slow": 9000.0}
     assert list(choice.milliseconds) == ["fast", "close", "slow"]
-    assert choice.errors == {"broken": "RuntimeError: broken synchronizes"}
+    assert choice.errors == {"broken": f"RuntimeError: broken synchronizes{181 * '!'}"}, "200 characters"
     assert all(word in str(choice) for word in (*choice.milliseconds, "64 x 64", "broken synchronizes"))
     apply(from_json(to_json(choices)))
     assert op(torch.rand(50, 64)) == "fast", "of the same bucket"
@@ -283,6 +300,24 @@ def test_requests_are_the_calls_that_were_made_and_keep_nothing_alive():
     assert again.signature == requests[1].signature
 
 
+def test_examples_are_calls_of_a_models_first_step() -> None:
+    config = ModelConfig(2, SMALL.hidden, SMALL.heads, SMALL.intermediate, SMALL.vocabulary, SMALL.max_seqlen)
+    with observed() as calls:
+        BertForPreTraining(config)(batch_of(synthetic_samples(np.array(SMALL.lengths), SMALL.vocabulary)))
+    rate, norm = 1e-3, (128 * 256 + 256 + 128) ** 0.5
+    first = {"lamb_step": [1, rate], "lamb_directions": [1, norm], "lamb_apply": [norm, rate], "scaled_matmul": [1, 1]}
+    for op in OPS:
+        example = CallKind.of(op, *example_inputs(op, CPU, torch.float32))
+        tensors = [each for each in (*example.args, *example.kwargs.values()) if isinstance(each, Tensor)]
+        numbers = [each.item() for each in tensors if not each.dim()]
+        assert numbers == pytest.approx(first.get(op, [1, 0] if op.endswith("fp8") else []))
+        if op in ("varlen_self_attention", "dense_gelu", "dropout_add_layer_norm", "embedding_layer_norm"):
+            assert any(call.signature.startswith(example.signature) for call in calls if call.op == op)
+        assert {each for each in example.args if isinstance(each, float)} <= {config.layer_norm_eps}
+        if op == "lamb_step":
+            assert example.args[4] == hyperparameters(OptimizerConfig(rate, 10))
+
+
 def test_made_tensors_lie_in_memory_as_those_of_the_call():
     ids, fp8 = torch.arange(5), torch.zeros(16, 32).to(torch.float8_e5m2)
     views = torch.rand(5, 3, 2, 4).unbind(1)[1], torch.rand(0, 4), torch.rand(3).expand(2, 3), fp8.t()
@@ -306,6 +341,7 @@ def test_an_op_that_works_in_place_leaves_the_run_alone():
     assert all(tensor.equal(old) for tensor, old in zip(tensors, before, strict=True))
     assert torch.random.get_rng_state().equal(random)
     assert lamb_step.asked == "auto"
+    assert 0 < Timer(CPU)(lambda: None) < 60
 
 
 def test_both_ways_are_measured_where_gradients_are(monkeypatch: pytest.MonkeyPatch):

@@ -1,0 +1,95 @@
+"""MLCommons' files: their sums, and the time, the room and the messages that follow from their sizes."""
+
+import os
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from dataloading.preparation import mlcommons as ml
+from dataloading.preparation.mlcommons import CHECKPOINT, EVALUATION, KNOWN, TRAIN, VOCABULARY, Checksums, Inputs
+from tests.conftest import REPOSITORY
+from tests.dataloading.conftest import Run
+
+G = 10**9  # bytes of a gigabyte, which is less than a gibibyte
+
+
+def sized(path: Path, size: int) -> Path:
+    """Make a file of ``size`` bytes that takes no room."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.touch()
+    os.truncate(path, size)
+    return path
+
+
+def test_time_and_room_are_in_proportion_to_the_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "cpu_count", lambda: 4)
+    names = ("vocab.txt", "bert_config.json", "eval.txt")
+    vocabulary, config, held_out = ((sized(tmp_path / name, G),) for name in names)
+    text = sized(tmp_path / "part-0", G), sized(tmp_path / "part-1", 3 * G)
+    inputs = Inputs(vocabulary, config, (sized(tmp_path / "index", 3 * G),), text, held_out)
+    # 10 GB are read at 2 ns a byte. Samples take 11 bytes for each byte of text.
+    seconds = {"check": 10.0, CHECKPOINT: 11.0, EVALUATION: 170.0, "samples": 340.0, TRAIN: 480.0, "verify": 124.0}
+    for jobs, shared in ((2, 1), (0, 2), (1, 2), (9, 0.5)):
+        found, result, most = ml.estimate(inputs, [], jobs)
+        of_jobs = {"check": 10.0 * shared, "samples": 340.0 * shared}
+        assert list(found) == list(seconds)
+        assert found == pytest.approx(seconds | of_jobs)
+        assert (result, most) == pytest.approx((45 * G, 144 * G))
+    found, *room = ml.estimate(inputs, [TRAIN, EVALUATION], 2)
+    assert found == pytest.approx({name: seconds[name] for name in ("check", CHECKPOINT, "verify")})
+    assert room == [G, G]
+    assert (
+        ml.estimate(inputs, [TRAIN, EVALUATION, CHECKPOINT], 2) == ml.estimate(Inputs(vocabulary), [], 2) == ({}, 0, 0)
+    )
+    assert ml.estimate(inputs, [TRAIN, EVALUATION, VOCABULARY], 2)[0].keys() == {"check", CHECKPOINT, "verify"}
+
+
+def test_too_little_room_is_refused_at_once(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "cpu_count", lambda: 4)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=139 * G))
+    given, out = tmp_path / "given", tmp_path / "out"
+    for index, size in enumerate((G, 3 * G)):
+        sized(given / f"part-{index:05d}-of-00002", size)
+    sized(given / "eval.txt", G)
+    sized(out / "preparation" / "samples" / "left", 3 * G)
+    shutil.copy(REPOSITORY / "bert" / "artifacts" / "tiny_cpu" / "vocab.txt", given)
+    command = ["wikipedia", given, "--out", out, "--jobs", 2, "--checksums", sized(tmp_path / "empty.md5", 0)]
+    for more, seconds in (
+        ((), "18:39 (check 0:05, evaluation 2:50, samples 5:40, train 8:00, verify 2:04)"),
+        (("--part", "1/2"), "2:53 (check 0:03, samples 2:50)"),
+    ):
+        room = "140.0 GB are needed, and 139.0 GB are free"
+        assert run(*command, *more, fails=True).splitlines() == [
+            f"found: vocabulary, {given / 'vocab.txt'}, 5.5 kB",
+            f"found: text, {given / 'part-00000-of-00002'} ... (2 files), 4.0 GB",
+            f"found: evaluation text, {given / 'eval.txt'}, 1.0 GB",
+            f"missing: {ml.SOURCES[CHECKPOINT]}, for {out / CHECKPOINT}",
+            *ml.how_to_download([ml.SOURCES[CHECKPOINT]]),
+            f"to make in {out}: 44.0 GB; meanwhile {room}",
+            f"expected time with --jobs 2 on 4 cores: {seconds}",
+            f"error: {out}: {room}; make room, or name another --out",
+        ]
+
+
+def test_known_sums_come_first_then_those_of_the_list_beside_the_files(tmp_path: Path) -> None:
+    names = [f"part-{index:05d}-of-00012" for index in range(12)]
+    (tmp_path / "list").write_text("".join(f"{'A' * 32} *text/{name}\n" for name in [*names, "eval.txt"]) + "x\n")
+    beside = Checksums(None, [tmp_path / "list"])
+    assert beside.expected(Path("elsewhere", names[0])) == {"a" * 32}
+    assert beside.expected(Path("text/eval.txt")) == {KNOWN["eval.txt"][1]}
+    name = "tf1_ckpt/model.ckpt-28252.index"
+    assert beside.expected(tmp_path / name) == beside.expected(tmp_path / "model.ckpt-28252.index") == {KNOWN[name][1]}
+    assert beside.check({}) == 0
+    assert beside.check({Path(names[0]): "a" * 32, Path("one"): "b", Path("other"): "c"}) == 2
+    for count, named in ((10, f"{names[9]} (MD5 b, expected {'a' * 32}); delete"), (12, ") and 2 more; delete")):
+        with pytest.raises(ValueError, match=f"^{count} files with the wrong content: ") as caught:
+            beside.check(dict.fromkeys(map(Path, names[:count]), "b"))
+        assert named in str(caught.value)
+    vocabulary = sized(tmp_path / "vocab.txt", KNOWN["vocab.txt"][0])
+    assert beside.wrong_sizes([vocabulary, tmp_path / "list"]) == []
+    (wrong,) = beside.wrong_sizes([sized(vocabulary, 231_509)])
+    assert f"{vocabulary} (231,509 bytes, expected 231,508)" in wrong
+    with pytest.raises(ValueError, match="line 14 is 'x'"):
+        Checksums(tmp_path / "list", [])
