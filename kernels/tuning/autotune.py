@@ -115,7 +115,7 @@ def _made(value: Any, device: torch.device) -> Any:
         return value.clone()  # because ops may change a tensor in place, such as an amax
     # Keep the strides, because some implementations copy tensors that are not contiguous, which takes time.
     reach = sum((size - 1) * step for size, step in zip(value.shape, value.stride(), strict=True)) + 1
-    numbers = torch.rand(value.numel() and reach, device=device).to(value.dtype)
+    numbers = torch.rand(reach if value.numel() else 0, device=device).to(value.dtype)
     return numbers.as_strided(value.shape, value.stride()).requires_grad_(value.requires_grad)
 
 

@@ -1,4 +1,4 @@
-"""Sums and norms at BERT-Large's sizes, 31 million elements per tensor, compared with float64."""
+"""Sums and norms at BERT-Large's sizes (31 million elements per tensor, 335 million in all), compared with float64."""
 
 from collections.abc import Callable
 
@@ -12,13 +12,14 @@ from bert.optimizer import FlatParameters, Lamb
 from bert.parallel.mesh import join_mesh
 from bert.parallel.reduction.gradients import Communicators, Reduction
 from bert.parallel.reduction.sharded_lamb import ShardedLamb
-from kernels import LambSegments, LambState, lamb_directions
+from kernels import LambSegments, LambState, lamb_directions, sum_of_squares
 from kernels.triton import lamb as triton_lamb
 from tests.kernels.lamb_oracle import HYPERPARAMETERS
 
 pytestmark = pytest.mark.slow
 
 EMBEDDING = 30_522 * 1024
+PARAMETERS = 336_226_108
 NEAR = 1e-6
 """Largest accepted relative error of a sum or norm."""
 
@@ -30,6 +31,15 @@ def normal(size: int) -> torch.Tensor:
 def squares_in_float64(vector: torch.Tensor) -> float:
     pieces = (piece.numpy().astype(np.float64) for piece in vector.split(1 << 20))
     return sum(float(piece @ piece) for piece in pieces)
+
+
+def test_the_definition() -> None:
+    once = normal(EMBEDDING)
+    exact = squares_in_float64(once)
+    times, rest = divmod(PARAMETERS, EMBEDDING)
+    everything = once.repeat(times + 1)[:PARAMETERS]
+    exact = times * exact + squares_in_float64(once[:rest])
+    assert sum_of_squares.definition(everything).item() == pytest.approx(exact, rel=NEAR)
 
 
 @pytest.mark.parametrize(
