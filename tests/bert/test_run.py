@@ -8,11 +8,9 @@ import re
 import shutil
 import signal
 import tempfile
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -21,7 +19,6 @@ from safetensors.torch import load_file
 
 from bert.checkpoints.trained import stated_evaluation
 from bert.checkpoints.training_state import checkpoint_folders
-from bert.evaluation import Evaluator
 from bert.guards.interruption import Interrupted
 from bert.guards.preflight import batch_plan
 from bert.run import run
@@ -29,16 +26,10 @@ from bert.step import TrainingStep
 from bert.train import parse
 from compliance.log.reader import read_log
 from compliance.log.records import Metrics, read_metrics
-from dataloading.batches.loader import NumpyLoader
 from dataloading.dataset.folder import open_dataset
+from tests.bert.conftest import Clock
 from tests.conftest import SmallRun
 
-SECONDS: tuple[tuple[type, str, float], ...] = (
-    (NumpyLoader, "__next__", 0.5),
-    (TrainingStep, "forward_backward", 1.5),  # twice a step
-    (TrainingStep, "update", 1.0),
-    (Evaluator, "__call__", 7.0),
-)
 SETTINGS: dict[str, object] = {
     "training__gradient_accumulation_steps": 2,
     "training__max_samples": 88,
@@ -74,32 +65,14 @@ Start = Callable[..., Done]
 
 
 @pytest.fixture
-def start(small_run: SmallRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
-    """Return a function that trains. ``at_update`` is called before each update, with the step and its number."""
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
-    now, steps, act = 1000.0, 0, lambda _step, _number: None
+def start(small_run: SmallRun, tmp_path: Path, clock: Clock) -> Start:
+    """Return a function that trains."""
 
-    def slow(owner: type, name: str, seconds: float) -> None:
-        original = getattr(owner, name)
-
-        def slowed(self: Any, *arguments: Any, **options: Any) -> Any:
-            nonlocal now, steps
-            now += seconds
-            if name == "__next__":
-                steps += 1
-            if name == "update" and steps:
-                act(self, steps)
-            return original(self, *arguments, **options)
-
-        monkeypatch.setattr(owner, name, slowed)
-
-    for part in SECONDS:
-        slow(*part)
-    monkeypatch.setattr(time, "perf_counter", lambda: now)
-
-    def train(at_update: Callable[[TrainingStep, int], object] = act, *flags: str, **changes: object) -> Done:
-        nonlocal act, steps
-        act, steps, number = at_update, 0, len(list(tmp_path.glob("r/*/*/result_*.txt")))
+    def train(
+        at_update: Callable[[TrainingStep, int], object] = lambda *_: None, *flags: str, **changes: object
+    ) -> Done:
+        clock.begin(at_update)
+        number = len(list(tmp_path.glob("r/*/*/result_*.txt")))
         # Take a copy, because earlier runs in this process may have opened the data before this run's clock starts.
         data = shutil.copytree(small_run.folder, Path(tempfile.mkdtemp(dir=tmp_path)), dirs_exist_ok=True)
         arguments = [*replace(small_run, folder=data).arguments(tmp_path / "r", **SETTINGS | changes), *flags]
@@ -111,9 +84,7 @@ def start(small_run: SmallRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         folders = checkpoint_folders(tmp_path / "c") if (tmp_path / "c").exists() else []
         return Done(status, masked, result, [folder.name for folder in folders])
 
-    yield train
-    for number, handler in handlers.items():
-        signal.signal(number, handler)
+    return train
 
 
 def step_line(step: int, tokens_per_s: int, eta: str) -> str:
