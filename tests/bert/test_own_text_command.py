@@ -14,7 +14,7 @@ from bert.checkpoints.trained import stated_evaluation
 from bert.export import examples_of, outlook
 from bert.launch.supervision import Supervisor
 from bert.own_text import own_text
-from bert.predict import GapFiller
+from bert.predict import GapFiller, predict
 from bert.run import run as train
 from bert.train import parse, run_command
 from compliance.log.records import EvaluationRecord
@@ -108,8 +108,16 @@ def test_one_command_makes_a_model_and_continues_after_an_interruption(
     assert len([line for line in said if "; the text has: " in line]) == 3
     card = (out / "model" / "README.md").read_text()
     assert "A BERT with 2 layers of 128, trained on 128 samples from text.txt.\n" in card
-    (best,) = GapFiller(out / "model", None)("the [MASK] lies near the river .", 3)
-    assert len(best) == 3
+    asked = "the [MASK] lies near the [MASK] ."
+    gaps = GapFiller(out / "model", None)(asked, 2)
+    capsys.readouterr()
+    predict(out / "model", asked, top=2)
+    words = [", ".join(f"{word} {100 * share:.1f} %" for word, share in gap) for gap in gaps]
+    filled = f"the {gaps[0][0][0]} lies near the {gaps[1][0][0]} ."
+    assert capsys.readouterr().out.splitlines()[1:] == [f"gap 1: {words[0]}", f"gap 2: {words[1]}", filled]
+    for wrong, top, message in ((asked, 0, "--top is 0: expected at least 1"), ("the", 1, "no gap: write")):
+        with pytest.raises(ValueError, match=message):
+            predict(out / "model", wrong, top=top)
     with pytest.raises(ValueError, match=r"model exists, so this training is complete: name another --out"):
         own_text((text,), out, 0.25, None, own)
 

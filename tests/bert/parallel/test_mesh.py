@@ -313,7 +313,7 @@ def test_a_device_is_set_up_with_sums_in_fp32() -> None:
         setattr(products, name, True)
     torch.set_float32_matmul_precision("high")
     try:
-        join_mesh("cpu")
+        assert join_mesh("cpu").device == CPU
         assert [getattr(products, name) for name in (*reduced, "allow_tf32")] == [False] * 3
         assert torch.get_float32_matmul_precision() == "highest"
     finally:
