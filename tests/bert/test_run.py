@@ -8,7 +8,8 @@ import re
 import shutil
 import signal
 import tempfile
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -17,10 +18,15 @@ import torch
 from msgspec import structs
 from safetensors.torch import load_file
 
+import bert.run
 from bert.checkpoints.trained import stated_evaluation
 from bert.checkpoints.training_state import checkpoint_folders
-from bert.guards.interruption import Interrupted
+from bert.configuration.recipes import tiny_cpu
+from bert.guards.data_guard import DataGuard
+from bert.guards.interruption import Interrupted, Interruption
 from bert.guards.preflight import batch_plan
+from bert.log.mllog import MLLog
+from bert.parallel.watchdog.watchdog import FAULT_STATUS
 from bert.run import run
 from bert.step import TrainingStep
 from bert.train import parse
@@ -28,6 +34,7 @@ from compliance.log.reader import read_log
 from compliance.log.records import Metrics, read_metrics
 from dataloading.dataset.folder import open_dataset
 from tests.bert.conftest import Clock
+from tests.bert.small_models import CPU
 from tests.conftest import SmallRun
 
 SETTINGS: dict[str, object] = {
@@ -65,8 +72,10 @@ Start = Callable[..., Done]
 
 
 @pytest.fixture
-def start(small_run: SmallRun, tmp_path: Path, clock: Clock) -> Start:
+def start(small_run: SmallRun, tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
     """Return a function that trains."""
+    guards: list[DataGuard] = []
+    monkeypatch.setattr(bert.run, "DataGuard", lambda folders: guards.append(DataGuard(folders)) or guards[-1])
 
     def train(
         at_update: Callable[[TrainingStep, int], object] = lambda *_: None, *flags: str, **changes: object
@@ -84,7 +93,9 @@ def start(small_run: SmallRun, tmp_path: Path, clock: Clock) -> Start:
         folders = checkpoint_folders(tmp_path / "c") if (tmp_path / "c").exists() else []
         return Done(status, masked, result, [folder.name for folder in folders])
 
-    return train
+    yield train
+    for guard in guards:
+        guard._armed = False  # a run that has not started would guard its files to the end of this process
 
 
 def step_line(step: int, tokens_per_s: int, eta: str) -> str:
@@ -165,16 +176,8 @@ def test_the_log_states_the_settings_and_the_counts(start: Start) -> None:
     logged = [(key, value) for key, value, _ in done.log if key != "weights_initialization"]
     assert sorted(logged[: len(settings)]) == sorted(settings.items())
     [evaluation] = done.metrics.evaluations
-    block, samples = {"first_epoch_num": 1, "epoch_count": 1}, {"samples_count": 48}
-    assert done.log[-11:] == [
-        ("run_start", None, {}),
-        ("block_start", None, block | {"samples_count": 0}),
-        ("block_stop", None, {"first_epoch_num": 1} | samples),
-        ("eval_start", None, {"epoch_num": 48} | samples),
-        ("eval_accuracy", pytest.approx(evaluation.correct / 173), {"epoch_num": 48} | samples),
-        ("eval_stop", None, {"epoch_num": 48} | samples),
-        ("block_start", None, block | samples),
-        ("block_stop", None, {"first_epoch_num": 1} | samples),
+    assert [each for each in done.log if each[0] in ("eval_accuracy", "train_samples", "eval_samples", "run_stop")] == [
+        ("eval_accuracy", pytest.approx(evaluation.correct / 173), {"epoch_num": 48, "samples_count": 48}),
         ("train_samples", 48, {}),
         ("eval_samples", 50, {}),
         ("run_stop", None, {"status": "aborted"}),
@@ -278,10 +281,100 @@ def test_seeds_are_drawn_from_31_bits(start: Start, monkeypatch: pytest.MonkeyPa
     assert ("seed", (0xFF00_01FF) // 2, {}) in done.log
 
 
-def test_a_dry_run_only_says_that_it_is_ready(start: Start) -> None:
+def test_a_dry_run_only_says_that_it_is_ready(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     ready = ["tiny_cpu: ready, results would go to TMP/r/tiny_cpu/bert/result_0.txt"]
     done = start(print, "--dry-run")
     assert (done.status, done.output, done.result.exists()) == (0, ready, False)
     if not torch.cuda.is_available():
         warning = "warning: training.device is cuda, but PyTorch sees no GPU here: this machine could not run it"
         assert start(print, "--dry-run", training__device="cuda").output == [warning, *ready]
+        monkeypatch.setenv("MLPERF_BERT_CLAIM", "file")  # the run would follow here
+        with pytest.raises(ValueError, match="is cuda, but PyTorch sees no GPU here"):
+            start(print, "--dry-run", training__device="cuda")
+
+
+def test_steps_of_sites_need_sites_unless_they_may_have_been_lost(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ways = {"training__site_steps": 2, "evaluation__interval_samples": 32, "training__max_steps": 2}
+    with pytest.raises(
+        ValueError, match=r"site_steps is 2, but all ranks are at one site: set MLPERF_BERT_SITE on each"
+    ):
+        start(**ways)
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
+    assert start(**ways).output[0] == "one site: its ranks sum the gradients of every step until another site joins"
+
+
+def test_data_are_released_on_all_ranks_once_the_clock_is_in_the_log(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No rank may open data before rank 0 has logged run_start, so rank 0 writes it between two barriers."""
+    told: list[str] = []
+    event, release = MLLog.event, DataGuard.release
+    monkeypatch.setattr(bert.run, "barrier", lambda: told.append("barrier"))
+    monkeypatch.setattr(
+        MLLog, "event", lambda log, key, *value, **more: (told.append(key), event(log, key, *value, **more))
+    )
+    monkeypatch.setattr(DataGuard, "require_untouched", lambda _: told.append("require_untouched"))
+    monkeypatch.setattr(DataGuard, "release", lambda guard: (told.append("release"), release(guard)))
+    start(training__max_steps=3)
+    order = ["init_stop", "require_untouched", "barrier", "run_start", "barrier", "release", "block_start"]
+    assert told[told.index("init_stop") :][: len(order)] == order
+
+
+@pytest.mark.parametrize(
+    ("error", "said", "status"),
+    [
+        (Interrupted(signal.SIGTERM), "stopped by SIGTERM", 143),
+        (ValueError("wrong"), "wrong", 2),
+        (OSError(2, "gone", "file"), "file: gone", 2),
+        (RuntimeError("a bug"), "RuntimeError: a bug", FAULT_STATUS),
+    ],
+)
+def test_an_error_ends_all_ranks_with_its_status_and_is_in_the_log(
+    error: Exception, said: str, status: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[object] = []
+
+    class Told:
+        def __init__(self, _mesh: object, seconds: float, on_fault: Callable[[str], None]) -> None:
+            self.fault, _ = on_fault, told.append(seconds)
+
+        def failed(self, text: str, status: int = FAULT_STATUS, error: Exception | None = None) -> None:
+            self.fault(f"{text}\n  more")
+            told.append((text, status, error))
+
+        def close(self) -> None:
+            told.append("closed")
+
+    monkeypatch.setattr(bert.run, "Watchdog", Told)
+    log = MLLog(tmp_path / "log.txt")
+    log.event("cache_clear", False)
+    log.event("init_start")
+    with pytest.raises(type(error)), bert.run._ended_together(tiny_cpu(), CPU, log):
+        raise error
+    assert told == [60.0, (said, status, error if status == FAULT_STATUS else None), "closed"]
+    assert f"# ended by a fault: {said} more\n" in (tmp_path / "log.txt").read_text()
+    assert read_log(tmp_path / "log.txt").records[-1].metadata["status"] == "aborted"
+
+
+@pytest.mark.usefixtures("clock")
+def test_a_rank_that_ends_for_other_ranks_waits_for_a_signal_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``all_reduce_`` stands for two ranks of which one has a signal."""
+    interruption = Interruption()
+    monkeypatch.setattr(bert.run, "all_reduce_", lambda signals: signals + 1)
+    monkeypatch.setattr(bert.run, "_OWN_SIGNAL_S", 0.15)
+    assert bert.run._stopped_for_others(interruption, CPU)
+    monkeypatch.setattr(bert.run, "_OWN_SIGNAL_S", 1e9)
+    interruption.defer()
+    threading.Timer(0.05, signal.raise_signal, [signal.SIGTERM]).start()
+    assert not bert.run._stopped_for_others(interruption, CPU)
+
+
+def test_micro_batches_without_a_graph_are_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with MLLog(tmp_path / "log.txt") as log:
+        bert.run._note_uncaptured(0, CPU, log)
+        bert.run._note_uncaptured(1234, CPU, log)
+    text = "warning: 1,234 of the ranks' micro-batches ran without a CUDA graph, and slower, because"
+    assert capsys.readouterr().err.startswith(text)
+    assert (tmp_path / "log.txt").read_text().count(f"# {text}") == 1
