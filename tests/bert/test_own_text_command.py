@@ -5,15 +5,17 @@ import os
 import signal
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
 import pytest
 
 from bert.checkpoints.trained import stated_evaluation
+from bert.configuration.recipes import RECIPES
 from bert.export import examples_of, outlook
 from bert.launch.supervision import Supervisor
-from bert.own_text import own_text
+from bert.own_text import _starting_point, own_text
 from bert.predict import GapFiller, predict
 from bert.run import run as train
 from bert.train import parse, run_command
@@ -144,6 +146,15 @@ def test_wrong_commands_make_nothing(
     assert run_command(own_text, "bert.own_text") == 2
     assert message in capsys.readouterr().err
     assert list(text.parent.iterdir()) == [text]
+
+
+def test_a_model_to_start_from_brings_its_vocabulary(tmp_path: Path) -> None:
+    own, data = OwnText(), RECIPES["tiny_cpu"]().data
+    assert _starting_point(None, own) == (None, own)
+    assert _starting_point("tiny_cpu", own) == (data.initial_checkpoint, replace(own, vocab=data.vocab))
+    assert _starting_point(str(tmp_path), own) == (tmp_path, replace(own, vocab=tmp_path))
+    chosen = replace(own, vocab=tmp_path / "mine.txt")
+    assert _starting_point("tiny_cpu", chosen) == (data.initial_checkpoint, chosen)
 
 
 def test_examples_are_held_out_text_with_a_gap(text: Path, tmp_path: Path) -> None:
