@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from unittest.mock import Mock, call
 
 import pytest
 import torch
@@ -26,7 +27,6 @@ from bert.guards.data_guard import DataGuard
 from bert.guards.interruption import Interrupted, Interruption
 from bert.guards.preflight import batch_plan
 from bert.log.mllog import MLLog
-from bert.parallel.watchdog.watchdog import FAULT_STATUS
 from bert.run import run
 from bert.step import TrainingStep
 from bert.train import parse
@@ -43,6 +43,8 @@ SETTINGS: dict[str, object] = {
     "evaluation__interval_samples": 40,
     "log__interval_steps": 2,
 }
+
+BUG = RuntimeError("a bug")
 
 
 @dataclass
@@ -197,10 +199,7 @@ def test_a_target_that_is_just_reached_ends_the_run(start: Start, tmp_path: Path
     done = start(evaluation__target=evaluation.correct / evaluation.count)
     assert missed.status == 1
     assert (done.status, done.log[-1]) == (0, ("run_stop", None, {"status": "success"}))
-    assert done.output[-2:] == [
-        "end: success after 48 samples and 20.5 s",
-        f"success: TMP/r/tiny_cpu/bert/{done.result.name}",
-    ]
+    assert done.output[-2:] == ["end: success after 48 samples and 20.5 s", "success: TMP/r/tiny_cpu/bert/result_1.txt"]
     to_the_end = {"evaluation__target": None, "training__max_samples": 80, "save_checkpoint": tmp_path / "best"}
     done = start(**to_the_end)
     assert done.status == 0
@@ -297,9 +296,7 @@ def test_steps_of_sites_need_sites_unless_they_may_have_been_lost(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ways = {"training__site_steps": 2, "evaluation__interval_samples": 32, "training__max_steps": 2}
-    with pytest.raises(
-        ValueError, match=r"site_steps is 2, but all ranks are at one site: set MLPERF_BERT_SITE on each"
-    ):
+    with pytest.raises(ValueError, match=r"site_steps is 2, but all ranks are at one site: set MLPERF_BERT_SITE"):
         start(**ways)
     monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
     assert start(**ways).output[0] == "one site: its ranks sum the gradients of every step until another site joins"
@@ -323,38 +320,28 @@ def test_data_are_released_on_all_ranks_once_the_clock_is_in_the_log(
 
 
 @pytest.mark.parametrize(
-    ("error", "said", "status"),
+    ("error", "failed"),
     [
-        (Interrupted(signal.SIGTERM), "stopped by SIGTERM", 143),
-        (ValueError("wrong"), "wrong", 2),
-        (OSError(2, "gone", "file"), "file: gone", 2),
-        (RuntimeError("a bug"), "RuntimeError: a bug", FAULT_STATUS),
+        (Interrupted(signal.SIGTERM), call.failed("stopped by SIGTERM", 143)),
+        (ValueError("wrong"), call.failed("wrong", 2)),
+        (OSError(2, "gone", "file"), call.failed("file: gone", 2)),
+        (BUG, call.failed("RuntimeError: a bug", error=BUG)),
     ],
 )
-def test_an_error_ends_all_ranks_with_its_status_and_is_in_the_log(
-    error: Exception, said: str, status: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_an_error_ends_all_ranks_with_its_status_and_a_fault_is_in_the_log(
+    error: Exception, failed: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    told: list[object] = []
-
-    class Told:
-        def __init__(self, _mesh: object, seconds: float, on_fault: Callable[[str], None]) -> None:
-            self.fault, _ = on_fault, told.append(seconds)
-
-        def failed(self, text: str, status: int = FAULT_STATUS, error: Exception | None = None) -> None:
-            self.fault(f"{text}\n  more")
-            told.append((text, status, error))
-
-        def close(self) -> None:
-            told.append("closed")
-
-    monkeypatch.setattr(bert.run, "Watchdog", Told)
+    monkeypatch.setattr(bert.run, "Watchdog", watchdog := Mock())
     log = MLLog(tmp_path / "log.txt")
     log.event("cache_clear", False)
     log.event("init_start")
     with pytest.raises(type(error)), bert.run._ended_together(tiny_cpu(), CPU, log):
         raise error
-    assert told == [60.0, (said, status, error if status == FAULT_STATUS else None), "closed"]
-    assert f"# ended by a fault: {said} more\n" in (tmp_path / "log.txt").read_text()
+    assert watchdog.return_value.method_calls == [failed, call.close()]
+    _, seconds, on_fault = watchdog.call_args.args
+    on_fault("a link\n  is gone")
+    assert seconds == 60.0
+    assert "# ended by a fault: a link is gone\n" in (tmp_path / "log.txt").read_text()
     assert read_log(tmp_path / "log.txt").records[-1].metadata["status"] == "aborted"
 
 
