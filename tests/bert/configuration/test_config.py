@@ -118,6 +118,10 @@ def test_settings_that_just_fit_together_are_accepted() -> None:
     recipe = tiny_cpu()  # two layers of a width of 128
     once = replace(recipe.training, max_samples=recipe.training.global_batch_size)
     assert replace(recipe, training=once).training.sample_limit == 32
+    limits = [replace(once, max_samples=100, max_steps=steps).sample_limit for steps in (3, 4, None)]
+    assert limits == [96, 100, 100]
+    assert [replace(once, site_steps=steps).site_delay for steps in (1, 2, 5)] == [0, 1, 2]
+    assert recipe.optimizer.learning_rate_training_steps * 32 == recipe.training.max_samples
     with pytest.raises(ValueError, match=r"training\.max_samples is 31, less than one global batch of 32"):
         replace(recipe, training=replace(once, max_samples=31))
     for steps, pipeline, refused in (
