@@ -1,22 +1,30 @@
 """From own text to a model in one command: interrupted and continued, refused, and what it says about the model."""
 
-import re
+import gc
+import os
 import signal
-import time
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import pytest
 
 from bert.checkpoints.trained import stated_evaluation
-from bert.checkpoints.training_state import checkpoint_folders
+from bert.configuration.recipes import RECIPES
 from bert.export import examples_of, outlook
-from bert.predict import GapFiller
+from bert.launch.supervision import Supervisor
+from bert.own_text import _starting_point, own_text
+from bert.predict import GapFiller, predict
+from bert.run import run as train
+from bert.train import parse, run_command
 from compliance.log.records import EvaluationRecord
 from dataloading.dataset.folder import open_dataset
 from dataloading.options import OwnText
 from dataloading.preparation.own_text import write_own_text
 from dataloading.text.vocabulary import Vocabulary
-from tests.programs import PATIENCE_S, Program
+from tests.bert.conftest import Clock
 
 WORDS = ["river", "water", "stone", "bridge", "forest", "garden", "mountain", "valley", "island", "meadow"]
 DATA = ["--vocab-size", "100", "--max-seq-length", "48", "--dupe-factor", "2"]
@@ -34,66 +42,119 @@ def text(tmp_path: Path) -> Path:
     return path
 
 
-def run(*arguments: object) -> Program:
-    return Program("bert.own_text", [str(argument) for argument in arguments], NPROC=1, OMP_NUM_THREADS=1)
+@pytest.fixture
+def in_process(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> list[Callable[..., object]]:
+    """Train in this process, with a function that is called before each update for each run. Nothing else is started."""
+    acts: list[Callable[..., object]] = []
+    cached = cache(lambda *words: parse(words))  # parsing takes longer than these runs
+
+    def run(supervisor: Supervisor, command: list[str], variables: dict[str, str] | None = None, **_: object) -> int:
+        words = command[3:]
+        if command[2] != "bert.train" or words[-1] == "--dry-run":
+            return 0
+        clock.begin(acts.pop(0))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(os, "environ", variables or os.environ)
+            status = train(cached(*words), words)
+        gc.collect()  # otherwise data of this run are still open when the next one begins
+        for each in Path("/proc/self/fd").iterdir():
+            if each.exists() and each.readlink().name == ".lock":  # as at the end of a process
+                os.close(int(each.name))
+        supervisor.status = status if status > 128 else 0
+        return status
+
+    monkeypatch.setattr(Supervisor, "run", run)
+    monkeypatch.setattr("bert.own_text.parse", lambda words: cached(*words))
+    monkeypatch.setattr("bert.run.drop_lost_output", lambda _: None)
+    for name in ("NPROC", "OMP_NUM_THREADS"):
+        monkeypatch.setenv(name, "1")
+    return acts
 
 
-@pytest.mark.slow
-def test_one_command_makes_a_model_and_continues_after_an_interruption(text: Path, tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    arguments = text, "--out", out, "--minutes", "100", *DATA
-    first = run(*arguments)
-    while "step " not in first.output and first.poll() is None:
-        time.sleep(0.1)
-    first.send_signal(signal.SIGINT)
-    assert first.wait(PATIENCE_S) == 130, first.output
-    assert "to go on: the same command" in first.output
-    checkpoint = checkpoint_folders(out / "checkpoints")[0]
-    # The rest would take 100 minutes.
-    settings, steps = out / "run.toml", int(checkpoint.name.removeprefix("step_"))
-    planned = re.search(r"training\.max_samples = (\d+)\n", settings.read_text())
-    assert planned
-    schedule = f"optimizer.num_warmup_steps = 100\noptimizer.learning_rate_training_steps = {int(planned[1]) // 32}\n"
-    shorter = f"training.max_samples = {32 * (steps + 40)}\n{schedule}"
-    settings.write_text(settings.read_text().replace(planned[0], shorter))
-    other = run(text, "--out", out, "--minutes", "100")
-    assert other.wait(PATIENCE_S) == 2, other.output
-    assert f"error: {out} was made from other text or with other settings" in other.output
-    second = run(*arguments)
-    assert second.wait(PATIENCE_S) == 0, second.output
-    assert "\n40 steps of 32 sequences, " in second.output
-    assert second.output.count("the text has: ") == 3
+def test_one_command_makes_a_model_and_continues_after_an_interruption(
+    text: Path, tmp_path: Path, in_process: list[Callable[..., object]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A step of 32 samples takes 3 s, so 15 s are enough for 160 samples, or 145 beside evaluations."""
+    out, own = tmp_path / "out", OwnText(vocab_size=100, max_seq_length=48, dupe_factor=2)
+    in_process += [
+        lambda *_: None,
+        lambda _, number: number == 1 and signal.raise_signal(signal.SIGINT),
+        lambda *_: None,
+    ]
+    with pytest.raises(SystemExit) as ended:
+        own_text((text,), out, 0.25, None, own)
+    assert ended.value.code == 130
+    data = out / "data"
+    places = {"data.train": data / "train", "data.evaluation": data / "evaluation", "data.vocab": data / "vocab.txt"}
+    results = {"log.results": out / "results", "checkpoint.folder": out / "checkpoints"}
+    texts = {"recipe": "own_text_cpu"} | places | results | {"save_checkpoint": out / "trained.safetensors"}
+    numbers = {"training.seed": own.seed, "training.max_samples": 128, "log.interval_steps": 2}
+    lines = [f'{name} = "{value}"' for name, value in texts.items()] + [f"{name} = {n}" for name, n in numbers.items()]
+    assert sorted((out / "run.toml").read_text().splitlines()) == sorted(lines)
+    said = capsys.readouterr().out.splitlines()
+    assert said[-1] == f"to go on: the same command ({out})"
+    assert "end: aborted after 128 samples and 12.0 s" in said  # the trial: at 6 s, 9 s had not passed
+    assert said.count("==> short trial, to measure the speed") == 1
+    with pytest.raises(ValueError, match=r"out was made from other text or with other settings: name another --out"):
+        own_text((text,), out, 0.26, None, own)
+    own_text((text,), out, 0.25, None, own)
+    said = capsys.readouterr().out.splitlines()
+    assert "2 steps of 32 sequences, 1 evaluation of 77: about 0:07" in said
+    assert not in_process
     found = stated_evaluation(out / "trained.safetensors")
     assert found is not None
-    assert 32 * steps < found.samples <= 32 * (steps + 40)
-    assert f"{found.masked_lm_accuracy:.1%} (± {found.error:.1%}) of the masked tokens right" in second.output
-    assert "pipeline_tag: fill-mask" in (out / "model" / "README.md").read_text()
-    (best,) = GapFiller(out / "model", None)("the [MASK] lies near the river .", 3)
-    assert len(best) == 3
-    third = run(*arguments)
-    assert third.wait(PATIENCE_S) == 2
-    assert "so this training is complete" in third.output
+    assert found.samples == 128
+    share = f"{found.masked_lm_accuracy:.1%} (± {found.error:.1%}) of the masked tokens right"
+    assert f"held-out text: {share}, perplexity {found.perplexity:.1f}" in said
+    assert said[-1].startswith("The training took each of its 276 samples 0.5 times. It was too short to tell")
+    assert len([line for line in said if "; the text has: " in line]) == 3
+    card = (out / "model" / "README.md").read_text()
+    assert "A BERT with 2 layers of 128, trained on 128 samples from text.txt.\n" in card
+    asked = "the [MASK] lies near the [MASK] ."
+    gaps = GapFiller(out / "model", None)(asked, 2)
+    capsys.readouterr()
+    predict(out / "model", asked, top=2)
+    words = [", ".join(f"{word} {100 * share:.1f} %" for word, share in gap) for gap in gaps]
+    filled = f"the {gaps[0][0][0]} lies near the {gaps[1][0][0]} ."
+    assert capsys.readouterr().out.splitlines()[1:] == [f"gap 1: {words[0]}", f"gap 2: {words[1]}", filled]
+    for wrong, top, message in ((asked, 0, "--top is 0: expected at least 1"), ("the", 1, "no gap: write")):
+        with pytest.raises(ValueError, match=message):
+            predict(out / "model", wrong, top=top)
+    with pytest.raises(ValueError, match=r"model exists, so this training is complete: name another --out"):
+        own_text((text,), out, 0.25, None, own)
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("words", "message"),
     [
-        (["text.txt"], "--out"),
-        (["--out", "new"], "no text is named"),
-        (["absent.txt", "--out", "new"], "absent.txt: there is no such file"),
-        (["text.txt", "--out", "new", "--minutes", "0"], "--minutes is 0"),
-        (["text.txt", "--out", "new", "--minutes", "nan"], "--minutes is nan"),
-        (["text.txt", "--out", "new", "--start", "bert-base-uncased"], "--start bert-base-uncased: expected tiny_cpu"),
-        (["text.txt", "--out", "."], "is not empty and not from this command"),
+        ("text.txt", "--out"),
+        ("--out new", "no text is named"),
+        ("absent.txt --out new", "absent.txt: there is no such file"),
+        ("text.txt --out new --minutes 0", "--minutes is 0: expected more than 0 and at most 100,000"),
+        ("text.txt --out new --minutes 100001", "--minutes is 100001"),
+        ("text.txt --out new --minutes nan", "--minutes is nan"),
+        ("text.txt --out new --start bert-base-uncased", "--start bert-base-uncased: expected tiny_cpu, or the folder"),
+        ("text.txt --out .", "is not empty and not from this command"),
     ],
 )
-@pytest.mark.slow
-def test_wrong_commands_make_nothing(text: Path, tmp_path: Path, arguments: list[str], message: str) -> None:
-    places = [str(tmp_path / each) if each in ("text.txt", "new", ".", "absent.txt") else each for each in arguments]
-    program = run(*places)
-    assert program.wait(PATIENCE_S) == 2, program.output
-    assert message in program.output
-    assert list(tmp_path.iterdir()) == [text]
+@pytest.mark.usefixtures("clock")
+def test_wrong_commands_make_nothing(
+    text: Path, words: str, message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(text.parent)
+    monkeypatch.setattr(sys, "argv", ["own_text", *words.split()])
+    assert run_command(own_text, "bert.own_text") == 2
+    assert message in capsys.readouterr().err
+    assert list(text.parent.iterdir()) == [text]
+
+
+def test_a_model_to_start_from_brings_its_vocabulary(tmp_path: Path) -> None:
+    own, data = OwnText(), RECIPES["tiny_cpu"]().data
+    assert _starting_point(None, own) == (None, own)
+    assert _starting_point("tiny_cpu", own) == (data.initial_checkpoint, replace(own, vocab=data.vocab))
+    assert _starting_point(str(tmp_path), own) == (tmp_path, replace(own, vocab=tmp_path))
+    chosen = replace(own, vocab=tmp_path / "mine.txt")
+    assert _starting_point("tiny_cpu", chosen) == (data.initial_checkpoint, chosen)
 
 
 def test_examples_are_held_out_text_with_a_gap(text: Path, tmp_path: Path) -> None:

@@ -1,32 +1,29 @@
 """Time spent in each phase, measured by the host's clock or by events on the device."""
 
-import time
-
 import pytest
 import torch
 
 from bert.execution.stopwatch import DeviceStopwatch, Stopwatch
+from tests.bert.conftest import Clock
 
 
-def test_an_exchange_is_part_of_its_phase_and_a_nested_phase_is_not() -> None:
-    stopwatch, phases, begin = Stopwatch(), [], time.perf_counter()
+def test_an_exchange_is_part_of_its_phase_and_a_nested_phase_is_not(clock: Clock) -> None:
+    stopwatch, phases = Stopwatch(), []
     for phase in ("forward_backward", "update"):
         with stopwatch.time(phase):
             with stopwatch.exchanging():
                 phases.append(stopwatch.tracker.phase)
-                time.sleep(0.01)
+                clock.now += 0.5
             phases.append(stopwatch.tracker.phase)
-            for _ in range(2):
+            for seconds in (1, 2):
                 with stopwatch.time("reduce"):
-                    time.sleep(0.01)
-    taken_s, exchanged, taken = time.perf_counter() - begin, stopwatch.exchanged, stopwatch.take()
+                    clock.now += seconds
+            clock.now += 8
     assert phases == ["exchange in forward_backward", "forward_backward", "exchange in update", "update"]
-    assert 0.01 <= exchanged <= taken["forward_backward"]
-    assert taken["update"] >= 0.01
-    assert taken["reduce"] >= 0.04
-    assert sum(taken.values()) <= taken_s
-    assert exchanged < taken["forward_backward"] + taken["update"] - 0.01
-    assert stopwatch.exchanged == 0
+    assert stopwatch.exchanged == 0.5
+    expected = {"data_wait": 0.0, "forward_backward": 8.5, "reduce": 6.0, "update": 8.5, "site_wait": 0.0}
+    assert stopwatch.take() == expected
+    assert (stopwatch.exchanged, stopwatch.take()) == (0.0, dict.fromkeys(expected, 0.0))
 
 
 class Device:

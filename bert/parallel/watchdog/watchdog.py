@@ -193,7 +193,6 @@ class Watchdog:
                 complain(verdict.text)
             if self._error is not None and verdict.rank == self._mesh.rank:
                 traceback.print_exception(self._error)
-            sys.stderr.flush()
             self._on_fault(verdict.text)
             sys.stdout.flush()
 

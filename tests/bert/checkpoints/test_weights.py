@@ -217,22 +217,16 @@ def test_a_folder_that_transformers_saved(theirs: Path, tmp_path: Path):
             torch.testing.assert_close(ours, expected, rtol=1e-3 * index, atol=1e-6 * index)  # also compares the dtype
 
 
-def test_an_untied_decoder_is_refused(theirs: Path):
-    rewritten("cls.predictions.decoder.weight", torch.ones(30, 8))(theirs / "model.safetensors")
-    with pytest.raises(ValueError, match=r"decoder\.weight is not bert\.embeddings"):
-        open_source(theirs)
-
-
-def test_an_empty_decoder_is_refused(theirs: Path):
-    rewritten("cls.predictions.decoder.weight", torch.ones(0, 8))(theirs / "model.safetensors")
+@pytest.mark.parametrize("other", [torch.ones(30, 8), torch.ones(0, 8)])
+def test_an_untied_decoder_is_refused(theirs: Path, other: Tensor):
+    rewritten("cls.predictions.decoder.weight", other)(theirs / "model.safetensors")
     with pytest.raises(ValueError, match=r"decoder\.weight is not bert\.embeddings"):
         open_source(theirs)
 
 
 def test_a_decoder_that_is_not_finite_is_no_untied_one(theirs: Path):
-    words = torch.full((30, 8), torch.nan)
     for name in ("cls.predictions.decoder.weight", "bert.embeddings.word_embeddings.weight"):
-        rewritten(name, words)(theirs / "model.safetensors")
+        rewritten(name, torch.full((30, 8), torch.nan))(theirs / "model.safetensors")
     with pytest.raises(ValueError, match=r"model\.safetensors: .*\.weight has NaN or infinity"):
         open_source(theirs)
 

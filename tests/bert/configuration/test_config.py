@@ -1,13 +1,17 @@
 """Wrong settings are rejected before any work, in a message that names the setting to change."""
 
+import re
+from contextlib import nullcontext
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 
 import bert.evaluate
 import bert.train
-from bert.configuration.recipes import tiny_cpu
+from bert.configuration.recipes import RECIPES, tiny_cpu
+from bert.configuration.sections import ParallelConfig
 from bert.train import OLDEST_TORCH, parse, require_torch
 from tests.conftest import REPOSITORY
 
@@ -26,7 +30,6 @@ def test_settings_are_changed_by_name() -> None:
     [
         ("", "no recipe given: expected one of tiny_cpu"),
         ("tiny", "unknown recipe 'tiny'"),
-        ("tiny_cpu --training.global-batch-size 0", "training.global_batch_size is 0"),
         ("tiny_cpu --training.global-batch-size many", "--training.global-batch-size is 'many', expected a whole"),
         ("tiny_cpu --training.seed abc", "--training.seed is 'abc', expected a whole number or None"),
         ("tiny_cpu --optimizer.epsilon tiny", "--optimizer.epsilon is 'tiny', expected a number"),
@@ -36,24 +39,14 @@ def test_settings_are_changed_by_name() -> None:
         ("tiny_cpu stray", "unexpected argument 'stray': expected settings"),
         ("tiny_cpu --seed 1", "--seed; did you mean --training.seed?"),
         ("tiny_cpu --model.hidden-size 130", "multiple of model.num_attention_heads"),
-        ("tiny_cpu --model.hidden-dropout 1", "model.hidden_dropout"),
-        ("tiny_cpu --model.vocab-size 70000", "model.vocab_size is 70000, expected at most 65535"),
-        ("tiny_cpu --optimizer.beta-1 1", "optimizer.beta_1"),
-        ("tiny_cpu --optimizer.base-learning-rate 0", "optimizer.base_learning_rate"),
-        ("tiny_cpu --optimizer.learning-rate-training-steps 0", "optimizer.learning_rate_training_steps"),
-        ("tiny_cpu --optimizer.start-warmup-step 5", "optimizer.start_warmup_step is 5: expected at most 0"),
         ("tiny_cpu --optimizer.weight-decay-rate inf", "optimizer.weight_decay_rate is inf: expected a finite"),
-        ("tiny_cpu --evaluation.target 72", "evaluation.target"),
-        ("tiny_cpu --training.max-samples 8", "training.max_samples"),
         ("tiny_cpu --log.division closed", "evaluation.interval_samples"),
         ("tiny_cpu --log.division closed --evaluation.interval-samples None", "evaluation.target"),
         ("dgxa100_1x8 --model.hidden-dropout 0", "model.hidden_dropout is 0.0, expected 0.1"),
         ("h100_1x1 --evaluation.no-unknown-tokens", "evaluation.unknown_tokens is off in the closed division"),
-        ("tiny_cpu --log.system a/b", "log.system"),
         ("tiny_cpu --training.precision bf16", "training.precision"),
         ("tiny_cpu --training.reduce-dtype fp16", "training.reduce-dtype"),
         ("tiny_cpu --training.reduction ring", "training.reduction"),
-        ("tiny_cpu --parallel.tensor 0", "parallel.tensor is 0: expected at least 1"),
         ("tiny_cpu --parallel.tensor 3", "parallel.tensor is 3"),
         ("tiny_cpu --parallel.virtual-stages 2", "parallel.virtual_stages is 2, but parallel.pipeline is 1: set"),
         ("tiny_cpu --parallel.pipeline 2", "parallel.pipeline is 2, but training.gradient_accumulation_steps is 1"),
@@ -82,6 +75,85 @@ def test_a_wrong_setting_is_named_in_one_line(arguments: str, message: str) -> N
         parse(arguments.split())
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+AT_LEAST_1 = """
+    model.num_hidden_layers model.intermediate_size optimizer.learning_rate_training_steps data.prefetch
+    training.global_batch_size training.max_samples training.max_steps training.gradient_accumulation_steps
+    training.bad_intervals training.site_steps parallel.tensor parallel.pipeline parallel.virtual_stages
+    evaluation.interval_samples evaluation.batch_size checkpoint.every_steps checkpoint.keep log.interval_steps
+"""
+FRACTIONS = "model.hidden_dropout model.attention_dropout optimizer.beta_1 optimizer.beta_2 training.site_momentum"
+POSITIVE = "optimizer.base_learning_rate optimizer.epsilon optimizer.max_grad_norm training.site_learning_rate"
+LIMITS: list[tuple[str, tuple[object, ...], tuple[object, ...]]] = [
+    *((name, (1,), (0,)) for name in AT_LEAST_1.split()),
+    *((name, (0.0, 0.99), (-0.01, 1.0)) for name in FRACTIONS.split()),
+    *((name, (0.01,), (0.0,)) for name in POSITIVE.split()),
+    ("model.vocab_size", (1, 65535), (0, 65536)),
+    ("optimizer.num_warmup_steps", (0,), (-1,)),
+    ("optimizer.start_warmup_step", (0, -9), (1,)),
+    ("training.max_minutes", (0.01, None), (0.0, float("nan"))),
+    ("training.fault_seconds", (1, 3600), (0.99, 3600.5)),
+    ("training.seed", (0, 2**31 - 1, None), (-1, 2**31)),
+    ("training.bucket_bytes", (4,), (3,)),
+    ("training.warmup_steps", (0,), (-1,)),
+    ("evaluation.target", (0.01, 0.99, None), (0.0, 1.0)),
+    ("log.run", (0, None), (-1,)),
+    ("log.system", ("a.b",), ("", ".a", "a/b", "a b")),
+]
+
+
+@pytest.mark.parametrize(("name", "accepted", "refused"), LIMITS)
+def test_the_limits_of_settings_are_exact(name: str, accepted: tuple[object], refused: tuple[object]) -> None:
+    section, field = name.split(".")
+    own: Any = getattr(tiny_cpu(), section)
+    for value in accepted:
+        assert getattr(replace(own, **{field: value}), field) == value
+    for value in refused:
+        with pytest.raises(ValueError, match=f"^{re.escape(f'{name} is {value!r}')}"):
+            replace(own, **{field: value})
+
+
+def test_settings_that_just_fit_together_are_accepted() -> None:
+    recipe = tiny_cpu()  # two layers of a width of 128
+    once = replace(recipe.training, max_samples=recipe.training.global_batch_size)
+    assert replace(recipe, training=once).training.sample_limit == 32
+    limits = [replace(once, max_samples=100, max_steps=steps).sample_limit for steps in (3, 4, None)]
+    assert limits == [96, 100, 100]
+    assert [replace(once, site_steps=steps).site_delay for steps in (1, 2, 5)] == [0, 1, 2]
+    assert recipe.optimizer.learning_rate_training_steps * 32 == recipe.training.max_samples
+    with pytest.raises(ValueError, match=r"training\.max_samples is 31, less than one global batch of 32"):
+        replace(recipe, training=replace(once, max_samples=31))
+    for steps, pipeline, refused in (
+        (2, 2, ""),
+        (5, 2, ""),
+        (1, 2, "steps is 1: set it to 2"),
+        (4, 4, "set it to 2 or less"),
+    ):
+        parts = {
+            "training": replace(recipe.training, gradient_accumulation_steps=steps),
+            "parallel": ParallelConfig(pipeline=pipeline),
+        }
+        with pytest.raises(ValueError, match=refused) if refused else nullcontext():
+            replace(recipe, **parts)
+    for width in (252, 256):
+        parts = {
+            "training": replace(recipe.training, precision="bf16"),
+            "model": replace(recipe.model, hidden_size=width),
+        }
+        with pytest.raises(ValueError, match="bf16 is slower") if width < 256 else nullcontext():
+            replace(recipe, **parts)
+
+
+def test_the_list_describes_every_recipe(capsys: pytest.CaptureFixture[str]) -> None:
+    assert bert.train.main(["--list"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == list(RECIPES)
+    large = "BERT-Large on Wikipedia"
+    assert f"h100_1x1        {large}, 1 node x 1 GPU; global batch 256, bf16" in lines
+    assert f"h100_64x8       {large}, 64 nodes x 8 GPUs; global batch 3,072, bf16" in lines
+    assert lines[-1].startswith("bert_3_9b_8x8   A BERT of 3.9 billion parameters (")
+    assert lines[-1].endswith("on 8 nodes of 8 A100 with 40 GB each; global batch 1,024, bf16")
 
 
 def test_an_older_pytorch_is_refused_before_any_check(

@@ -1,5 +1,6 @@
 """Checks of every recipe at its number of GPUs that work without GPUs."""
 
+import math
 import os
 import re
 from pathlib import Path
@@ -83,6 +84,21 @@ def test_the_largest_model_is_checked_without_a_gpu(wikipedia: Path, tmp_path: P
     assert re.search(r"a rank holds [\d.]+ GB at most: weights [\d.]+ GB, .* activations [\d.]+ MB", done.output)
     assert re.search(r"recompute is selective; none would hold [\d.]+ GB, full would hold [\d.]+ GB", done.output)
     assert re.search(r"a step is predicted to take \d+ ms on 8 x 8 A100-SXM-40GB: forward backward", done.output)
+
+
+def test_the_largest_model_has_3_9_billion_parameters_and_fits_its_gpus() -> None:
+    """A layer has 12 D^2 + 13 D parameters, the embeddings, the pooler and the heads 2 D^2 + (V + P + 10) D + V + 2."""
+    config = RECIPES["bert_3_9b_8x8"]()
+    model, width, words = config.model, 2560, 30522
+    rest = 2 * width**2 + (words + 512 + 10) * width + words + 2
+    shapes = parameter_shapes(model).values()
+    assert sum(map(math.prod, shapes)) == 48 * (12 * width**2 + 13 * width) + rest
+    assert model.hidden_size / model.num_attention_heads == 64
+    assert (config.parallel.copy_ranks, gpus(config.recipe) // config.parallel.copy_ranks) == (8, 8)
+    sequences = config.training.global_batch_size / (8 * config.training.gradient_accumulation_steps)
+    optimizer = config.optimizer
+    assert (sequences, optimizer.learning_rate_training_steps / optimizer.num_warmup_steps) == (8, 10)
+    assert 0.97 < optimizer.learning_rate_training_steps * 1024 / config.training.max_samples < 0.98
 
 
 HEAD = (

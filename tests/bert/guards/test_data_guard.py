@@ -95,19 +95,3 @@ guard.release()
     done = run(code, small_run.folder)
     assert done.returncode == 1
     assert "data were opened before run_start" in done.stderr
-
-
-def test_data_are_released_on_all_ranks_once_the_clock_is_in_the_log(small_run: SmallRun, tmp_path: Path) -> None:
-    """No rank may open data before rank 0 has logged run_start, so rank 0 writes it between two barriers."""
-    code = """
-import bert.run, bert.train
-from bert.log.mllog import MLLog
-event = MLLog.event
-bert.run.barrier = lambda: print("barrier")
-MLLog.event = lambda log, key, *parts, **more: (event(log, key, *parts, **more), print(key))
-DataGuard.release = lambda _: print("release")
-bert.run.train = lambda _: print("train") or "success"
-sys.exit(bert.train.main(sys.argv[2:]))
-"""
-    done = run(code, small_run.folder, *small_run.arguments(tmp_path))
-    assert "barrier\nrun_start\nbarrier\nrelease\ntrain\n" in done.stdout, done.stderr

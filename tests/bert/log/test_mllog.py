@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from bert.log.mllog import MLLog, RuleViolation
 from compliance.log.reader import read_log
-from tests.compliance.run_logs import CLOSED, OPEN, counting_clock, initialise, train, write_run
+from tests.compliance.run_logs import OPEN, counting_clock, initialise, train
 from tests.conftest import at_most
 
 
@@ -25,20 +25,6 @@ def lines_of(log_file: Path) -> list[str]:
     """Return a log's lines without digests, which have their own test."""
     chain = ("# chain: ", "# digest: ", "# digest at the end: ")
     return [line for line in log_file.read_text().splitlines() if not line.startswith(chain)]
-
-
-def test_a_written_log(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Check the order of records, and that writing them prints nothing."""
-    log = read_log(write_run(tmp_path / "result_0.txt"))
-    keys = [record.key for record in log.records if record.key != "weights_initialization"]
-    submission = [f"submission_{part}" for part in ("benchmark", "division", "org", "platform", "status")]
-    interval = ["block_start", "block_stop", "eval_start", "eval_accuracy", "eval_stop"]
-    assert keys == [
-        *("cache_clear", "init_start", *submission, "seed", *CLOSED, "init_stop", "run_start"),
-        *(*interval * 3, "train_samples", "eval_samples", "run_stop"),
-    ]
-    assert len(log.all("weights_initialization")) == 398
-    assert capsys.readouterr() == ("", "")
 
 
 def test_a_record_names_the_caller_in_this_repository(log: MLLog, tmp_path: Path) -> None:

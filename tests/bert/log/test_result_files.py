@@ -1,12 +1,16 @@
 """Numbering of result files when one run starts alone or several runs start at once."""
 
+import importlib.metadata
 import os
 import threading
 from pathlib import Path
 
 import pytest
+import torch
 
-from bert.log.result_files import CLAIM, choose_files, claim, create_log
+from bert.configuration.recipes import tiny_cpu
+from bert.log.result_files import CLAIM, choose_files, claim, create_log, provenance
+from bert.parallel.mesh import Mesh
 
 
 def made(folder: Path, *names: str) -> Path:
@@ -54,6 +58,17 @@ def test_runs_that_start_at_once_get_numbers_of_their_own(tmp_path: Path) -> Non
         thread.join()
     assert sorted(numbers) == [1, *range(3, 2 + runs * rounds)]
     assert (folder / "result_0.txt").read_text() == (folder / "result_2.txt").read_text() == "earlier\n"
+
+
+def test_the_header_names_the_run_and_its_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Settings of NCCL matter only on GPUs."""
+    monkeypatch.setenv("NCCL_DEBUG", "INFO")
+    mesh = Mesh(0, 4, 0, torch.device("cpu"), ((0, 1), (2, 3)), tensor=2)
+    head = provenance(tiny_cpu(), mesh, 11)
+    assert head["note"] == "not an MLPerf result: unverified, not reviewed by MLCommons"
+    assert (head["recipe"], head["seed"], head["accelerator"], "nccl" in head) == ("tiny_cpu", 11, "none", False)
+    assert head["processes"] == f"4 x {torch.get_num_threads()} threads, data 2 x tensor 2"
+    assert (head["torch"], head["config.training.global_batch_size"]) == (importlib.metadata.version("torch"), 32)
 
 
 def test_who_asks_for_the_number_finds_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -37,6 +37,7 @@ def test_every_parameter_has_one_stage_that_updates_it() -> None:
     with torch.device("meta"):
         model = BertForPreTraining(ModelConfig(num_hidden_layers=5))
     stages = stages_of(model.config, 3)
+    assert [(stage.is_first, stage.is_last) for stage in stages] == [(True, False), (False, False), (False, True)]
     for name, _ in model.named_parameters():
         [owner] = [stage for stage in stages if stage.owns(name)]
         assert owner.is_first or not name.startswith("embeddings.")

@@ -17,7 +17,7 @@ from bert.configuration.sections import ParallelConfig
 from bert.parallel import environment, rendezvous
 from bert.parallel.environment import Launch
 from bert.parallel.master_port import free_port, master_port, require_free_port
-from bert.parallel.mesh import TIMEOUT, Mesh, join_mesh, require_whole_copies
+from bert.parallel.mesh import TIMEOUT, Mesh, join_mesh, require_gpus, require_whole_copies
 from bert.parallel.reduction.gradients import Communicators
 from bert.parallel.rendezvous import Identity, allow_descriptors, group_by_host
 
@@ -123,6 +123,8 @@ def test_an_address_that_cannot_be_resolved_is_named(monkeypatch: pytest.MonkeyP
             for text in ("two", "\N{SUPERSCRIPT TWO}", "--3", "9" * 5000)
         ),
         (SRUN, "MASTER_ADDR is not set"),
+        ({"MLPERF_BERT_SITE": "a b"}, "MLPERF_BERT_SITE is 'a b': expected up to 32 letters"),
+        ({"MLPERF_BERT_SITE": "x" * 33}, f"MLPERF_BERT_SITE is '{'x' * 33}'"),
         (MPIRUN | {"MASTER_ADDR": "localhost"}, "MASTER_PORT is not set"),
     ],
 )
@@ -213,6 +215,13 @@ IDENTITIES: list[tuple[list[tuple[object, ...]], object]] = [
     ([("pod0", "", 0, 2), ("pod1", "", 1, 2)], "announces 2 a host"),  # two containers on one host
     ([("pod", "", 0, 0), ("pod", "", 1, 4)], "announces 4 a host"),  # one rank announces no local world size
     ([("a", "", 0, 1), ("a", "", 0, 1)], "start one launcher a host"),
+    *(
+        (
+            [("a", "", count - rank, 0) for rank in range(count)],
+            f"13, 14, 15{more} with local ranks {count}, {count - 1}, ",
+        )
+        for count, more in ((16, ""), (17, ", ..."))
+    ),
 ]
 
 
@@ -224,6 +233,23 @@ def test_ranks_of_a_host_are_found_by_name_and_boot(identities: list[tuple[Any, 
         return
     with pytest.raises(ValueError, match=re.escape(str(expected))):
         group_by_host(ranks)
+
+
+def test_sites_divide_the_ranks_and_their_hosts() -> None:
+    sites = ("east", "east", "west", "west", "east", "east")
+    mesh = Mesh(4, 6, 0, CPU, ((0, 1), (4, 5), (2, 3)), hosts=("a",) * 6, sites=sites)
+    assert mesh.by_site((1, 3, 5)) == ((1, 5), (3,))
+    assert (mesh.own_site.nodes, mesh.own_site.data_ranks) == (((0, 1), (4, 5)), (0, 1, 4, 5))
+    assert Mesh(0, 6, 0, CPU).by_site((1, 3)) == ((1, 3),)
+    assert mesh.places() == [f" (site {site})" for site in sites]
+
+
+def test_every_process_needs_a_gpu_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    require_gpus(2)
+    with pytest.raises(ValueError, match="3 processes on this host, but PyTorch sees 2 GPUs: start at most one"):
+        require_gpus(3)
 
 
 def test_two_launchers_on_a_host_may_share_cpus() -> None:
@@ -313,7 +339,7 @@ def test_a_device_is_set_up_with_sums_in_fp32() -> None:
         setattr(products, name, True)
     torch.set_float32_matmul_precision("high")
     try:
-        join_mesh("cpu")
+        assert join_mesh("cpu").device == CPU
         assert [getattr(products, name) for name in (*reduced, "allow_tf32")] == [False] * 3
         assert torch.get_float32_matmul_precision() == "highest"
     finally:

@@ -40,20 +40,6 @@ def display(*records: StepRecord | EvaluationRecord, **settings: Any) -> StepLin
     return made
 
 
-def test_plain_lines_are_one_line_a_record() -> None:
-    lines: list[str] = []
-    sink = display()
-    sink.put = lines.append
-    for record in (EVALUATION, STEP, END):
-        sink.write(record)
-    assert lines == [
-        "eval     20  samples       640  accuracy 0.2500  (25/100)  target 0.4000  0.50 s",
-        "step     20  samples       640    100.0 ms     320.0 seq/s      28000 tok/s  wait  5.0 %  loss 5.5000  "
-        "lr 1.00e-03  eta at most 0:18",
-        "end: success after 640 samples and 65.0 s",
-    ]
-
-
 @pytest.mark.parametrize(
     ("width", "step"),
     [

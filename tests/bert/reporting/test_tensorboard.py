@@ -7,9 +7,10 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from bert.guards.preflight import check
 from bert.reporting import reporter
+from bert.reporting.reporter import TensorBoard
 from bert.train import parse
+from tests.bert.reporting.test_displays import END, EVALUATION, STEP
 from tests.conftest import SmallRun
-from tests.distributed.ranks import Ranks, records
 
 OF_A_STEP = """
     loss/loss loss/masked_lm_loss loss/next_sentence_loss
@@ -21,21 +22,18 @@ OF_AN_EVALUATION = "evaluation/masked_lm_accuracy evaluation/eval_s"
 
 
 @pytest.mark.slow
-def test_a_run_shows_the_numbers_of_its_metrics_by_samples(small_run: SmallRun, tmp_path: Path) -> None:
-    settings = small_run.arguments(tmp_path / "r", log__tensorboard=tmp_path / "t" / "b")
-    with Ranks(settings, 2) as ranks:
-        assert ranks.ends() == [1, 1], ranks.output  # the target is out of reach
-    [file] = (tmp_path / "t" / "b" / "tiny_cpu" / "result_0").iterdir()  # only rank 0 writes events
+def test_the_numbers_of_records_are_shown_by_samples(tmp_path: Path) -> None:
+    sink = TensorBoard(tmp_path)
+    for record in (STEP, EVALUATION, END):
+        sink.write(record)
+    sink.close()
+    [file] = tmp_path.iterdir()
     events = EventAccumulator(str(file)).Reload()
     assert sorted(events.Tags()["scalars"]) == sorted(f"{OF_A_STEP} {OF_AN_EVALUATION}".split())
-    for tags, event, count in ((OF_A_STEP, "step", 10), (OF_AN_EVALUATION, "eval", 2)):
-        expected = records(tmp_path / "r", event)
-        assert len(expected) == count
+    for tags, record in ((OF_A_STEP, STEP), (OF_AN_EVALUATION, EVALUATION)):
         for tag in tags.split():
-            shown = events.Scalars(tag)
-            assert [scalar.step for scalar in shown] == [record["samples"] for record in expected]
-            values = [record[tag.partition("/")[2]] for record in expected]
-            assert [scalar.value for scalar in shown] == pytest.approx(values, rel=1e-6)
+            [shown] = events.Scalars(tag)
+            assert (shown.step, shown.value) == (640, pytest.approx(getattr(record, tag.partition("/")[2])))
 
 
 def test_without_the_package_the_error_says_what_to_install(

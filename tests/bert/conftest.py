@@ -1,0 +1,56 @@
+"""A clock for runs in this process."""
+
+import signal
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from bert.evaluation import Evaluator
+from bert.step import TrainingStep
+from dataloading.batches.loader import NumpyLoader
+
+SECONDS: tuple[tuple[type, str, float], ...] = (
+    (NumpyLoader, "__next__", 0.5),
+    (TrainingStep, "forward_backward", 1.5),  # of a micro-batch
+    (TrainingStep, "update", 1.0),
+    (Evaluator, "__call__", 7.0),
+)
+
+
+class Clock:
+    """Clock that moves only in the parts of a run whose time is measured. ``begin`` starts a run.
+
+    ``at_update`` is called before each update of the weights, with the step and its number since the clock of the run
+    started.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now, self._steps = 1000.0, 0
+        self.begin()
+        monkeypatch.setattr(time, "perf_counter", lambda: self.now)
+        for owner, name, seconds in SECONDS:
+            monkeypatch.setattr(owner, name, self._slowed(getattr(owner, name), name, seconds))
+
+    def begin(self, at_update: Callable[[TrainingStep, int], object] = lambda _step, _number: None) -> None:
+        self._steps, self._at_update = 0, at_update
+
+    def _slowed(self, original: Any, name: str, seconds: float) -> Any:
+        def slowed(each: Any, *arguments: Any, **options: Any) -> Any:
+            self.now += seconds
+            self._steps += name == "__next__"
+            if name == "update" and self._steps:  # not in the warm-up
+                self._at_update(each, self._steps)
+            return original(each, *arguments, **options)
+
+        return slowed
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[Clock]:
+    """Return the clock. Handlers of signals, which a run sets, are restored afterwards."""
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
+    yield Clock(monkeypatch)
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
