@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 import tempfile
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -40,10 +41,22 @@ def at_most(examples: int) -> settings:
     return settings(max_examples=min(examples, settings().max_examples))
 
 
+STOPPING = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM)
+
 # Tests send these signals to programs, which would inherit that a background job or nohup ignores them.
 for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
     if signal.getsignal(number) is signal.SIG_IGN:
         signal.signal(number, handler)
+
+
+@pytest.fixture(autouse=True)
+def _handlers_of_signals_are_restored() -> Iterator[None]:
+    """Restore the handlers that a program in this process has replaced. Later tests' programs would inherit ignored signals."""
+    before = {number: signal.getsignal(number) for number in STOPPING}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
 
 SLOW_ROOMS = ("e2e", "distributed", "benchmarks", "kernels/triton", "convergence")
 """Test folders in which all tests are slow, the slowest first."""
