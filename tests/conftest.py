@@ -51,7 +51,7 @@ for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIG
 
 @pytest.fixture(autouse=True)
 def _handlers_of_signals_are_restored() -> Iterator[None]:
-    """Restore the handlers that a program in this process has replaced. Later tests' programs would inherit ignored signals."""
+    """Restore handlers that a program in this process has replaced: later programs would inherit ignored signals."""
     before = {number: signal.getsignal(number) for number in STOPPING}
     yield
     for number, handler in before.items():
