@@ -58,6 +58,7 @@ def global_batches(run: SmallRun, count: int) -> list[list[Batch]]:
 
 
 @pytest.mark.parametrize("precision", ["fp32", "fp8"])
+@pytest.mark.slow
 def test_replayed_steps_are_the_steps(small_run: SmallRun, precision: Literal["fp32", "fp8"]) -> None:
     """Compare losses and state over steps with changing shape buckets. One bucket is not captured."""
     results = []

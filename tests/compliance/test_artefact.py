@@ -62,6 +62,7 @@ def package(folder: Path) -> list[str]:
 
 
 @pytest.mark.parametrize(("command", "module", "function"), [(report, "os", "fsync"), (package, "shutil", "copyfile")])
+@pytest.mark.slow
 def test_sigterm_in_the_middle_of_writing_leaves_nothing(
     command: Callable[[Path], list[str]], module: str, function: str, tmp_path: Path
 ) -> None:

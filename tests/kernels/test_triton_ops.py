@@ -194,6 +194,7 @@ def wide_rows_are_summed_in_wide_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.slow
 def test_error_is_at_most_twice_the_definitions(case: Case) -> None:
     """Also allow one rounding step in bf16, because the interpreter truncates, and a few rounding steps in fp32."""
     elements = max(1, sum(case.size.lengths) * case.size.hidden)
@@ -306,6 +307,7 @@ def casts_of(x_RC: Tensor, amax: float, dtype: torch.dtype) -> tuple[Tensor, Ten
 
 
 @pytest.mark.parametrize(("case", "amax"), list(zip(FUSED, cycle([0.0, 1e9]), strict=False)), ids=str)
+@pytest.mark.slow
 def test_kernels_with_casts_are_the_plain_ones_with_a_cast_behind(case: Case, amax: float) -> None:
     """A fused cast equals a separate cast bit for bit, also in rows after the last sequence and in padding."""
     args, _ = case.draw(0)

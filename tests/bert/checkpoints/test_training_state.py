@@ -124,6 +124,7 @@ def test_an_fp32_run_resumed_in_fp8_has_the_scales_of_its_weights(make: Make) ->
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp8"])
+@pytest.mark.slow
 def test_what_follows_is_the_same_to_the_last_bit(make: Make, precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Resume with dropout, with bf16 weight copies as on a GPU, and in FP8 with all scales and cast weights.
 

@@ -182,6 +182,7 @@ def test_a_vocabulary_is_asked_for_and_must_be_the_models(tmp_path: Path):
     assert not out.exists()
 
 
+@pytest.mark.slow
 def test_every_format_gives_the_same_weights(tmp_path: Path):
     """Convert from TensorFlow to both other formats, and from Hugging Face's folder or file to this program's format."""
     write_vocabulary(tmp_path / "words")

@@ -264,6 +264,7 @@ def test_a_killed_launcher_takes_its_program_along(tmp_path: Path) -> None:
     wait_for(note.exists)
 
 
+@pytest.mark.slow
 def test_the_verdict_waits_for_processes_whose_launcher_was_killed(tmp_path: Path, log: Path) -> None:
     note = tmp_path / "ended"
     train = f"(sleep 0.5; touch {note}) & {logs(log, '')} kill -9 $$"

@@ -67,6 +67,7 @@ def test_a_store_that_a_stranger_has_spoilt_is_explained(monkeypatch: pytest.Mon
             TCPStore("127.0.0.1", store.port, 2, timeout=timedelta(seconds=PATIENCE_S))
 
 
+@pytest.mark.slow
 def test_rank_0_names_the_missing_ranks_and_the_next_attempt_succeeds(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SLURM_JOB_NODELIST", "--help")
     store = HashStore()

@@ -102,6 +102,7 @@ def test_a_rank_that_was_not_answered_may_come_once_more(play: Any) -> None:
     assert hub.hub.verdict is None
 
 
+@pytest.mark.slow
 def test_a_hub_without_descriptors_keeps_its_ranks_and_lets_others_in_later(play: Any) -> None:
     hub = play(2, 1)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -122,6 +123,7 @@ def test_a_hub_without_descriptors_keeps_its_ranks_and_lets_others_in_later(play
         assert hub.hub.verdict is None
 
 
+@pytest.mark.slow
 def test_a_hub_of_1200_ranks(play: Any) -> None:
     count = 1200
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

@@ -166,6 +166,7 @@ def fp8_numbers(step: TrainingStep) -> list[Tensor]:
 
 
 @pytest.mark.usefixtures("as_on_a_gpu")
+@pytest.mark.slow
 def test_recomputed_and_captured_steps_are_the_steps(small_run: SmallRun) -> None:
     """Recomputation and CUDA graphs change no bit. The first micro-batch has its own graphs, as it overwrites."""
     with ExitStack() as stack:

@@ -226,6 +226,7 @@ def mangled(data: st.DataObject, text: str) -> str:
 
 @at_most(40)
 @given(data=st.data())
+@pytest.mark.slow
 def test_nothing_passes_that_the_official_checker_fails_and_any_log_gives_a_report(
     tmp_path_factory: pytest.TempPathFactory, open_log: str, closed_log: str, data: st.DataObject
 ) -> None:

@@ -101,6 +101,7 @@ def test_numbers_that_the_launchers_refuse_are_refused(tmp_path: Path, wrong: di
         lay_out(IntendedRun("h100_8x8"), machine, gpus_here=3)
 
 
+@pytest.mark.slow
 def test_the_recipes_of_this_repository_can_be_asked_for(tmp_path: Path) -> None:
     for recipe in ("tiny_cpu", "own_text_cpu"):
         plan = lay_out(IntendedRun(recipe), ExaminedHost(environment={}), 0)

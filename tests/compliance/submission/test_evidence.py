@@ -70,6 +70,7 @@ def test_a_failing_folder_fails_from_within(
         assert run("check", path, *options)[0] == 1
 
 
+@pytest.mark.slow
 def test_a_submission_is_checked_from_within(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(root)
     assert run("check", ".")[0] == 0

@@ -260,6 +260,7 @@ def test_links_that_lead_out_are_told_and_what_they_lead_to_is_not(bare: Path, t
         assert "hunter2" not in shown
 
 
+@pytest.mark.slow
 def test_a_submission_nested_deeper_than_the_system_opens_is_checked(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -108,6 +108,7 @@ def die_at_third_name(out: Path, before: bool) -> None:
     sys.addaudithook(audit)
 
 
+@pytest.mark.slow
 def test_both_downloads_make_what_the_recipes_expect(run: Run, stand_in: StandIn, tmp_path: Path) -> None:
     out = tmp_path / "wikipedia"
     (out / "preparation").mkdir(parents=True)
@@ -144,6 +145,7 @@ def test_both_downloads_make_what_the_recipes_expect(run: Run, stand_in: StandIn
     assert {path: path.stat().st_ino for path in out.rglob("*") if "preparation" not in path.parts} == before
 
 
+@pytest.mark.slow
 def test_a_checkpoint_that_cannot_be_read_is_refused_with_the_reason(run: Run, tmp_path: Path) -> None:
     bundles = REPOSITORY / "tests" / "bert" / "checkpoints" / "tf_bundles"
     for path in bundles.glob("tf1_sliced.*"):
@@ -259,6 +261,7 @@ def test_another_checkpoint_is_named_with_the_files_that_were_expected(run: Run,
 
 
 @pytest.mark.parametrize("stated", ["", "{", "[]", '{"num_attention_heads": "2"}', '{"num_attention_heads": true}'])
+@pytest.mark.slow
 def test_the_number_of_attention_heads_comes_from_the_configuration(
     run: Run, stand_in: StandIn, tmp_path: Path, stated: str
 ) -> None:
@@ -294,6 +297,7 @@ def test_articles_beside_other_text_do_not_pass_for_the_training_set(run: Run, o
     assert f", for {tmp_path / 'out' / 'train'}" in said
 
 
+@pytest.mark.slow
 def test_it_goes_on_after_a_kill_at_every_step(stand_in: StandIn, whole: dict[str, object], tmp_path: Path) -> None:
     """Kill run after run at its third renaming of a file, until a run has fewer than three files left to make."""
     out, runs = tmp_path / "out", 0
@@ -331,6 +335,7 @@ def test_parts_make_the_same_and_the_last_one_makes_the_rest(
     assert results(out) == whole
 
 
+@pytest.mark.slow
 def test_the_last_part_may_end_while_another_process_still_has_its_lock(
     stand_in: StandIn, whole: dict[str, object], tmp_path: Path
 ) -> None:
