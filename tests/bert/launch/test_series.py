@@ -13,6 +13,8 @@ from tests.bert.launch.started import Started
 from tests.compliance.result_folders import write_experiment
 from tests.programs import PATIENCE_S, REPOSITORY, python, wait_for
 
+pytestmark = pytest.mark.slow
+
 SETTINGS = "--data.train a --data.evaluation b"
 TWO_NODES = {"NNODES": "2", "MASTER_ADDR": "h0", "MASTER_PORT": "29999"}
 
@@ -264,7 +266,6 @@ def test_a_killed_launcher_takes_its_program_along(tmp_path: Path) -> None:
     wait_for(note.exists)
 
 
-@pytest.mark.slow
 def test_the_verdict_waits_for_processes_whose_launcher_was_killed(tmp_path: Path, log: Path) -> None:
     note = tmp_path / "ended"
     train = f"(sleep 0.5; touch {note}) & {logs(log, '')} kill -9 $$"

@@ -30,6 +30,8 @@ from tests.compliance.result_folders import (
 )
 from tests.compliance.run_logs import START_MS
 
+pytestmark = pytest.mark.slow
+
 FEW = 11
 """Number of evaluations after which a run of batch size 448 has converged too fast."""
 
@@ -70,7 +72,6 @@ def test_a_failing_folder_fails_from_within(
         assert run("check", path, *options)[0] == 1
 
 
-@pytest.mark.slow
 def test_a_submission_is_checked_from_within(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(root)
     assert run("check", ".")[0] == 0
@@ -217,7 +218,6 @@ def test_the_official_checker_is_told_which_count_to_read(
     assert (verdict.official, asked) == ("pass", [change is not None])
 
 
-@pytest.mark.slow
 def test_a_package_is_judged_by_the_newest_ruleset_and_by_trusted_counts(tmp_path: Path) -> None:
     description = write_description(tmp_path, framework="PyTorch")
     for name, evaluations, change, words in (
@@ -233,7 +233,6 @@ def test_a_package_is_judged_by_the_newest_ruleset_and_by_trusted_counts(tmp_pat
     assert run("package", "--ruleset", "4.0.0")[0] == 2
 
 
-@pytest.mark.slow
 def test_a_run_without_an_end_is_said_to_be_left_out(tmp_path: Path) -> None:
     folder = closed(tmp_path, runs=11)
     (folder / "result_3.txt").write_text(delete("run_stop")((folder / "result_3.txt").read_text()))
@@ -439,7 +438,6 @@ def test_a_report_that_contradicts_the_logs_is_said(tmp_path: Path, form: str, s
     assert "\x1b" not in run("check", folder)[1]
 
 
-@pytest.mark.slow
 def test_a_package_whose_tables_were_edited_fails(tmp_path: Path) -> None:
     folder, description = closed(tmp_path), write_description(tmp_path, framework="PyTorch")
     assert run("package", "--org", "A", "--system", description, "--runs", folder, "--out", tmp_path)[0] == 0
