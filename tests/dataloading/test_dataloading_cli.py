@@ -1,6 +1,6 @@
 """``python -m dataloading``: it turns text into verified shards, and reports every mistake in one line."""
 
-import re
+import itertools
 import resource
 import subprocess
 import sys
@@ -52,7 +52,9 @@ def test_prepare_verify_and_dump(run: Run, one_call: bool, tmp_path: Path, text:
     for name in names:
         (bare / name).symlink_to(out / name)
     printed += run("dump", out if one_call else bare, "--out", dumped)
-    shuffled = run("shuffle", out, "--out", tmp_path / f"1{NAME}", "--shards", 2)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(program, "time", SimpleNamespace(perf_counter=itertools.count(5.0, 60.0).__next__))
+        shuffled = run("shuffle", out, "--out", tmp_path / f"1{NAME}", "--shards", 2)
     converted = run("convert", out, "--out", tmp_path / f"2{NAME}", "--to", "packed", "--max-sequences", 2)
     assert_harmless(printed + shuffled + converted)
     vocabulary = reference_prepare.read_vocab(vocab)
@@ -61,8 +63,8 @@ def test_prepare_verify_and_dump(run: Run, one_call: bool, tmp_path: Path, text:
     count, mean = len(expected), expected.lengths.mean()
     steps = [("read", done) for done in np.cumsum([len(each) for each in made])]
     steps += [(step, done) for step in ("written", "checked") for done in (count // 2, count)]
-    lines = [re.sub(r"^ *\d+\.\d s  ", "", line) for line in shuffled.splitlines()]
-    assert lines[:-1] == [f"{step} {done:,} samples" for step, done in steps]
+    lines = shuffled.splitlines()
+    assert lines[:-1] == [f"{60 * n:7.1f} s  {step} {done:,} samples" for n, (step, done) in enumerate(steps, 1)]
     for line, folder, shards in ((prepared, "", len(calls)), (lines[-1], "1", 2), (converted, "2", len(calls))):
         size = sum(path.stat().st_size for path in (tmp_path / f"{folder}{NAME}").glob("part_*")) / 1e6
         assert f": {count:,} samples of {mean:.1f} tokens in {counted(shards, 'shard')}, {size:.1f} MB" in line
@@ -93,6 +95,15 @@ def test_the_time_left_is_told(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
         "   60.0 s  [1/3] one: 1,234 samples, about 2:00 left",
         "  120.0 s  [3/3] last: 1 samples, existed",
     ]
+
+
+def test_extracted_articles_and_parts_are_counted(run: Run, tmp_path: Path) -> None:
+    articles, out = tmp_path / "wiki_00", tmp_path / "out"
+    one = '<doc id="{0}" url="u" title="T{0}">\nT{0}\n\nThis is sentence {0} of the text.\n</doc>\n'
+    articles.write_text("".join(one.format(number) for number in range(1234)))
+    printed = run("extract", articles, "--out", out, "--sentences", "plain", "--evaluation-articles", 234)
+    held_out = (out / "eval.txt").read_text().count("of the text")
+    assert printed.splitlines()[-1] == f"{out}: 1,000 articles in 1 part, {held_out:,} held out in eval.txt"
 
 
 def test_from_text_says_what_it_made(run: Run, tmp_path: Path) -> None:

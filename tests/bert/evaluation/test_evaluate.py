@@ -64,6 +64,11 @@ def test_the_accuracy_of_a_checkpoint_and_whether_it_is_as_expected(
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_dry_run_counts_the_samples(settings: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert evaluate.main([*settings, "--dry-run"]) == 0
+    assert capsys.readouterr().out == "tiny_cpu: ready, 50 samples would be evaluated\n"
+
+
 def test_unknown_tokens_may_be_left_out(
     settings: list[str], small_run: SmallRun, capsys: pytest.CaptureFixture[str]
 ) -> None:
