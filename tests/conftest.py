@@ -73,6 +73,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if _room_of(item.path) < len(SLOW_ROOMS):
             item.add_marker("slow")
     items.sort(key=lambda item: _room_of(item.path))
+    # A plugin may have shuffled the tests. Documented commands need the files that earlier commands have made.
+    for path in {item.path for item in items if item.get_closest_marker("in_order")}:
+        places = [
+            place for place, item in enumerate(items) if item.path == path and item.get_closest_marker("in_order")
+        ]
+        found = [item for item in (items[place] for place in places) if isinstance(item, pytest.Function)]
+        numbered = {item.callspec.indices["command"]: item for item in found}
+        for place, number in zip(places, sorted(numbered), strict=True):
+            items[place] = numbered[number]
 
 
 def pytest_collection_finish() -> None:

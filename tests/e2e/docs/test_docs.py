@@ -14,6 +14,7 @@ from tests.conftest import REPOSITORY
 from tests.e2e.docs.documented import FIRST, PAGES, SHORTENED, assert_works, commands
 
 
+@pytest.mark.in_order
 @pytest.mark.parametrize("command", [line for line in commands("README.md") if line != FIRST])
 def test_a_command_of_the_readme_works(command: str, checkout: Path) -> None:
     assert_works(command, checkout)

@@ -7,6 +7,7 @@ import pytest
 from tests.e2e.docs.documented import TRAINING, assert_works, commands
 
 
+@pytest.mark.in_order
 @pytest.mark.parametrize("command", commands(*TRAINING))
 def test_a_command_works(command: str, checkout_with_all_data: Path) -> None:
     assert_works(command, checkout_with_all_data)
