@@ -74,14 +74,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker("slow")
     items.sort(key=lambda item: _room_of(item.path))
     # A plugin may have shuffled the tests. Documented commands need the files that earlier commands have made.
-    for path in {item.path for item in items if item.get_closest_marker("in_order")}:
-        places = [
-            place for place, item in enumerate(items) if item.path == path and item.get_closest_marker("in_order")
-        ]
-        found = [item for item in (items[place] for place in places) if isinstance(item, pytest.Function)]
-        numbered = {item.callspec.indices["command"]: item for item in found}
-        for place, number in zip(places, sorted(numbered), strict=True):
-            items[place] = numbered[number]
+    in_order = [
+        (place, item)
+        for place, item in enumerate(items)
+        if isinstance(item, pytest.Function) and item.get_closest_marker("in_order")
+    ]
+    for path in {item.path for _, item in in_order}:
+        places = [place for place, item in in_order if item.path == path]
+        of_file = [item for _, item in in_order if item.path == path]
+        for place, item in zip(places, sorted(of_file, key=lambda item: item.callspec.indices["command"]), strict=True):
+            items[place] = item
 
 
 def pytest_collection_finish() -> None:

@@ -193,7 +193,7 @@ def test_the_log_states_the_settings_and_the_counts(start: Start) -> None:
 
 
 def test_a_target_that_is_just_reached_ends_the_run(start: Start, tmp_path: Path) -> None:
-    """Without a target, the limit is the end, and the weights are those of the best evaluation."""
+    """Without a target, a run ends at its limit and saves the weights of its best evaluation."""
     missed = start(training__max_steps=3)
     [evaluation] = missed.metrics.evaluations
     done = start(evaluation__target=evaluation.correct / evaluation.count)
@@ -351,7 +351,7 @@ def test_an_error_ends_all_ranks_with_its_status_and_a_fault_is_in_the_log(
 
 @pytest.mark.usefixtures("clock")
 def test_a_rank_that_ends_for_other_ranks_waits_for_a_signal_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """``all_reduce_`` stands for two ranks of which one has a signal."""
+    """The replaced ``all_reduce_`` returns the sum over two ranks, of which the other rank has got a signal."""
     interruption = Interruption()
     monkeypatch.setattr(bert.run, "all_reduce_", lambda signals: signals + 1)
     monkeypatch.setattr(bert.run, "_OWN_SIGNAL_S", 0.15)

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from bert.guards import triton
-from console.files import is_private
 from tests.programs import python
 
 pytestmark = pytest.mark.slow
@@ -67,25 +66,6 @@ def test_a_pickle_in_a_folder_of_others_is_not_read(visible: Path) -> None:
         assert done.stdout == "8\n", done.stderr
         assert not mark.exists()
         assert f"{index.parent} can be written by others" in done.stderr
-
-
-@pytest.mark.parametrize(
-    ("modes", "private"),
-    [
-        ({}, True),
-        ({"shared/own/cache": 0o770}, False),
-        ({"shared/own/cache": 0o1777}, False),
-        ({"shared": 0o777}, False),
-        ({"shared": 0o1777}, True),
-        ({"shared": 0o700, "shared/own/cache": 0o777}, True),
-    ],
-)
-def test_a_folder_is_private_if_nobody_can_reach_into_it(visible: Path, modes: dict[str, int], private: bool) -> None:
-    folder = visible / "shared" / "own" / "cache"
-    folder.mkdir(parents=True)
-    for name, mode in modes.items():
-        (visible / name).chmod(mode)
-    assert is_private(folder) == private
 
 
 def test_triton_gets_a_folder_of_its_own_where_others_can_write(visible: Path, monkeypatch: pytest.MonkeyPatch) -> None:

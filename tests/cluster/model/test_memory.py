@@ -183,7 +183,7 @@ def test_what_is_divided_and_what_is_not() -> None:
     vector = 4.0 * (-(-elements // 128) * 128)  # padded, so that eight ranks have equal shards
     whole = {"weights": vector, "gradients": vector, "moments": 2 * vector, "update": vector}
     none = dict.fromkeys(("reduction buffers", "site exchange", "16-bit weights"), 0.0)
-    # Of each of two layers, and of the heads.
+    # The matrices of both layers, and of the heads, have copies in 16 bits.
     sixteen_bits = 2.0 * (2 * (4 * 128**2 + 2 * 128 * 512) + 2 * 128**2 + 1024 * 128 + 2 * 128)
     bucket, alone = 4 * 128 * 100, {name: 4.0 * elements * n for name, n in zip(whole, (1, 1, 2, 3), strict=True)}
     for changes, nodes, expected in (

@@ -82,7 +82,7 @@ def test_a_count_beyond_the_blocks_is_doubted() -> None:
         # Counts that are doubted: an interval, a fifth less or a tenth more than the schedule says
         ((1, 2), {}, 150_000, 450_000, None),
         ((*range(1, 21),), {}, 2_400_000, 3_300_000, None),
-        ((*range(21),), {}, 2_400_000, 3_300_000, None),  # the first evaluation is that of the untrained model
+        ((*range(21),), {}, 2_400_000, 3_300_000, None),  # the untrained model is evaluated first
         ((1, 1), {"global_batch_size": None}, 0, 100_000_000, None),
         ((1, 1), {"submission_division": "open"}, 0, 100_000_000, None),
     ],

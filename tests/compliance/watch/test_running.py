@@ -109,7 +109,7 @@ EVENTS: list[tuple[dict[str, Any], list[Event]]] = [
     ({}, [*TWO, wrote(AGAIN, AGAIN)]),
     ({}, [evaluated(FIRST), evaluated(THIRD)]),
     ({}, [evaluated(FIRST, 1, 0.4, False), evaluated(THIRD, 2, 0.4, False)]),
-    # With packing, the log counts unpacked sequences.
+    # A run that packs several sequences into one counts the original sequences in its log.
     ({"global_batch_size": 768}, [evaluated(n, n, 0.4, False) for n in (150_135, 299_622, 449_539, 599_891)]),
     ({}, [evaluated(FIRST, 1, None), evaluated(SECOND, 2)]),
     *(({}, [evaluated(FIRST, 1, value)]) for value in ("0.7", 72.1, -0.1, True, [1])),
