@@ -2,9 +2,9 @@
 
 import json
 import math
-import statistics
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,7 +12,7 @@ import torch
 
 from benchmarks.training import own_text
 from benchmarks.training.hugging_face import new_model
-from benchmarks.training.own_text import Point, Training, best_of, recipe_arguments
+from benchmarks.training.own_text import Point, Training, Trainings, best_of, compare, recipe_arguments
 from bert.checkpoints.hugging_face import to_hugging_face
 from bert.evaluation import Evaluator
 from bert.parallel.mesh import Mesh
@@ -41,6 +41,29 @@ def test_the_first_evaluation_that_reaches_the_target_counts_and_the_fastest_tra
     assert best_of([slow, fast], 0.25) is fast
     assert best_of([slow, fast], 0.35) is slow
     assert best_of([fast, slow], 0.5) is slow
+
+
+class KnownTimes(Trainings):
+    """Trainings with known curves, of which only one rate of the Trainer reaches half of the recipe's accuracy."""
+
+    def ours(self, repeat: int) -> Training:
+        return Training(repeat, None, [Point(32, 1.0 + repeat, 0.1), Point(64, 2.0 + repeat, 0.5)])
+
+    def theirs(self, repeat: int, rate: float | None) -> Training:
+        return Training(repeat, rate, [Point(32, 2.0, 0.1), Point(64, 6.0, 0.25 if rate == 1e-3 else 0.2)])
+
+
+def test_later_repeats_use_the_best_rate_and_a_missed_target_gives_a_bound() -> None:
+    trainings = KnownTimes(Path(), 64, 64, 32, warmup_steps=1)
+    found: Any = compare(trainings, (5e-5, 1e-3), target_share=0.5, repeats=3)
+    ratios = {"time_to_target": [3.0, 2.0, 1.5], "samples_per_s": [3.0, 2.0, 1.5]}
+    medians = {"time_to_target": 2.0, "samples_per_s": 2.0}
+    assert found["ratios"] == compare(trainings, (5e-5,), target_share=1.0, repeats=3)["ratios"] == ratios
+    assert (found["target"], found["best_rate"], found["medians"]) == (0.25, 1e-3, medians)
+    theirs = [(each["repeat"], each["rate"], each["seconds_to_target"]) for each in found["theirs"]]
+    assert theirs == [(0, 5e-5, None), (0, 1e-3, 6.0), (1, 1e-3, 6.0), (2, 1e-3, 6.0)]
+    bounds = [compare(trainings, (5e-5,), share, repeats=1)["is_lower_bound"] for share in (0.4, 0.5)]
+    assert bounds == [False, True]
 
 
 def test_missing_packages_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -80,20 +103,17 @@ def test_both_programs_see_the_same_samples(text: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_figures_follow_from_the_curves(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_comparison_measures_both_programs(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("accelerate", reason="the Trainer needs accelerate")
     monkeypatch.setattr(own_text, "EVALUATIONS", 2)
     out = tmp_path / "own_text.json"
-    own_text.main(text=(text,), rates=(1e-3,), samples=40, schedule=2, repeats=2, out=out)
+    own_text.main(text=(text,), rates=(1e-3,), samples=40, schedule=2, repeats=1, out=out)
     figures = json.loads(out.read_text())
-    ours, theirs = figures["ours"], figures["theirs"]
-    assert [training["repeat"] for training in ours] == [0, 1]
-    assert [training["rate"] for training in theirs] == [1e-3, 1e-3]
-    assert [training["curve"][-1]["samples"] for training in (ours[0], theirs[0])] == [64, 128]
-    assert figures["target"] == pytest.approx(0.95 * ours[0]["curve"][-1]["accuracy"])
-    for training in (*ours, *theirs):
-        curve = training["curve"]
-        assert all(one["seconds"] < other["seconds"] for one, other in pairwise(curve))
-        reached = [point["seconds"] for point in curve if point["accuracy"] >= figures["target"]]
+    [ours], [theirs] = figures["ours"], figures["theirs"]
+    assert (ours["repeat"], theirs["rate"]) == (0, 1e-3)
+    assert [training["curve"][-1]["samples"] for training in (ours, theirs)] == [64, 128]
+    assert figures["target"] == pytest.approx(0.95 * ours["curve"][-1]["accuracy"])
+    for training in (ours, theirs):
+        assert all(one["seconds"] < other["seconds"] for one, other in pairwise(training["curve"]))
+        reached = [point["seconds"] for point in training["curve"] if point["accuracy"] >= figures["target"]]
         assert training["seconds_to_target"] == (reached[0] if reached else None)
-    assert figures["medians"]["time_to_target"] == statistics.median(figures["ratios"]["time_to_target"])
