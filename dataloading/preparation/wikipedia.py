@@ -371,7 +371,7 @@ class _Preparation:
         return lambda file: self.progress.set(stage, file.done / file.total, kept=file.kept)
 
     def _report_shuffle(self, step: str, done: int, total: int) -> None:
-        self.progress.set(TRAIN, (STEPS.index(step) + done / max(total, 1)) / len(STEPS))
+        self.progress.set(TRAIN, (STEPS.index(step) + done / total) / len(STEPS))
 
 
 def _records(marker: Path, made_from: object) -> bool:
