@@ -66,20 +66,3 @@ def test_pieces_are_the_longest_from_the_left_of_words_up_to_200_characters(voca
     assert encode(tokenizer, "abab the thea ab%") == ["ab", "##a", "##b", "the", "the", "##a", "ab", "[UNK]"]
     assert encode(tokenizer, "é" * 200) == ["e", *199 * ["##e"]]
     assert encode(tokenizer, "é" * 201) == ["[UNK]"]
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        (b"", "0 tokens without"),
-        (b"[PAD]\n[UNK]\n[CLS]\n[SEP]\n", r"without \[MASK\]"),
-        (b"[PAD]\nthe\xff\n", "line 2, byte 9: not UTF-8"),
-        ("\n".join([*SPECIAL_TOKENS, *map(str, range(1 << 16))]).encode(), "at most 65,536"),
-    ],
-)
-def test_a_bad_vocabulary_is_refused(tmp_path: Path, content: bytes, message: str) -> None:
-    path = tmp_path / "vocab.txt"
-    path.write_bytes(content)
-    with pytest.raises(ValueError, match=message) as caught:
-        Tokenizer(Vocabulary.from_file(path))
-    assert str(path) in str(caught.value)
