@@ -1,6 +1,7 @@
 """Malicious shards: small files that claim huge sizes or refer to other files. Rejecting them takes little memory."""
 
 import json
+import re
 import struct
 import zlib
 from collections.abc import Callable
@@ -64,6 +65,10 @@ def chunk_of(size: int) -> Make:
     return make
 
 
+def address_at(content: bytearray, place: int) -> int:
+    return struct.unpack_from("<Q", content, max(place, 0) + 32)[0]
+
+
 def chunks_that_share_bytes(path: Path) -> None:
     """Write a chunk of random numbers, and 600 entries of the chunk index that all refer to it."""
     rows = np.random.default_rng(0).integers(0, 30_000, (600, 512), "<i2")
@@ -76,10 +81,11 @@ def chunks_that_share_bytes(path: Path) -> None:
         first = array_of(file, "input_ids").id.get_chunk_info(0)
     content = bytearray(path.read_bytes())
     small = zlib.compress(rows[1].tobytes(), 4)
-    # An index entry has the chunk's size, filter mask, coordinates, offset in an element (always 0), and address.
+    # A leaf of the index has the chunk's size, filter mask, coordinates, offset in an element (always 0), and address.
     for row in range(1, 600):
-        place = content.find(struct.pack("<IIQQQ", len(small), 0, row, 0, 0))
-        assert place > 0
+        place, key = -1, struct.pack("<IIQQQ", len(small), 0, row, 0, 0)
+        while content[(address := address_at(content, place)) : address + 4] == b"TREE" or place < 0:
+            place = content.index(key, place + 1)
         content[place : place + 4] = struct.pack("<I", first.size)
         content[place + 32 : place + 40] = struct.pack("<Q", first.byte_offset)
     path.write_bytes(content)
@@ -114,18 +120,27 @@ def attribute_of_four_gigabytes(path: Path) -> None:
     path.write_bytes(content)
 
 
-GREEDY: dict[str, Make] = {
-    "rows never written": never_written(80_000),
-    "chunks never written": never_written(80_000, chunks=True),
-    "references never written": never_written(1_500_000, ragged=True),
-    "one object for all rows": one_object_for_all_rows,
-    "a chunk that inflates to more": chunk_of(200 << 20),
-    "a chunk that inflates to less": chunk_of(100),
-    "chunks that share bytes": chunks_that_share_bytes,
-    "more elements than a number holds": more_elements_than_a_number_holds,
-    "an attribute of one object": attribute_of_one_object,
-    "an attribute of four gigabytes": attribute_of_four_gigabytes,
-    "a million records of one byte": lambda path: path.write_bytes(framed(b"\n") * 1_000_000),
+UNWRITTEN = "input_ids claims {} bytes that are not inside the file"
+DAMAGED = r"input_ids: the chunk at \(0,\) is damaged \(it does not hold the 131,072 bytes that were expected\)"
+GREEDY: dict[str, tuple[Make, str]] = {
+    "rows never written": (never_written(80_000), UNWRITTEN.format("81,920,000")),
+    "chunks never written": (never_written(80_000, chunks=True), "input_ids: 0 of 1,024 chunks were written"),
+    "references never written": (never_written(1_500_000, ragged=True), UNWRITTEN.format("24,000,000")),
+    "one object for all rows": (one_object_for_all_rows, "input_ids claims 1,260,000,000 bytes in a file of 74"),
+    "a chunk that inflates to more": (chunk_of(200 << 20), DAMAGED),
+    "a chunk that inflates to a byte more": (chunk_of((1 << 17) + 1), DAMAGED),
+    "a chunk that inflates to less": (chunk_of(100), DAMAGED),
+    "chunks that share bytes": (
+        chunks_that_share_bytes,
+        "input_ids claims over 128 times the [\\d,]+ bytes of the file",
+    ),
+    "more elements than a number holds": (more_elements_than_a_number_holds, "0 of 17,592,186,044,416 chunks were"),
+    "an attribute of one object": (attribute_of_one_object, "the attribute digest is missing or is neither a text"),
+    "an attribute of four gigabytes": (attribute_of_four_gigabytes, "the attribute digest claims 4,294,967,295 bytes"),
+    "a million records of one byte": (
+        lambda path: path.write_bytes(framed(b"\n") * 1_000_000),
+        r"record 0 at byte 0: its data is no tf\.train\.Example; copy",
+    ),
 }
 
 READ_ALL = """
@@ -146,14 +161,14 @@ for path in map(Path, sys.argv[1:]):
 
 
 def test_what_promises_much_is_refused_in_little_memory(tmp_path: Path) -> None:
-    for name, make in GREEDY.items():
+    for name, (make, _) in GREEDY.items():
         make(tmp_path / name)
     done = python("-c", READ_ALL, *(tmp_path / name for name in GREEDY))
     assert done.returncode == 0, done.stderr
-    found = [json.loads(line) for line in done.stdout.splitlines()]
-    assert [name for name, _, _ in found] == list(GREEDY)
-    for name, said, grown in found:
-        assert said.startswith(str(tmp_path / name)), (name, said)
+    found = {name: (said, grown) for name, said, grown in map(json.loads, done.stdout.splitlines())}
+    assert list(found) == list(GREEDY)
+    for name, (said, grown) in found.items():
+        assert re.match(f"{tmp_path / name}: .*{GREEDY[name][1]}", said), (name, said)
         assert grown < MOST_MEMORY, name
 
 
