@@ -9,8 +9,7 @@ import pytest
 
 from dataloading.dataset.folder import open_dataset
 from dataloading.dataset.rewrite import convert, shuffle
-from dataloading.options import OwnText, PretrainingOptions
-from dataloading.preparation.own_text import write_own_text
+from dataloading.options import PretrainingOptions
 from dataloading.preparation.pretraining_data import samples_of
 from dataloading.text.losses import TextCounts, _percent
 from dataloading.text.tokenization import TokenizedDocuments, Tokenizer, cut_sentences
@@ -142,17 +141,3 @@ def test_a_cased_vocabulary_with_lower_case_is_warned_of_and_recorded(run: Run, 
         printed = run("verify", out)
         assert "capital letters kept, accents kept" in printed
         assert "warning" not in printed
-
-
-def test_long_lines_without_spaces_lose_nothing(tmp_path: Path) -> None:
-    rng = np.random.default_rng(3)
-    ideographs = [chr(0x4E00 + number) for number in range(40)]
-    paragraphs = ["".join(rng.choice(ideographs, 400)) for _ in range(30)]
-    text, vocab = tmp_path / "text.txt", tmp_path / "vocab.txt"
-    text.write_text("\n\n".join(paragraphs), encoding="utf-8")
-    vocab.write_text("\n".join([*SPECIAL, *ideographs]), encoding="utf-8")
-    write_own_text((text,), OwnText(vocab=vocab, max_seq_length=64), tmp_path / "out")
-    dataset = open_dataset(tmp_path / "out" / "train")
-    assert dataset.info.text.unused_tokens < 0.01 * dataset.info.text.tokens
-    labels = dataset.take(np.arange(len(dataset))).next_sentence_labels
-    assert 0.3 < labels.mean() < 0.8  # a document of one sentence would have random next sentences only
