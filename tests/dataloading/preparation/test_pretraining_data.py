@@ -6,10 +6,12 @@ import numpy as np
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
+from numba.core import config
 
 from benchmarks.data_stages import reference_prepare
 from dataloading.options import PretrainingOptions
-from dataloading.preparation.pretraining_data import create_samples
+from dataloading.preparation import pretraining_data
+from dataloading.preparation.pretraining_data import compiled, create_samples
 from dataloading.shards.samples import Samples
 from dataloading.text.documents import read_documents
 from dataloading.text.tokenization import Tokenizer, tokenize_documents
@@ -104,3 +106,21 @@ def test_sentences_and_documents_without_tokens_are_left_out(vocab_file: Path) -
     assert tokenized.document_offsets.tolist() == [0, 2, 3]
     with pytest.raises(ValueError, match="no tokens"):
         tokenize_documents([["\u200b"]], tokenizer)
+
+
+def plain(number: int) -> int:
+    return number + 1
+
+
+def test_functions_are_cached_only_where_no_other_user_can_write(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Numba's cache contains pickles, which can run any code."""
+    monkeypatch.setattr(pretraining_data, "is_private", lambda folder: folder.parent.name == "private")
+    for name in ("private", "shared"):
+        monkeypatch.setattr(config, "CACHE_DIR", str(tmp_path / name))
+        for _ in range(2):
+            assert (compiled(plain).stats.cache_path is not None) is (name == "private")
+        assert len(caplog.messages) == (name == "shared"), "one warning for a folder"
+    monkeypatch.setattr(config, "DISABLE_JIT", True)
+    assert compiled(plain) is plain

@@ -367,24 +367,24 @@ def test_all_that_is_missing_or_wrong_is_named_at_once(run: Run, own: StandIn, t
     ]
 
 
-@pytest.mark.parametrize("form", ["TF2 by content", "TF2 by folder", "another prefix", "Hugging Face"])
-def test_another_checkpoint_is_named_with_the_files_that_were_expected(run: Run, tmp_path: Path, form: str) -> None:
-    folder = tmp_path / ("tf2_ckpt" if form == "TF2 by folder" else "given")
-    folder.mkdir()
-    index = folder / ("bert_model.ckpt.index" if form == "another prefix" else "model.ckpt-28252.index")
-    if form == "Hugging Face":
-        (folder / "model.safetensors").touch()
-    elif form == "TF2 by folder":
-        index.with_suffix(".data-00000-of-00001").touch()
-    else:
-        index.write_bytes(b"_CHECKPOINTABLE_OBJECT_GRAPH" if form == "TF2 by content" else b"")
-    path = folder / ("model.safetensors" if form == "Hugging Face" else index.stem)
-    kind = {"another prefix": "another checkpoint", "Hugging Face": "not a TensorFlow checkpoint"}.get(form)
-    why = f"{path} is {kind or 'a TF2 checkpoint'}"
+@pytest.mark.parametrize(
+    ("name", "content", "why"),
+    [
+        ("given/model.ckpt-28252.index", b"_CHECKPOINTABLE_OBJECT_GRAPH", "model.ckpt-28252 is a TF2 checkpoint"),
+        ("tf2_ckpt/model.ckpt-28252.data-00000-of-00001", b"", "model.ckpt-28252 is a TF2 checkpoint"),
+        ("given/bert_model.ckpt.index", b"", "bert_model.ckpt is another checkpoint"),
+        ("given/model.safetensors", b"", "model.safetensors is not a TensorFlow checkpoint"),
+    ],
+)
+def test_another_checkpoint_is_named_with_the_files_that_were_expected(
+    run: Run, tmp_path: Path, name: str, content: bytes, why: str
+) -> None:
+    (folder := (tmp_path / name).parent).mkdir()
+    (tmp_path / name).write_bytes(content)
     said, _, error = run("wikipedia", folder, "--out", tmp_path / "out", fails=True).partition("error: ")
-    assert error == f"{folder}: none of MLCommons' files found; {why}; expected {SOURCES[CHECKPOINT]}\n"
+    assert error == f"{folder}: none of MLCommons' files found; {folder / why}; expected {SOURCES[CHECKPOINT]}\n"
     missing = [f"missing: {SOURCES[name]}, for {tmp_path / 'out' / name}" for name in SOURCES]
-    missing[1] += f"; {why}"
+    missing[1] += f"; {folder / why}"
     assert said.splitlines()[:4] == missing
 
 
