@@ -25,7 +25,7 @@ from dataloading.dataset import known
 from dataloading.dataset.folder import open_dataset
 from dataloading.dataset.rewrite import shuffle
 from dataloading.options import PretrainingOptions
-from dataloading.preparation import wikipedia
+from dataloading.preparation import mlcommons, wikipedia
 from dataloading.preparation.mlcommons import CHECKPOINT, SOURCES, how_to_download
 from dataloading.preparation.prepare import Job, prepare
 from tests.conftest import REPOSITORY
@@ -146,51 +146,16 @@ def progress(said: list[str]) -> str:
     return "; ".join(f"{stage} {' '.join(match[1] for match in matches)}" for stage, matches in stages)
 
 
-def test_it_says_what_it_finds_makes_and_verifies(
-    run: Run, stand_in: StandIn, whole: dict[str, object], tmp_path: Path
-) -> None:
-    out = tmp_path / "out"
-    for place, name in ((out / "preparation", ".left by a killed process"), (out, ".vocab.txt")):
-        place.mkdir(parents=True, exist_ok=True)
-        (place / f"{name}.0.partial").touch()
-    found = [
-        f"found: vocabulary, {tmp_path / 'vocabulary' / 'vocab.txt'}, 5.5 kB",
-        f"found: text, {stand_in.text / 'part-00000-of-00003'} ... (3 files), 123.4 kB",
-        f"found: evaluation text, {stand_in.text / 'eval.txt'}, 173.9 kB",
-        f"missing: {SOURCES[CHECKPOINT]}, for {out / CHECKPOINT}",
-        *how_to_download([SOURCES[CHECKPOINT]]),
-    ]
-    said = run(*arguments(stand_in, out), status=1).splitlines()
-    assert results(out) == whole
-    assert (left_in(out), list(out.glob(".*"))) == ({".json", "lock"}, [])
-    seconds = "0:00 (check 0:00, evaluation 0:00, samples 0:00, train 0:00, verify 0:00)"
-    assert said[:7] == [
-        *found,
-        f"to make in {out}: 1.4 MB; meanwhile 6.0 MB are needed, and 7.0 MB are free",
-        f"expected time with --jobs 1 on 4 cores: {seconds}",
-    ]
-    # The stages take 0.6, 29.6, 21.0, 14.8 and 3.8 ms, so they end at 0, 43, 73, 94 and 100 %.
-    assert progress(said) == (
-        "check 0; evaluation 43; samples 53 63 73; train 75 78 80 82 85 87 89 92 94; verify 96 97 99 100"
-    )
-    ended = [
-        *(f"{out / name}: {len(open_dataset(out / name)):,} samples, verified" for name in ("train", "evaluation")),
-        f"not made: {out / CHECKPOINT}; run the command again with the folders of the missing files",
-    ]
-    verified = [
-        f"{name}: {line}" for name in ("train", "evaluation") for line in known.verify(open_dataset(out / name))
-    ]
-    assert [line for line in said[7:] if not line.startswith("[")] == [*verified, *ended]
-    exist = [f"{out / name} exists already" for name in ("evaluation", "train")]
-    assert run(*arguments(stand_in, out), status=1).splitlines() == [*found, *exist, *ended]
-
-
 @pytest.mark.slow
 def test_both_downloads_make_what_the_recipes_expect(
     run: Run, stand_in: StandIn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(wikipedia, "EVALUATION_SAMPLES", 10_000)
+    monkeypatch.setattr(mlcommons, "_STARTING_SECONDS", 0.02)
     out = tmp_path / "wikipedia"
+    for place, name in ((out / "preparation", ".left by a killed process"), (out, ".vocab.txt")):
+        place.mkdir(parents=True, exist_ok=True)
+        (place / f"{name}.0.partial").touch()
     command = ["wikipedia", stand_in.files, stand_in.text, "--out", out, "--shards", 3, "--jobs", 2]
     said = run(*command, "--checksums", stand_in.checksums).splitlines()
     data = RECIPES["h100_1x8"]().data
@@ -198,31 +163,47 @@ def test_both_downloads_make_what_the_recipes_expect(
     for path in (data.train, data.evaluation, data.vocab, data.initial_checkpoint):
         assert (out / path.relative_to("data/wikipedia")).exists()
     assert (out / "vocab.txt").read_bytes() == (stand_in.files / "vocab.txt").read_bytes()
+    assert (left_in(out), list(out.glob(".*"))) == ({".json", "lock"}, [])
+
+    found = [
+        f"found: vocabulary, {stand_in.files / 'vocab.txt'}, 5.5 kB",
+        f"found: checkpoint, {stand_in.files / 'tf1_ckpt' / 'model.ckpt-28252.index'} ... (2 files), 25.9 kB",
+        f"found: text, {stand_in.text / 'part-00000-of-00003'} ... (3 files), 123.4 kB",
+        f"found: evaluation text, {stand_in.text / 'eval.txt'}, 173.9 kB",
+    ]
+    stages = "check 0:00, phase1.safetensors 0:00, evaluation 0:00, samples 0:00, train 0:00, verify 0:00"
+    needed = [
+        f"to make in {out}: 1.4 MB; meanwhile 6.0 MB are needed, and 7.0 MB are free",
+        f"expected time with --jobs 2 on 4 cores: 0:00 ({stages})",
+    ]
+    assert said[:6] == [*found, *needed]
+    # The stages take 0.3, 20.1, 29.6, 10.5, 14.8 and 3.8 ms, so they end at 0, 25, 63, 76, 95 and 100 %.
+    assert progress(said) == (
+        "check 0; phase1.safetensors 25; evaluation 63; samples 67 72 76; train 78 80 82 84 86 88 91 93 95; verify 96 100"
+    )
+    sets = {name: open_dataset(out / name) for name in ("train", "evaluation")}
     names = {"train": "train", "evaluation": "evaluation", "vocab": "vocab.txt", "initial-checkpoint": CHECKPOINT}
     flags = " ".join(f"--data.{key} {out / name}" for key, name in names.items())
-    next_steps = [
+    ended = [
+        *(f"{out / name}: {len(dataset):,} samples, verified" for name, dataset in sets.items()),
         f"accuracy before training: python -m bert.evaluate h100_1x1 --expect 0.34085 {flags}",
         f"whether a run would start: python -m bert.train h100_1x8 --dry-run {flags}",
     ]
-    assert said[-2:] == next_steps
-    assert progress(said) == "check 0; phase1.safetensors 98; evaluation 99; verify 100"
-    assert left_in(out) == {".json", "lock"}
+    verified = [f"{name}: {line}" for name, dataset in sets.items() for line in known.verify(dataset)]
+    assert [line for line in said[6:] if not line.startswith("[")] == [*verified, *ended]
 
     texts = tuple(stand_in.text / f"part-{index:05d}-of-{PARTS:05d}" for index in range(PARTS))
     samples = prepare(Job(texts, out / "vocab.txt", PretrainingOptions()), tmp_path / "samples")
     expected = shuffle(samples, tmp_path / "shuffled", shards=3, seed=24)
-    assert [shard.digest for shard in open_dataset(out / "train").shards] == [shard.digest for shard in expected.shards]
+    assert [shard.digest for shard in sets["train"].shards] == [shard.digest for shard in expected.shards]
     of_eval = prepare(Job((stand_in.text / "eval.txt",), out / "vocab.txt", PretrainingOptions()), tmp_path / "all")
     picked = np.array([int(index * (len(of_eval) / 10_000)) for index in range(10_000)])
-    evaluation = open_dataset(out / "evaluation")
-    assert evaluation.take(np.arange(10_000)).digest() == of_eval.take(picked).digest()
-    assert len(evaluation.shards) == 1
+    assert sets["evaluation"].take(np.arange(10_000)).digest() == of_eval.take(picked).digest()
+    assert len(sets["evaluation"].shards) == 1
 
     before = {path: path.stat().st_ino for path in out.rglob("*") if "preparation" not in path.parts}
-    again = run(*command, "--checksums", stand_in.checksums).splitlines()
     exist = [f"{out / name} exists already" for name in (CHECKPOINT, "evaluation", "train")]
-    assert again[4:7] == exist
-    assert again[9:] == next_steps
+    assert run(*command, "--checksums", stand_in.checksums).splitlines() == [*found, *exist, *ended]
     assert {path: path.stat().st_ino for path in out.rglob("*") if "preparation" not in path.parts} == before
 
 
