@@ -352,7 +352,7 @@ class _Preparation:
         marker = self.work / "verified.json"
         if not _records(marker, state):
             datasets = [open_dataset(folder) for folder in folders]
-            total = max(1, sum(map(len, datasets)))
+            total = sum(map(len, datasets))
             for dataset in datasets:
                 for line in known.verify(dataset, lambda shard: self.progress.add("verify", shard.samples / total)):
                     say(f"{dataset.folder.name}: {line}")
