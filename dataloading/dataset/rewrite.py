@@ -58,8 +58,8 @@ def shuffle(source: Dataset, out: Path, *, shards: int, seed: int, report: StepR
     least = max(1, -(-_stored_bytes(source) // _SHARD_BYTES))
     if not least <= shards <= len(source):
         raise ValueError(
-            f"--shards is {shards} for {counted(len(source), 'sample')}; expected {least} or more, so that a shard fits into "
-            "memory, and at most the number of samples"
+            f"--shards is {shards} for {counted(len(source), 'sample')}; expected {least} or more, so that a shard fits "
+            "into memory, and at most the number of samples"
         )
     buckets = -(-_stored_bytes(source) // _BUCKET_BYTES)
     settings = {"shards": shards, "seed": seed, "buckets": buckets}

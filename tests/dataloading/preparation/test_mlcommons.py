@@ -23,6 +23,37 @@ def sized(path: Path, size: int) -> Path:
     return path
 
 
+def test_files_are_found_at_any_depth_but_not_twice(tmp_path: Path) -> None:
+    one, other, checkpoint = tmp_path / "one", tmp_path / "other", tmp_path / "one" / "tf1_ckpt" / "model.ckpt-28252"
+    files = [Path(f"{checkpoint}.{end}") for end in ("index", "data-00000-of-00002", "data-00001-of-00002")]
+    articles = [other / "AA" / "wiki_00.bz2", other / "AA" / "wiki_01", other / "AB" / "wiki_00"]
+    unused = [other / "dump.xml.bz2", other / "text.tar.gz"]
+    left_out = [one / ".git" / "vocab.txt", one / "out" / "eval.txt", other / "AB" / "wiki_000"]
+    for path in (*files, *articles, *unused, *left_out, one / "vocab.txt", other / "some.md5"):
+        sized(path, 0)
+    (one / "up").symlink_to(one)
+    inputs = Inputs(
+        vocabulary=(one / "vocab.txt",),
+        checkpoint=tuple(files),
+        articles=tuple(articles),
+        lists=(other / "some.md5",),
+        others=(
+            (TRAIN, f"{unused[0]} is a dump: run WikiExtractor on it"),
+            (TRAIN, f"{unused[1]} is an archive: unpack it"),
+        ),
+    )
+    assert ml.find_inputs([one, other], one / "out") == inputs
+    assert inputs.uses_articles
+    assert inputs.files == [one / "vocab.txt", *files]
+    files[1].unlink()
+    (other / "AA" / "eval.txt").symlink_to("nowhere")
+    found = ml.find_inputs([one, other], one / "out")
+    again = "download bert-input-files again, which fetches missing files"
+    broken = f"{other / 'AA' / 'eval.txt'} is a broken link, a pipe or a device, expected a file"
+    assert found.problems == (broken, f"the checkpoint lacks {files[1]}; {again}")
+    assert found.checkpoint == (files[0], files[2])
+
+
 def test_time_and_room_are_in_proportion_to_the_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "cpu_count", lambda: 4)
     names = ("vocab.txt", "bert_config.json", "eval.txt")
