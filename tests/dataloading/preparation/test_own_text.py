@@ -1,6 +1,5 @@
 """Data sets from users' own text: held-out documents, the vocabulary, and invalid options."""
 
-import json
 from pathlib import Path
 
 import pytest
@@ -101,18 +100,10 @@ def test_a_vocabulary_is_smaller_than_requested_if_the_text_has_too_few_tokens(t
         assert (recorded["do_lower_case"], recorded["strip_accents"]) == options
 
 
-@pytest.mark.parametrize("form", ["file", "folder with vocab.txt", "folder with tokenizer.json"])
-def test_a_vocabulary_that_is_given(text: Path, tmp_path: Path, form: str) -> None:
+def test_a_vocabulary_that_is_given(text: Path, tmp_path: Path) -> None:
     tokens = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "alpha", "beta", "number", "Capital"]
-    model = tmp_path / "model"
-    model.mkdir()
-    if form == "folder with tokenizer.json":
-        ids = {token: index for index, token in enumerate(tokens)}
-        (model / "tokenizer.json").write_text(json.dumps({"model": {"type": "WordPiece", "vocab": ids}}))
-    else:
-        (model / "vocab.txt").write_text("\n".join(tokens))
-    given = model / "vocab.txt" if form == "file" else model
-    write_own_text((text,), OwnText(vocab=given, accept_losses=True), tmp_path / "out")
+    (tmp_path / "given").write_text("\n".join(tokens))
+    write_own_text((text,), OwnText(vocab=tmp_path / "given", accept_losses=True), tmp_path / "out")
     assert Vocabulary.from_file(tmp_path / "out" / "vocab.txt").tokens == tuple(tokens)
     assert open_dataset(tmp_path / "out" / "train").info.options["do_lower_case"] is False  # "Capital" is a token
 

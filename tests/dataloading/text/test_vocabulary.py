@@ -4,7 +4,7 @@ import hashlib
 import itertools
 import json
 import re
-from dataclasses import asdict
+from dataclasses import asdict, astuple
 from pathlib import Path
 from typing import Any
 
@@ -98,22 +98,16 @@ def test_a_table_belongs_to_a_vocabulary_if_its_other_rows_are_padding(tmp_path:
 
 def test_what_is_recorded_about_a_normalization_is_read() -> None:
     for recorded, expected in (
-        ({}, None),
-        ({"do_lower_case": 1, "strip_accents": True}, None),
-        ({"do_lower_case": True}, Normalization()),
-        ({"do_lower_case": False}, Normalization(False, False)),
-        ({"do_lower_case": True, "strip_accents": False}, Normalization(True, False)),
-        ({"do_lower_case": False, "strip_accents": True}, Normalization(False, True)),
-        ({"do_lower_case": True, "tokenize_chinese_chars": False}, Normalization(True, True, False)),
+        *(({}, None), ({"do_lower_case": 1, "strip_accents": True}, None)),
+        *(({"do_lower_case": True}, (True, True, True)), ({"do_lower_case": False}, (False, False, True))),
+        ({"do_lower_case": True, "strip_accents": False}, (True, False, True)),
+        ({"do_lower_case": False, "strip_accents": True}, (False, True, True)),
+        ({"do_lower_case": True, "tokenize_chinese_chars": False}, (True, True, False)),
     ):
-        assert Normalization.recorded(recorded) == expected
-    for given, expected in (
-        ((), Normalization()),
-        ((False,), Normalization(False, False)),
-        ((False, True, False), Normalization(False, True, False)),
-        ((True, False), Normalization(True, False)),
-    ):
-        assert Normalization.of(*given) == expected
+        found = Normalization.recorded(recorded)
+        assert (None if found is None else astuple(found)) == expected
+        if expected is not None:
+            assert Normalization.of(**recorded) == found
 
 
 def test_nothing_but_the_vocabulary_is_a_guess_that_a_few_tokens_do_not_decide(tmp_path: Path) -> None:
@@ -203,23 +197,6 @@ def test_another_kind_of_tokenizer_is_refused(
     with pytest.raises(ValueError, match=message) as caught:
         find_normalization(Vocabulary.read(folder), folder, AS_STATED)
     assert len(str(caught.value).replace(str(tmp_path), "")) < 500
-
-
-HOSTILE = (
-    *(b"", b"[]", b"null", b'{"model":', b"[" * 100_000, b"\xff", b'{"model": [], "do_lower_case": []}'),
-    b'{"model": {"type": "WordPiece", "vocab": []}, "tokenizer_class": 3}',
-    b'{"model": {"type": "WordPiece", "vocab": {"\\u001b": -1}}, "do_basic_tokenize": "\\u001b"}',
-)
-
-
-@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
-def test_hostile_files_are_refused_in_one_line(tmp_path: Path, name: str) -> None:
-    folder = write(tmp_path / "model", PLAIN)
-    for content in HOSTILE:
-        (folder / name).write_bytes(content)
-        with pytest.raises(ValueError, match=name) as caught:
-            find_normalization(Vocabulary.read(folder), folder, AS_STATED)
-        assert str(caught.value).isprintable()
 
 
 def test_a_tokenizer_can_be_named_itself(tmp_path: Path) -> None:
