@@ -222,10 +222,7 @@ def test_a_length_index_that_is_damaged_hostile_or_of_other_shards_is_refused(fo
         Dataset(folder, INFO, open_dataset(folder).shards, swapped).verify()
     digest, manifest = hashlib.sha256((folder / "lengths.npy").read_bytes()).hexdigest(), folder / "manifest.json"
     listed = manifest.read_text()
-    for head in (
-        *(b"'", b"{", b"{'descr': '<u2'}", b"(1", b"{'descr': '|O', 'fortran_order': False, 'shape': (1,)}"),
-        b"{'descr': '<u2', 'fortran_order': False, 'shape': (False, 2)}",
-    ):
+    for head in (b"{", b"(1", b"{'descr': '|O', 'fortran_order': False, 'shape': (1,)}"):
         hostile = b"\x93NUMPY\x01\x00" + len(head).to_bytes(2, "little") + head
         (folder / "lengths.npy").write_bytes(hostile)
         manifest.write_text(listed.replace(digest, hashlib.sha256(hostile).hexdigest()))

@@ -115,32 +115,37 @@ def test_other_encodings_mean_the_same(tmp_path: Path) -> None:
         assert read(tmp_path / "other", framed(encoding)).digest() == expected.digest(), name
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"input_ids": [2, 65536, 300, 3, 9, 3, 0, 0]}, "input_ids: .* expected 0 to 65535"),
-        ({"input_ids": [2, -1, 300, 3, 9, 3, 0, 0]}, "input_ids: -1"),
-        ({"masked_lm_ids": [7, 65536, 0]}, "masked_lm_ids"),
-        ({"masked_lm_positions": [1, 6, 0]}, "masked_lm_positions"),
-        ({"masked_lm_positions": [4, 4, 0]}, "masked_lm_positions do not ascend"),
-        ({"segment_ids": [0, 0, 2, 0, 1, 1, 0, 0]}, "other values than 0 and 1"),
-        ({"next_sentence_labels": [2]}, "other values than 0 and 1"),
-        ({"next_sentence_labels": [0, 1]}, "disagree in length"),
-        ({"input_mask": [1, 1, 1, 1, 1, 0, 1, 0]}, "input_mask is not ones"),
-        ({"input_mask": [0] * 8}, "input_mask is not ones"),
-        ({"masked_lm_positions": [0, 4, 0]}, "masked_lm_positions do not ascend"),
-        ({"input_mask": [1.0] * 8}, "input_mask is missing, empty or of another type"),
-        ({"masked_lm_ids": [7]}, "disagree in length"),
-        ({"segment_ids": None}, "segment_ids is missing"),
-    ],
+CHANGES: tuple[tuple[dict[str, list | None], str], ...] = (
+    ({"input_ids": [2, 65536, 300, 3, 9, 3, 0, 0]}, "input_ids: 2 to 65536, expected 0 to 65535"),
+    ({"input_ids": [2, -1, 300, 3, 9, 3, 0, 0]}, "input_ids: -1 to 300, expected 0 to 65535"),
+    ({"masked_lm_ids": [7, 65536, 0]}, "masked_lm_ids: 7 to 65536, expected"),
+    *(
+        ({"masked_lm_positions": at}, "masked_lm_positions do not")
+        for at in ([1, 6, 0], [4, 4, 0], [4, 1, 0], [0, 4, 0])
+    ),
+    ({"segment_ids": [0, 0, 2, 0, 1, 1, 0, 0]}, "segment_ids or next_sentence_labels hold other values than 0 and 1"),
+    ({"next_sentence_labels": [2]}, "segment_ids or next_sentence_labels hold other values than 0 and 1"),
+    *(
+        ({name: [0, 1]}, "its lists disagree in length")
+        for name in ("next_sentence_labels", "masked_lm_ids", "segment_ids")
+    ),
+    *(({"input_mask": mask}, "input_mask is not ones") for mask in ([1, 1, 1, 1, 1, 0, 1, 0], [2] + [1] * 7, [0] * 8)),
+    ({"input_mask": [1.0] * 8}, "the feature input_mask is missing, empty or of another type"),
+    ({"segment_ids": None}, "the feature segment_ids is missing"),
 )
-def test_what_is_no_sample_is_refused(tmp_path: Path, change: dict, message: str) -> None:
-    changed = {name: values for name, values in (SAMPLE | change).items() if values is not None}
-    good = framed(example(SAMPLE))
-    path = tmp_path / "file"
-    with pytest.raises(ValueError, match=message) as caught:
-        read(path, good + framed(example(changed)))
-    assert f"{path}: record 1 at byte {len(good)}: " in str(caught.value)
+
+
+def test_what_is_no_sample_is_refused(tmp_path: Path) -> None:
+    path, good = tmp_path / "file", framed(example(SAMPLE))
+    for change, message in CHANGES:
+        changed = {name: values for name, values in (SAMPLE | change).items() if values is not None}
+        with pytest.raises(ValueError, match=f"^{path}: record 1 at byte {len(good)}: {message}"):
+            read(path, good + framed(example(changed)))
+    last = read(path, framed(example(SAMPLE | {"masked_lm_positions": [1, 5, 0]})))
+    assert last.masked_lm_positions.tolist() == [1, 5]
+    for end in range(1, len(example(SAMPLE))):
+        with pytest.raises(ValueError, match=f"^{path}: record 0 at byte 0: "):
+            read(path, framed(example(SAMPLE)[:end]))
 
 
 def test_a_flipped_bit_of_any_byte_and_every_truncation_is_noticed(tmp_path: Path) -> None:
