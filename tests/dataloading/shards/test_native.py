@@ -1,7 +1,6 @@
 """Blocks of samples, and shards of the native layout: read back as written, and refused with a reason if damaged."""
 
 import dataclasses
-import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -37,7 +36,9 @@ def test_a_shard_gives_back_what_was_written(shard_path: Path, samples: Samples,
     opened.clear()
     shard = open_shard(shard_path)
     assert str(shard_path) in opened
-    assert [os.readlink(each) for each in Path("/proc/self/fd").iterdir() if each.exists()].count(str(shard_path)) == 1
+    assert [str(each.readlink()) for each in Path("/proc/self/fd").iterdir() if each.exists()].count(
+        str(shard_path)
+    ) == 1
     assert len(shard) == COUNT
     assert shard.info == INFO
     assert shard.held_bytes == 0
