@@ -13,8 +13,11 @@ from dataloading.batches import packing
 from dataloading.batches.packing import (
     PackingStrategy,
     _at_own_lengths,
+    _best_combinations,
     _first_fit_decreasing,
+    _linear_program,
     _rounded,
+    _solve,
     pack_histogram,
     pack_samples,
 )
@@ -106,6 +109,31 @@ def test_surplus_slots_hold_shorter_lengths_and_amounts_become_whole_packs() -> 
     assert found == {(5, 5): 1, (3, 3): 0, (5, 3): 1, (3,): 1}
     assert _rounded({(5, 5): 0.9999999, (5, 3): 0.3, (3,): 0.4}, counts, 2) == {(5, 5): 1, (3,): 1, (5, 3): 1}
     assert _rounded({(3, 3): 0.4, (5,): 0.3}, counts, 2) == {(3, 3): 1, (5,): 3}
+
+
+@given(st.lists(st.integers(0, 9), min_size=12, max_size=12).filter(any), st.integers(1, 4))
+def test_the_most_valuable_combination_with_each_length_is_found(values: list[int], limit: int) -> None:
+    prices = np.array([0, *values]) / 8
+    lengths = np.flatnonzero(prices)
+    found, most = _best_combinations(prices, lengths, limit)
+    several = (itertools.combinations_with_replacement(lengths.tolist(), count) for count in range(1, limit + 1))
+    worth = {each: prices[list(each)].sum() for each in itertools.chain(*several) if sum(each) <= 12}
+    assert most == max(worth.values())
+    for length, row in zip(lengths.tolist(), found.tolist(), strict=True):
+        assert (len(row), row) == (limit, sorted(row, reverse=True))
+        assert worth[tuple(sorted(filter(None, row)))] == max(value for each, value in worth.items() if length in each)
+        assert length in row
+
+
+def test_a_linear_program_has_equal_packs_and_prices() -> None:
+    counts = np.bincount([51, 27, 26, 23], [6, 6, 6, 12], minlength=101).astype(np.int64)
+    columns = np.array([[51, 26, 23, 0], [27, 27, 23, 23], [51, 27, 0, 0], [23, 0, 0, 0]])
+    for times in (1, 10_000):
+        amounts, prices = _solve(columns, times * counts)
+        assert amounts == pytest.approx(times * np.array([6, 3, 0, 0]))
+        assert prices @ counts == pytest.approx(9)
+        assert prices[columns].sum(1).max() == pytest.approx(1)
+    assert _linear_program(counts, 4, [(51, 27)]) == ({(51, 26, 23): 6, (27, 27, 23, 23): 3}, 9)
 
 
 @pytest.mark.parametrize(
