@@ -293,7 +293,7 @@ class _Preparation:
             place = self._place(result, made_from)
             make(place)
             # Write the marker before the result, because a marker without a result has no effect.
-            write_atomically(marker, json.dumps(made_from, indent=1).encode())
+            write_atomically(marker, json.dumps(made_from).encode())
             place.rename(target)
             sync(self.out)
         self.progress.set(result, kept=True)

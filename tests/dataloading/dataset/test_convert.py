@@ -106,7 +106,8 @@ def test_shards_from_elsewhere_become_a_data_set_where_they_lie(
         dataset.check_files()
         dataset.check_vocabulary(Vocabulary.from_file(vocab))
         assert dataset.take(EVERYTHING).sample_digests().tolist() == expected.tolist()
-        assert dataset.info.max_seq_length == MOST_TOKENS
+        sizes = (dataset.info.max_seq_length, dataset.info.max_predictions_per_seq)
+        assert sizes == (MOST_TOKENS, MOST_MASKED if layout == "fixed" else 6)  # 15 % of 40
         assert dataset.info.options == {}
     assert "settings: not recorded; samples of at most 40 tokens" in run("verify", folder)
     shuffled = shuffle(open_dataset(folder), tmp_path / "shuffled", shards=3, seed=1)

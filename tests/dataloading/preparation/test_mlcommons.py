@@ -106,7 +106,7 @@ def test_too_little_room_is_refused_at_once(run: Run, tmp_path: Path, monkeypatc
 
 def test_known_sums_come_first_then_those_of_the_list_beside_the_files(tmp_path: Path) -> None:
     names = [f"part-{index:05d}-of-00012" for index in range(12)]
-    (tmp_path / "list").write_text("".join(f"{'A' * 32} *text/{name}\n" for name in [*names, "eval.txt"]) + "x\n")
+    (tmp_path / "list").write_text("".join(f"{'A' * 32} *text/{name}\n" for name in [*names, "eval.txt"]) + "x" * 99)
     beside = Checksums(None, [tmp_path / "list"])
     assert beside.expected(Path("elsewhere", names[0])) == {"a" * 32}
     assert beside.expected(Path("text/eval.txt")) == {KNOWN["eval.txt"][1]}
@@ -122,5 +122,5 @@ def test_known_sums_come_first_then_those_of_the_list_beside_the_files(tmp_path:
     assert beside.wrong_sizes([vocabulary, tmp_path / "list"]) == []
     (wrong,) = beside.wrong_sizes([sized(vocabulary, 231_509)])
     assert f"{vocabulary} (231,509 bytes, expected 231,508)" in wrong
-    with pytest.raises(ValueError, match="line 14 is 'x'"):
+    with pytest.raises(ValueError, match=r"line 14 is 'x{80}'; expected an MD5 sum"):
         Checksums(tmp_path / "list", [])

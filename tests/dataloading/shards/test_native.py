@@ -9,8 +9,9 @@ import h5py
 import numpy as np
 import pytest
 
+from dataloading.shards import samples as samples_module
 from dataloading.shards.formats import open_shard, write_shard
-from dataloading.shards.samples import DTYPES, Samples, concatenate, synthetic_samples
+from dataloading.shards.samples import DTYPES, Samples, concatenate, row_blocks, synthetic_samples
 from dataloading.shards.shard import check_offsets
 from tests.dataloading.foreign_shards import array_of
 from tests.dataloading.made_up import INFO, make_samples
@@ -123,8 +124,13 @@ def test_any_truncation_and_any_flipped_byte_of_the_arrays_is_noticed(shard_path
             open_shard(shard_path).verify()
 
 
-def test_slices_are_the_rows_in_between_and_join_to_the_whole() -> None:
-    samples = make_samples(7)
+def test_slices_are_the_rows_in_between_and_join_to_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    samples, rows = make_samples(7), np.array([6, 0, 0, 3])
+    whole = samples.sample_digests().tolist(), samples.take(rows).digest()
+    assert [list(block) for block in row_blocks(np.array([0, 3, 4, 9, 9, 30]))] == [[0, 1, 2, 3, 4]]
+    monkeypatch.setattr(samples_module, "_ELEMENTS_AT_A_TIME", 9)
+    assert [list(block) for block in row_blocks(np.array([0, 3, 4, 9, 9, 30, 30, 31]))] == [[0, 1, 2, 3], [4], [5, 6]]
+    assert (samples.sample_digests().tolist(), samples.take(rows).digest()) == whole
     for start, stop in ((0, 7), (2, 5), (3, 3), (7, 7)):
         assert samples.slice(start, stop).digest() == samples.take(np.arange(start, stop)).digest()
     parts = [samples.slice(0, 3), samples.slice(3, 3), samples.slice(3, 7)]
