@@ -1,6 +1,7 @@
 """Batches and their loaders: offsets and counts, equal results from NumPy and DALI, and the choice of a loader."""
 
 import importlib.util
+import itertools
 import re
 import sys
 from collections.abc import Callable
@@ -12,7 +13,7 @@ import pytest
 import torch
 
 from dataloading.batches import loader_choice
-from dataloading.batches.loader import Batch, Loader, NumpyLoader, Uploads, batch_of, inert_batch
+from dataloading.batches.loader import Batch, Loader, NumpyLoader, Prefetcher, Uploads, batch_of, inert_batch
 from dataloading.batches.loader_choice import check_loader, choose_loader, fastest_turns
 from dataloading.batches.plan import BatchPlan, MicroBatch, ShapeBucket, fitting
 from dataloading.dataset.folder import Dataset, open_dataset
@@ -159,6 +160,11 @@ def test_nothing_is_read_before_the_first_batch_and_an_error_reaches_the_trainin
     with pytest.raises(ValueError, match="truncated"):
         next(loader)
     loader.close()
+    items = Prefetcher(itertools.count(), 3)
+    assert (next(items), [ahead.result() for ahead in items._ahead]) == (0, [1, 2, 3])
+    items.close()
+    with pytest.raises(RuntimeError, match="shutdown"):
+        next(items)
 
 
 def test_uploads_select_their_gpu_before_anything_else(monkeypatch: pytest.MonkeyPatch) -> None:

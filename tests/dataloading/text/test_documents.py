@@ -27,7 +27,7 @@ def test_forms_of_text_that_are_read(tmp_path: Path) -> None:
 OTHERS = {
     "utf16": (TEXT.encode("utf-16"), "UTF-16; convert it"),
     "utf16-without-mark": (TEXT.encode("utf-16-le"), "binary, or text in UTF-16"),
-    "latin1": (TEXT.encode("latin-1"), "line 2, byte 22: not UTF-8; .*ISO-8859-1"),
+    "latin1": (f"\n{TEXT}".encode("latin-1"), "line 3, byte 23: not UTF-8; .*ISO-8859-1"),
     "carriage-returns": (TEXT.replace("\n", "\r").encode(), "carriage returns alone; convert it: tr"),
     "png": (b"\x89PNG\r\n\x1a\n" + bytes(40), "a picture .PNG."),
     "jpeg": (b"\xff\xd8\xff\xe0" + bytes(40), "a picture .JPEG."),

@@ -235,7 +235,7 @@ def test_a_bad_vocabulary_is_refused(tmp_path: Path) -> None:
         (b"[PAD]\n[UNK]\n[CLS]\n[SEP]\n", "4 tokens without [MASK]; a BERT"),
         (b"[PAD]\nthe\xff\n", "line 2, byte 9: not UTF-8; convert"),
         (many + b"\nmore", "65,537 tokens; ids are stored in 16 bits, so at most 65,536 fit"),
-        ("\n".join([*PLAIN, "a\rb"]).encode(), f"line {len(PLAIN) + 1} holds a carriage return; end"),
+        ("\n".join(["", *PLAIN, "a\rb"]).encode(), f"line {len(PLAIN) + 2} holds a carriage return; end"),
     ):
         path.write_bytes(content)
         with pytest.raises(ValueError, match=re.escape(f"{path}: {message}")):
