@@ -2,6 +2,7 @@
 
 import json
 import struct
+import zlib
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -13,11 +14,12 @@ import pytest
 
 from dataloading.shards import hdf5_layouts
 from dataloading.shards.formats import open_shard, write_shard
+from dataloading.shards.hdf5_file import HDF5File
 from dataloading.shards.hdf5_layouts import _objects_of, write_packed
 from dataloading.shards.samples import SampleBuilder, Samples, synthetic_samples
-from dataloading.shards.shard import Shard
+from dataloading.shards.shard import Shard, map_file
 from tests.dataloading import made_up
-from tests.dataloading.foreign_shards import RAGGED, array_of, write_like_others
+from tests.dataloading.foreign_shards import array_of, write_like_others
 
 INFO = replace(made_up.INFO, max_seq_length=24, max_predictions_per_seq=6)
 COUNT = 57
@@ -96,18 +98,24 @@ def test_packed_files_of_ours_are_read_by_other_programs(tmp_path: Path, count: 
     assert open_shard(ours).read(0, count).digest() == samples.digest()
 
 
-def test_rows_are_found_in_large_and_small_heap_collections(tmp_path: Path) -> None:
-    """Write rows of very different sizes in shuffled order, so that HDF5 mixes them in its heap collections."""
-    rng = np.random.default_rng(1)
-    lengths = np.array([3, 30_000, 7, 4, 5000, 100, 4096, 2048, *rng.integers(3, 600, 300)])
-    samples, path = synthetic_samples(lengths, 30_000), tmp_path / "file"
-    with h5py.File(path, "w") as file:
-        columns = {name: file.create_dataset(name, (len(samples),), h5py.vlen_dtype(np.dtype("i2"))) for name in RAGGED}
-        for index in rng.permutation(len(samples)).tolist():
-            for name in RAGGED:
-                columns[name][index] = getattr(samples.slice(index, index + 1), name)
-        file.create_dataset("next_sentence_labels", data=samples.next_sentence_labels.astype("i1"))
-    open_shard(path).verify(samples.digest())
+def test_chunks_are_unpacked_by_the_filters_that_were_applied_to_each_and_fill_the_room(tmp_path: Path) -> None:
+    values = np.arange(12, dtype="<i4")
+    with h5py.File(tmp_path / "file", "w") as file:
+        column = file.create_dataset("column", (10,), "<i4", chunks=(4,), compression="gzip", shuffle=True)
+        for start in (0, 4, 8):
+            raw = values[start : start + 4].tobytes()
+            shuffled = np.frombuffer(raw, "u1").reshape(4, 4).T.tobytes()
+            # Each bit of the mask is a filter that was skipped: first shuffle, then gzip.
+            content, skipped = {0: (raw, 0b11), 4: (zlib.compress(raw), 0b01), 8: (shuffled, 0b10)}[start]
+            column.id.write_direct_chunk((start,), content, filter_mask=skipped)
+    found = HDF5File(tmp_path / "file", map_file(tmp_path / "file"))
+    assert found.names == ["column"]
+    found._room = 10 * 4 + 4 * 4  # the array and a chunk
+    array = found.array("column")
+    assert (array.values.tolist(), array.in_place, found._room) == (list(range(10)), False, 0)
+    found._room = 10 * 4 + 4 * 4 - 1
+    with pytest.raises(ValueError, match="column claims over 128 times the"):
+        found.array("column")
 
 
 def test_objects_end_with_their_collection_at_free_space_and_at_a_repeated_number() -> None:
