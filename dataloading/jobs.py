@@ -113,7 +113,7 @@ def begun(
     try:
         if new:
             folder.mkdir(parents=True, exist_ok=True)
-            write_atomically(path, json.dumps(description).encode())
+            write_atomically(path, json.dumps(description, indent=1).encode())
         _check_same(path, description)
         # Keep temporary files if other processes may be writing them.
         for leftover in filter(is_temporary, folder.rglob(".*.partial")) if alone else ():
