@@ -254,10 +254,10 @@ def test_a_dali_that_cannot_start_ends_a_run_that_set_it(dali: type[Dali], monke
 def test_on_a_gpu_dali_is_chosen_if_it_is_clearly_faster(dali: type[Dali], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dali, "__next__", lambda _: [])
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: SimpleNamespace(device=device))
-    for seconds, made in ((0.001939, dali), (0.00194, NumpyLoader)):
-        monkeypatch.setattr(loader_choice, "fastest_turns", lambda *_, taken=seconds: [0.002, taken])
+    for seconds, made in ((0.1939, dali), (0.194, NumpyLoader)):
+        monkeypatch.setattr(loader_choice, "fastest_turns", lambda *_, taken=seconds: [0.2, taken])
         choice = choose("auto", "cuda")
-        assert (choice.make, choice.reason) == (made, "numpy 2.00 ms a step, dali 1.94 ms")
+        assert (choice.make, choice.reason) == (made, f"numpy 200.00 ms a step, dali {1e3 * seconds:.2f} ms")
 
 
 class Taking:

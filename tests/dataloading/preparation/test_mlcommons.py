@@ -27,7 +27,7 @@ def test_files_are_found_at_any_depth_but_not_twice(tmp_path: Path) -> None:
     one, other, checkpoint = tmp_path / "one", tmp_path / "other", tmp_path / "one" / "tf1_ckpt" / "model.ckpt-28252"
     files = [Path(f"{checkpoint}.{end}") for end in ("index", "data-00000-of-00002", "data-00001-of-00002")]
     articles = [other / "AA" / "wiki_00.bz2", other / "AA" / "wiki_01", other / "AB" / "wiki_00"]
-    unused = [other / "dump.xml.bz2", other / "text.tar.gz"]
+    unused = {other / "dump.xml.bz2": "a dump: run WikiExtractor on it", other / "text.zip": "an archive: unpack it"}
     left_out = [one / ".git" / "vocab.txt", one / "out" / "eval.txt", other / "AB" / "wiki_000"]
     for path in (*files, *articles, *unused, *left_out, one / "vocab.txt", other / "some.md5"):
         sized(path, 0)
@@ -37,10 +37,7 @@ def test_files_are_found_at_any_depth_but_not_twice(tmp_path: Path) -> None:
         checkpoint=tuple(files),
         articles=tuple(articles),
         lists=(other / "some.md5",),
-        others=(
-            (TRAIN, f"{unused[0]} is a dump: run WikiExtractor on it"),
-            (TRAIN, f"{unused[1]} is an archive: unpack it"),
-        ),
+        others=tuple((TRAIN, f"{path} is {why}") for path, why in unused.items()),
     )
     assert ml.find_inputs([one, other], one / "out") == inputs
     assert inputs.uses_articles

@@ -1,5 +1,6 @@
 """Creation of samples, compared with the reference's output and with a definition in plain Python."""
 
+import random
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +12,14 @@ from numba.core import config
 from benchmarks.data_stages import reference_prepare
 from dataloading.options import PretrainingOptions
 from dataloading.preparation import pretraining_data
-from dataloading.preparation.pretraining_data import compiled, create_samples
+from dataloading.preparation.pretraining_data import (
+    _next_word,
+    _random,
+    _random_below,
+    _shuffle,
+    compiled,
+    create_samples,
+)
 from dataloading.shards.samples import Samples
 from dataloading.text.documents import read_documents
 from dataloading.text.tokenization import Tokenizer, tokenize_documents
@@ -86,6 +94,18 @@ def test_equals_the_definition(
         text = "\n".join([*lines, f"w{index}"]) + "\n" * ends_with_newline
         paths[-1].write_bytes(text.encode())
     assert prepare(paths, vocab_file, options).digest() == prepare_plainly(paths, vocab_file, options).digest()
+
+
+def test_random_numbers_are_pythons() -> None:
+    theirs = random.Random(5)
+    ours = np.array(theirs.getstate()[1], np.uint32)
+    assert [_next_word(ours) for _ in range(1300)] == [theirs.getrandbits(32) for _ in range(1300)]
+    assert [_random(ours) for _ in range(100)] == [theirs.random() for _ in range(100)]
+    for bound in (1, 2, 3, 8, 1000):
+        assert [_random_below(ours, bound) for _ in range(50)] == [theirs.randint(0, bound - 1) for _ in range(50)]
+        _shuffle(ours, items := np.arange(bound))
+        theirs.shuffle(expected := list(range(bound)))
+        assert items.tolist() == expected
 
 
 def test_documents_end_at_empty_lines_only(tmp_path: Path) -> None:

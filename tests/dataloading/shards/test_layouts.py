@@ -166,40 +166,20 @@ def with_gap(mask: np.ndarray) -> np.ndarray:
     [
         ("fixed", rewrite("input_mask", with_gap), "input_mask has a gap: real entries after padding; copy"),
         ("fixed", rewrite("input_ids", lambda ids: ids - 200), "input_ids: -"),
-        (
-            "fixed",
-            rewrite("input_ids", lambda ids: ids[:, :5]),
-            r"input_mask has shape \(57, 24\), input_ids \(57, 5\)",
-        ),
+        ("fixed", rewrite("input_ids", lambda ids: ids[:, :5]), r"mask has shape \(57, 24\), input_ids \(57, 5\)"),
         ("fixed", rewrite("segment_ids", lambda ids: ids.astype("f4")), "segment_ids holds float32, expected integers"),
         ("fixed", lambda file: file.__delitem__("segment_ids"), "segment_ids is missing"),
         ("varlength", set_row("input_ids", [5]), "segment_ids has rows of other lengths than its neighbours"),
-        (
-            "varlength",
-            rewrite("next_sentence_labels", lambda labels: labels[1:]),
-            r"next_sentence_labels has shape \(56,\), expected 57 integers",
-        ),
+        ("varlength", rewrite("next_sentence_labels", lambda labels: labels[1:]), r"\(56,\), expected 57 integers"),
         ("packed", set_row("packed_input_len", [7]), "input_ids has rows of other lengths"),
         ("packed", set_row("packed_input_len", [-7]), "packed_input_len: -7 to 24, expected 0 to 65535"),
-        (
-            "packed",
-            set_row("next_sentence_labels", [1, 0]),
-            "packed_input_len, packed_masked_lm_len, next_sentence_labels disagree",
-        ),
+        ("packed", set_row("next_sentence_labels", [1, 0]), "packed_masked_lm_len, next_sentence_labels disagree"),
         ("packed", zero_positions_of_a_pack, "masked_lm_positions: -"),
-        (
-            "native",
-            lambda file: file.attrs.__setitem__("schema_version", 2),
-            "mlperf-bert-samples, schema version 2; expected mlperf-bert-samples, 1",
-        ),
+        ("native", lambda file: file.attrs.__setitem__("schema_version", 2), "schema version 2; expected .*, 1"),
         ("native", lambda file: file.attrs.__setitem__("info", json.dumps({"vocab_size": 3})), "damaged"),
         ("native", lambda file: file.attrs.__delitem__("digest"), "the attribute digest is missing or is neither"),
         ("native", lambda file: file.__delitem__("segment_ids"), "segment_ids is missing"),
-        (
-            "native",
-            rewrite("input_ids", lambda ids: ids.astype("<i4")),
-            r"input_ids is int32 \(\d+,\), expected a flat uint16",
-        ),
+        ("native", rewrite("input_ids", lambda ids: ids.astype("<i4")), r"is int32 \(\d+,\), expected a flat uint16"),
     ],
 )
 def test_contradictions_are_named(
