@@ -187,6 +187,10 @@ IDS = [entry("input_ids", delimited(3, delimited(1, ids))) for ids in (b"\x82" +
         (gzip.compress(FIXTURE.read_bytes(), mtime=0), "file: compressed with gzip"),
         (b"", "file: .*empty"),
         (FIXTURE.read_bytes()[:11], "file: not an HDF5 or TFRecord file"),
+        (
+            FIXTURE.read_bytes()[:12],
+            "record 0 at byte 0: .* bytes long, and the file ends 12 bytes after its beginning",
+        ),
     ],
 )
 def test_a_strange_file_is_refused(tmp_path: Path, content: bytes, message: str) -> None:
