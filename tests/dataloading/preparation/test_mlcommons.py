@@ -51,6 +51,12 @@ def test_files_are_found_at_any_depth_but_not_twice(tmp_path: Path) -> None:
     assert found.checkpoint == (files[0], files[2])
 
 
+def test_the_number_of_attention_heads_is_at_least_one(tmp_path: Path) -> None:
+    (tmp_path / "bert_config.json").write_text('{"num_attention_heads": 1}')
+    assert ml.attention_heads(Inputs(config=(tmp_path / "bert_config.json",))) == 1
+    assert ml.attention_heads(Inputs()) is None
+
+
 def test_time_and_room_are_in_proportion_to_the_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "cpu_count", lambda: 4)
     names = ("vocab.txt", "bert_config.json", "eval.txt")
