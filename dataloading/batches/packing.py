@@ -311,9 +311,8 @@ def _rounded(chosen: Mapping[Combination, float], counts: NDArray[np.int64], lim
             for length, number in needed.items():
                 left[length] -= packs * number
 
-    # Due to rounding in the solver, an amount may be slightly below a whole number.
     for combination, amount in chosen.items():
-        take(combination, int(amount + 1e-6))
+        take(combination, int(amount))
     # Ties are broken by content, so that equal arguments give equal packings.
     for combination in sorted(chosen, key=lambda each: (int(chosen[each]) - chosen[each], each)):
         take(combination, 1)
