@@ -208,7 +208,7 @@ def _shuffle(folder: tyro.conf.Positional[Path], out: Path, shards: int, seed: i
 
     def report(step: str, done: int, total: int) -> None:
         nonlocal reported
-        if reported != (now := (step, 10 * done // max(total, 1))):
+        if reported != (now := (step, 10 * done // total)):
             reported = now
             say(f"{time.perf_counter() - started:7.1f} s  {step} {done:,} samples")
 

@@ -78,8 +78,8 @@ class StageProgress:
         self._shares[stage] = min(1.0, share)
         total = sum(self._seconds.values())
         done = sum(self._shares[name] * self._seconds[name] for name in self._seconds)
-        if int(100 * done / total) > self._percent:
-            self._percent = int(100 * done / total)
+        if (percent := int(100 * done / total)) > self._percent:
+            self._percent = percent
             slowness = (time.perf_counter() - self._started + _PRIOR * total) / (done - self._kept + _PRIOR * total)
             say(f"[{self._percent:3} %] {stage}, about {clock(slowness * (total - done))} left")
 

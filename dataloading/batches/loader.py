@@ -103,7 +103,7 @@ def shape_bucket_of(
     if micro_batch is not None:
         tokens, masked = max(tokens, micro_batch.largest_tokens), max(masked, micro_batch.largest_masked)
     # All shape buckets have the same max_seqlen, so a longer sample needs a new shape bucket.
-    longest = max(int(samples.lengths.max()), shape_buckets[-1].max_seqlen)
+    longest = max(int(samples.lengths.max()), shape_buckets[0].max_seqlen)
     return fitting(ShapeBucket.around(tokens, len(samples), masked, longest), shape_buckets)
 
 

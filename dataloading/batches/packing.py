@@ -207,8 +207,8 @@ def _linear_program(
                 break
         if not len(fresh):
             break
-        # Drop combinations that are worth clearly less than a pack, to keep the program small.
-        columns = np.unique(np.concatenate([columns[prices[columns].sum(1) > 0.98], fresh]), axis=0)
+        # Keep all combinations: if any were dropped, they could be found again without end.
+        columns = np.unique(np.concatenate([columns, fresh]), axis=0)
     # A rounding error must not raise the bound to the next integer.
     return _rounded(_at_own_lengths(used, amounts, counts), counts, limit), int(np.ceil(bound * (1 - 1e-9)))
 
@@ -311,9 +311,8 @@ def _rounded(chosen: Mapping[Combination, float], counts: NDArray[np.int64], lim
             for length, number in needed.items():
                 left[length] -= packs * number
 
-    # Due to rounding in the solver, an amount may be slightly below a whole number.
     for combination, amount in chosen.items():
-        take(combination, int(amount + 1e-6))
+        take(combination, int(amount))
     # Ties are broken by content, so that equal arguments give equal packings.
     for combination in sorted(chosen, key=lambda each: (int(chosen[each]) - chosen[each], each)):
         take(combination, 1)

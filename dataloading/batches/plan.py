@@ -173,7 +173,7 @@ def deal(lengths: NDArray[np.integer], micro_batches: int) -> NDArray[np.int64]:
         sums[least] += cost_N[given]
         filled[least] += 1
         start += len(given)
-    if 1 < sequences <= _FEW and micro_batches > 1:
+    if sequences <= _FEW and micro_batches > 1:
         for number in range(_MATCHINGS):
             dealt = _match(dealt, cost_N, number)
         # Restore the order within each micro-batch, longest first.

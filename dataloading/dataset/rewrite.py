@@ -55,13 +55,13 @@ def shuffle(source: Dataset, out: Path, *, shards: int, seed: int, report: StepR
     A shuffle needs as much temporary disk space as its result. At the end, a digest of the result is compared with the
     source's digest, to check that no sample was lost or changed.
     """
-    least = -(-_stored_bytes(source) // _SHARD_BYTES)
-    if not max(1, least) <= shards <= len(source):
+    least = max(1, -(-_stored_bytes(source) // _SHARD_BYTES))
+    if not least <= shards <= len(source):
         raise ValueError(
-            f"--shards is {shards} for {counted(len(source), 'sample')}; expected {max(1, least)} or more, so that a shard "
-            "fits into memory, and at most the number of samples"
+            f"--shards is {shards} for {counted(len(source), 'sample')}; expected {least} or more, so that a shard fits "
+            "into memory, and at most the number of samples"
         )
-    buckets = max(1, -(-_stored_bytes(source) // _BUCKET_BYTES))
+    buckets = -(-_stored_bytes(source) // _BUCKET_BYTES)
     settings = {"shards": shards, "seed": seed, "buckets": buckets}
     description = {"info": asdict(source.info), "source": [record.digest for record in source.shards]} | settings
     with begun(out, SHUFFLE_JOB, description, finished=f"{BUCKETS_NAME}/*"):

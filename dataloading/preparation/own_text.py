@@ -150,7 +150,7 @@ def _passes(held_out: list[Document]) -> int:
     """Return the number of passes over held-out text that make about enough masked tokens."""
     characters = sum(len(sentence) for document in held_out for sentence in document)
     masked = PretrainingOptions.masked_lm_prob * characters / _CHARACTERS_PER_TOKEN
-    return max(1, min(_MOST_PASSES, math.ceil(_EVALUATED_TOKENS / max(masked, 1))))
+    return min(_MOST_PASSES, math.ceil(_EVALUATED_TOKENS / masked))
 
 
 def _documents(paths: Sequence[Path], own: OwnText) -> list[Document]:
@@ -192,7 +192,7 @@ def _write(
     text = TextCounts(documents=repeated, dropped_documents=repeated)
     for name, some in zip(names, calls, strict=True):
         # Two sentences fill a sample. Longer sentences are cut, because their ends would be lost.
-        samples, counts = samples_of(some, tokenizer, options, max(1, (options.max_seq_length - 3) // 2))
+        samples, counts = samples_of(some, tokenizer, options, (options.max_seq_length - 3) // 2)
         if most_masked is not None:
             # The samples of a call are in random order.
             enough = np.searchsorted(samples.masked_lm_offsets, most_masked / len(calls), side="right") - 1

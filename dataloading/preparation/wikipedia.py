@@ -293,7 +293,7 @@ class _Preparation:
             place = self._place(result, made_from)
             make(place)
             # Write the marker before the result, because a marker without a result has no effect.
-            write_atomically(marker, json.dumps(made_from, indent=1).encode())
+            write_atomically(marker, json.dumps(made_from).encode())
             place.rename(target)
             sync(self.out)
         self.progress.set(result, kept=True)
@@ -352,7 +352,7 @@ class _Preparation:
         marker = self.work / "verified.json"
         if not _records(marker, state):
             datasets = [open_dataset(folder) for folder in folders]
-            total = max(1, sum(map(len, datasets)))
+            total = sum(map(len, datasets))
             for dataset in datasets:
                 for line in known.verify(dataset, lambda shard: self.progress.add("verify", shard.samples / total)):
                     say(f"{dataset.folder.name}: {line}")
@@ -371,7 +371,7 @@ class _Preparation:
         return lambda file: self.progress.set(stage, file.done / file.total, kept=file.kept)
 
     def _report_shuffle(self, step: str, done: int, total: int) -> None:
-        self.progress.set(TRAIN, (STEPS.index(step) + done / max(total, 1)) / len(STEPS))
+        self.progress.set(TRAIN, (STEPS.index(step) + done / total) / len(STEPS))
 
 
 def _records(marker: Path, made_from: object) -> bool:

@@ -179,7 +179,7 @@ _ATTRIBUTE, _CONTINUATION = 0x0C, 0x10
 _MOST_MESSAGES = 4096
 
 
-def _text_sizes(content: mmap.mmap, header: int, key: bytes) -> Iterator[int]:
+def _text_sizes(content: mmap.mmap | bytes, header: int, key: bytes) -> Iterator[int]:
     """Yield the size that each variable-length attribute ``key`` claims in an object header.
 
     Only headers of version 1, which h5py writes, are read. For other headers, nothing is yielded.

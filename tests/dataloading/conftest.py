@@ -14,14 +14,14 @@ Run = Callable[..., str]
 
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
-    """Return a function that runs a command and returns its output. With ``fails``, expect a one-line error."""
+    """Return a function that runs a command, and returns its output. With ``fails``, it expects a one-line error."""
 
-    def run_command(*arguments: object, fails: bool = False) -> str:
+    def run_command(*arguments: object, fails: bool = False, status: int = 0) -> str:
         monkeypatch.setattr(sys, "argv", ["dataloading", *map(str, arguments)])
         capsys.readouterr()
-        status = main()
+        found = main()
         out, err = capsys.readouterr()
-        assert status == (2 if fails else 0), out + err
+        assert found == (2 if fails else status), out + err
         assert not fails or (err.startswith("error: ") and err.count("\n") == 1)
         return out + err
 

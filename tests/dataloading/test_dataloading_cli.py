@@ -1,10 +1,12 @@
 """``python -m dataloading``: it turns text into verified shards, and reports every mistake in one line."""
 
+import hashlib
 import itertools
 import resource
 import subprocess
 import sys
 import unicodedata
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,98 +14,131 @@ import numpy as np
 import pytest
 
 from benchmarks.data_stages import reference_prepare
-from console.text import counted
+from console.text import counted, visible
 from dataloading import __main__ as program
 from dataloading.dataset.folder import open_dataset
-from dataloading.jobs import JobProgress
-from dataloading.options import PretrainingOptions
-from dataloading.shards.samples import concatenate
+from dataloading.options import ExtractionOptions, OwnText, PretrainingOptions
+from dataloading.shards.formats import write_shard
+from dataloading.shards.samples import Samples, concatenate
 from tests.conftest import REPOSITORY
 from tests.dataloading.conftest import Run
-from tests.dataloading.made_up import TOKENS
+from tests.dataloading.made_up import INFO, TOKENS, make_samples
 from tests.hostile import LONG, NAME, assert_harmless
 
 OPTIONS = PretrainingOptions(max_seq_length=32, max_predictions_per_seq=4, dupe_factor=3, random_seed=99)
 FLAGS = ["--max_seq_length", "32", "--max-predictions-per-seq=4", "--dupe_factor=3", "--random_seed", "99"]
 
 
+@pytest.fixture
+def _minutes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a minute pass between looks at the clock."""
+    monkeypatch.setattr(program, "time", SimpleNamespace(perf_counter=itertools.count(5.0, 60.0).__next__))
+
+
+def described(folder: Path, samples: Samples) -> str:
+    shards = list(folder.glob("part_*"))
+    size = sum(shard.stat().st_size for shard in shards) / 1e6
+    sizes = f"{samples.lengths.mean():.1f} tokens in {counted(len(shards), 'shard')}, {size:.1f} MB"
+    return f"{len(samples):,} samples of {sizes}"
+
+
 @pytest.mark.parametrize("one_call", [False, True])
-def test_prepare_verify_and_dump(run: Run, one_call: bool, tmp_path: Path, text: Path, vocab: Path) -> None:
+@pytest.mark.usefixtures("_minutes")
+def test_every_command_says_what_it_made(run: Run, one_call: bool, tmp_path: Path, text: Path, vocab: Path) -> None:
     """``dump`` reads data sets, folders without a manifest, and files. ``verify`` and ``dump`` detect damage."""
-    out, more, bare, dumped = (tmp_path / name for name in (NAME, "more.txt", "bare", f"{LONG[:200]}.npz"))
+    names = (NAME, f"1{NAME}", f"2{NAME}", "linked", "more.txt", "last.txt", "bare", f"{LONG[:200]}.npz")
+    out, shuffled, converted, linked, more, last, bare, dumped = (tmp_path / name for name in names)
     more.write_text("w1 w2 w3\nw4 w5\n\nw6 w7\nw8\n")
+    last.write_text("w9 w10\nw13 w14 w15 w16\n\nw10 w11 w12\nw17\n")
     bare.mkdir()
     assert "holds no files" in run("dump", bare, "--out", dumped, fails=True)
-    calls = [[text, more]] if one_call else [[text], [more]]
-    arguments = ["prepare", "--text", text, more, "--vocab", vocab, "--out", out, *FLAGS]
-    prepared = run(*arguments, *(["--one-call"] if one_call else []))
-    names = [f"part_0000{index}_of_0000{len(calls)}.hdf5" for index in range(len(calls))]
-    assert {path.name for path in out.iterdir()} == {"lengths.npy", "manifest.json", "prepare.json", *names}
+    texts = [text, more, last]
+    calls = [texts] if one_call else [[each] for each in texts]
+    made = [reference_prepare.prepare(call, reference_prepare.read_vocab(vocab), OPTIONS) for call in calls]
+    expected, counts = concatenate(made), [len(each) for each in made]
+    shards = [f"part_0000{index}_of_0000{len(calls)}.hdf5" for index in range(len(calls))]
+    lines = ["\n".join(path.read_text().rstrip("\n") for path in call).split("\n") for call in calls]
+    documents = sum(has_text for each in lines for has_text, _ in itertools.groupby(each, bool))
+    words = [line.split() for line in itertools.chain(*lines)]
+    characters, tokens = (sum(map(len, each)) for each in (itertools.chain(*lines), words))
+    lost = f"{characters:,} characters, {documents} documents, {tokens} tokens; nothing lost"
+    md5 = hashlib.md5("".join(f"{token}\n" for token in TOKENS).encode()).hexdigest()
+
+    command = ["prepare", "--text", *texts, "--vocab", vocab, "--out", out, *FLAGS, *["--one-call"] * one_call]
+    left = [", about 2:00 left", ", about 1:00 left", ""][-len(calls) :]
+    for existed in ("", ", existed"):
+        printed = run(*command).splitlines()
+        files = enumerate(zip(shards, counts, left, strict=True), 1)
+        said = [f"{60 * n:7.1f} s  [{n}/{len(calls)}] {a}: {b} samples{existed}{c}" for n, (a, b, c) in files]
+        said += [f"{visible(out)}: {described(out, expected)}", f"{visible(out)}: {lost}"]
+        assert printed == said
+    assert {path.name for path in out.iterdir()} == {"lengths.npy", "manifest.json", "prepare.json", *shards}
     info = open_dataset(out).info
     assert info.options == OPTIONS.recorded | {"unicode": unicodedata.unidata_version, "vocabulary_fits": True}
-    assert {name: len(digest) for name, digest in info.sources.items()} == {text.as_posix(): 64, more.as_posix(): 64}
-    assert info.vocab_size == len(TOKENS)
+    digests = {path.as_posix(): hashlib.sha256(path.read_bytes()).hexdigest() for path in texts}
+    assert (info.sources, info.vocab_size) == (digests, len(TOKENS))
 
-    printed = run("verify", out)
-    for said in (*(f"{name}: " for name in names), "not the benchmark's; 35 tokens", "not the benchmark's (max"):
-        assert said in printed
-    assert "neither the benchmark's training set (156,726,829) nor its evaluation set (10,000)" in printed
-
-    for name in names:
-        (bare / name).symlink_to(out / name)
-    printed += run("dump", out if one_call else bare, "--out", dumped)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(program, "time", SimpleNamespace(perf_counter=itertools.count(5.0, 60.0).__next__))
-        shuffled = run("shuffle", out, "--out", tmp_path / f"1{NAME}", "--shards", 2)
-    converted = run("convert", out, "--out", tmp_path / f"2{NAME}", "--to", "packed", "--max-sequences", 2)
-    assert_harmless(printed + shuffled + converted)
-    vocabulary = reference_prepare.read_vocab(vocab)
-    made = [reference_prepare.prepare(call, vocabulary, OPTIONS) for call in calls]
-    expected = concatenate(made)
-    count, mean = len(expected), expected.lengths.mean()
-    steps = [("read", done) for done in np.cumsum([len(each) for each in made])]
-    steps += [(step, done) for step in ("written", "checked") for done in (count // 2, count)]
-    lines = shuffled.splitlines()
-    assert lines[:-1] == [f"{60 * n:7.1f} s  {step} {done:,} samples" for n, (step, done) in enumerate(steps, 1)]
-    for line, folder, shards in ((prepared, "", len(calls)), (lines[-1], "1", 2), (converted, "2", len(calls))):
-        size = sum(path.stat().st_size for path in (tmp_path / f"{folder}{NAME}").glob("part_*")) / 1e6
-        assert f": {count:,} samples of {mean:.1f} tokens in {counted(shards, 'shard')}, {size:.1f} MB" in line
+    assert run("verify", out).splitlines() == [
+        *(f"{shard}: {count} samples, digest right" for shard, count in zip(shards, counts, strict=True)),
+        f"vocabulary: not the benchmark's; 35 tokens, md5 {md5}",
+        "settings: not the benchmark's (max_seq_length 32, max_predictions_per_seq 4, dupe_factor 3, random_seed 99)",
+        "normalization: lower case, accents stripped, Chinese characters as separate words",
+        f"text: {lost}",
+        f"samples: {len(expected)}; neither the benchmark's training set (156,726,829) nor its evaluation set (10,000)",
+        f"next sentences: {100 * expected.next_sentence_labels.mean():.0f} % random",
+        "repeats: 0 samples equal to another",
+        f"multiset digest: {sum(expected.sample_digests().tolist()) % 2**64:016x}",
+        f"{visible(out)}: whole, {described(out, expected)}",
+    ]
+    for shard in shards:
+        (bare / shard).symlink_to(out / shard)
+    of_shards = f"{len(expected)} samples of {counted(len(calls), 'shard')}"
+    assert run("dump", out if one_call else bare, "--out", dumped) == f"{visible(dumped)}: {of_shards}\n"
     arrays = np.load(dumped, allow_pickle=False)
-    np.testing.assert_array_equal(arrays["length"], expected.lengths)
-    np.testing.assert_array_equal(arrays["masked_count"], expected.masked_counts)
-    np.testing.assert_array_equal(arrays["next_sentence_label"], expected.next_sentence_labels)
-    for name in ("input_ids", "segment_ids", "masked_lm_positions", "masked_lm_ids"):
-        np.testing.assert_array_equal(arrays[name], getattr(expected, name))
     golden = np.load(Path(__file__).parent / "preparation" / "golden" / "edge_128.npz", allow_pickle=False)
     assert {name: arrays[name].dtype for name in arrays.files} == {name: golden[name].dtype for name in golden.files}
+    derived = {"length": "lengths", "masked_count": "masked_counts", "next_sentence_label": "next_sentence_labels"}
+    for name in arrays.files:
+        np.testing.assert_array_equal(arrays[name], getattr(expected, derived.get(str(name), str(name))), str(name))
 
-    shard = out / names[0]
+    assert run("index", bare, "--vocab", vocab, "--out", linked) == f"{linked}: {described(linked, expected)}\n"
+    *steps, said = run("shuffle", out, "--out", shuffled, "--shards", 20).splitlines()
+    assert said == f"{visible(shuffled)}: {described(shuffled, expected)}, each sample of {visible(out)} exactly once"
+    written = [int(len(expected) * shard / 20) for shard in range(1, 21)]
+    first: dict[tuple[str, int], int] = {}  # a line for each tenth
+    for step, several in (("read", np.cumsum(counts).tolist()), ("written", written), ("checked", written)):
+        for done in several:
+            first.setdefault((step, 10 * done // len(expected)), done)
+    assert steps == [f"{60 * n:7.1f} s  {step} {done} samples" for n, ((step, _), done) in enumerate(first.items(), 1)]
+    said = run("convert", out, "--out", converted, "--to", "packed", "--max-sequences", 2)
+    assert said.splitlines()[-1] == f"{visible(converted)}: {described(converted, expected)}, layout packed"
+    assert_harmless(said)
+
+    shard = out / shards[0]
     shard.write_bytes(shard.read_bytes()[:-1000])
     dumped.unlink()
     for command in (["verify", out], ["dump", shard, "--out", dumped]):
-        assert names[0] in run(*command, fails=True)
+        assert shards[0] in run(*command, fails=True)
     assert not dumped.exists()
 
 
-def test_the_time_left_is_told(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    times = iter([5.0, 65.0, 125.0])
-    monkeypatch.setattr(program, "time", SimpleNamespace(perf_counter=lambda: next(times)))
-    report = program._reporter("samples")
-    report(JobProgress("one", 1234, 1, 3, kept=False))
-    report(JobProgress("last", 1, 3, 3, kept=True))
-    assert capsys.readouterr().out.splitlines() == [
-        "   60.0 s  [1/3] one: 1,234 samples, about 2:00 left",
-        "  120.0 s  [3/3] last: 1 samples, existed",
-    ]
+def test_a_data_set_without_samples_has_no_mean(run: Run, tmp_path: Path, vocab: Path) -> None:
+    (tmp_path / "data").mkdir()
+    write_shard(tmp_path / "data" / "part", make_samples(0), INFO)
+    said = f"{tmp_path / 'data'}: 0 samples of 0.0 tokens in 1 shard, 0.0 MB\n"
+    assert run("index", tmp_path / "data", "--vocab", vocab) == said
 
 
+@pytest.mark.usefixtures("_minutes")
 def test_extracted_articles_and_parts_are_counted(run: Run, tmp_path: Path) -> None:
     articles, out = tmp_path / "wiki_00", tmp_path / "out"
     one = '<doc id="{0}" url="u" title="T{0}">\nT{0}\n\nThis is sentence {0} of the text.\n</doc>\n'
     articles.write_text("".join(one.format(number) for number in range(1234)))
     printed = run("extract", articles, "--out", out, "--sentences", "plain", "--evaluation-articles", 234)
-    held_out = (out / "eval.txt").read_text().count("of the text")
-    assert printed.splitlines()[-1] == f"{out}: 1,000 articles in 1 part, {held_out:,} held out in eval.txt"
+    assert printed.splitlines() == [
+        "   60.0 s  [1/1] part-00000-of-00001: 1,000 articles",
+        f"{out}: 1,000 articles in 1 part, 234 held out in eval.txt",
+    ]
 
 
 def test_from_text_says_what_it_made(run: Run, tmp_path: Path) -> None:
@@ -112,46 +147,84 @@ def test_from_text_says_what_it_made(run: Run, tmp_path: Path) -> None:
     text.write_text("".join(documents))
     printed = run("from-text", "--text", text, "--out", out, "--vocab-size", 60).splitlines()
     assert printed[0] == "10 documents left out for repeating another"
-    assert printed[1].startswith(f"{out}/train: 35 documents, ")
-    assert printed[3].startswith(f"{out}/evaluation: 5 documents, ")
+    assert printed[1].startswith(f"{out}/train: 35 documents, 542 samples of 21.6 tokens in 1 shard, ")
+    lost = "1,421 characters, 45 documents, 546 tokens; lost: 22.2 % of the documents are dropped"
+    assert printed[2] == f"{out}/train: {lost}"
+    assert printed[3].startswith(f"{out}/evaluation: 5 documents, 74 samples of 20.7 tokens in 1 shard, ")
     assert printed[5].startswith(f"{out}/vocab.txt: 60 tokens; lower case, accents stripped")
-    assert printed[2].replace(f"{out}/train: ", "text: ") in run("verify", out / "train")
+    assert printed[6].startswith(f"warning: {out}/train: 22.2 % of the documents are dropped; ")
+    assert f"text: {lost}" in run("verify", out / "train")
     assert "already exists" in run("from-text", "--text", text, "--out", out, fails=True)
 
 
+PREPARE = "prepare --text text.txt --vocab vocab.txt --out data "
+FROM_TEXT = "from-text --text text.txt --out data "
+
+
 @pytest.mark.parametrize(
-    ("changed", "message"),
+    ("command", "message"),
     [
-        ({"--text": "absent.txt"}, "absent.txt: No such file"),
-        ({"--text": ""}, "--text names no file"),
-        ({"--vocab": "absent.txt"}, "absent.txt: No such file"),
-        ({"--vocab": "text.txt"}, "text.txt: 200 tokens without [PAD]"),
-        ({"--text": "empty.txt"}, "empty.txt: no text found"),
-        ({"--text": "binary.txt"}, "binary.txt: UTF-16; convert it"),
-        ({"--out": "."}, "already exists"),
-        ({"--out": "text.txt"}, "already exists"),
-        ({"--max_seq_length": "4"}, "max_seq_length is 4"),
-        ({"--max_seq_length": "65536"}, "max_seq_length is 65536"),
-        ({"--dupe_factor": "0"}, "dupe_factor is 0"),
-        ({"--short_seq_prob": "1.5"}, "short_seq_prob is 1.5"),
-        ({"--masked_lm_prob": "nan"}, "masked_lm_prob is nan"),
-        ({"--jobs": "0"}, "--jobs is 0"),
-        ({"--text": "text.txt text.txt"}, "named twice"),
-        ({"--out": "text.txt/data"}, "text.txt"),
+        (f"{PREPARE} --text absent.txt", "absent.txt: No such file"),
+        (f"{PREPARE} --text", "--text names no file"),
+        (f"{PREPARE} --vocab absent.txt", "absent.txt: No such file"),
+        (f"{PREPARE} --vocab text.txt", "text.txt: 200 tokens without [PAD]"),
+        (f"{PREPARE} --text empty.txt", "empty.txt: no text found"),
+        (f"{PREPARE} --text binary.txt", "binary.txt: UTF-16; convert it"),
+        (f"{PREPARE} --text text.txt text.txt", "named twice"),
+        (f"{PREPARE} --out .", "already exists"),
+        (f"{PREPARE} --out text.txt", "already exists"),
+        (f"{PREPARE} --out text.txt/data", "text.txt"),
+        (f"{PREPARE} --max_seq_length 4", "max_seq_length is 4; expected 5 to 32767"),
+        (f"{PREPARE} --max_seq_length 32768", "max_seq_length is 32768"),
+        (f"{PREPARE} --max_predictions_per_seq 0", "max_predictions_per_seq is 0; expected at least 1"),
+        (f"{PREPARE} --dupe_factor 0", "dupe_factor is 0"),
+        (f"{PREPARE} --short_seq_prob 1.5", "short_seq_prob is 1.5"),
+        (f"{PREPARE} --short_seq_prob -0.1", "short_seq_prob is -0.1"),
+        (f"{PREPARE} --masked_lm_prob nan", "masked_lm_prob is nan"),
+        (f"{PREPARE} --jobs 0", "--jobs is 0"),
+        ("from-text --out data --text", "no text is named"),
+        (f"{FROM_TEXT} --text absent", "absent: there is no such file"),
+        (f"{FROM_TEXT} --text folder", "folder: the folder holds no files"),
+        (f"{FROM_TEXT} --text few.txt", "19 different documents, expected at least 20"),
+        (f"{FROM_TEXT} --evaluation-share 0.0", "evaluation_share is 0.0"),
+        (f"{FROM_TEXT} --evaluation-share 0.51", "evaluation_share is 0.51"),
+        (f"{FROM_TEXT} --evaluation-share nan", "evaluation_share is nan"),
+        (f"{FROM_TEXT} --max-seq-length 4", "max_seq_length is 4"),
+        (f"{FROM_TEXT} --vocab-size 5", "a vocabulary of 5 has no room"),
+        (f"{FROM_TEXT} --vocab folder", "folder holds neither vocab.txt nor tokenizer.json"),
+        (f"{FROM_TEXT} --vocab absent", "absent: No such file"),
+        ("extract --sentences plain --out data", "no input named"),
+        ("extract text.txt --out data --evaluation-articles -1", "--evaluation-articles is -1; expected 0 or more"),
+        ("extract text.txt --out data --part-bytes 0", "--part-bytes is 0; expected at least 1"),
+        ("dump --out data", "no shard named"),
+        *(
+            (f"wikipedia --out data --part {part}", f"--part is '{part}'")
+            for part in ("0/3", "4/3", "1/0", "+1/3", "1")
+        ),
     ],
 )
 @pytest.mark.usefixtures("vocab", "text")
 def test_a_mistake_gets_one_line_and_leaves_nothing(
-    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changed: dict[str, str], message: str
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str, message: str
 ) -> None:
     (tmp_path / "empty.txt").write_text("")
     (tmp_path / "binary.txt").write_bytes(b"\xff\xfe")
+    (tmp_path / "few.txt").write_text("\n\n".join(f"Document {number}." for number in range(19)))
+    (tmp_path / "folder").mkdir()
     monkeypatch.chdir(tmp_path)
     before = sorted(tmp_path.iterdir())
-    given = {"--text": "text.txt", "--vocab": "vocab.txt", "--out": "data"} | changed
-    words = [word for flag, values in given.items() for word in (flag, *values.split())]
-    assert message in run("prepare", *words, fails=True)
+    assert message in run(*command.split(), fails=True)
     assert sorted(tmp_path.iterdir()) == before
+
+
+def test_settings_at_their_limits_are_accepted() -> None:
+    for name, value in (
+        *(("max_seq_length", 5), ("max_seq_length", 32767), ("max_predictions_per_seq", 1), ("dupe_factor", 1)),
+        *(("short_seq_prob", 0), ("short_seq_prob", 1), ("masked_lm_prob", 0), ("masked_lm_prob", 1)),
+    ):
+        assert replace(PretrainingOptions(), **{name: value}).recorded[name] == value
+    assert OwnText(evaluation_share=0.5).evaluation_share == 0.5
+    assert ExtractionOptions(evaluation_articles=0, part_bytes=1).part_bytes == 1
 
 
 def test_a_full_disk_gets_one_line_and_leaves_nothing(tmp_path: Path, text: Path, vocab: Path) -> None:

@@ -123,18 +123,45 @@ def test_work_that_is_told_to_end_leaves_no_files_and_killed_work_no_processes(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_failure_before_anything_is_finished_leaves_nothing(tmp_path: Path) -> None:
+def stop_job(out: Path, *finished: str, **settings: object) -> None:
+    with begun(out, "job.json", settings or {"seed": 1}, finished="part_*"):
+        for name in finished:
+            (out / name).touch()
+        raise KeyboardInterrupt
+
+
+def test_a_failure_leaves_nothing_unless_the_job_was_begun_before_or_something_is_finished(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
-    for out in (tmp_path / "new" / "deep", tmp_path / "empty"):
-        with pytest.raises(KeyboardInterrupt), begun(out, "job.json", {"seed": 1}, finished="part_*"):
-            raise KeyboardInterrupt
-    assert not (tmp_path / "new" / "deep").exists()
-    assert list((tmp_path / "empty").iterdir()) == []
+    for name, before, finished, left in (
+        ("new/deep", False, False, None),
+        ("empty", False, False, []),
+        ("begun", True, False, ["job.json"]),
+        ("finished", False, True, ["job.json", "part_1"]),
+    ):
+        out = tmp_path / name
+        if before:
+            with begun(out, "job.json", {"seed": 1}, finished="part_*"):
+                assert [path.name for path in out.iterdir()] == ["job.json"]
+        with pytest.raises(KeyboardInterrupt):
+            stop_job(out, *["part_1"] * finished)
+        assert (sorted(path.name for path in out.iterdir()) if out.exists() else None) == left
+    (tmp_path / "file").touch()
+    (tmp_path / "new" / "other").touch()
+    for name, settings, why in (
+        ("file", {}, "already exists; name a folder that does not exist or is empty"),
+        ("new", {}, "already exists; name a folder that does not exist or is empty"),
+        ("finished", {"jobs": 2, "seed": (2,)}, r"begun with other settings \(jobs, seed\); give the same settings"),
+    ):
+        with pytest.raises(ValueError, match=f"{tmp_path / name}:? {why}"):
+            stop_job(tmp_path / name, **settings)
 
 
-def test_others_at_work_in_the_folder_are_not_disturbed(tmp_path: Path) -> None:
+def test_unfinished_files_are_removed_unless_others_are_at_work_in_the_folder(tmp_path: Path) -> None:
     (tmp_path / ".job.json.5.partial").touch()
     with begun(tmp_path, "job.json", {}, finished="*", alone=False):
-        (tmp_path / ".part_1.6.partial").touch()
-    with begun(tmp_path, "job.json", {}, finished="*", alone=False):
-        assert len(list(tmp_path.glob(".*.partial"))) == 2
+        (tmp_path / "folder").mkdir()
+        for name in (".part_1.6.partial", "folder/.part_2.7a.partial", ".of somebody.partial"):
+            (tmp_path / name).touch()
+    for alone, left in ((False, 4), (True, 1)):
+        with begun(tmp_path, "job.json", {}, finished="*", alone=alone):
+            assert len(list(tmp_path.rglob(".*.partial"))) == left

@@ -1,8 +1,9 @@
 """Batches and their loaders: offsets and counts, equal results from NumPy and DALI, and the choice of a loader."""
 
 import importlib.util
+import itertools
+import re
 import sys
-import time
 from collections.abc import Callable
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -11,7 +12,8 @@ import numpy as np
 import pytest
 import torch
 
-from dataloading.batches.loader import Batch, Loader, NumpyLoader, Uploads, batch_of
+from dataloading.batches import loader_choice
+from dataloading.batches.loader import Batch, Loader, NumpyLoader, Prefetcher, Uploads, batch_of, inert_batch
 from dataloading.batches.loader_choice import check_loader, choose_loader, fastest_turns
 from dataloading.batches.plan import BatchPlan, MicroBatch, ShapeBucket, fitting
 from dataloading.dataset.folder import Dataset, open_dataset
@@ -34,23 +36,24 @@ def assert_same(one: Batch, other: Batch) -> None:
 def test_a_batch_holds_each_sample_at_its_place() -> None:
     samples = synthetic_samples(np.array([5, 3, 9]), VOCAB_SIZE)
     batch = batch_of(samples)
-    assert batch.tokens == 17
-    assert batch.sequences == 3
-    assert batch.max_seqlen == 9
-    assert batch.cu_seqlens.tolist() == [0, 5, 8, 17]
-    assert batch.position_ids.tolist() == [*range(5), *range(3), *range(9)]
-    assert batch.input_ids.tolist() == samples.input_ids.tolist()
-    assert batch.segment_ids.tolist() == samples.segment_ids.tolist()
-    for number in range(3):
-        first, last = samples.masked_lm_offsets[number : number + 2]
-        inside = batch.masked_lm_positions[first:last] - batch.cu_seqlens[number]
-        assert inside.tolist() == samples.masked_lm_positions[first:last].tolist()
-    assert batch.masked_lm_positions.diff().min() > 0
-    assert batch.masked_lm_ids.tolist() == samples.masked_lm_ids.tolist()
-    assert batch.next_sentence_labels.tolist() == samples.next_sentence_labels.tolist()
-    assert batch.global_counts.tolist() == [3, len(samples.masked_lm_ids)]
+    assert (batch.shape_bucket, batch.max_seqlen) == (ShapeBucket(17, 3, len(samples.masked_lm_ids), 9), 9)
+    starts = np.repeat([0, 5, 8], samples.masked_counts)
+    for name, expected in {
+        "cu_seqlens": np.array([0, 5, 8, 17]),
+        "position_ids": np.array([*range(5), *range(3), *range(9)]),
+        "masked_lm_positions": samples.masked_lm_positions + starts,
+        "global_counts": np.array([3, len(samples.masked_lm_ids)]),
+        **{
+            name: getattr(samples, name)
+            for name in ("input_ids", "segment_ids", "masked_lm_ids", "next_sentence_labels")
+        },
+    }.items():
+        assert batch.tensors[name].tolist() == expected.tolist(), name
     with pytest.raises(AssertionError):
         batch_of(samples, None, ShapeBucket(17, 3, 16, 9))  # no unused row is left for empty masked slots
+    empty = inert_batch(ShapeBucket(64, 2, 16, 9))
+    assert (empty.shape_bucket, empty.global_counts.tolist()) == (ShapeBucket(64, 2, 16, 9), [1, 1])
+    assert empty.cu_seqlens.tolist() == [0, 0, 0]
 
 
 def rank_batches(run: SmallRun, accumulation: int, rank: int) -> Callable[[int], list[MicroBatch]]:
@@ -157,6 +160,11 @@ def test_nothing_is_read_before_the_first_batch_and_an_error_reaches_the_trainin
     with pytest.raises(ValueError, match="truncated"):
         next(loader)
     loader.close()
+    items = Prefetcher(itertools.count(), 3)
+    assert (next(items), [ahead.result() for ahead in items._ahead]) == (0, [1, 2, 3])
+    items.close()
+    with pytest.raises(RuntimeError, match="shutdown"):
+        next(items)
 
 
 def test_uploads_select_their_gpu_before_anything_else(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -171,7 +179,6 @@ def test_uploads_select_their_gpu_before_anything_else(monkeypatch: pytest.Monke
         Uploads(torch.device("cuda", 3)).start([])
 
 
-CPU = torch.device("cpu")
 LENGTHS = np.array([5, 40, 3, 17, 9, 30])
 STEP = [MicroBatch(np.array([4, 1, 2]), 6, 16), MicroBatch(np.array([0, 5]), 6, 16)]
 
@@ -214,43 +221,64 @@ def choose(kind: str, device: str = "cpu") -> Any:
 
 
 def test_without_dali_or_a_gpu_it_is_numpy(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert choose("numpy", "cuda").name == choose("auto").name == "numpy"
-    monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
-    choice = choose("auto", "cuda")
-    assert (choice.name, choice.is_fallback) == ("numpy", False)
-    assert "nvidia-dali is not installed" in choice.reason
-    for check in (check_loader, choose):
-        with pytest.raises(ValueError, match=r"data\.loader is dali, but nvidia-dali is not installed"):
-            check("dali")
+    assert str(choose("numpy", "cuda")) == "loader: numpy (as set)"
+    assert str(choose("auto")) == "loader: numpy (no GPU)"
+    for missing in ("nvidia", "nvidia.dali"):
+        monkeypatch.setattr(importlib.util, "find_spec", lambda name, missing=missing: None if name == missing else 1)
+        choice = choose("auto", "cuda")
+        assert (str(choice), choice.is_fallback) == ("loader: numpy (nvidia-dali is not installed)", False)
+        for check in (check_loader, choose):
+            with pytest.raises(ValueError, match=r"data\.loader is dali, but nvidia-dali is not installed"):
+                check("dali")
 
 
 def test_dali_loads_a_step_of_the_runs_lengths_before_it_is_taken(dali: type[Dali]) -> None:
-    assert choose("dali").make is dali
+    choice = choose("dali")
+    assert (choice.make, str(choice)) == (dali, "loader: dali (as set)")
     assert [batch.cu_seqlens.diff().tolist() for batch in dali.seen[0]] == [[9, 40, 3], [5, 30]]
     assert dali.closed == 1
 
 
 def test_a_dali_that_cannot_start_ends_a_run_that_set_it(dali: type[Dali], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        dali, "error", "CUDA driver version is insufficient\nStacktrace (12 entries):\n[frame 0]: lib.so"
-    )
-    with pytest.raises(ValueError, match=r"data\.loader is dali.*CUDA driver version is insufficient\)") as caught:
+    monkeypatch.setattr(dali, "error", f"CUDA driver version is insufficient{300 * '.'}\n[frame 0]: lib.so")
+    why = f"RuntimeError: CUDA driver version is insufficient{265 * '.'}"
+    assert len(why) == 14 + 300
+    with pytest.raises(ValueError, match=re.escape(f"data.loader is dali, but DALI cannot start here ({why}): repair")):
         choose("dali")
-    assert "\n" not in str(caught.value)
     choice = choose("auto", "cuda")
     assert (choice.make, choice.is_fallback) == (NumpyLoader, True)
-    assert "CUDA driver version is insufficient" in choice.reason
+    assert choice.reason == f"DALI is installed but cannot start: {why}"
     assert dali.closed == 2
 
 
-def test_each_loader_counts_with_its_best_turn(dali: type[Dali]) -> None:
-    class Slow(Dali):
-        def __next__(self) -> list[Batch]:
-            time.sleep(0.005)
-            return super().__next__()
+def test_on_a_gpu_dali_is_chosen_if_it_is_clearly_faster(dali: type[Dali], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dali, "__next__", lambda _: [])
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: SimpleNamespace(device=device))
+    for seconds, made in ((0.1939, dali), (0.194, NumpyLoader)):
+        monkeypatch.setattr(loader_choice, "fastest_turns", lambda *_, taken=seconds: [0.2, taken])
+        choice = choose("auto", "cuda")
+        assert (choice.make, choice.reason) == (made, f"numpy 200.00 ms a step, dali {1e3 * seconds:.2f} ms")
 
-    arguments: tuple[Any, ...] = (None, lambda _: [], CPU, 1, ())
-    fast, slow = fastest_turns([NumpyLoader(*arguments), Slow(*arguments)], CPU, 1)
-    assert 0 < fast < slow
-    assert slow >= 0.005
-    assert (len(dali.seen), dali.closed) == (3 * (1 + 4 + 8), 1), "steps ahead are not timed"
+
+class Taking:
+    """Loader whose steps take some seconds: the steps that may have been loaded in another's turn, and eight others."""
+
+    now = 0.0
+
+    def __init__(self, *turns: float) -> None:
+        self.left = [seconds for turn in turns for seconds in [9.0] * 5 + [turn] * 8]
+
+    def __next__(self) -> list[Batch]:
+        Taking.now += self.left.pop(0)
+        return []
+
+    def close(self) -> None:
+        assert not self.left
+        self.left = [0.0]
+
+
+def test_each_loader_counts_with_its_best_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loader_choice, "time", SimpleNamespace(perf_counter=lambda: Taking.now))
+    loaders = [Taking(4.0, 2.0, 3.0), Taking(5.0, 5.0, 1.0)]
+    assert fastest_turns(loaders, CPU, 1) == [2.0, 1.0]
+    assert [loader.left for loader in loaders] == [[0.0], [0.0]]  # closed

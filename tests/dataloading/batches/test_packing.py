@@ -10,7 +10,17 @@ from hypothesis import strategies as st
 
 from cluster.model.histogram import drawn_lengths, length_counts
 from dataloading.batches import packing
-from dataloading.batches.packing import PackingStrategy, _first_fit_decreasing, pack_histogram, pack_samples
+from dataloading.batches.packing import (
+    PackingStrategy,
+    _at_own_lengths,
+    _best_combinations,
+    _first_fit_decreasing,
+    _linear_program,
+    _rounded,
+    _solve,
+    pack_histogram,
+    pack_samples,
+)
 
 pytestmark = pytest.mark.slow
 
@@ -49,8 +59,7 @@ def histograms(draw: st.DrawFn) -> tuple[list[int], int, int | None]:
 @example(([0] * 512 + [1000], 512, 3))
 @example(([0, 1000], 512, 3))
 @example(([0, 1000], 512, None))
-@example(([0] * 170 + [3, 3, 3], 512, 3))
-@example(([0] * 7 + [198] + [0] * 107 + [107] + [0] * 13, 128, None))  # 107 packs of 115 + 7, then packs of 18 x 7
+@example((np.bincount([75, 118, 160, 258], [4302, 190_691, 1, 1]).astype(int).tolist(), 512, 5))  # has many optima
 def test_every_sequence_is_packed_once_within_limits(given_: tuple[list[int], int, int | None]) -> None:
     histogram, capacity, limit = given_
     strategy = pack_histogram(histogram, capacity, limit)
@@ -72,28 +81,85 @@ def test_equal_packs_at_once_are_those_of_first_fit_decreasing_one_by_one(length
     assert pack_histogram(np.bincount(lengths, minlength=1), 20, limit).packs <= len(packs)
 
 
+def test_the_best_packing_is_found_where_first_fit_decreasing_misses_it() -> None:
+    """51 + 26 + 23 and 27 + 27 + 23 + 23 are full packs, but first-fit decreasing puts 27 beside 51."""
+    for times in (1, 5000):
+        histogram = np.bincount([51, 27, 26, 23], np.array([6, 6, 6, 12]) * times).astype(np.int64)
+        assert _first_fit_decreasing(np.append(histogram, [0] * 49), 4).total() == 11 * times
+        strategy = pack_histogram(histogram, 100, None)
+        expected = {(51, 26, 23): 6 * times, (27, 27, 23, 23): 3 * times}
+        assert dict(zip(strategy.combinations, strategy.counts, strict=True)) == expected
+        assert (strategy.packs, strategy.bound, strategy.tokens) == (9 * times, 9 * times, 900 * times)
+        assert (strategy.efficiency, strategy.efficiency_bound) == (1, 1)
+    for histogram, capacity, limit, packs, bound in (
+        ([0] * 170 + [3, 3, 3], 512, 3, 4, 4),  # 1539 tokens
+        ([0] * 7 + [198] + [0] * 107 + [107], 128, None, 113, 113),  # 107 packs of 115 + 7, then packs of 18 x 7
+        ([0, 7], 8, 2, 4, 4),
+    ):
+        strategy = pack_histogram(histogram, capacity, limit)
+        assert (strategy.packs, strategy.bound) == (packs, bound)
+    half = PackingStrategy(10, ((5, 5), (3,)), (2, 1), 2)
+    assert (half.packs, half.tokens, half.efficiency, half.efficiency_bound) == (3, 23, 23 / 30, 23 / 20)
+
+
+def test_surplus_slots_hold_shorter_lengths_and_amounts_become_whole_packs() -> None:
+    counts = np.array([0, 0, 0, 2, 0, 3])
+    # One slot of 5 is too much. It becomes the fourth slot of 3, of which two are too much.
+    found = _at_own_lengths(np.array([[5, 5], [3, 3], [3, 0]]), np.array([2.0, 1.5, 1e-10]), counts)
+    assert found == {(5, 5): 1, (3, 3): 0, (5, 3): 1, (3,): 1}
+    assert _rounded({(5, 5): 0.9999999, (5, 3): 0.3, (3,): 0.4}, counts, 2) == {(5, 5): 1, (3,): 1, (5, 3): 1}
+    assert _rounded({(3, 3): 0.4, (5,): 0.3}, counts, 2) == {(3, 3): 1, (5,): 3}
+
+
+@given(st.lists(st.integers(0, 9), min_size=12, max_size=12).filter(any), st.integers(1, 4))
+def test_the_most_valuable_combination_with_each_length_is_found(values: list[int], limit: int) -> None:
+    prices = np.array([0, *values]) / 8
+    lengths = np.flatnonzero(prices)
+    found, most = _best_combinations(prices, lengths, limit)
+    several = (itertools.combinations_with_replacement(lengths.tolist(), count) for count in range(1, limit + 1))
+    worth = {each: prices[list(each)].sum() for each in itertools.chain(*several) if sum(each) <= 12}
+    assert most == max(worth.values())
+    for length, row in zip(lengths.tolist(), found.tolist(), strict=True):
+        assert (len(row), row) == (limit, sorted(row, reverse=True))
+        assert worth[tuple(sorted(filter(None, row)))] == max(value for each, value in worth.items() if length in each)
+        assert length in row
+
+
+def test_a_linear_program_has_equal_packs_and_prices() -> None:
+    counts = np.bincount([51, 27, 26, 23], [6, 6, 6, 12], minlength=101).astype(np.int64)
+    columns = np.array([[51, 26, 23, 0], [27, 27, 23, 23], [51, 27, 0, 0], [23, 0, 0, 0]])
+    for times in (1, 10_000):
+        amounts, prices = _solve(columns, times * counts)
+        assert amounts == pytest.approx(times * np.array([6, 3, 0, 0]))
+        assert prices @ counts == pytest.approx(9)
+        assert prices[columns].sum(1).max() == pytest.approx(1)
+    assert _linear_program(counts, 4, [(51, 27)]) == ({(51, 26, 23): 6, (27, 27, 23, 23): 3}, 9)
+
+
 @pytest.mark.parametrize(
-    ("limit", "efficiency"), [(1, 0.49966), (2, 0.80545), (3, 0.99883), (12, 0.99983), (None, 0.99983)]
+    ("limit", "efficiency", "most"),
+    [(1, 0.49966, 0), (2, 0.80545, 2), (3, 0.99883, 11), (12, 0.99983, 13), (None, 0.99983, 10)],
 )
-def test_wikipedia(monkeypatch: pytest.MonkeyPatch, limit: int | None, efficiency: float) -> None:
-    monkeypatch.setattr(packing, "_MAX_ROUNDS", 20)  # 13 are enough
+def test_wikipedia(monkeypatch: pytest.MonkeyPatch, limit: int | None, efficiency: float, most: int) -> None:
+    rounds: list[int] = []
+    monkeypatch.setattr(packing, "_solve", lambda *given, solve=packing._solve: (rounds.append(0), solve(*given))[1])
     strategy = pack_histogram(WIKIPEDIA, 512, limit)
     assert_packs_the_histogram(strategy, WIKIPEDIA.tolist(), limit)
     assert strategy.efficiency >= efficiency
     assert strategy.efficiency_bound - strategy.efficiency < 2e-6
+    assert len(rounds) <= most
 
 
-@pytest.mark.parametrize(
-    ("histogram", "capacity", "limit", "message"),
-    [
-        ([0, 1, -2], 8, 3, "histogram"),
-        ([0] * 9 + [1], 8, 3, "9 tokens; expected at most capacity, 8"),
-        ([0, 1], 8, 0, "max_sequences 0"),
-    ],
-)
-def test_wrong_input_is_named(histogram: list, capacity: int, limit: int, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        pack_histogram(histogram, capacity, limit)
+def test_wrong_input_is_named() -> None:
+    counts = "a number of sequences for each length, and none of length 0"
+    for histogram, capacity, limit, message in (
+        *(([0, 1, -2], 8, 3, counts), ([1, 1], 8, 3, counts), ([0, 1.0], 8, 3, counts), ([[0, 1]], 8, 3, counts)),
+        ([0] * 9 + [1], 8, 3, "sequences of 9 tokens; expected at most capacity, 8"),
+        ([0, 1], 8, 0, "capacity is 8 and max_sequences 0; expected at least 1"),
+        ([0], 0, None, "capacity is 0 and max_sequences None"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            pack_histogram(histogram, capacity, limit)
     with pytest.raises(ValueError, match="513 tokens"):
         pack_samples(np.array([5, 513]))
 

@@ -80,6 +80,8 @@ def test_dealing_never_changes() -> None:
     assert deal(lengths, 4).tolist() == [[0, 7, 10, 13], [1, 6, 9, -1], [2, 5, 11, 14], [3, 4, 8, 12]]
     assert deal(lengths, 5).tolist() == [[0, 11, 13], [1, 9, 14], [2, 7, 12], [4, 6, 8], [3, 5, 10]]
     assert deal(lengths[:4], 4).tolist() == [[0], [1], [2], [3]]
+    assert deal(lengths[:8], 4).tolist() == [[0, 7], [1, 6], [2, 5], [3, 4]]
+    assert deal(lengths[:6], 2).tolist() == [[0, 4, 3], [1, 2, 5]]
     assert deal(lengths[::-1].copy(), 1).tolist() == [[14, 13, 12, 10, 11, 9, 7, 8, 6, 5, 3, 4, 2, 1, 0]]
     for sequences, expected in ((16, [25675699, 25651008, 25678101]), (17, [27385215, 27366762, 27348345])):
         lengths = np.arange(3 * sequences) * 7919 % 508 + 5
@@ -87,21 +89,20 @@ def test_dealing_never_changes() -> None:
 
 
 def test_impossible_plans_say_what_to_change() -> None:
-    for sizes, message in (
-        (([], 4, 1, 1), "holds no samples"),
-        (([5, 6], 5, 2, 3), "without a sequence"),
-        (([5, 6], 0, 1, 1), "without a sequence"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            plan(*sizes)
+    with pytest.raises(ValueError, match=r"holds no samples: check data\.train"):
+        plan([], 4)
+    for sizes in ((5, 2, 3), (0, 1, 1)):
+        with pytest.raises(
+            ValueError, match=rf"training\.global_batch_size {sizes[0]} leaves some .* without a sequence"
+        ):
+            plan([5, 6], *sizes)
+    assert plan([5, 6], 6, 2, 3).micro_batches == 6
 
 
 def test_cost_is_in_proportion_to_the_encoders_operations() -> None:
-    layers, hidden = 24, 1024
-    lengths = np.array([1, 128, 512], np.uint16)
-    tokens = lengths.astype(np.int64)
+    layers, hidden, tokens = 24, 1024, np.array([1, 128, 512])
     operations = 3 * layers * (24 * hidden**2 * tokens + 4 * hidden * tokens**2)
-    assert (cost(lengths) * 12 * layers * hidden == operations).all()
+    assert (cost(tokens.astype(np.uint16)) * 12 * layers * hidden == operations).all()
 
 
 def whole(count: int, seed: int = 5, epoch: int = 0) -> NDArray[np.int64]:
@@ -195,6 +196,8 @@ def test_wikipedia_wastes_less_than_one_percent() -> None:
     shape_buckets = choose_shape_buckets(tokens_N, masked_N, 64, 512)
     assert len(tokens_N) == len(masked_N) == 2048
     assert len(draw_sizes(lengths, masked_counts, 40, 40)[0]) == 64 * 40
+    both = draw_sizes(np.array([500, 3]), np.array([7, 1]), 4, 2)  # either sample may be drawn any number of times
+    assert [set(sizes.tolist()) for sizes in both] == [{6, 503, 1000}, {2, 8, 14}]
     assert [int(sizes.sum()) for sizes in draw_sizes(np.full(9, 7), np.full(9, 2), 8, 2)] == [2048 * 28, 2048 * 8]
     np.testing.assert_array_equal(draw_sizes(lengths, masked_counts, 256, 4), (tokens_N, masked_N))  # as on other ranks
     assert np.ptp(tokens_N.reshape(-1, 4), axis=1).max() < 512, "the micro-batches of a step are balanced"

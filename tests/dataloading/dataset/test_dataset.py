@@ -16,7 +16,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dataloading.dataset import folder as folder_module
-from dataloading.dataset.folder import Dataset, new_folder, open_dataset, write_dataset
+from dataloading.dataset.folder import Dataset, new_folder, open_dataset, scan_shards, write_dataset
+from dataloading.shards.formats import write_shard
 from dataloading.shards.samples import Samples
 from dataloading.text.vocabulary import Vocabulary
 from tests.conftest import at_most
@@ -91,18 +92,31 @@ def test_a_data_set_in_use_works_in_a_child_process(folder: Path, samples: Sampl
     assert dataset.take(EVERYTHING).digest() == samples.digest()
 
 
-def test_more_shards_than_the_soft_limit_of_open_files_are_read(tmp_path: Path) -> None:
-    samples = make_samples(100)
-    write_dataset(tmp_path / "data", samples, shards=100, info=INFO)
+def test_more_shards_than_the_soft_limit_of_open_files_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    samples = make_samples(60)
+    write_dataset(tmp_path / "data", samples, shards=60, info=INFO)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (300, hard))
         dataset = open_dataset(tmp_path / "data")
-        assert dataset.take(np.arange(100)).digest() == samples.digest()
-        assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == 356  # 256 are left for the rest of the process
-        resource.setrlimit(resource.RLIMIT_NOFILE, (356, hard))
+        assert dataset.take(np.arange(60)).digest() == samples.digest()
+        assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == 316  # 256 are left for the rest of the process
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    for limits, raised, most in (
+        ((300, -1), 316, 60),  # -1 is no limit
+        ((300, 310), 310, 54),
+        ((300, 300), None, 44),
+        ((256, 256), None, 1),
+        ((316, -1), None, 60),
+    ):
+        done: list[tuple[int, int]] = []
+        monkeypatch.setattr(resource, "getrlimit", lambda _, limits=limits: limits)
+        monkeypatch.setattr(resource, "setrlimit", lambda _, limits, done=done: done.append(limits))
+        assert open_dataset(tmp_path / "data")._most_open == most
+        assert done == ([] if raised is None else [(raised, limits[1])])
 
 
 def test_few_shards_stay_open(folder: Path, samples: Samples, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -121,57 +135,96 @@ def test_few_shards_stay_open(folder: Path, samples: Samples, monkeypatch: pytes
 
 
 def test_the_vocabulary_is_checked(folder: Path) -> None:
-    vocabulary = Vocabulary(tuple(TOKENS))
+    vocabulary, other = Vocabulary(tuple(TOKENS)), Vocabulary((*TOKENS, "more"))
     dataset = open_dataset(folder)
     dataset.info = replace(dataset.info, vocabulary_sha256=vocabulary.sha256)
     dataset.check_vocabulary(vocabulary)
-    with pytest.raises(ValueError, match="use that vocabulary"):
-        dataset.check_vocabulary(Vocabulary((*TOKENS, "more")))
+    made = rf"made with the vocabulary of md5 0{{32}} \(100 tokens\), given is {other.md5} \(36 tokens\); use that"
+    with pytest.raises(ValueError, match=made):
+        dataset.check_vocabulary(other)
 
 
-def test_missing_swapped_and_damaged_shards_are_named(folder: Path) -> None:
+def test_missing_swapped_and_damaged_shards_are_named(
+    folder: Path, samples: Samples, monkeypatch: pytest.MonkeyPatch
+) -> None:
     paths = [folder / f"part_0000{index}_of_00004.hdf5" for index in range(3)]
     content = paths[2].read_bytes()
-    paths[2].write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
-    with pytest.raises(ValueError, match=r"part_00002_of_00004\.hdf5"):
-        open_dataset(folder).take(EVERYTHING)
+    size = sum(path.stat().st_size for path in folder.glob("part_*"))
+    for limit, change, complaint in (
+        (size, 1, "content has digest"),
+        (size - 1, 2, r"next_sentence_labels: \d to \d, expected 0 to 1"),
+        (size - 1, 1, None),  # large data sets are not verified when they are opened
+    ):
+        monkeypatch.setattr(folder_module, "_VERIFIED_ON_OPENING", limit)
+        paths[2].write_bytes(content[:-1] + bytes([content[-1] ^ change]))
+        if complaint is None:
+            assert len(open_dataset(folder).take(EVERYTHING)) == COUNT
+            continue
+        with pytest.raises(ValueError, match=f"^{paths[2]}: {complaint}"):
+            open_dataset(folder).take(EVERYTHING)
+    paths[2].write_bytes(content[:-1])
+    listed = rf"manifest\.json lists {len(content):,} bytes; copy"
+    with pytest.raises(ValueError, match=rf"{paths[2]}: {len(content) - 1:,} bytes, {listed}"):
+        open_dataset(folder).check_files()
     paths[2].unlink()
     dataset = open_dataset(folder)
     dataset.take(np.array([0]))
-    with pytest.raises(ValueError, match=r"part_00002_of_00004\.hdf5: No such file"):
+    with pytest.raises(ValueError, match=f"{paths[2]}: No such file"):
         dataset.take(EVERYTHING)
-    with pytest.raises(ValueError, match=r"part_00002_of_00004\.hdf5: missing"):
+    with pytest.raises(ValueError, match=f"{paths[2]}: missing, {listed}"):
         dataset.check_files()
     first, second = (path.read_bytes() for path in paths[:2])
     paths[0].write_bytes(second)
     paths[1].write_bytes(first)
-    with pytest.raises(ValueError, match=r"part_00000_of_00004\.hdf5: not the shard that manifest\.json lists"):
+    with pytest.raises(ValueError, match=rf"{paths[0]}: not the shard that manifest\.json lists"):
         open_dataset(folder).take(np.array([0]))
+    write_shard(paths[0], samples.slice(0, 5), replace(INFO, options={"random_seed": 1}))  # the same samples
+    for record in (dataset.shards[0], replace(dataset.shards[0], file_bytes=paths[0].stat().st_size)):
+        with pytest.raises(ValueError, match=rf"{paths[0]}: not the shard"):
+            Dataset(folder, INFO, (record,), dataset._length_index[:5]).take(np.array([0]))
+
+
+def test_shards_of_other_settings_or_equal_shards_make_no_data_set(tmp_path: Path, samples: Samples) -> None:
+    for name, info in (("one", INFO), ("two", INFO), ("three", replace(INFO, options={"random_seed": 1}))):
+        write_shard(tmp_path / name, samples, info)
+    with pytest.raises(ValueError, match=f"{tmp_path}: two holds the same samples as one; name each once"):
+        scan_shards(tmp_path, ["one", "two"], INFO)
+    with pytest.raises(ValueError, match=f"{tmp_path / 'three'}: made with other settings than the other shards"):
+        scan_shards(tmp_path, ["one", "three"], INFO)
+    assert scan_shards(tmp_path, ["one"], replace(INFO, sources={"a": "b"})).info.sources == {"a": "b"} | INFO.sources
+    for name in ("empty", "nothing"):
+        write_shard(tmp_path / name, samples.slice(0, 0), INFO)
+    blocks = scan_shards(tmp_path, ["empty", "one", "nothing"], INFO)
+    assert [len(block) for block in blocks.blocks(10)] == [10, 10, 3]
+    assert blocks.take(np.array([22, 0])).digest() == samples.take(np.array([22, 0])).digest()
 
 
 @pytest.mark.parametrize(
-    ("place", "value"),
+    ("place", "value", "complaint"),
     [
-        (("schema_version",), 99),
-        (("shards", 0, "name"), "../../etc/passwd"),
-        (("shards", 0, "samples"), 7),
-        (("lengths_sha256",), "0" * 64),
-        (("samples",), "\ud800"),
+        (("schema_version",), 99, "damaged or of another version .*Invalid enum value 99"),
+        (("shards", 0, "name"), "../../etc/passwd", r"damaged or of another version .*shards\[0\]\.name"),
+        (("shards", 0, "samples"), 7, r"uint16 \(23, 2\), expected uint16 \(25, 2\)"),
+        (("lengths_sha256",), "0" * 64, r"digest differs from manifest\.json"),
+        (("samples",), "\ud800", "damaged or of another version"),
     ],
 )
-def test_a_damaged_manifest_is_refused_in_one_line(folder: Path, place: tuple[Any, ...], value: object) -> None:
+def test_a_damaged_manifest_is_refused_in_one_line(
+    folder: Path, place: tuple[Any, ...], value: object, complaint: str
+) -> None:
     path = folder / "manifest.json"
     manifest = changed = json.loads(path.read_text())
     for key in place[:-1]:
         changed = changed[key]
     changed[place[-1]] = value
-    for content in (json.dumps(manifest), path.read_text()[:-10]):
+    for content, why in ((json.dumps(manifest), complaint), (path.read_text()[:-10], "damaged or of another kind")):
         path.write_text(content)
-        with pytest.raises(ValueError, match=str(folder)):
+        with pytest.raises(ValueError, match=f"{folder}.*: {why}.*; "):
             open_dataset(folder)
 
 
-def test_a_length_index_that_is_damaged_or_of_other_shards_is_refused(folder: Path, samples: Samples) -> None:
+def test_a_length_index_that_is_damaged_hostile_or_of_other_shards_is_refused(folder: Path, samples: Samples) -> None:
+    """NumPy reads the head of an array as Python. Whoever wrote the data set has also written the digest."""
     lengths = open_dataset(folder).lengths
     while isinstance(lengths.base, np.ndarray):
         lengths = lengths.base
@@ -179,33 +232,25 @@ def test_a_length_index_that_is_damaged_or_of_other_shards_is_refused(folder: Pa
     swapped = np.stack([samples.lengths[::-1], samples.masked_counts], axis=1).astype(np.uint16)
     with pytest.raises(ValueError, match=r"lengths of part_00000_of_00004\.hdf5 differ"):
         Dataset(folder, INFO, open_dataset(folder).shards, swapped).verify()
-    for content in (b"", b"\0" * 100_000):
-        (folder / "lengths.npy").write_bytes(content)
-        with pytest.raises(ValueError, match=r"lengths\.npy"):
+    digest, manifest = hashlib.sha256((folder / "lengths.npy").read_bytes()).hexdigest(), folder / "manifest.json"
+    listed = manifest.read_text()
+    for head in (b"{", b"(1", b"{'descr': '|O', 'fortran_order': False, 'shape': (1,)}"):
+        hostile = b"\x93NUMPY\x01\x00" + len(head).to_bytes(2, "little") + head
+        (folder / "lengths.npy").write_bytes(hostile)
+        manifest.write_text(listed.replace(digest, hashlib.sha256(hostile).hexdigest()))
+        with pytest.raises(ValueError, match=r"/lengths\.npy: .*; copy or prepare the data set again"):
             open_dataset(folder)
-
-
-@pytest.mark.parametrize(
-    "head",
-    [
-        *(b"'", b"{", b"{'descr': '<u2'}", b"(1", b"{'descr': '|O', 'fortran_order': False, 'shape': (1,)}"),
-        b"{'descr': '<u2', 'fortran_order': False, 'shape': (False, 2)}",
-    ],
-)
-def test_a_hostile_length_index_with_its_digest_is_refused(head: bytes, folder: Path) -> None:
-    """NumPy reads the head of an array as Python. Whoever wrote the data set has also written the digest."""
-    original = (folder / "lengths.npy").read_bytes()
-    hostile = b"\x93NUMPY\x01\x00" + len(head).to_bytes(2, "little") + head
-    listed, now = hashlib.sha256(original).hexdigest(), hashlib.sha256(hostile).hexdigest()
-    (folder / "lengths.npy").write_bytes(hostile)
-    (folder / "manifest.json").write_text((folder / "manifest.json").read_text().replace(listed, now))
-    with pytest.raises(ValueError, match=r"/lengths\.npy: .*; copy or prepare the data set again"):
+        manifest.write_text(listed)
+        with pytest.raises(ValueError, match=r"/lengths\.npy: digest differs from manifest\.json; copy"):
+            open_dataset(folder)
+    (folder / "lengths.npy").unlink()
+    with pytest.raises(ValueError, match=r"/lengths\.npy: No such file or directory; copy"):
         open_dataset(folder)
 
 
 def test_a_data_set_appears_whole_or_not_at_all(tmp_path: Path, samples: Samples) -> None:
     for shards in (0, COUNT + 1):
-        with pytest.raises(ValueError, match="shards is"):
+        with pytest.raises(ValueError, match=f"shards is {shards} for 23 samples; expected 1 to the number of samples"):
             write_dataset(tmp_path / "data", samples, shards=shards, info=INFO)
     (tmp_path / "data").write_text("of somebody else")
     with pytest.raises(ValueError, match="already exists"):
@@ -214,7 +259,7 @@ def test_a_data_set_appears_whole_or_not_at_all(tmp_path: Path, samples: Samples
 
     def fail() -> None:
         with new_folder(tmp_path / "data") as aside:
-            write_dataset(aside / "part", samples, shards=1, info=INFO)
+            write_dataset(aside / "part", samples, shards=COUNT, info=INFO)
             raise OSError(28, "disk full")
 
     with pytest.raises(OSError, match="disk full"):

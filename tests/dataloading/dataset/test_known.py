@@ -25,6 +25,9 @@ INFO = replace(
 )
 
 
+NEITHER = "neither the benchmark's training set (156,726,829) nor its evaluation set (10,000)"
+
+
 def make(folder: Path, lengths: list[int], repeat: tuple[int, ...] = ()) -> Dataset:
     samples = synthetic_samples(np.array(lengths), 30522, seed=1)
     samples = concatenate([samples, samples.take(np.array(repeat, np.int64))])
@@ -45,24 +48,33 @@ def test_the_content_digest_is_that_of_the_published_script(tmp_path: Path) -> N
     assert known.content_md5([samples.slice(0, 1), samples.slice(1, 4)]) == expected
 
 
-def test_the_benchmarks_settings_vocabulary_and_sizes_are_recognised(tmp_path: Path) -> None:
-    assert "not the benchmark's" in known.describe_vocabulary(replace(INFO, vocabulary_md5="0" * 32))
-    assert known.describe_options(INFO) == "settings: the benchmark's"
-    other = replace(INFO, options=INFO.options | {"dupe_factor": 5, "random_seed": 1})
-    assert known.describe_options(other) == "settings: not the benchmark's (dupe_factor 5, random_seed 1)"
+def test_the_benchmarks_settings_vocabulary_and_sizes_are_recognised(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = "settings: not the benchmark's"
     unknown = "settings: not recorded; samples of at most 512 tokens, 76 of them masked"
-    assert known.describe_options(replace(INFO, options={})) == unknown
-    training, evaluation = "as many as the benchmark's training set has", "but other samples"
-    for count, words in (
-        (156_725_279, "neither"),
-        (156_725_280, training),
-        (156_726_829, training),
-        (156_726_830, "neither"),
-        (10_000, evaluation),
-        (9_999, "neither"),
+    for options, described in (
+        (INFO.options, "settings: the benchmark's"),
+        (INFO.options | {"dupe_factor": 5, "strip_accents": False}, f"{other} (dupe_factor 5, strip_accents False)"),
+        ({name: value for name, value in INFO.options.items() if name != "dupe_factor"}, unknown),
+        ({}, unknown),
     ):
-        index = np.broadcast_to(np.uint16(9), (count, 2))
-        assert words in known.describe_samples(Dataset(tmp_path, INFO, (), index))
+        assert known.describe_options(replace(INFO, options=options)) == described
+    other = replace(INFO, vocabulary_md5="0" * 32)
+    assert known.describe_vocabulary(other) == f"vocabulary: not the benchmark's; 30,522 tokens, md5 {'0' * 32}"
+
+    def found(count: int) -> str:
+        return known.describe_samples(Dataset(tmp_path, INFO, (), np.broadcast_to(np.uint16(9), (count, 2))))
+
+    for count in (9_999, 10_001, 156_725_279, 156_726_830):
+        assert found(count) == f"samples: {count:,}; {NEITHER}"
+    for count in (156_725_280, 156_726_829):
+        assert found(count) == f"samples: {count:,}, as many as the benchmark's training set has"
+    md5 = hashlib.md5(b"[]").hexdigest()
+    but = f"but other samples: content md5 is {md5}, published is 611d8bae26646145e1c33338a27ba124"
+    assert found(10_000) == f"samples: 10,000 as in the benchmark's evaluation set, {but}"
+    monkeypatch.setattr(known, "EVALUATION_CONTENT_MD5", md5)
+    assert found(10_000) == f"samples: the benchmark's evaluation set, 10,000 samples, content md5 {md5}"
 
 
 def test_repeated_samples_and_the_digest_in_any_order(tmp_path: Path) -> None:
@@ -70,19 +82,18 @@ def test_repeated_samples_and_the_digest_in_any_order(tmp_path: Path) -> None:
     found = known.verify(one)
     samples = one.take(np.arange(3))
     digest = sum(samples.sample_digests().tolist()) % 2**64
-    neither = "neither the benchmark's training set (156,726,829) nor its evaluation set (10,000)"
     assert found == [
         f"vocabulary: the benchmark's, 30,522 tokens, md5 {known.VOCABULARY_MD5}",
         "settings: the benchmark's",
         "normalization: lower case, accents stripped, Chinese characters as separate words",
         "text: not recorded",
-        f"samples: 3; {neither}",
+        f"samples: 3; {NEITHER}",
         f"next sentences: {100 * samples.next_sentence_labels.mean():.0f} % random",
         "repeats: 0 samples equal to another",
         f"multiset digest: {digest:016x}",
     ]
     nothing = known.verify(Dataset(tmp_path, INFO, (), np.zeros((0, 2), np.uint16)))
-    assert nothing[4:6] == [f"samples: 0; {neither}", "next sentences: 0 % random"]
+    assert nothing[4:6] == [f"samples: 0; {NEITHER}", "next sentences: 0 % random"]
     assert [known._describe_next_sentences(share).count("single sentence") for share in (0.9, 0.901)] == [0, 1]
     write_dataset(tmp_path / "backwards", one.take(np.array([2, 1, 0])), shards=3, info=INFO)
     assert known.verify(open_dataset(tmp_path / "backwards"))[-1] == found[-1] != "multiset digest: 0000000000000000"

@@ -49,7 +49,7 @@ def test_every_sample_comes_once_in_an_order_of_the_seed(source: Dataset, tmp_pa
         dataset = shuffle(source, tmp_path / name, shards=7, seed=seed)
         orders.append(order_of(dataset, make_samples(COUNT)))
         assert sorted(orders[-1].tolist()) == list(range(COUNT))
-        assert {record.samples for record in dataset.shards} <= {COUNT // 7, COUNT // 7 + 1}
+        assert sorted(record.samples for record in dataset.shards) == [142, *[143] * 6]
         assert dataset.info == INFO
         names = {path.name for path in (tmp_path / name).iterdir()}
         assert names == {"manifest.json", "lengths.npy", *(record.name for record in dataset.shards)}
@@ -97,12 +97,16 @@ def test_a_stopped_shuffle_goes_on(source: Dataset, tmp_path: Path, step: str, a
 
 def test_shards_are_neither_empty_nor_larger_than_memory(tmp_path: Path, source: Dataset) -> None:
     for shards in (0, COUNT + 1):
-        with pytest.raises(ValueError, match=f"--shards is {shards}"):
+        with pytest.raises(ValueError, match=f"--shards is {shards} for 1,000 samples; expected 1 or more"):
             shuffle(source, tmp_path / "data", shards=shards, seed=1)
-    records = (replace(source.shards[0], tokens=1 << 30, masked_tokens=1 << 28),)
-    large = Dataset(tmp_path, INFO, records, np.zeros((1 << 20, 2), np.uint16))
-    with pytest.raises(ValueError, match=r"--shards is 16 .* expected 17"):
-        shuffle(large, tmp_path / "data", shards=16, seed=1)
+    # 3 bytes a token, 4 a masked token and 17 a sample are 16 shards of 256 MiB, or a byte more.
+    tokens, masked, count = (1 << 30) + (1 << 18), (1 << 28) - (1 << 18) * 5, 1 << 18
+    assert 3 * tokens + 4 * masked + 17 * count == 16 << 28
+    for more in (0, 1):
+        records = (replace(source.shards[0], tokens=tokens + more, masked_tokens=masked),)
+        large = Dataset(tmp_path, INFO, records, np.zeros((count, 2), np.uint16))
+        with pytest.raises(ValueError, match=rf"--shards is {15 + more} .* expected {16 + more} or more"):
+            shuffle(large, tmp_path / "data", shards=15 + more, seed=1)
     assert not (tmp_path / "data").exists()
     write_dataset(tmp_path / "three", make_samples(3), shards=2, info=INFO)
     for shards in (1, 3):

@@ -35,7 +35,7 @@ def write_stand_in(folder: Path) -> StandIn:
         (files / form).mkdir(parents=True)
         for path in _BUNDLES.glob("tf1.*"):
             shutil.copy(path, files / form / path.name.replace("tf1", "model.ckpt-28252"))
-    (files / "tf2_ckpt" / "model.ckpt-28252.index").write_bytes(b"\0_CHECKPOINTABLE_OBJECT_GRAPH")
+    (files / "tf2_ckpt" / "model.ckpt-28252.index").write_bytes(b"\0")  # only the folder tells
     shutil.copy(_VOCAB, files / "vocab.txt")
     (files / "bert_config.json").write_text('{"num_attention_heads": 2}\n')
     text.mkdir()

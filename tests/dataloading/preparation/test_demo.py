@@ -1,18 +1,20 @@
 """The demo corpus: reproducible prose from Python's standard library. Whole modules are held out for evaluation."""
 
+import platform
 import shutil
+from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from dataloading import __main__ as program
 from dataloading.dataset.folder import open_dataset
 from dataloading.preparation import demo
 from dataloading.preparation.demo import HELD_OUT_PERCENT, Document, demo_documents, write_demo
 from tests.conftest import REPOSITORY, SmallRun
 from tests.dataloading.conftest import Run
 from tests.programs import python
-
-pytestmark = pytest.mark.slow
 
 VOCAB = REPOSITORY / "bert" / "artifacts" / "tiny_cpu" / "vocab.txt"
 
@@ -22,12 +24,11 @@ def documents() -> list[Document]:
     return demo_documents()
 
 
+@pytest.mark.slow
 def test_the_corpus_is_large_and_no_text_is_on_both_sides(documents: list[Document]) -> None:
     sentences = [sentence for document in documents for sentence in document.sentences]
     assert sum(len(sentence.split()) for sentence in sentences) > 150_000
-    for sentence in sentences:
-        assert sentence.strip() == sentence != ""
-        assert len(sentence.splitlines()) == 1
+    assert all(sentence.strip() == sentence != "" and len(sentence.splitlines()) == 1 for sentence in sentences)
     assert all(document.sentences for document in documents)
     held_out, used = ([document for document in documents if document.held_out == side] for side in (True, False))
     names, others = ({document.name for document in some} for some in (held_out, used))
@@ -36,6 +37,7 @@ def test_the_corpus_is_large_and_no_text_is_on_both_sides(documents: list[Docume
     assert not {document.sentences for document in used} & {document.sentences for document in held_out}
 
 
+@pytest.mark.slow
 def test_another_process_finds_the_same_and_imports_nothing_of_the_standard_library(documents: list[Document]) -> None:
     code = """
 import sys
@@ -50,45 +52,83 @@ print(repr(documents))
     assert python("-c", code).stdout == f"{documents!r}\n"
 
 
+MODULE = '''"""Reads the configuration from its file.  Raises an error otherwise."""
+def f():
+    """>>> f() and more words
+    1
+
+    Four plain English words.
+
+    x = 1; y = 2; z = 3"""
+def g():
+    """One two three.
+
+    ab ab ab abc1234
+
+    ac ab ab abc12345"""
+class C:
+    """The class of all the things."""
+    def method(self):
+        """Does what methods always do."""
+if True:
+    def hidden():
+        """Definitions inside of others are not read."""
+def h():
+    """Four plain English words."""
+'''
+
+
 def test_source_that_does_not_parse_or_is_not_prose_is_passed_over(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="needs the full standard library"):
+    with pytest.raises(ValueError, match=f"no {tmp_path}/pydoc_data/topics.py: the demo corpus needs the full"):
         demo_documents(tmp_path)
-    (tmp_path / "pydoc_data").mkdir()
-    (tmp_path / "pydoc_data" / "topics.py").write_text("topics = {'a': 'Some words make up a sentence here.'}\n")
-    (tmp_path / "broken.py").write_text("def (:\n")
-    (tmp_path / "module.py").write_text(
-        '"""Reads the configuration from its file.  Raises an error otherwise."""\n'
-        'def f():\n    """>>> f() and more words\n    1\n\n    Four plain English words.\n\n    x = 1; y = 2; z = 3"""\n'
-        'def g():\n    """One two three.\n\n    ab ab ab abc1234\n\n    ac ab ab abc12345"""\n'
-        'class C:\n    """The class of all the things."""\n'
-        '    def method(self):\n        """Does what methods always do."""\n'
-    )
+    for path, content in (
+        ("pydoc_data/topics.py", "topics = {'b': 'All of this comes later.', 'a': 'Some words make a sentence.'}\n"),
+        *(("broken.py", "def (:\n"), ("module.py", MODULE), ("module.txt", MODULE)),
+        ("idlelib/a.py", '"""All of this is left out."""'),
+        *(("pkg/test/a.py", '"""This is left out."""'), ("pkg/pydoc_data/a.py", '"""Only one folder is left out."""')),
+    ):
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).write_text(content)
     found = [(document.name, document.sentences) for document in demo_documents(tmp_path)]
     assert found == [
-        ("topic a", ("Some words make up a sentence here.",)),
+        ("topic a", ("Some words make a sentence.",)),
+        ("topic b", ("All of this comes later.",)),
         ("module", ("Reads the configuration from its file.", "Raises an error otherwise.")),
         ("module", ("Four plain English words.",)),
         ("module", ("ab ab ab abc1234",)),  # letters are three quarters
         ("module", ("The class of all the things.", "Does what methods always do.")),
+        ("pkg.pydoc_data.a", ("Only one folder is left out.",)),
     ]
 
 
 def test_data_are_made_once_and_other_content_and_damage_are_refused(
-    run: Run, documents: list[Document], small_run: SmallRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    run: Run, small_run: SmallRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(demo, "demo_documents", lambda: documents[::40])
+    texts = [
+        Document(f"{number}", (f"Some words of {number}.", "And more words.", "The end.")) for number in range(200)
+    ]
+    held_out = [4, 21, 25, 44, 48, 70, 79, 126, 134, 145, 162, 166, 174, 176, 197]
+    assert [int(document.name) for document in texts if document.held_out] == held_out
+    monkeypatch.setattr(demo, "demo_documents", lambda: texts)
+    monkeypatch.setattr(program, "time", SimpleNamespace(perf_counter=count(5.0, 60.0).__next__))
     made = tmp_path / "demo"
     for done in ("made", "verified"):
-        *lines, last = run("demo", "--out", made, "--vocab", VOCAB).splitlines()
+        said = run("demo", "--out", made, "--vocab", VOCAB).splitlines()
         sets = [open_dataset(made / name) for name in ("train", "evaluation")]
         told = [f"{each.folder}: {len(each):,} samples of {each.lengths.mean():.1f} tokens" for each in sets]
-        assert (lines, last.split(" in ")[0]) == (told, done)
-    assert [(each.info.max_seq_length, len(each.shards)) for each in sets] == [(128, 4)] * 2
+        assert said == [*told, f"{done} in 60.0 s"]
+    for each, number, passes, seed in zip(
+        sets, (200 - len(held_out), len(held_out)), (10, 2), (12345, 54321), strict=True
+    ):
+        assert (each.info.max_seq_length, each.info.max_predictions_per_seq, len(each.shards)) == (128, 19, 4)
+        assert (each.info.options["dupe_factor"], each.info.options["random_seed"]) == (passes, seed)
+        assert each.info.options["python"] == platform.python_version()
+        assert (each.info.text.documents, len(each) >= number * passes) == (number, True)
     shutil.rmtree(made / "evaluation")
     assert write_demo(made, VOCAB)  # makes only what is missing
     shard = next((made / "evaluation").glob("part_*"))
     content = bytearray(shard.read_bytes())
-    content[len(content) // 2] ^= 1
+    content[-1] ^= 1
     shard.write_bytes(content)
     with pytest.raises(ValueError, match=shard.name):
         write_demo(made, VOCAB)

@@ -36,30 +36,21 @@ def unknown_share(tokens: list[str], lines: list[str], *, lower: bool = True) ->
 @pytest.mark.parametrize("name", TEXTS)
 @pytest.mark.parametrize("lower", [True, False])
 def test_no_character_is_unknown_if_there_is_room(name: str, lower: bool) -> None:
-    lines = TEXTS[name]
-    tokens = learn(lines, 5000, lower=lower)
+    tokens = learn(TEXTS[name], 5000, lower=lower)
     assert tokens[:5] == list(SPECIAL_TOKENS)
     assert len(set(tokens)) == len(tokens) <= 5000
-    assert unknown_share(tokens, lines, lower=lower) == 0
-    assert ("the" in tokens) == (lines[0] == ENGLISH[0])
+    assert unknown_share(tokens, TEXTS[name], lower=lower) == 0
+    assert ("the" in tokens) == (TEXTS[name][0] == ENGLISH[0])
 
 
-@pytest.mark.parametrize("size", [6, 40, 60, 400])
-def test_the_most_frequent_characters_are_kept_if_the_vocabulary_is_small(size: int) -> None:
-    assert set(learn(CHINESE, size)[5:]) == set(IDEOGRAPHS[: size - 5])
-    assert len(learn(TEXTS["mixed"], size)) == size
-
-
-def test_frequent_characters_come_before_longer_pieces() -> None:
+def test_frequent_characters_come_first_then_longer_pieces_in_half_of_a_small_vocabulary() -> None:
+    for size in (6, 40, 60, 400):
+        assert set(learn(CHINESE, size)[5:]) == set(IDEOGRAPHS[: size - 5])
+        assert len(learn(TEXTS["mixed"], size)) == size
     tokens = learn(ENGLISH, 60)
     assert unknown_share(tokens, ENGLISH) == 0
-    assert "the" in tokens
-    # In this text, "w" begins words only.
-    assert "w" in tokens
-    assert "##w" not in tokens
-
-
-def test_rare_characters_come_before_longer_pieces_in_half_of_the_vocabulary() -> None:
+    assert {"the", "w"} < set(tokens)
+    assert "##w" not in tokens  # "w" begins words only
     words = " ".join(map("".join, product("bdfgk", "aeiou", "lmnrst")))
     lines = [*[words] * 50, " ".join(IDEOGRAPHS)]
     tokens = learn(lines, 100)
@@ -68,16 +59,14 @@ def test_rare_characters_come_before_longer_pieces_in_half_of_the_vocabulary() -
     assert unknown_share(learn(lines, 1000), lines) == 0
 
 
-@pytest.mark.parametrize("size", [0, 5])
-def test_a_vocabulary_without_room_for_characters_is_refused(size: int) -> None:
-    with pytest.raises(ValueError, match=f"a vocabulary of {size} has no room"):
-        learn(ENGLISH, size)
-
-
-def test_words_that_are_always_unknown_take_no_room() -> None:
-    tokens = learn([*ENGLISH, "\u0416" * 201], 500)
-    assert not any("\u0436" in token for token in tokens)
+def test_words_that_are_always_unknown_take_no_room_and_a_character_needs_room() -> None:
+    assert learn(["\u0416" * 200], 500)[5:7] == ["##\u0436", "\u0436"]
+    assert not any("\u0436" in token for token in learn([*ENGLISH, "\u0416" * 201], 500))
     assert learn(["", " \t"], 100) == list(SPECIAL_TOKENS)
+    assert learn(["a"], 6) == [*SPECIAL_TOKENS, "a"]
+    for size in (0, 5):
+        with pytest.raises(ValueError, match=f"a vocabulary of {size} has no room for more than the 5 special tokens"):
+            learn(ENGLISH, size)
 
 
 @pytest.mark.slow

@@ -23,6 +23,40 @@ def sized(path: Path, size: int) -> Path:
     return path
 
 
+def test_files_are_found_at_any_depth_but_not_twice(tmp_path: Path) -> None:
+    one, other, checkpoint = tmp_path / "one", tmp_path / "other", tmp_path / "one" / "tf1_ckpt" / "model.ckpt-28252"
+    files = [Path(f"{checkpoint}.{end}") for end in ("index", "data-00000-of-00002", "data-00001-of-00002")]
+    articles = [other / "AA" / "wiki_00.bz2", other / "AA" / "wiki_01", other / "AB" / "wiki_00"]
+    unused = {other / "dump.xml.bz2": "a dump: run WikiExtractor on it", other / "text.zip": "an archive: unpack it"}
+    left_out = [one / ".git" / "vocab.txt", one / "out" / "eval.txt", other / "AB" / "wiki_000"]
+    for path in (*files, *articles, *unused, *left_out, one / "vocab.txt", other / "some.md5"):
+        sized(path, 0)
+    (one / "up").symlink_to(one)
+    inputs = Inputs(
+        vocabulary=(one / "vocab.txt",),
+        checkpoint=tuple(files),
+        articles=tuple(articles),
+        lists=(other / "some.md5",),
+        others=tuple((TRAIN, f"{path} is {why}") for path, why in unused.items()),
+    )
+    assert ml.find_inputs([one, other], one / "out") == inputs
+    assert inputs.uses_articles
+    assert inputs.files == [one / "vocab.txt", *files]
+    files[1].unlink()
+    (other / "AA" / "eval.txt").symlink_to("nowhere")
+    found = ml.find_inputs([one, other], one / "out")
+    again = "download bert-input-files again, which fetches missing files"
+    broken = f"{other / 'AA' / 'eval.txt'} is a broken link, a pipe or a device, expected a file"
+    assert found.problems == (broken, f"the checkpoint lacks {files[1]}; {again}")
+    assert found.checkpoint == (files[0], files[2])
+
+
+def test_the_number_of_attention_heads_is_at_least_one(tmp_path: Path) -> None:
+    (tmp_path / "bert_config.json").write_text('{"num_attention_heads": 1}')
+    assert ml.attention_heads(Inputs(config=(tmp_path / "bert_config.json",))) == 1
+    assert ml.attention_heads(Inputs()) is None
+
+
 def test_time_and_room_are_in_proportion_to_the_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "cpu_count", lambda: 4)
     names = ("vocab.txt", "bert_config.json", "eval.txt")
@@ -75,7 +109,7 @@ def test_too_little_room_is_refused_at_once(run: Run, tmp_path: Path, monkeypatc
 
 def test_known_sums_come_first_then_those_of_the_list_beside_the_files(tmp_path: Path) -> None:
     names = [f"part-{index:05d}-of-00012" for index in range(12)]
-    (tmp_path / "list").write_text("".join(f"{'A' * 32} *text/{name}\n" for name in [*names, "eval.txt"]) + "x\n")
+    (tmp_path / "list").write_text("".join(f"{'A' * 32} *text/{name}\n" for name in [*names, "eval.txt"]) + "x" * 99)
     beside = Checksums(None, [tmp_path / "list"])
     assert beside.expected(Path("elsewhere", names[0])) == {"a" * 32}
     assert beside.expected(Path("text/eval.txt")) == {KNOWN["eval.txt"][1]}
@@ -91,5 +125,5 @@ def test_known_sums_come_first_then_those_of_the_list_beside_the_files(tmp_path:
     assert beside.wrong_sizes([vocabulary, tmp_path / "list"]) == []
     (wrong,) = beside.wrong_sizes([sized(vocabulary, 231_509)])
     assert f"{vocabulary} (231,509 bytes, expected 231,508)" in wrong
-    with pytest.raises(ValueError, match="line 14 is 'x'"):
+    with pytest.raises(ValueError, match=r"line 14 is 'x{80}'; expected an MD5 sum"):
         Checksums(tmp_path / "list", [])

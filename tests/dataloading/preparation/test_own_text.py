@@ -1,13 +1,11 @@
 """Data sets from users' own text: held-out documents, the vocabulary, and invalid options."""
 
-import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from dataloading.dataset.folder import open_dataset
-from dataloading.options import OwnText
+from dataloading.options import NormalizationOptions, OwnText
 from dataloading.preparation import own_text
 from dataloading.preparation.own_text import split_documents, text_files, write_own_text
 from dataloading.text.vocabulary import Vocabulary
@@ -59,74 +57,76 @@ def test_both_sets_and_their_vocabulary(text: Path, tmp_path: Path, monkeypatch:
     monkeypatch.setattr(own_text, "_SHARD_CHARACTERS", 10)
     assert list(map(len, own_text._calls([["abcde"], ["ab", "cde"], ["abcde"], ["f"], ["ghij"]]))) == [2, 3]
     monkeypatch.setattr(own_text, "_SHARD_CHARACTERS", 5000)
-    split = write_own_text((text,), OwnText(vocab_size=90), tmp_path / "out").split
+    split = write_own_text((text,), OwnText(vocab_size=90, dupe_factor=3), tmp_path / "out").split
     vocabulary = Vocabulary.from_file(tmp_path / "out" / "vocab.txt")
-    assert vocabulary.size == 90
-    assert not vocabulary.cased
-    for name, documents in (("train", split.train), ("evaluation", split.evaluation)):
+    assert (vocabulary.size, vocabulary.cased) == (90, False)
+    for name, documents, passes, seed in (
+        ("train", split.train, 3, 12345),
+        ("evaluation", split.evaluation, 10, 66666),
+    ):
         dataset = open_dataset(tmp_path / "out" / name)
         dataset.verify()
         dataset.check_vocabulary(vocabulary)
-        assert dataset.info.max_seq_length == 128
-        assert list(dataset.info.sources) == [text.as_posix()]
+        info = dataset.info
+        assert (info.max_seq_length, info.max_predictions_per_seq, list(info.sources)) == (128, 19, [text.as_posix()])
+        assert (info.options["dupe_factor"], info.options["random_seed"]) == (passes, seed)
+        assert (info.text.documents, info.text.dropped_documents) == (len(documents), 0)
         assert len(dataset) >= len(documents)
         assert len(dataset.shards) == -(-sum(len(part) for each in documents for part in each) // 5000)
-    again = write_own_text((text,), OwnText(vocab_size=90), tmp_path / "again").split
-    assert again == split
+    assert write_own_text((text,), OwnText(vocab_size=90, dupe_factor=3), tmp_path / "again").split == split
     shards = [path.relative_to(tmp_path / "out") for path in (tmp_path / "out").rglob("part_*")]
     for name in (*shards, "vocab.txt"):
         assert (tmp_path / "again" / name).read_bytes() == (tmp_path / "out" / name).read_bytes()
 
 
+def test_the_shortest_samples_hold_a_token_of_each_segment_and_one_is_masked(text: Path, tmp_path: Path) -> None:
+    write_own_text((text,), OwnText(vocab_size=90, max_seq_length=5, dupe_factor=1), tmp_path / "out")
+    dataset = open_dataset(tmp_path / "out" / "train")
+    assert (dataset.lengths.max(), dataset.info.max_predictions_per_seq) == (5, 1)
+    assert dataset.info.text.unused_tokens == 0
+
+
 def test_a_vocabulary_is_smaller_than_requested_if_the_text_has_too_few_tokens(text: Path, tmp_path: Path) -> None:
-    write_own_text((text,), OwnText(vocab_size=50_000, cased=True), tmp_path / "out")
-    vocabulary = Vocabulary.from_file(tmp_path / "out" / "vocab.txt")
-    assert vocabulary.size < 2000
-    assert vocabulary.cased
-    assert "Épsilon" in vocabulary.tokens
-    options = open_dataset(tmp_path / "out" / "train").info.options
-    assert options["do_lower_case"] is False
+    for name, own, options in (
+        ("cased", OwnText(vocab_size=50_000, cased=True), (False, False)),
+        ("set", OwnText(cased=True, normalization=NormalizationOptions(strip_accents=True)), (False, True)),
+    ):
+        write_own_text((text,), own, tmp_path / name)
+        vocabulary = Vocabulary.from_file(tmp_path / name / "vocab.txt")
+        assert vocabulary.size < 2000
+        assert vocabulary.cased
+        assert ("Épsilon" in vocabulary.tokens) is not options[1]
+        recorded = open_dataset(tmp_path / name / "train").info.options
+        assert (recorded["do_lower_case"], recorded["strip_accents"]) == options
 
 
-@pytest.mark.parametrize("form", ["file", "folder with vocab.txt", "folder with tokenizer.json"])
-def test_a_vocabulary_that_is_given(text: Path, tmp_path: Path, form: str) -> None:
+def test_a_vocabulary_that_is_given(text: Path, tmp_path: Path) -> None:
     tokens = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "alpha", "beta", "number", "Capital"]
-    model = tmp_path / "model"
-    model.mkdir()
-    if form == "folder with tokenizer.json":
-        ids = {token: index for index, token in enumerate(tokens)}
-        (model / "tokenizer.json").write_text(json.dumps({"model": {"type": "WordPiece", "vocab": ids}}))
-    else:
-        (model / "vocab.txt").write_text("\n".join(tokens))
-    given = model / "vocab.txt" if form == "file" else model
-    write_own_text((text,), OwnText(vocab=given, accept_losses=True), tmp_path / "out")
+    (tmp_path / "given").write_text("\n".join(tokens))
+    write_own_text((text,), OwnText(vocab=tmp_path / "given", accept_losses=True), tmp_path / "out")
     assert Vocabulary.from_file(tmp_path / "out" / "vocab.txt").tokens == tuple(tokens)
     assert open_dataset(tmp_path / "out" / "train").info.options["do_lower_case"] is False  # "Capital" is a token
 
 
-def test_each_file_is_a_document_where_paragraphs_have_empty_lines_between_them(tmp_path: Path) -> None:
-    texts = [write_text(tmp_path / f"{number}.txt", [document(number), document(500 + number)]) for number in range(30)]
-    split = write_own_text(texts, OwnText(vocab_size=90, documents="files"), tmp_path / "files").split
-    assert sorted(split.train + split.evaluation) == sorted(
-        [part for paragraph in (document(number), document(500 + number)) for part in paragraph] for number in range(30)
-    )
-    split = write_own_text(texts, OwnText(vocab_size=90), tmp_path / "paragraphs").split
-    assert len(split.train) + len(split.evaluation) == 60
-
-
-def test_lines_are_split_into_sentences(tmp_path: Path) -> None:
+def test_lines_are_split_and_each_file_can_be_a_document(tmp_path: Path) -> None:
     long = " ".join(f"w{index}" for index in range(150))
-    documents = [["First here. Second there", long], *(document(number) for number in range(30))]
-    split = write_own_text(
-        (write_text(tmp_path / "text.txt", documents),), OwnText(vocab_size=120), tmp_path / "out"
-    ).split
-    (found,) = [each for each in split.train + split.evaluation if each[0] == "First here."]
-    assert found[1] == "Second there"
-    assert found[2:] == [long]
+    texts = [
+        write_text(tmp_path / f"{number}.txt", [["First here. Second there", f"{number} {long}"], document(number)])
+        for number in range(30)
+    ]
+    paragraphs = [["First here.", "Second there", f"{number} {long}"] for number in range(30)]
+    others = [document(number) for number in range(30)]
+    whole = [[*one, *other] for one, other in zip(paragraphs, others, strict=True)]
+    for own, expected in ((OwnText(documents="files"), whole), (OwnText(), [*paragraphs, *others])):
+        split = write_own_text(texts, own, tmp_path / own.documents).split
+        assert sorted(split.train + split.evaluation) == sorted(expected)
 
 
-@pytest.mark.parametrize(("documents", "least"), [(30, 1000), (1200, 9900)])
-def test_held_out_text_is_evaluated_on_enough_masked_tokens(documents: int, least: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("documents", "least"), [(30, 1000), (1200, 9850)])
+def test_held_out_text_is_evaluated_on_enough_masked_tokens(
+    documents: int, least: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(own_text, "_SHARD_CHARACTERS", 50_000)
     assert [own_text._passes([["a" * size]]) for size in (1, 30_000, 100_000, 400_000)] == [10, 9, 3, 1]
     text = write_text(tmp_path / "text.txt", [document(number) * 3 for number in range(documents)])
     write_own_text((text,), OwnText(vocab_size=120, evaluation_share=0.5, dupe_factor=1), tmp_path / "out")
@@ -134,31 +134,4 @@ def test_held_out_text_is_evaluated_on_enough_masked_tokens(documents: int, leas
         open_dataset(tmp_path / "out")
     dataset = open_dataset(tmp_path / "out" / "evaluation")
     assert least <= dataset.masked_counts.sum() <= 10_000
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"text": ()}, "no text is named"),
-        ({"evaluation_share": 0.0}, "evaluation_share is 0.0"),
-        ({"evaluation_share": float("nan")}, "evaluation_share is nan"),
-        ({"max_seq_length": 4}, "max_seq_length is 4"),
-        ({"vocab_size": 5}, "a vocabulary of 5 has no room"),
-        ({"vocab": Path("empty")}, "empty holds neither vocab.txt nor tokenizer.json"),
-        ({"vocab": Path("absent")}, "absent: No such file"),
-        ({"text": (Path("absent"),)}, "absent: there is no such file"),
-        ({"text": (Path("empty"),)}, "empty: the folder holds no files"),
-        ({"text": (Path("few.txt"),)}, "3 different documents, expected at least 20"),
-    ],
-)
-def test_a_mistake_is_named_and_leaves_nothing(
-    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], message: str
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "empty").mkdir()
-    write_text(tmp_path / "few.txt", [document(number) for number in range(3)])
-    before = sorted(tmp_path.iterdir())
-    places = settings.pop("text", (text,))
-    with pytest.raises(ValueError, match=message):
-        write_own_text(places, OwnText(**settings), tmp_path / "out")
-    assert sorted(tmp_path.iterdir()) == before
+    assert len(dataset.shards) == (1 if documents == 30 else 4)

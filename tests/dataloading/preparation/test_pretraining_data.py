@@ -1,15 +1,25 @@
 """Creation of samples, compared with the reference's output and with a definition in plain Python."""
 
+import random
 from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
+from numba.core import config
 
 from benchmarks.data_stages import reference_prepare
 from dataloading.options import PretrainingOptions
-from dataloading.preparation.pretraining_data import create_samples
+from dataloading.preparation import pretraining_data
+from dataloading.preparation.pretraining_data import (
+    _next_word,
+    _random,
+    _random_below,
+    _shuffle,
+    compiled,
+    create_samples,
+)
 from dataloading.shards.samples import Samples
 from dataloading.text.documents import read_documents
 from dataloading.text.tokenization import Tokenizer, tokenize_documents
@@ -86,6 +96,18 @@ def test_equals_the_definition(
     assert prepare(paths, vocab_file, options).digest() == prepare_plainly(paths, vocab_file, options).digest()
 
 
+def test_random_numbers_are_pythons() -> None:
+    theirs = random.Random(5)
+    ours = np.array(theirs.getstate()[1], np.uint32)
+    assert [_next_word(ours) for _ in range(1300)] == [theirs.getrandbits(32) for _ in range(1300)]
+    assert [_random(ours) for _ in range(100)] == [theirs.random() for _ in range(100)]
+    for bound in (1, 2, 3, 8, 1000):
+        assert [_random_below(ours, bound) for _ in range(50)] == [theirs.randint(0, bound - 1) for _ in range(50)]
+        _shuffle(ours, items := np.arange(bound))
+        theirs.shuffle(expected := list(range(bound)))
+        assert items.tolist() == expected
+
+
 def test_documents_end_at_empty_lines_only(tmp_path: Path) -> None:
     first, second = tmp_path / "first.txt", tmp_path / "second.txt"
     first.write_bytes(b"\n a b \r\nc\rd\n\n \x1c\ne\xe2\x80\xa8f")
@@ -104,3 +126,21 @@ def test_sentences_and_documents_without_tokens_are_left_out(vocab_file: Path) -
     assert tokenized.document_offsets.tolist() == [0, 2, 3]
     with pytest.raises(ValueError, match="no tokens"):
         tokenize_documents([["\u200b"]], tokenizer)
+
+
+def plain(number: int) -> int:
+    return number + 1
+
+
+def test_functions_are_cached_only_where_no_other_user_can_write(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Numba's cache contains pickles, which can run any code."""
+    monkeypatch.setattr(pretraining_data, "is_private", lambda folder: folder.parent.name == "private")
+    for name in ("private", "shared"):
+        monkeypatch.setattr(config, "CACHE_DIR", str(tmp_path / name))
+        for _ in range(2):
+            assert (compiled(plain).stats.cache_path is not None) is (name == "private")
+        assert len(caplog.messages) == (name == "shared"), "one warning for a folder"
+    monkeypatch.setattr(config, "DISABLE_JIT", True)
+    assert compiled(plain) is plain

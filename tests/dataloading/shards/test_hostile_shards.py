@@ -1,6 +1,7 @@
 """Malicious shards: small files that claim huge sizes or refer to other files. Rejecting them takes little memory."""
 
 import json
+import re
 import struct
 import zlib
 from collections.abc import Callable
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 
 from dataloading.shards.formats import open_shard, write_shard
+from dataloading.shards.hdf5_file import _text_sizes
 from tests.dataloading.foreign_shards import RAGGED, array_of
 from tests.dataloading.made_up import INFO, make_samples
 from tests.dataloading.shards import test_layouts
@@ -64,6 +66,10 @@ def chunk_of(size: int) -> Make:
     return make
 
 
+def address_at(content: bytearray, place: int) -> int:
+    return struct.unpack_from("<Q", content, max(place, 0) + 32)[0]
+
+
 def chunks_that_share_bytes(path: Path) -> None:
     """Write a chunk of random numbers, and 600 entries of the chunk index that all refer to it."""
     rows = np.random.default_rng(0).integers(0, 30_000, (600, 512), "<i2")
@@ -76,10 +82,11 @@ def chunks_that_share_bytes(path: Path) -> None:
         first = array_of(file, "input_ids").id.get_chunk_info(0)
     content = bytearray(path.read_bytes())
     small = zlib.compress(rows[1].tobytes(), 4)
-    # An index entry has the chunk's size, filter mask, coordinates, offset in an element (always 0), and address.
+    # A leaf of the index has the chunk's size, filter mask, coordinates, offset in an element (always 0), and address.
     for row in range(1, 600):
-        place = content.find(struct.pack("<IIQQQ", len(small), 0, row, 0, 0))
-        assert place > 0
+        place, key = -1, struct.pack("<IIQQQ", len(small), 0, row, 0, 0)
+        while content[(address := address_at(content, place)) : address + 4] == b"TREE" or place < 0:
+            place = content.index(key, place + 1)
         content[place : place + 4] = struct.pack("<I", first.size)
         content[place + 32 : place + 40] = struct.pack("<Q", first.byte_offset)
     path.write_bytes(content)
@@ -114,18 +121,27 @@ def attribute_of_four_gigabytes(path: Path) -> None:
     path.write_bytes(content)
 
 
-GREEDY: dict[str, Make] = {
-    "rows never written": never_written(80_000),
-    "chunks never written": never_written(80_000, chunks=True),
-    "references never written": never_written(1_500_000, ragged=True),
-    "one object for all rows": one_object_for_all_rows,
-    "a chunk that inflates to more": chunk_of(200 << 20),
-    "a chunk that inflates to less": chunk_of(100),
-    "chunks that share bytes": chunks_that_share_bytes,
-    "more elements than a number holds": more_elements_than_a_number_holds,
-    "an attribute of one object": attribute_of_one_object,
-    "an attribute of four gigabytes": attribute_of_four_gigabytes,
-    "a million records of one byte": lambda path: path.write_bytes(framed(b"\n") * 1_000_000),
+UNWRITTEN = "input_ids claims {} bytes that are not inside the file"
+DAMAGED = r"input_ids: the chunk at \(0,\) is damaged \(it does not hold the 131,072 bytes that were expected\)"
+GREEDY: dict[str, tuple[Make, str]] = {
+    "rows never written": (never_written(80_000), UNWRITTEN.format("81,920,000")),
+    "chunks never written": (never_written(80_000, chunks=True), "input_ids: 0 of 1,024 chunks were written"),
+    "references never written": (never_written(1_500_000, ragged=True), UNWRITTEN.format("24,000,000")),
+    "one object for all rows": (one_object_for_all_rows, "input_ids claims 1,260,000,000 bytes in a file of 74"),
+    "a chunk that inflates to more": (chunk_of(200 << 20), DAMAGED),
+    "a chunk that inflates to a byte more": (chunk_of((1 << 17) + 1), DAMAGED),
+    "a chunk that inflates to less": (chunk_of(100), DAMAGED),
+    "chunks that share bytes": (
+        chunks_that_share_bytes,
+        "input_ids claims over 128 times the [\\d,]+ bytes of the file",
+    ),
+    "more elements than a number holds": (more_elements_than_a_number_holds, "0 of 17,592,186,044,416 chunks were"),
+    "an attribute of one object": (attribute_of_one_object, "the attribute digest is missing or is neither a text"),
+    "an attribute of four gigabytes": (attribute_of_four_gigabytes, "the attribute digest claims 4,294,967,295 bytes"),
+    "a million records of one byte": (
+        lambda path: path.write_bytes(framed(b"\n") * 1_000_000),
+        r"record 0 at byte 0: its data is no tf\.train\.Example; copy",
+    ),
 }
 
 READ_ALL = """
@@ -146,15 +162,48 @@ for path in map(Path, sys.argv[1:]):
 
 
 def test_what_promises_much_is_refused_in_little_memory(tmp_path: Path) -> None:
-    for name, make in GREEDY.items():
+    for name, (make, _) in GREEDY.items():
         make(tmp_path / name)
     done = python("-c", READ_ALL, *(tmp_path / name for name in GREEDY))
     assert done.returncode == 0, done.stderr
-    found = [json.loads(line) for line in done.stdout.splitlines()]
-    assert [name for name, _, _ in found] == list(GREEDY)
-    for name, said, grown in found:
-        assert said.startswith(str(tmp_path / name)), (name, said)
+    found = {name: (said, grown) for name, said, grown in map(json.loads, done.stdout.splitlines())}
+    assert list(found) == list(GREEDY)
+    for name, (said, grown) in found.items():
+        assert re.match(f"{tmp_path / name}: .*{GREEDY[name][1]}", said), (name, said)
         assert grown < MOST_MEMORY, name
+
+
+def message(kind: int, content: bytes) -> bytes:
+    return struct.pack("<HH4x", kind, len(content)) + content
+
+
+def attribute(version: int, name: bytes, claimed: int) -> bytes:
+    """Return the message of an attribute of variable length, whose types have 5 and 3 bytes."""
+    unit = 8 if version == 1 else 1
+    parts = (part + bytes(-len(part) % unit) for part in (name + b"\0", b"\xaa" * 5, b"\xbb" * 3))
+    head = struct.pack("<BxHHH", version, len(name) + 1, 5, 3) + b"\0" * (version == 3)
+    return message(0x0C, head + b"".join(parts) + struct.pack("<IQI", claimed, 0xCCCC, 0xDDDD))
+
+
+def test_the_sizes_that_an_attribute_claims_are_found_in_all_blocks_of_a_header() -> None:
+    def sizes(messages: bytes, size: int | None = None, first: int = 1) -> list[int]:
+        head = struct.pack("<BxHIII", first, 0xEE, 0xEEEE, len(messages) if size is None else size, 0xEEEE)
+        return list(_text_sizes(bytes(24) + head + messages + more, 24, b"digest\0"))
+
+    more, one, two, three = b"", attribute(1, b"digest", 11), attribute(2, b"digest", 22), attribute(3, b"digest", 33)
+    others = attribute(1, b"digests", 44) + message(0x0D, one[8:]) + message(0x0C, b"\1" * 8)
+    assert sizes(others + one + two + others + three) == [11, 22, 33]
+    assert sizes(one + two, size=len(one + two) - 1) == [11]
+    assert sizes(one, size=99_999) == [11]
+    assert sizes(one, first=2) == []
+    assert sizes(one[:-1]) == sizes(struct.pack("<HH4x", 0x0C, len(one)) + one[8:-1]) == []
+    elsewhere = message(0x10, struct.pack("<QQ", 24 + 16 + 24 + len(one), len(two)))
+    more = two + three  # the second block ends before the last one
+    assert sizes(elsewhere + one) == [11, 22]
+    assert sizes(message(0x10, b"\1" * 15) + one) == [11]
+    more = b""
+    itself = message(0x10, struct.pack("<QQ", 24 + 16, 24 + len(one)))
+    assert sizes(itself + one) == [11] * 2048, "4,096 messages are read at most"
 
 
 def stored_elsewhere(file: h5py.File, folder: Path, way: str) -> None:
@@ -180,22 +229,21 @@ def stored_elsewhere(file: h5py.File, folder: Path, way: str) -> None:
             file.create_virtual_dataset("input_ids", layout)
 
 
-@pytest.mark.parametrize("layout", ["native", "fixed"])
 @pytest.mark.parametrize(
     ("way", "message"),
     [
-        ("bytes of a file", "input_ids is not stored in this file"),
-        ("virtual", "input_ids is not stored in this file"),
-        ("soft link", "input_ids is .*link"),
-        ("external link", "input_ids is .*link"),
-        ("plug-in", r"filters \[32000\]"),
+        ("bytes of a file", "input_ids is not stored in this file in one piece"),
+        ("virtual", "input_ids is not stored in this file in one piece"),
+        ("soft link", "input_ids is missing or a link to another object"),
+        ("external link", "input_ids is missing or a link to another object"),
+        ("plug-in", r"input_ids uses the HDF5 filters \[32000\], expected gzip, shuffle, both or none"),
     ],
 )
-def test_what_leads_elsewhere_is_refused(tmp_path: Path, layout: str, way: str, message: str) -> None:
-    path = tmp_path / "shard"
-    test_layouts.write(path, layout)
-    with h5py.File(path, "r+") as file:
-        stored_elsewhere(file, tmp_path, way)
-    with pytest.raises(ValueError, match=message) as caught:
-        open_shard(path)
-    assert str(path) in str(caught.value)
+def test_what_leads_elsewhere_is_refused(tmp_path: Path, way: str, message: str) -> None:
+    for layout in ("native", "fixed"):
+        (path := tmp_path / layout / "shard").parent.mkdir()
+        test_layouts.write(path, layout)
+        with h5py.File(path, "r+") as file:
+            stored_elsewhere(file, path.parent, way)
+        with pytest.raises(ValueError, match=f"^{path}: .*{message}"):
+            open_shard(path)

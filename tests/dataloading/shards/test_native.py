@@ -1,6 +1,5 @@
 """Blocks of samples, and shards of the native layout: read back as written, and refused with a reason if damaged."""
 
-import dataclasses
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -9,8 +8,10 @@ import h5py
 import numpy as np
 import pytest
 
+from dataloading.shards import samples as samples_module
 from dataloading.shards.formats import open_shard, write_shard
-from dataloading.shards.samples import DTYPES, Samples, concatenate
+from dataloading.shards.samples import DTYPES, Samples, concatenate, row_blocks, synthetic_samples
+from dataloading.shards.shard import check_offsets
 from tests.dataloading.foreign_shards import array_of
 from tests.dataloading.made_up import INFO, make_samples
 
@@ -35,6 +36,9 @@ def test_a_shard_gives_back_what_was_written(shard_path: Path, samples: Samples,
     opened.clear()
     shard = open_shard(shard_path)
     assert str(shard_path) in opened
+    assert [str(each.readlink()) for each in Path("/proc/self/fd").iterdir() if each.exists()].count(
+        str(shard_path)
+    ) == 1
     assert len(shard) == COUNT
     assert shard.info == INFO
     assert shard.held_bytes == 0
@@ -54,6 +58,12 @@ def test_a_shard_gives_back_what_was_written(shard_path: Path, samples: Samples,
         assert open_shard(shard_path).verify().digest() == samples.take(rows).digest()
 
 
+def one_sample(length: int = 20, masked: int = 4) -> Samples:
+    """Return a sample of the largest values that are valid."""
+    values = [99] * length, [1] * length, [0, length], range(length - masked, length), [99] * masked, [0, masked], [1]
+    return Samples(*map(np.array, values, DTYPES.values()))
+
+
 def wrong(name: str, index: int, value: int) -> Callable[[Samples], Samples]:
     def change(samples: Samples) -> Samples:
         array = getattr(samples, name).copy()
@@ -66,28 +76,31 @@ def wrong(name: str, index: int, value: int) -> Callable[[Samples], Samples]:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (wrong("input_ids", 3, 100), "input_ids: .* expected 0 to 99"),
-        (wrong("masked_lm_ids", 0, 30000), "masked_lm_ids"),
-        (wrong("masked_lm_positions", 0, 20), "tokens after a masked position"),
-        (wrong("segment_ids", 0, 2), "segment_ids"),
-        (wrong("next_sentence_labels", 0, 2), "next_sentence_labels"),
-        (wrong("sequence_offsets", 0, 1), "sequence_offsets"),
-        (wrong("sequence_offsets", 2, 0), "sequence_offsets"),
-        (wrong("sequence_offsets", 2, 1 << 40), "sequence_offsets"),
-        (wrong("masked_lm_offsets", -1, 1), "masked_lm_offsets"),
+        (lambda _: one_sample(length=21), "sample length: 21 to 21, expected 1 to 20"),
+        (lambda _: one_sample(length=0, masked=0), "sample length: 0 to 0, expected 1 to 20"),
+        (lambda _: one_sample(masked=5), "masked tokens of a sample: 5 to 5, expected 0 to 4"),
+        (wrong("input_ids", 3, 100), "input_ids: 0 to 100, expected 0 to 99"),
+        (wrong("masked_lm_ids", 0, 100), r"masked_lm_ids: \d to 100, expected 0 to 99"),
+        (wrong("masked_lm_positions", 0, 15), r"tokens after a masked position: 0 to \d+, expected 1 to 20"),
+        (wrong("segment_ids", 0, 2), "segment_ids: 0 to 2, expected 0 to 1"),
+        (wrong("next_sentence_labels", 0, 2), "next_sentence_labels: 0 to 2, expected 0 to 1"),
+        (wrong("sequence_offsets", 0, 1), r"sequence_offsets do not rise from 0 to \d+ over 23 samples"),
+        *((wrong("sequence_offsets", 2, value), "sequence_offsets do not rise") for value in (0, 1 << 40)),
+        (wrong("masked_lm_offsets", -1, 1), "masked_lm_offsets do not rise"),
         (lambda samples: replace(samples, segment_ids=samples.segment_ids[1:]), "differ in length"),
+        (lambda samples: replace(samples, masked_lm_ids=samples.masked_lm_ids[1:]), "differ in length"),
         (lambda samples: replace(samples, next_sentence_labels=samples.next_sentence_labels[1:]), "sequence_offsets"),
     ],
 )
 def test_inconsistent_samples_are_neither_written_nor_read(
     tmp_path: Path, samples: Samples, change: Callable[[Samples], Samples], message: str
 ) -> None:
-    path = tmp_path / "shard"
-    bad = change(samples)
-    with pytest.raises(ValueError, match=message):
+    path, bad = tmp_path / "shard", change(samples)
+    with pytest.raises(ValueError, match=f"^{path}: .*{message}"):
         write_shard(path, bad, INFO)
     assert list(tmp_path.iterdir()) == []
-    write_shard(path, samples, INFO)
+    write_shard(path, one_sample(), INFO)
+    assert open_shard(path).verify().digest() == one_sample().digest()
     with h5py.File(path, "r+") as file:
         for name, dtype in DTYPES.items():
             del file[name]
@@ -110,8 +123,13 @@ def test_any_truncation_and_any_flipped_byte_of_the_arrays_is_noticed(shard_path
             open_shard(shard_path).verify()
 
 
-def test_slices_are_the_rows_in_between_and_join_to_the_whole() -> None:
-    samples = make_samples(7)
+def test_slices_are_the_rows_in_between_and_join_to_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    samples, rows = make_samples(7), np.array([6, 0, 0, 3])
+    whole = samples.sample_digests().tolist(), samples.take(rows).digest()
+    assert [list(block) for block in row_blocks(np.array([0, 3, 4, 9, 9, 30]))] == [[0, 1, 2, 3, 4]]
+    monkeypatch.setattr(samples_module, "_ELEMENTS_AT_A_TIME", 9)
+    assert [list(block) for block in row_blocks(np.array([0, 3, 4, 9, 9, 30, 30, 31]))] == [[0, 1, 2, 3], [4], [5, 6]]
+    assert (samples.sample_digests().tolist(), samples.take(rows).digest()) == whole
     for start, stop in ((0, 7), (2, 5), (3, 3), (7, 7)):
         assert samples.slice(start, stop).digest() == samples.take(np.arange(start, stop)).digest()
     parts = [samples.slice(0, 3), samples.slice(3, 3), samples.slice(3, 7)]
@@ -125,13 +143,20 @@ def test_slices_are_the_rows_in_between_and_join_to_the_whole() -> None:
     assert fixed.sample_digests().tolist() == [5827410922221568735, 11734581181759929794]
 
 
-@pytest.mark.parametrize("field", [field.name for field in dataclasses.fields(Samples)])
-def test_every_array_counts_in_the_digests(field: str) -> None:
-    samples = make_samples(3)
-    assert samples.masked_counts[0] > 0
-    changed = getattr(samples, field).copy()
-    changed[1 if "offsets" in field else 0] ^= 1
-    other = dataclasses.replace(samples, **{field: changed})
-    assert other.digest() != samples.digest()
-    if "offsets" not in field:
-        assert (other.sample_digests() != samples.sample_digests()).tolist() == [True, False, False]
+def test_synthetic_samples_have_two_segments_and_a_share_of_masked_tokens() -> None:
+    lengths = np.array([3, 10, 40, 5] * 50)
+    samples = synthetic_samples(lengths, 7, masked_lm_prob=0.25)
+    check_offsets(samples, Path())
+    assert samples.lengths.tolist() == lengths.tolist()
+    assert samples.masked_counts.tolist() == [1, 2, 10, 1] * 50
+    assert np.add.reduceat(samples.segment_ids, samples.sequence_offsets[:-1]).tolist() == [1, 5, 20, 2] * 50
+    first = samples.slice(2, 3)
+    assert first.segment_ids.tolist() == [0] * 20 + [1] * 20
+    assert (np.diff(first.masked_lm_positions.astype(int)) > 0).all()
+    assert (samples.masked_lm_positions.min(), first.masked_lm_positions.max() < 40) == (1, True)  # 0 is [CLS]
+    for values, most in ((samples.input_ids, 6), (samples.masked_lm_ids, 6), (samples.next_sentence_labels, 1)):
+        assert (values.min(), values.max()) == (0, most)
+    assert samples.unmasked_ids[samples.masked_lm_positions[:1]] == samples.masked_lm_ids[:1]
+    for wrong_lengths in ([], [3, 2]):
+        with pytest.raises(ValueError, match="lengths of at least 3 tokens"):
+            synthetic_samples(np.array(wrong_lengths), 7)

@@ -1,6 +1,7 @@
 """Text that is lost on the way to samples is counted, recorded, reported, and refused if it is more than half."""
 
-from itertools import chain
+import re
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -8,9 +9,7 @@ import pytest
 
 from dataloading.dataset.folder import open_dataset
 from dataloading.dataset.rewrite import convert, shuffle
-from dataloading.options import OwnText, PretrainingOptions
-from dataloading.preparation.own_text import write_own_text
-from dataloading.preparation.prepare import Job, prepare
+from dataloading.options import PretrainingOptions
 from dataloading.preparation.pretraining_data import samples_of
 from dataloading.text.losses import TextCounts, _percent
 from dataloading.text.tokenization import TokenizedDocuments, Tokenizer, cut_sentences
@@ -32,43 +31,58 @@ def test_long_sentences_are_cut_into_equal_pieces() -> None:
 
 def test_what_is_lost_is_counted() -> None:
     documents = [["ab xyz\u200b", "cd"], ["\u200b\x01"], ["abc abc abc abc abc abc abc", "x"]]
-    _, counts = samples_of(documents, Tokenizer(VOCABULARY), OPTIONS)
-    assert (counts.characters, counts.dropped_characters) == (len("".join(chain.from_iterable(documents))), 3)
-    assert (counts.documents, counts.dropped_documents) == (3, 1)
-    assert (counts.tokens, counts.unknown_tokens, counts.unknown_characters) == (2 + 1 + 2 + 21 + 1, 2, 4)
+    expected = TextCounts(
+        **{"characters": 39, "dropped_characters": 3, "documents": 3, "dropped_documents": 1},
+        **{"tokens": 2 + 1 + 2 + 21 + 1, "unknown_tokens": 2, "unknown_characters": 4},
+    )
     # One sentence of 21 tokens does not fit into a sample of 16 tokens, but its pieces do.
-    assert counts.unused_tokens > 0
-    _, counts = samples_of(documents, Tokenizer(VOCABULARY), OPTIONS, longest_sentence=6)
-    assert counts.unused_tokens == 0
-
-
-def test_accents_count_as_lost_if_they_are_stripped() -> None:
-    documents = [["\u00e9\u00e9 ab", "e\u0301a"], ["\u0e19\u0e49\u0e33 \u6771"]]
+    _, counts = samples_of(documents, Tokenizer(VOCABULARY), OPTIONS)
+    assert counts == replace(expected, unused_tokens=counts.unused_tokens)
+    assert 5 <= counts.unused_tokens < 21
+    assert samples_of(documents, Tokenizer(VOCABULARY), OPTIONS, longest_sentence=6)[1] == expected
     for strip, marks in ((True, 4), (False, 0)):
-        _, counts = samples_of(documents, Tokenizer(VOCABULARY, True, strip), OPTIONS)
-        assert counts.stripped_marks == marks
+        lines = [["\u00e9\u00e9 ab", "e\u0301a"], ["\u0e19\u0e49\u0e33 \u6771"]]
+        assert samples_of(lines, Tokenizer(VOCABULARY, True, strip), OPTIONS)[1].stripped_marks == marks
 
 
-@pytest.mark.parametrize(
-    ("lost", "words"),
-    [
-        ({}, []),
-        ({"dropped_characters": 3, "stripped_marks": 3, "unknown_characters": 3, "unknown_tokens": 1}, []),
-        ({"dropped_characters": 4}, ["are dropped"]),
-        ({"stripped_marks": 4}, ["--strip-accents False"]),
-        ({"dropped_documents": 1}, ["documents"]),
-        ({"unknown_tokens": 2, "unused_tokens": 2}, ["[UNK]", "truncated"]),
-        # A single unknown word can be a large part of the text.
-        ({"unknown_tokens": 1, "unknown_characters": 4}, ["[UNK]"]),
-    ],
+UNKNOWN = "of the characters, are [UNK]"
+LOSSES: tuple[tuple[dict[str, int], dict[str, str]], ...] = (
+    ({}, {}),
+    ({"dropped_characters": 3, "stripped_marks": 3, "unknown_characters": 3, "unknown_tokens": 1}, {}),
+    ({"dropped_characters": 4}, {"4.0 % of the characters are dropped": "they are control characters, or U+FFFD"}),
+    ({"stripped_marks": 4}, {"4.0 % of the characters are accents or vowel signs and are stripped": "set --strip"}),
+    ({"dropped_documents": 1}, {"10.0 % of the documents are dropped": "they have no words or repeat"}),
+    (
+        {"unknown_tokens": 2, "unused_tokens": 3},
+        {
+            f"4.0 % of the tokens, with 0.0 % {UNKNOWN}": "the vocabulary lacks them",
+            "6.0 % of the tokens are truncated in all samples": "put one sentence on a line",
+        },
+    ),
+    # A single unknown word can be a large part of the text.
+    ({"unknown_tokens": 1, "unknown_characters": 4}, {f"2.0 % of the tokens, with 4.0 % {UNKNOWN}": "the vocabulary"}),
 )
-def test_more_than_a_few_percent_are_warned_of(lost: dict[str, int], words: list[str]) -> None:
-    counts = TextCounts(characters=100, documents=10, tokens=50, **lost)
-    losses = list(counts.losses())
-    assert len(losses) == len(words)
-    assert all(word in loss for word, loss in zip(words, losses, strict=True))
-    counts.require_enough(Path("text"))
+
+
+def test_more_than_a_few_percent_are_warned_of_and_more_than_half_are_refused() -> None:
+    for lost, expected in LOSSES:
+        counts = TextCounts(characters=100, documents=10, tokens=50, **lost)
+        found = dict(loss.split("; ", 1) for loss in counts.losses())
+        assert found.keys() == expected.keys()
+        assert all(found[description].startswith(remedy) for description, remedy in expected.items())
+        assert list(counts.losses("load it")) == [f"{description}; load it" for description in expected]
+        counts.require_enough(Path("text"))
+    half = {"characters": 100, "documents": 10, "tokens": 50, "unused_tokens": 25}
+    TextCounts(**half).require_enough(Path("text"))
+    more = "text: 52.0 % of the tokens are truncated in all samples; "
+    for remedy, end in (
+        ("", "longer samples (--max-seq-length), or set --accept-losses to go on"),
+        ("load it", "load it"),
+    ):
+        with pytest.raises(ValueError, match=f"^{re.escape(more)}.*{re.escape(end)}$"):
+            TextCounts(**half | {"unused_tokens": 26}).require_enough(Path("text"), remedy)
     assert list(TextCounts().losses()) == []
+    assert str(TextCounts()) == "0 characters, 0 documents, 0 tokens; nothing lost"
     assert [_percent(share) for share in (0, 0.0009, 0.001, 0.5)] == ["0.0 %", "less than 0.1 %", "0.1 %", "50.0 %"]
 
 
@@ -84,23 +98,24 @@ def write_text(path: Path, words: str, count: int = 30) -> Path:
 def test_losses_are_reported_by_every_command(run: Run, tmp_path: Path) -> None:
     vocab, text = tmp_path / "vocab.txt", write_text(tmp_path / "text.txt", "a b c x")
     vocab.write_bytes(VOCABULARY.content)
-    flags = ["--max-seq-length", "16", "--max-predictions-per-seq", "2"]
-    printed = run("prepare", "--text", text, "--vocab", vocab, "--out", tmp_path / "prepared", *flags)
-    assert "14.3 % of the tokens, with 8.3 % of the characters, are [UNK]" in printed
-    assert "warning: " in printed
-    for place in (tmp_path / "own", tmp_path / "own2"):
-        printed = run("from-text", "--text", text, "--vocab", vocab, "--out", place, "--max-seq-length", "16")
-        assert "14.3 % of the tokens, with 8.3 % of the characters, are [UNK]" in printed
-    dataset = open_dataset(tmp_path / "own" / "train")
-    assert dataset.info.text.unknown_tokens * 7 == dataset.info.text.tokens
+    parts = [write_text(tmp_path / f"{count}.txt", "a b c x", count) for count in (8, 16)]
+    found, own = f"14.3 % of the tokens, with 8.3 % {UNKNOWN}", tmp_path / "own" / "train"
+    for command, texts, out, sets in (("prepare", parts, "prepared", 1), ("from-text", [text], "own", 2)):
+        flags = ["--vocab", vocab, "--max-seq-length", "16", "--out", tmp_path / out]
+        printed = run(command, "--text", *texts, *flags)
+        assert printed.count(f"tokens; lost: {found}") == printed.count(f": {found}; the vocab") == sets
+    assert open_dataset(tmp_path / "prepared").info.text == TextCounts(
+        characters=24 * 12, documents=24, tokens=24 * 7, unknown_tokens=24, unknown_characters=24
+    )
     # Other forms of the data set keep the counts, however many shards they have.
+    dataset = open_dataset(own)
     convert(dataset, tmp_path / "packed", "packed")
     shuffle(dataset, tmp_path / "shuffled", shards=3, seed=1)
-    for folder in (tmp_path / "own" / "train", tmp_path / "packed", tmp_path / "shuffled"):
+    for folder in (own, tmp_path / "packed", tmp_path / "shuffled"):
         printed = run("verify", folder)
         assert open_dataset(folder).info.text == dataset.info.text
-        assert "14.3 % of the tokens, with 8.3 % of the characters, are [UNK]" in printed
-        assert "warning: 14.3 % of the tokens" in printed
+        assert f"tokens; lost: {found}" in printed
+        assert f"warning: {found}" in printed
 
 
 def test_text_that_is_mostly_lost_is_refused_unless_that_is_accepted(run: Run, tmp_path: Path) -> None:
@@ -111,17 +126,6 @@ def test_text_that_is_mostly_lost_is_refused_unless_that_is_accepted(run: Run, t
         assert "--accept-losses" in run(*arguments, fails=True)
         assert not (tmp_path / command).exists()
         assert "[UNK]" in run(*arguments, "--accept-losses")
-
-
-def test_shards_of_a_preparation_add_up(tmp_path: Path) -> None:
-    (tmp_path / "vocab.txt").write_bytes(VOCABULARY.content)
-    texts = tuple(write_text(tmp_path / f"{count}.txt", "a x", count) for count in (8, 16))
-    dataset = prepare(Job(texts, tmp_path / "vocab.txt", OPTIONS), tmp_path / "out")
-    assert dataset.info.text == TextCounts(
-        characters=24 * 8, documents=24, tokens=24 * 5, unknown_tokens=24, unknown_characters=24
-    )
-    again = prepare(Job(texts, tmp_path / "vocab.txt", OPTIONS), tmp_path / "out")  # keeps the existing shards
-    assert again.info == dataset.info
 
 
 def test_a_cased_vocabulary_with_lower_case_is_warned_of_and_recorded(run: Run, tmp_path: Path) -> None:
@@ -137,28 +141,3 @@ def test_a_cased_vocabulary_with_lower_case_is_warned_of_and_recorded(run: Run, 
         printed = run("verify", out)
         assert "capital letters kept, accents kept" in printed
         assert "warning" not in printed
-
-
-def test_documents_of_one_sentence_are_found_by_their_pairs(run: Run, tmp_path: Path) -> None:
-    text, vocab = tmp_path / "text.txt", tmp_path / "vocab.txt"
-    vocab.write_bytes(VOCABULARY.content)
-    for sentences, found in ((1, "100 % random; most documents have a single sentence"), (2, "% random\n")):
-        words = (f"a b {letter} {other}" for letter in "abcdefgh" for other in "abcd")
-        text.write_text("\n\n".join("\n".join([line] * sentences) for line in words))
-        out = tmp_path / f"{sentences}"
-        run("prepare", "--text", text, "--vocab", vocab, "--out", out, "--max-seq-length", "32")
-        assert found in run("verify", out)
-
-
-def test_long_lines_without_spaces_lose_nothing(tmp_path: Path) -> None:
-    rng = np.random.default_rng(3)
-    ideographs = [chr(0x4E00 + number) for number in range(40)]
-    paragraphs = ["".join(rng.choice(ideographs, 400)) for _ in range(30)]
-    text, vocab = tmp_path / "text.txt", tmp_path / "vocab.txt"
-    text.write_text("\n\n".join(paragraphs), encoding="utf-8")
-    vocab.write_text("\n".join([*SPECIAL, *ideographs]), encoding="utf-8")
-    write_own_text((text,), OwnText(vocab=vocab, max_seq_length=64), tmp_path / "out")
-    dataset = open_dataset(tmp_path / "out" / "train")
-    assert dataset.info.text.unused_tokens < 0.01 * dataset.info.text.tokens
-    labels = dataset.take(np.arange(len(dataset))).next_sentence_labels
-    assert 0.3 < labels.mean() < 0.8  # a document of one sentence would have random next sentences only

@@ -41,23 +41,12 @@ def test_sentence_ends_of_many_scripts(text: str) -> None:
     assert split(joined.replace("|", " ")) == sentences
 
 
-@pytest.mark.parametrize(
-    "sentence",
-    [
-        "It is 3.5 or e.g. less, J. m. said.",
-        "Это т.е. всё, 3.5 кг.",
-        "“真的？”，他问。",
-        "３．５。",
-        "什么？！。",
-        "Öl u. ä. öfter.",
-        "。",
-    ],
-)
-def test_other_full_stops_and_marks_end_nothing(sentence: str) -> None:
-    assert split(f" {sentence}\n") == [sentence]
-
-
-def test_a_line_without_text_has_no_sentences() -> None:
+def test_other_full_stops_and_marks_end_nothing() -> None:
+    for sentence in (
+        *("It is 3.5 or e.g. less, J. m. said.", "Это т.е. всё, 3.5 кг.", "“真的？”，他问。", "３．５。", "什么？！。"),
+        *("Öl u. ä. öfter.", "。"),
+    ):
+        assert split(f" {sentence}\n") == [sentence]
     assert split(" \t\n") == []
 
 

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from benchmarks.data_stages import reference_prepare
 from dataloading.options import Normalization
+from dataloading.text import tokenization
 from dataloading.text.tokenization import Tokenizer, split_words
 from dataloading.text.vocabulary import Vocabulary
 
@@ -61,25 +62,17 @@ def test_equals_the_definition_for_every_character_of_the_basic_plane(do_lower_c
         assert words == reference_prepare.tokenize(line, AnyWord(), do_lower_case), hex(code_point)
 
 
-def test_pieces_are_the_longest_from_the_left_of_words_up_to_200_characters(vocab_file: Path) -> None:
+def test_pieces_are_the_longest_from_the_left_of_words_up_to_200_characters(
+    vocab_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     tokenizer = Tokenizer(Vocabulary.from_file(vocab_file))
     assert encode(tokenizer, "abab the thea ab%") == ["ab", "##a", "##b", "the", "the", "##a", "ab", "[UNK]"]
     assert encode(tokenizer, "é" * 200) == ["e", *199 * ["##e"]]
     assert encode(tokenizer, "é" * 201) == ["[UNK]"]
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        (b"", "0 tokens without"),
-        (b"[PAD]\n[UNK]\n[CLS]\n[SEP]\n", r"without \[MASK\]"),
-        (b"[PAD]\nthe\xff\n", "line 2, byte 9: not UTF-8"),
-        ("\n".join([*SPECIAL_TOKENS, *map(str, range(1 << 16))]).encode(), "at most 65,536"),
-    ],
-)
-def test_a_bad_vocabulary_is_refused(tmp_path: Path, content: bytes, message: str) -> None:
-    path = tmp_path / "vocab.txt"
-    path.write_bytes(content)
-    with pytest.raises(ValueError, match=message) as caught:
-        Tokenizer(Vocabulary.from_file(path))
-    assert str(path) in str(caught.value)
+    assert [tokenizer.count_unknown(line) for line in ("é" * 201, "ab % \u4e0b% the", "")] == [201, 3, 0]
+    assert ["e" * size in tokenizer._word_ids for size in (200, 201)] == [True, False]  # words of any size are not kept
+    tokenizer._word_ids.clear()
+    monkeypatch.setattr(tokenization, "_CACHED_WORDS", 2)
+    for line, kept in (("ab the", ["ab", "the"]), ("ab", ["ab", "the"]), ("a", ["a"])):
+        encode(tokenizer, line)
+        assert list(tokenizer._word_ids) == kept

@@ -1,8 +1,10 @@
 """Vocabularies and the normalization of their text: what files state is read, and ``transformers`` gives equal ids."""
 
+import hashlib
 import itertools
 import json
-from dataclasses import asdict
+import re
+from dataclasses import asdict, astuple
 from pathlib import Path
 from typing import Any
 
@@ -66,35 +68,46 @@ def test_ids_are_those_of_transformers(tmp_path: Path, name: str) -> None:
         assert find_normalization(saved, tmp_path / "saved", AS_STATED).normalization == found.normalization
 
 
-def test_the_form_of_the_file_does_not_matter(tmp_path: Path) -> None:
-    lines, vocabulary = "\n".join(PLAIN), Vocabulary.of_tokens(PLAIN, tmp_path)
+def test_the_form_of_the_file_does_not_matter_and_its_digest_is_of_the_rows(tmp_path: Path) -> None:
+    path, lines, vocabulary = tmp_path / "vocab.txt", "\n".join(PLAIN), Vocabulary.of_tokens(PLAIN, tmp_path)
+    assert vocabulary.md5 == hashlib.md5(f"{lines}\n".encode()).hexdigest()
     for content in (lines, lines + "\n", lines + "\n\n", lines.replace("\n", "\r\n"), "\ufeff" + lines):
-        (tmp_path / "vocab.txt").write_bytes(content.encode())
-        read = Vocabulary.from_file(tmp_path / "vocab.txt")
+        path.write_bytes(content.encode())
+        read = Vocabulary.from_file(path)
         assert (read.ids, read.md5, read.sha256) == (vocabulary.ids, vocabulary.md5, vocabulary.sha256)
-
-
-def test_a_vocabulary_that_is_written_is_read_as_the_same(tmp_path: Path) -> None:
     for tokens in VOCABULARIES.values():
-        vocabulary = Vocabulary.of_tokens(tokens, tmp_path)
-        (tmp_path / "vocab.txt").write_bytes(vocabulary.content)
-        assert Vocabulary.from_file(tmp_path / "vocab.txt") == vocabulary
+        path.write_bytes(Vocabulary.of_tokens(tokens, tmp_path).content)
+        assert Vocabulary.from_file(path) == Vocabulary.of_tokens(tokens, tmp_path)
     repeated, blank = ([*SPECIAL, *middle, "river", "seven"] for middle in (["river"], [""]))
     assert Vocabulary(tuple(repeated)).sha256 == Vocabulary(tuple(blank)).sha256
     assert Vocabulary(tuple(repeated)).sha256 != Vocabulary((*SPECIAL, "river", "seven")).sha256
 
 
-@pytest.mark.parametrize("rows", [29, 30, 32, 64])
-def test_a_table_belongs_to_a_vocabulary_if_its_other_rows_are_padding(tmp_path: Path, rows: int) -> None:
-    fitting = {29: [29], 30: [30], 32: range(1, 33), 64: range(1, 65)}[rows]
-    for count in range(5, 70):
-        vocabulary = Vocabulary((*SPECIAL, *map(str, range(count - 5))))
-        if count in fitting:
-            vocabulary.require_table(rows, tmp_path)
-            Vocabulary((*vocabulary.tokens, "", "")).require_table(rows, tmp_path)  # blank lines at the end
-        else:
-            with pytest.raises(ValueError, match=f"has {rows} rows"):
+def test_a_table_belongs_to_a_vocabulary_if_its_other_rows_are_padding(tmp_path: Path) -> None:
+    """A multiple of 8 to 1024 rows may be padding."""
+    for rows, least in ((12, 12), (24, 17), (29, 29), (30, 30), (32, 1), (64, 1), (1536, 1025), (4096, 3073)):
+        for count, fits in ((least - 1, False), (least, True), (rows, True), (rows + 1, False)):
+            vocabulary = Vocabulary(tuple(map(str, range(count))))
+            if fits:
                 vocabulary.require_table(rows, tmp_path)
+                Vocabulary((*vocabulary.tokens, "", "")).require_table(rows, tmp_path)  # blank lines at the end
+            else:
+                with pytest.raises(ValueError, match=f"has {count:,} tokens, but .* has {rows:,} rows"):
+                    vocabulary.require_table(rows, tmp_path)
+
+
+def test_what_is_recorded_about_a_normalization_is_read() -> None:
+    for recorded, expected in (
+        *(({}, None), ({"do_lower_case": 1, "strip_accents": True}, None)),
+        *(({"do_lower_case": True}, (True, True, True)), ({"do_lower_case": False}, (False, False, True))),
+        ({"do_lower_case": True, "strip_accents": False}, (True, False, True)),
+        ({"do_lower_case": False, "strip_accents": True}, (False, True, True)),
+        ({"do_lower_case": True, "tokenize_chinese_chars": False}, (True, True, False)),
+    ):
+        found = Normalization.recorded(recorded)
+        assert (None if found is None else astuple(found)) == expected
+        if expected is not None:
+            assert Normalization.of(**recorded) == found
 
 
 def test_nothing_but_the_vocabulary_is_a_guess_that_a_few_tokens_do_not_decide(tmp_path: Path) -> None:
@@ -186,23 +199,6 @@ def test_another_kind_of_tokenizer_is_refused(
     assert len(str(caught.value).replace(str(tmp_path), "")) < 500
 
 
-@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
-@pytest.mark.parametrize(
-    "content",
-    [
-        *(b"", b"[]", b"null", b'{"model":', b"[" * 100_000, b"\xff", b'{"model": [], "do_lower_case": []}'),
-        b'{"model": {"type": "WordPiece", "vocab": []}, "tokenizer_class": 3}',
-        b'{"model": {"type": "WordPiece", "vocab": {"\\u001b": -1}}, "do_basic_tokenize": "\\u001b"}',
-    ],
-)
-def test_hostile_files_are_refused_in_one_line(tmp_path: Path, name: str, content: bytes) -> None:
-    folder = write(tmp_path / "model", PLAIN)
-    (folder / name).write_bytes(content)
-    with pytest.raises(ValueError, match=name) as caught:
-        find_normalization(Vocabulary.read(folder), folder, AS_STATED)
-    assert str(caught.value).isprintable()
-
-
 def test_a_tokenizer_can_be_named_itself(tmp_path: Path) -> None:
     path = tmp_path / "tokenizer.json"
     path.write_text(json.dumps(wordpiece({"a": (1 << 16) - 1})))
@@ -211,19 +207,12 @@ def test_a_tokenizer_can_be_named_itself(tmp_path: Path) -> None:
     path.write_text(json.dumps(tokenizer()))
     assert Vocabulary.read(path).tokens == tuple(PLAIN)
     assert not find_normalization(Vocabulary.read(path), path, AS_STATED).normalization.do_lower_case
+    path.rename(path.with_name("other.json"))
+    with pytest.raises(ValueError, match=r"holds neither vocab\.txt nor tokenizer\.json"):
+        Vocabulary.read(tmp_path)
 
 
-def test_tokens_that_were_added_to_a_tokenizer_have_rows(tmp_path: Path) -> None:
-    folder = write(tmp_path / "model", PLAIN)
-    added = [
-        {"id": 1, "content": "[UNK]", "special": True},
-        {"id": len(PLAIN) + 1, "content": "[E1]", "special": False},
-    ]
-    (folder / "tokenizer.json").write_text(json.dumps(tokenizer(added_tokens=added)))
-    assert Vocabulary.read(folder).tokens == (*PLAIN, "", "[E1]")
-
-
-def test_lines_that_only_python_or_nobody_sees_are_rows(tmp_path: Path) -> None:
+def test_tokens_that_were_added_and_lines_that_only_python_or_nobody_sees_are_rows(tmp_path: Path) -> None:
     """Published vocabularies have Unicode's line separators and control characters as tokens."""
     odd = ["\u2028", "\x85", "\u3000", "\x1c", "\u2029a"]
     folder = write(tmp_path / "model", [*PLAIN, *odd, "last"])
@@ -232,9 +221,26 @@ def test_lines_that_only_python_or_nobody_sees_are_rows(tmp_path: Path) -> None:
     ids = {token: index for index, token in enumerate([*PLAIN, *odd, "last"])}
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer(model={"type": "WordPiece", "vocab": ids})))
     assert Vocabulary.read(folder).sha256 == vocabulary.sha256
+    write(folder, PLAIN)
+    added = [{"id": 1, "content": "[UNK]"}, {"id": len(PLAIN) + 1, "content": " [E1]"}]
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer(added_tokens=added)))
+    assert Vocabulary.read(folder).tokens == (*PLAIN, "", "[E1]")
 
 
-def test_carriage_returns_inside_lines_are_refused(tmp_path: Path) -> None:
-    (tmp_path / "vocab.txt").write_bytes("\n".join([*PLAIN, "a\rb"]).encode())
-    with pytest.raises(ValueError, match="holds a carriage return"):
-        Vocabulary.read(tmp_path)
+def test_a_bad_vocabulary_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "vocab.txt"
+    many = "\n".join([*SPECIAL, *map(str, range((1 << 16) - 5))]).encode()
+    for content, message in (
+        (b"", "0 tokens without [PAD], [UNK], [CLS], [SEP], [MASK]; a BERT"),
+        (b"[PAD]\n[UNK]\n[CLS]\n[SEP]\n", "4 tokens without [MASK]; a BERT"),
+        (b"[PAD]\nthe\xff\n", "line 2, byte 9: not UTF-8; convert"),
+        (many + b"\nmore", "65,537 tokens; ids are stored in 16 bits, so at most 65,536 fit"),
+        ("\n".join(["", *PLAIN, "a\rb"]).encode(), f"line {len(PLAIN) + 2} holds a carriage return; end"),
+    ):
+        path.write_bytes(content)
+        with pytest.raises(ValueError, match=re.escape(f"{path}: {message}")):
+            Vocabulary.from_file(path)
+    path.write_bytes(many)
+    assert Vocabulary.from_file(path).size == 1 << 16
+    with pytest.raises(ValueError, match=r"the token 'a\\nb' holds a line feed"):
+        Vocabulary.of_tokens([*SPECIAL, "a\nb"], path)

@@ -23,12 +23,12 @@ TEXT = FIXTURES / "text"
 PLAIN = ExtractionOptions("plain", evaluation_articles=9, part_bytes=int(0.02 * 1024 * 1024))
 
 
-@pytest.mark.parametrize("name", ["AA/wiki_00", "AA/wiki_01", "AA/wiki_03", "AB/wiki_00"])
-def test_each_step_gives_the_references_bytes(name: str) -> None:
-    expected = FIXTURES / "expected_steps" / name.replace("/", "-")
-    found = articles((TEXT / name).read_bytes().decode())
-    assert found.encode() == expected.with_suffix(".1").read_bytes()
-    assert clean(found).encode() == expected.with_suffix(".2").read_bytes()
+def test_each_step_gives_the_references_bytes() -> None:
+    for name in ("AA/wiki_00", "AA/wiki_01", "AA/wiki_03", "AB/wiki_00"):
+        expected = FIXTURES / "expected_steps" / name.replace("/", "-")
+        found = articles((TEXT / name).read_bytes().decode())
+        assert found.encode() == expected.with_suffix(".1").read_bytes()
+        assert clean(found).encode() == expected.with_suffix(".2").read_bytes()
 
 
 @pytest.mark.parametrize(("sentences", "jobs"), [("plain", 1), ("plain", 2), ("punkt", 1)])
@@ -39,10 +39,10 @@ def test_shards_and_evaluation_text_have_the_references_bytes(sentences: Sentenc
         pytest.skip(str(error))
     options = replace(PLAIN, sentences=sentences)
     reports: list[JobProgress] = []
-    parts, _, held_out = extract([TEXT], tmp_path / "out", options, jobs=jobs, report=reports.append)
+    assert extract([TEXT], tmp_path / "out", options, jobs=jobs, report=reports.append) == (2, 36, 9)
     same_as_expected(tmp_path / "out", sentences)
     assert [(report.done, report.total, report.kept) for report in reports] == [(1, 2, False), (2, 2, False)]
-    assert (parts, held_out) == (2, 9)
+    assert sorted(report.count for report in reports) == [17, 19]
     assert not list((tmp_path / "out").glob("**/*.partial"))
 
 
@@ -65,15 +65,13 @@ def test_the_rules_of_the_cleanup_apply_in_their_order() -> None:
         assert made == ("" if expected is None else expected + "\n"), line
 
 
-def test_sentences_and_empty_lines() -> None:
-    split = sentence_splitter("plain")
+def test_sentences_held_out_articles_and_parts() -> None:
     text = '\nOne. Two!  Three? "Four." (Five.) [Six.] seven. 8 nine.\n \t\n\nEnd'
     lines = ["", "One.", "Two!", "Three?", '"Four." (Five.) [Six.] seven.', "8 nine.", "", "End", ""]
-    assert segment(text, split) == "".join(f"{line}\n" for line in lines)
-
-
-def test_all_articles_can_be_held_out_and_a_byte_order_mark_is_dropped() -> None:
+    assert segment(text, sentence_splitter("plain")) == "".join(f"{line}\n" for line in lines)
     assert hold_out("\n\na\n\nb", 3, 0) == ([], ["", "a", "b"])
+    with pytest.raises(ValueError, match="holds 3 articles, but 4 are to be held out"):
+        hold_out("\n\na\n\nb", 4, 0)
     assert gathered(["\ufeffa", "b", ""]) == b"a\n\nb\n\n\n"
     assert gathered([]) == b""
 
@@ -91,19 +89,6 @@ def test_inputs_are_found_in_the_references_order(tmp_path: Path) -> None:
         find_inputs([tmp_path / "missing"])
     with pytest.raises(ValueError, match="no input named"):
         find_inputs([])
-
-
-@pytest.mark.parametrize(
-    ("content", "message", "jobs"),
-    [(b"good\xff", "wiki_00: is not UTF-8 at byte 4", 1), (b"\0b", "wiki_00: holds a zero byte at 0", 2)],
-)
-def test_a_file_that_is_no_text_is_named(tmp_path: Path, content: bytes, message: str, jobs: int) -> None:
-    shutil.copytree(TEXT, tmp_path / "text")
-    (tmp_path / "text" / "AB" / "wiki_00").write_bytes(content)
-    with pytest.raises(ValueError, match=message):
-        extract([tmp_path / "text"], tmp_path / "out", PLAIN, jobs=jobs)
-    assert not (tmp_path / "out" / "eval.txt").exists()
-    assert not list((tmp_path / "out").glob("**/*.partial"))
 
 
 ARTICLES = [
@@ -146,39 +131,43 @@ def test_json_output_gives_the_bytes_of_the_plain_output(version: int, ascii_onl
 GOOD = json_article(1, "Good", "Some text.", version=3)
 
 
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        ("", "holds no text"),
-        (" \n\ufeff\n", "holds no text"),
-        ("<mediawiki>\n<page/>\n", "begins with '<mediawiki>"),
-        ("<!doctype html><p>x", "begins with '<!doctype"),
-        ("Some words.\n", "begins with 'Some words"),
-        ("[1]\n", "begins with"),
-        (f"{GOOD}\n{GOOD[:30]}", "line 3 is .*expected a whole JSON object"),
-        (GOOD + "[]\n", "line 2 is "),
-        (GOOD + '{"title": "x"}\n', "line 2 is "),
-        ('{"title": "x", "text": ["<doc id=1>"]}\n', "line 1 is "),
-        ('{"title": 5, "text": "x"}\n', "line 1 is "),
-        ('{"text": "x\\ud800"}\n', "line 1 is "),
-        ('{"text": "x\\u0000"}\n', "line 1 is "),
-        ('{"a": ' + 100_000 * "[", "line 1 is "),
-        ('{"a": ' + 10_000 * "1" + "}", "line 1 is "),
-    ],
-)
-def test_another_file_among_the_inputs_is_named(content: str, message: str, tmp_path: Path) -> None:
+OTHERS = {
+    b"good\xff": "is not UTF-8 at byte 4",
+    b"\0b": "holds a zero byte at 0",
+    b"": "holds no text;",
+    " \n\ufeff\n".encode(): "holds no text;",
+    b"<mediawiki>\n<page/>\n": r"begins with '<mediawiki>\\n<page/>\\n'; expected WikiExtractor's output",
+    b"Some words." * 6: rf"begins with '{'Some words.' * 5}Some '; expected",
+    b"[1]\n": r"begins with '\[1\]",
+    f"{GOOD}\n{GOOD[:-8]}".encode(): f"line 3 is '{re.escape(GOOD[:60])}'...; expected a whole JSON object",
+    f"{GOOD}[]\n".encode(): r"line 2 is '\[\]'...;",
+    f'{GOOD}{{"title": "x"}}\n'.encode(): "line 2 is ",
+    **{
+        content.encode(): "line 1 is "
+        for content in (
+            *('{"title": "x", "text": ["<doc id=1>"]}\n', '{"title": 5, "text": "x"}\n', '{"text": "x\\ud800"}\n'),
+            *('{"text": "x\\u0000"}\n', '{"a": ' + 100_000 * "[", '{"a": ' + 10_000 * "1" + "}"),
+        )
+    },
+}
+
+
+def test_another_file_among_the_inputs_is_named(tmp_path: Path) -> None:
     shutil.copytree(TEXT, tmp_path / "text")
-    (tmp_path / "text" / "AB" / "wiki_01").write_text(content)
-    with pytest.raises(ValueError, match=f"AB/wiki_01: (?:{message})"):
-        extract([tmp_path / "text"], tmp_path / "out", replace(PLAIN, evaluation_articles=0))
-    assert not (tmp_path / "out" / "eval.txt").exists()
+    for number, (content, message) in enumerate(OTHERS.items()):
+        (tmp_path / "text" / "AB" / "wiki_01").write_bytes(content)
+        options, jobs = replace(PLAIN, evaluation_articles=0), 1 + number % 2
+        with pytest.raises(ValueError, match=f"AB/wiki_01: {message}"):
+            extract([tmp_path / "text"], tmp_path / f"out{number}", options, jobs=jobs)
+        assert not list(tmp_path.glob("out*/eval.txt"))
+        assert not list(tmp_path.glob("out*/**/*.partial"))
 
 
 def test_no_text_for_training_is_an_error(tmp_path: Path) -> None:
     file = tmp_path / "wiki_00"
     for text, held_out in (("", 0), ("\n[[Category:Empty]]\n", 0), ("Some text.", 2)):
         file.write_text(plain_article(0, "A", text))
-        with pytest.raises(ValueError, match="no article with text is left for training"):
+        with pytest.raises(ValueError, match=f"wiki_00: no article .* left for training, and {held_out} are held out;"):
             extract([file], tmp_path / f"out{len(text)}", replace(PLAIN, evaluation_articles=held_out))
         assert not list(tmp_path.glob("out*/eval*"))
 
@@ -193,37 +182,27 @@ def test_compressed_files_are_named_unless_they_are_unpacked_beside(tmp_path: Pa
     assert find_inputs([tmp_path]) == [tmp_path / "wiki_00", tmp_path / "wiki_01"]
 
 
-def test_what_is_whole_is_kept_and_the_rest_made_again(tmp_path: Path) -> None:
+def test_what_is_whole_is_kept_unless_settings_or_inputs_differ(tmp_path: Path) -> None:
     out = tmp_path / "out"
     extract([TEXT], out, PLAIN)
-
-    def kept() -> list[bool]:
+    for removed, expected in (
+        (None, [True, True]),
+        ("part-00000-of-00002", [False, True]),
+        ("held-out/00001.json", [True, False]),
+        ("eval.txt", [True, True]),
+    ):
+        if removed is not None:
+            (out / removed).unlink()
         reports: list[JobProgress] = []
-        extract([TEXT], out, PLAIN, report=reports.append)
+        assert extract([TEXT], out, PLAIN, report=reports.append) == (2, 36, 9)
+        assert [report.kept for report in reports] == expected
         same_as_expected(out)
-        return [report.kept for report in reports]
-
-    assert kept() == [True, True]
-    (out / "part-00000-of-00002").unlink()
-    assert kept() == [False, True]
-    (out / "held-out" / "00001.json").unlink()
-    assert kept() == [True, False]
-    (out / "eval.txt").write_text("other")
-    assert kept() == [True, True]
-
-
-def test_other_settings_and_other_folders_are_refused(tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    extract([TEXT], out, PLAIN)
     for inputs, options, name in (([TEXT], replace(PLAIN, seed=1), "seed"), ([TEXT / "AA"], PLAIN, "inputs")):
         with pytest.raises(ValueError, match=rf"begun with other settings \({name}\)"):
             extract(inputs, out, options)
     same_as_expected(out)
     with pytest.raises(ValueError, match=r"AA/wiki_\d\d: holds \d+ articles, but 250 "):
         extract([TEXT], tmp_path / "many", replace(PLAIN, evaluation_articles=1000))
-    for wrong in ({"evaluation_articles": -1}, {"part_bytes": 0}):
-        with pytest.raises(ValueError, match=f"--{next(iter(wrong)).replace('_', '-')} is "):
-            replace(PLAIN, **wrong)
 
 
 def test_files_fill_a_part_to_its_last_byte_and_a_larger_one_is_its_own(tmp_path: Path) -> None:
