@@ -10,13 +10,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from compliance.convergence.outlook import outlook, reference
+from compliance.convergence.outlook import outlook, outlook_of, reference
 from compliance.convergence.selection import FAILED, olympic_mean, select
 from compliance.log import rules
 from compliance.log.reader import read_log
 from compliance.log.rules import RULESETS
 from compliance.log.schedule import EvaluationSchedule, evaluation_interval
 from tests.compliance.command import run
+from tests.compliance.log_edits import value
 from tests.compliance.result_folders import write_series
 from tests.compliance.run_logs import write_run
 from tests.conftest import at_most
@@ -26,6 +27,7 @@ SETS: dict[str, tuple[list[int | None], int, rules.Division]] = {
     "no run": ([], 768, "closed"),
     "one run": ([DUE], 768, "closed"),
     "two runs": ([LATE, DUE], 768, "closed"),
+    "three runs": ([LATE, DUE, 2_701_056], 768, "closed"),
     "four runs with a failed one": ([LATE, DUE, DUE, None], 768, "closed"),
     "nine fast runs": ([2_250_240] * 9, 768, "closed"),
     "nine slow runs": ([2_701_056] * 9, 768, "closed"),
@@ -44,6 +46,14 @@ def test_the_standing_of_each_set() -> None:
     lines = [f"{name}: {o.verdict}, mean {o.mean}, x {o.scaling:.6f}. {o.sentence}\n" for name, o in found.items()]
     assert "".join(lines) == Path(__file__).with_name("sets.txt").read_text()
     assert [name for name, each in found.items() if each.reference is None] == ["above the largest point", "open"]
+
+
+def test_a_set_is_scaled_below_the_mean_and_fails_below_the_minimum() -> None:
+    found = reference("5.0.0", 448)
+    assert found
+    limits = {found.minimum - 1: "fail", found.minimum: "scaled", found.mean - 1: "scaled", found.mean: "pass"}
+    assert {mean: found.verdict(mean) for mean in limits} == limits
+    assert [found.scaling(found.mean / factor) for factor in (0.5, 1.0, 1.25)] == [1.0, 1.0, 1.25]
 
 
 def test_a_reference_needs_a_ruleset_and_a_batch_size() -> None:
@@ -149,6 +159,22 @@ def test_samples_are_read_as_the_official_reader_does(tmp_path: Path) -> None:
         assert converged(uncounted.replace('"value": 450240', '"value": 2400384')) is None
     assert converged(text.replace('"status": "success"', '"status": "aborted"')) is None
     assert converged(without("run_stop")) is converged(without("eval_accuracy")) is None
+
+
+def test_the_standing_says_how_runs_were_counted(tmp_path: Path) -> None:
+    logs = write_series(tmp_path, [17, 17, 17, 17])
+    texts = [log.read_text() for log in logs]
+    uncounted = texts[0].replace('"epoch_num": ', '"epoch_num": -5, "was": ')
+    texts[1] = value("eval_accuracy", 0.7205, -3)(texts[1])
+    texts[2] = texts[2][: texts[2].index("run_stop")]
+    said = ""
+    for first in (texts[0], uncounted, uncounted.replace('"value": 2550016', '"value": 9')):
+        for log, text in zip(logs, (first, *texts[1:]), strict=True):
+            log.write_text(text)
+        found = outlook_of([read_log(log).run for log in logs], 448, "5.0.0", failed=1)
+        said += f"{found.verdict}, mean {found.mean}, x {found.scaling}, {found.by_train_samples}. {found.sentence}\n"
+        assert found.note in found.sentence
+    assert said == Path(__file__).with_name("counted.txt").read_text()
 
 
 # Choice of a submission's runs from a longer series

@@ -75,9 +75,11 @@ def test_hostile_settings_are_only_ever_text(tmp_path: Path) -> None:
     assert not [cell for cell in cells if cell.startswith("=")]
 
 
-def test_a_long_setting_keeps_its_end(tmp_path: Path) -> None:
+def test_a_long_setting_keeps_its_end_and_only_several_runs_have_colours(tmp_path: Path) -> None:
     for number, length in enumerate((40, 41)):
         write_experiment(tmp_path, number, (0.1,), {"optimizer.name": f"{'x' * (length - 3)}end"})
+        colours = [len(Page(render(load_results(tmp_path))).of("g", colour)) for colour in ("compute", "reduce")]
+        assert colours == ([3, 3] if number else [0, 0])
     cells = [row[-1] for row in summary.table(load_results(tmp_path))[1:]]
     assert cells == [f"{'x' * 37}end", f"...{'x' * 34}end"]
 
