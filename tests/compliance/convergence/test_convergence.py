@@ -2,7 +2,6 @@
 
 import json
 import logging
-import re
 from pathlib import Path
 from typing import Any
 
@@ -206,36 +205,35 @@ def test_the_window_is_consecutive_and_its_score_in_the_middle(series: list[tupl
 # The command
 
 
-def test_an_unfinished_set_with_a_run_in_progress(tmp_path: Path) -> None:
-    logs = write_series(tmp_path, [17, 16, 17, 18, 17], failed={3})
+def without(log: Path, words: str) -> None:
+    log.write_text("\n".join(line for line in log.read_text().split("\n") if words not in line))
+
+
+def test_the_command_about_each_kind_of_set(tmp_path: Path) -> None:
+    logs = write_series(tmp_path / "unfinished", [17, 16, 17, 18, 17], failed={3})
     text = logs[4].read_text()
-    logs[4].write_text(text[: text.index("\n", text.index("eval_accuracy")) + 1])
-    status, said = run("convergence", tmp_path)
-    assert status == 0
-    assert "4 of 10 runs, 1 of them not converged" in said
-    assert re.search(r"pass if the 6 missing runs converge at evaluation 15 \(2,250,304\)", said)
-
-
-def test_a_set_that_fails(tmp_path: Path) -> None:
-    write_series(tmp_path, [15, 14, 15, 14, 15, 14, 15, 14, 15, 14])
-    status, said = run("convergence", tmp_path)
-    assert (status, "minimum 2,274,732" in said, said.startswith("BERT on ")) == (1, True, True)
-    status, said = run("convergence", tmp_path, "--ruleset", "2.0.0")
-    assert (status, "batch sizes 256 and 3072" in said) == (1, True)
-
-
-def test_without_a_reference_only_open_runs_pass(tmp_path: Path) -> None:
+    logs[4].write_text(text[: text.index("\n", text.index("eval_accuracy")) + 1])  # a run in progress
+    write_series(tmp_path / "fast", [15, 14] * 5)
     write_run(tmp_path / "open" / "result_0.txt", division="open")
-    write_series(tmp_path / "closed", [17] * 3, global_batch_size=20_000)
-    assert run("convergence", tmp_path / "open")[0] == 0
-    assert run("convergence", tmp_path / "closed")[0] == 1
-
-
-def test_logs_without_a_common_batch_size_are_refused(tmp_path: Path) -> None:
-    logs = write_series(tmp_path, [17, 17])
-    logs[1].write_text("\n".join(line for line in logs[1].read_text().split("\n") if "global_batch_size" not in line))
-    assert run("convergence", tmp_path)[0] == 0
+    write_series(tmp_path / "above", [17] * 3, global_batch_size=20_000)
+    without(write_series(tmp_path / "alike", [17, 17])[1], "global_batch_size")
+    logs = write_series(tmp_path / "mixed", [17, 17])
     logs[1].write_text(logs[0].read_text().replace('"value": 448', '"value": 512'))
-    status, said = run("convergence", tmp_path)
-    assert (status, "global_batch_size" in said) == (2, True)
-    assert run("convergence", tmp_path / "nowhere")[0] == 2
+    sets = {
+        "unfinished": (
+            0,
+            "4 of 10 runs, 1 of them not converged",
+            "will pass if the 6 missing runs converge at evaluation 15",
+        ),
+        "fast": (1, "BERT on ", "minimum 2,274,732"),
+        "fast --ruleset 2.0.0": (1, "batch sizes 256 and 3072"),
+        "open": (0, "No reference convergence point applies in the open division."),
+        "above": (1, "batch size 20000 is above the largest one, 16384"),
+        "alike": (0, "2 of 10 runs"),
+        "mixed": (2, "the logs do not share one submission_division and one global_batch_size"),
+        "nowhere": (2, "no such folder"),
+    }
+    for arguments, (expected, *words) in sets.items():
+        folder, *options = arguments.split()
+        status, said = run("convergence", tmp_path / folder, *options)
+        assert (status, [each for each in words if each not in said]) == (expected, [])
