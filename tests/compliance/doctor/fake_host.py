@@ -18,36 +18,16 @@ NODES = replace(NODE, nodes=2)
 CPU = ExaminedRun(IntendedRun("tiny_cpu"), {"training.device": "cpu", "log.division": "open"}, 1, 2)
 
 GPU = Gpu(
-    0,
-    "NVIDIA H100 80GB HBM3",
-    memory_bytes=81559 << 20,
-    clock_mhz=1980,
-    links=18,
-    link_gb_s=478.116,
-    pcie_generation=5,
-    pcie_width=16,
-    pcie_full_width=16,
-    power_limit_w=700.0,
-    full_power_w=700.0,
-)
+    0, "NVIDIA H100 80GB HBM3", memory_bytes=81559 << 20, clock_mhz=1980, links=18, link_gb_s=478.116,
+    pcie_generation=5, pcie_width=16, pcie_full_width=16, power_limit_w=700.0, full_power_w=700.0,
+)  # fmt: skip
 GPUS = Gpus(tuple(replace(GPU, index=index) for index in range(8)), driver="580.65.06", ways=Counter({NVLINK: 28}))
 PORTS = tuple(AdapterPort(f"mlx5_{n} port 1", "ACTIVE", "400 Gb/sec (4X NDR)") for n in range(8))
 
 MACHINE = Machine(
-    cores=112.0,
-    threads=224,
-    physical_cores=112,
-    frequency_mhz=3800.0,
-    memory_bytes=2016 << 30,
-    free_bytes=1900 << 30,
-    shared_bytes=1 << 40,
-    lockable_bytes=None,
-    load=0.1,
-    ports=PORTS,
-    has_rdma_devices=True,
-    address="10.1.2.3",
-    gpus=GPUS,
-)
+    cores=112.0, threads=224, physical_cores=112, frequency_mhz=3800.0, memory_bytes=2016 << 30, free_bytes=1900 << 30,
+    shared_bytes=1 << 40, lockable_bytes=None, load=0.1, ports=PORTS, has_rdma_devices=True, address="10.1.2.3", gpus=GPUS,
+)  # fmt: skip
 """A healthy node with eight H100 GPUs."""
 BARE = replace(MACHINE, cores=2, threads=2, physical_cores=2, ports=(), has_rdma_devices=False, gpus=Gpus())
 

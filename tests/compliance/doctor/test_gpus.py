@@ -134,19 +134,10 @@ def test_the_answers_of_nvml_become_facts() -> None:
         DeviceGetP2PStatus=6,
         DeviceGetTopologyCommonAncestor=50,
     )
-    expected = replace(
-        GPU,
-        index=1,
-        used_bytes=1 << 20,
-        links=4,
-        link_gb_s=4 * 26.562,
-        uncorrected_errors=3,
-        remapping_failed=True,
-        remapping_pending=True,
-        is_divided=True,
-        throttled_by=("hardware slowdown", "hardware thermal slowdown"),
-        processes=(f"a program (pid {2**22 + 1})",),
-    )
+    faults = {"uncorrected_errors": 3, "remapping_failed": True, "remapping_pending": True, "is_divided": True}
+    throttled_by, processes = ("hardware slowdown", "hardware thermal slowdown"), (f"a program (pid {2**22 + 1})",)
+    faults |= {"links": 4, "link_gb_s": 4 * 26.562, "throttled_by": throttled_by, "processes": processes}
+    expected = replace(GPU, index=1, used_bytes=1 << 20, **faults)
     assert read_gpus(broken).gpus[1] == expected
     assert read_gpus(broken).ways == {ACROSS_NODES: 1}
     odd = Nvml(

@@ -66,22 +66,6 @@ def test_a_long_initialisation(division: str, minutes: Sequence[float], expected
     assert list(run.complaints) == [f"initialisation {words}" for words in expected]
 
 
-SETTINGS: list[tuple[str, dict[str, Any]]] = [
-    ("closed", {"without": "cache_clear"}),
-    ("closed", {"cache_clear": False}),
-    ("closed", {"cache_clear": False, "head": [line("cache_clear", True)]}),  # any rank suffices
-    ("open", {"cache_clear": False}),
-    ("closed", {"without": "seed"}),
-    ("open", {"without": "seed"}),
-    ("closed", {"eval_interval_samples": 200_000}),
-]
-
-
-def test_settings_when_the_clock_starts() -> None:
-    said = "".join(f"{division}: {'; '.join(begun(division, **change).complaints)}\n" for division, change in SETTINGS)
-    assert said == Path(__file__).with_name("settings.txt").read_text()
-
-
 Event = Callable[[RunningLog], object]
 """Function that adds records to a running log. Times are minutes after `BASE`."""
 
@@ -105,6 +89,15 @@ AT_8512 = line("block_start", None, BASE, "INTERVAL_START", first_epoch_num=1, e
 
 
 EVENTS: list[tuple[dict[str, Any], list[Event]]] = [
+    # Settings, when the clock starts
+    ({"without": "cache_clear"}, []),
+    ({"cache_clear": False}, []),
+    ({"cache_clear": False, "head": [line("cache_clear", True)]}, []),  # any rank suffices
+    ({"division": "open", "cache_clear": False}, []),
+    ({"without": "seed"}, []),
+    ({"division": "open", "without": "seed"}, []),
+    ({"eval_interval_samples": 200_000}, []),
+    # Records and warnings of the run
     ({}, [wrote(ONCE_MORE)]),
     ({}, [*TWO, wrote(AGAIN, AGAIN)]),
     ({}, [evaluated(FIRST), evaluated(THIRD)]),
