@@ -84,24 +84,13 @@ class Nvml:
     def __init__(self, **answers: Any) -> None:
         memory = SimpleNamespace(total=81559 << 20, used=1 << 20)
         self.answers: dict[str, Any] = {
-            "Init": None,
-            "Shutdown": None,
-            "SystemGetDriverVersion": "580.65.06",
-            "DeviceGetCount": 2,
-            "DeviceGetHandleByIndex": lambda index: index,
-            "DeviceGetName": "NVIDIA H100 80GB HBM3",
-            "DeviceGetMemoryInfo": memory,
-            "DeviceGetMaxClockInfo": 1980,
-            "DeviceGetNvLinkState": 1,
-            "DeviceGetFieldValues": SPEEDS,
-            "DeviceGetMaxPcieLinkGeneration": 5,
-            "DeviceGetCurrPcieLinkWidth": 16,
-            "DeviceGetMaxPcieLinkWidth": 16,
-            "DeviceGetPowerManagementLimit": 700_000,
-            "DeviceGetPowerManagementDefaultLimit": 700_000,
-            "DeviceGetCurrentClocksEventReasons": 0x1,
-            "DeviceGetP2PStatus": 0,
-        } | answers
+            "Init": None, "Shutdown": None, "SystemGetDriverVersion": "580.65.06",
+            "DeviceGetCount": 2, "DeviceGetHandleByIndex": lambda index: index, "DeviceGetName": "NVIDIA H100 80GB HBM3",
+            "DeviceGetMemoryInfo": memory, "DeviceGetMaxClockInfo": 1980, "DeviceGetCurrentClocksEventReasons": 0x1,
+            "DeviceGetNvLinkState": 1, "DeviceGetFieldValues": SPEEDS, "DeviceGetP2PStatus": 0,
+            "DeviceGetMaxPcieLinkGeneration": 5, "DeviceGetCurrPcieLinkWidth": 16, "DeviceGetMaxPcieLinkWidth": 16,
+            "DeviceGetPowerManagementLimit": 700_000, "DeviceGetPowerManagementDefaultLimit": 700_000,
+        } | answers  # fmt: skip
 
     def __getattr__(self, name: str) -> Any:
         if name == "NVML_TOPOLOGY_SYSTEM":

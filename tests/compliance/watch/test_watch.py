@@ -288,8 +288,6 @@ def test_the_panel_of_a_run_in_progress(tmp_path: Path, clock_of_watch: Clock) -
     (tmp_path / "metrics_0.jsonl").write_text(json.dumps(step) + "\n")
     watched.look()
     assert watched.news_s > first
-    for number in range(9):
-        watched.run.complain(f"complaint {number}")
     assert shown(watched, watched.run.last_ms + 4000, 160) == expected("panel.txt")
     console = Console(file=io.StringIO(), width=100, height=30, force_terminal=True, color_system=None)
     assert watch(closed_run(path, 6), "5.0.0", 5, 5, console) == 0
@@ -310,6 +308,9 @@ def test_the_panel_of_every_phase(tmp_path: Path) -> None:
             phase = re.findall(r"phase +([a-z]+ ?[a-z]*)", panel)[0]
             if panels.setdefault((phase, len(watched.run.curve)), panel) is panel and phase == "training":
                 watched.run.take_metrics(SITES)
+    for number in range(9):
+        watched.run.complain(f"complaint {number}")
+    panels["complaints", 2] = shown(watched, 0, 80)
     rows = [[" ".join(row.split()[1:-1]) for row in panel.splitlines()] for panel in panels.values()]
     assert "".join(f"{'; '.join(filter(None, each))}\n" for each in rows) == expected("panels.txt")
 
