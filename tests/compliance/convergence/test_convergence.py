@@ -112,9 +112,6 @@ def test_the_verdict_is_the_official_one(tmp_path_factory, data, ruleset: str, b
     assert (ours.verdict == "no reference") == (found is None and failed < 2)
 
 
-# Incomplete sets of runs
-
-
 @at_most(10)
 @given(data=st.data(), batch=st.sampled_from([448, 768, 4096, 16384]), done=st.integers(0, 9), failed=st.booleans())
 def test_the_evaluations_that_the_missing_runs_need_are_those_that_brute_force_finds(
@@ -176,9 +173,6 @@ def test_the_standing_says_how_runs_were_counted(tmp_path: Path) -> None:
     assert said == Path(__file__).with_name("counted.txt").read_text()
 
 
-# Choice of a submission's runs from a longer series
-
-
 TIMES = st.floats(1, 100) | st.just(FAILED)
 
 
@@ -200,9 +194,6 @@ def test_the_window_is_consecutive_and_its_score_in_the_middle(series: list[tupl
     slower = sum(score > found.score for score in found.scores)
     assert faster <= len(found.scores) // 2
     assert slower <= (len(found.scores) - 1) // 2
-
-
-# The command
 
 
 def without(log: Path, words: str) -> None:

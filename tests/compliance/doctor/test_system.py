@@ -58,9 +58,6 @@ def test_a_machine_without_tools_is_described_too(tmp_path: Path, answer: str | 
         assert machine is not unknown or known == ["accelerator_model_name"]
 
 
-# The file
-
-
 GIVEN = {"submitter": "Example", "status": "Preview", "number_of_nodes": "8", "cooling": "water", "hw_notes": "é"}
 
 

@@ -43,8 +43,6 @@ def evaluate(run: RunningLog, samples: int, accuracy: Any, time_ms: int, announc
     run.take(line("eval_accuracy", accuracy, time_ms, epoch_num=samples))
 
 
-# Complaints about rules that are about to be broken
-
 INVALID = "the run is no valid result (TR 11)"
 
 
@@ -122,9 +120,6 @@ def test_what_a_run_is_warned_of() -> None:
         said += f"{'; '.join(run.complaints)}\n"
         assert run.run_start_ms == BASE
     assert said == Path(__file__).with_name("warnings.txt").read_text()
-
-
-# Samples, rates and times
 
 
 def test_samples_that_the_log_does_not_state_come_from_the_schedule() -> None:

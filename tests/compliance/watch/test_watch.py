@@ -96,9 +96,6 @@ def followed(path: Path, timeout_s: float = 5.0, stale_s: float = 5.0) -> tuple[
     return status, text.getvalue()
 
 
-# Runs from start to end
-
-
 def test_the_whole_output_about_a_run_beside_others(tmp_path: Path) -> None:
     for number in (1, 2):
         closed_run(tmp_path / f"result_{number}.txt", 17, seed=100 + number)
@@ -108,11 +105,10 @@ def test_the_whole_output_about_a_run_beside_others(tmp_path: Path) -> None:
 
 
 def test_success_below_the_target_is_none(tmp_path: Path) -> None:
-    ends = {last: followed(closed_run(tmp_path / f"result_{last}.txt", 4, last=last))[0] for last in (0.72, 0.7202)}
-    assert ends == {0.72: 0, 0.7202: 0}
     path = tmp_path / "result_0.txt"
-    path.write_text((tmp_path / "result_0.7202.txt").read_text().replace("0.7202", "0.7199"))
-    assert followed(path)[0] == 1
+    for accuracy, status in (("0.7202", 0), ("0.72", 0), ("0.7199", 1)):
+        path.write_text(closed_run(path, 4).read_text().replace("0.7202", accuracy))
+        assert followed(path)[0] == status
 
 
 def test_output_with_the_lines_of_a_log_that_is_written_meanwhile(tmp_path: Path, clock_of_watch: Clock) -> None:
@@ -159,12 +155,11 @@ def test_a_silent_initialisation_is_waited_for(
 
 
 def test_what_makes_no_sense_is_refused(tmp_path: Path) -> None:
-    wrong = {
-        "--timeout is 0, expected": ("5.0.0", 0, 1),
-        "--stale is -1": ("5.0.0", 1, -1),
-        "ruleset is": ("6.0.0", 1, 1),
-    }
-    for words, (ruleset, timeout_s, stale_s) in wrong.items():
+    for ruleset, timeout_s, stale_s, words in (
+        ("5.0.0", 0, 1, "--timeout is 0, expected"),
+        ("5.0.0", 1, -1, "--stale is -1"),
+        ("6.0.0", 1, 1, "ruleset is"),
+    ):
         with pytest.raises(ValueError, match=words):
             watch(tmp_path, ruleset, timeout_s, stale_s)
 
@@ -180,9 +175,6 @@ def test_control_c_ends_it(tmp_path: Path) -> None:
     assert (process.returncode, errors) == (130, b"")
 
 
-# Choice of the log
-
-
 def test_the_newest_log_that_has_not_ended_is_chosen(tmp_path: Path) -> None:
     folder = tmp_path / "system" / "bert"
     done = closed_run(folder / "result_0.txt", 2)
@@ -195,9 +187,6 @@ def test_the_newest_log_that_has_not_ended_is_chosen(tmp_path: Path) -> None:
     assert choose(folder) == old
     assert choose(done) == done
     assert choose(tmp_path / "none") is None
-
-
-# Comparison with other runs in the folder
 
 
 SCHEDULE = EvaluationSchedule(INTERVAL, 448)
@@ -264,8 +253,6 @@ def test_a_log_that_names_no_target_has_no_forecast(tmp_path: Path) -> None:
     assert "unknown: the log names no target, batch size or interval" in panel
     assert "0.2500 (no target logged) at 1,024 samples" in panel
 
-
-# The display
 
 SITES = json.dumps({"event": "step", "step": 1, "samples": 448, "site_bytes": 2_500_000, "site_wait_ms": 1.25}).encode()
 
@@ -340,9 +327,6 @@ def test_what_a_log_says_does_not_steer_the_terminal(tmp_path: Path) -> None:
         assert "\x1b" not in output
         assert "\x07" not in output
         assert "[red]no[/red]" in output
-
-
-# Following a file
 
 
 def test_an_overlong_line_is_left_out_and_takes_no_memory(tmp_path: Path) -> None:

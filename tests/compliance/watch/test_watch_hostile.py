@@ -95,9 +95,6 @@ def test_evaluations_beyond_a_bound_are_ignored() -> None:
     assert len(run.curve) == running.MAX_EVALUATIONS == 1000
 
 
-# Paths that are not regular files
-
-
 def watch_it(path: Path) -> tuple[int, str]:
     return command.run("watch", path, "--timeout", "0.1", "--stale", "0.1")
 
