@@ -36,6 +36,12 @@ def test_a_repository_is_searched_to_a_depth_and_files_to_a_size(folder: Path) -
     ]
 
 
+def test_a_folder_without_logs_is_for_them_if_it_is_named_bert_and_holds_none_of_that_name(folder: Path) -> None:
+    for name, inner in (("old", folder), ("bert_2", folder / "bert_2")):
+        (folder / name).mkdir()
+        assert [found.path for found in find(folder).benchmarks] == [inner]
+
+
 def test_logs_are_ordered_by_number(folder: Path) -> None:
     for number in ("10", "9", "99999999999999999999", "10000000000", "seed"):
         (folder / f"result_{number}.txt").touch()

@@ -87,7 +87,8 @@ def test_facts_that_the_kernel_does_not_tell(tmp_path: Path, monkeypatch: pytest
         monkeypatch.setattr(
             "resource.getrlimit", lambda kind, soft=locked: {resource.RLIMIT_MEMLOCK: (soft, 1 << 40)}[kind]
         )
+        monkeypatch.setattr("os.sched_getaffinity", lambda process: {0: range(3)}[process])
         monkeypatch.setattr("socket.gethostbyname", refuse)
         machine = read_machine(fake_host(tmp_path))
         assert (machine.frequency_mhz, machine.lockable_bytes) == expected
-        assert (machine.threads, machine.physical_cores, machine.address) == (1, 1, "")
+        assert (machine.cores, machine.threads, machine.physical_cores, machine.address) == (3, 1, 1, "")

@@ -39,7 +39,7 @@ CASES: dict[str, tuple[ExaminedRun, Gpus]] = {
     "throttled": (NODE, gpus(8, throttled_by=("hardware slowdown", "hardware power brake"))),
     "less power": (NODE, gpus(8, power_limit_w=500.0)),
     "fewer lanes": (NODE, gpus(8, pcie_width=8)),
-    **{f"{len(names)} programs": (NODE, gpus(8, processes=tuple(names))) for names in ("a", "abc", "abcde")},
+    **{f"{len(names)} programs": (NODE, gpus(8, processes=tuple(names))) for names in ("a", "abc", "abcd")},
     **{f"{mib} MiB in use": (NODE, gpus(8, used_bytes=mib << 20)) for mib in (1024, 1025)},
     "no links": (NODE, linked({})),
     "links across nodes": (NODE, linked({ACROSS_NODES: 28})),

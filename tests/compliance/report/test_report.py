@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec import structs
 
 from compliance.log.findings import Finding
 from compliance.log.records import Metrics, RunRecord, WarningRecord, read_metrics
@@ -106,10 +107,15 @@ def test_the_page_of_a_run_on_sites_with_a_plan_a_restart_and_skipped_steps(one:
         {"event": "eval", "step": 4, "samples": 128, "eval_s": 0.01},
     ]
     (one / "metrics_0.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
-    text = report.render(load_results(one))
+    results = load_results(one)
+    text = report.render(results)
     assert outline(text) == (FOLDER / "sites_page.txt").read_text()
     rate, loss = (re.findall(r'class="stroke" d="M([^"]*)"', text)[index].count("L") for index in (1, 2))
     assert (rate, loss) == (2, 1)  # three rates and two losses are drawn
+    [run] = results.runs
+    alone = Metrics(steps=[structs.replace(step, site_bytes=0) for step in run.metrics.steps])
+    both = outline(report.render(replace(results, runs=(run, replace(run, number=1, metrics=alone)))))
+    assert "waiting for other sites 0.7 %, 0.312 ms a step, 3.5 MB sent between them" in both
 
 
 def test_a_run_without_a_step_or_without_records_has_no_time_of_a_step(one: Path) -> None:
