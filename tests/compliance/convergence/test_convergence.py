@@ -16,7 +16,7 @@ from compliance.log.reader import read_log
 from compliance.log.rules import RULESETS
 from compliance.log.schedule import EvaluationSchedule, evaluation_interval
 from tests.compliance.command import run
-from tests.compliance.log_edits import value
+from tests.compliance.log_edits import delete, value
 from tests.compliance.result_folders import write_series
 from tests.compliance.run_logs import write_run
 from tests.conftest import at_most
@@ -142,9 +142,6 @@ def test_samples_are_read_as_the_official_reader_does(tmp_path: Path) -> None:
         path.write_text(text)
         return read_log(path).run.converged_samples()
 
-    def without(words: str) -> str:
-        return "\n".join(line for line in text.splitlines() if words not in line)
-
     last = next(line for line in reversed(text.splitlines()) if '"eval_accuracy"' in line)
     for accepted in (text, text + last.replace("450240", "999999") + "\n"):
         assert converged(accepted) == rcp_checker.read_submission_file(path, "5.0.0", False)[1] == 450_240
@@ -154,7 +151,7 @@ def test_samples_are_read_as_the_official_reader_does(tmp_path: Path) -> None:
         assert converged(uncounted) == 450_240, odd
         assert converged(uncounted.replace('"value": 450240', '"value": 2400384')) is None
     assert converged(text.replace('"status": "success"', '"status": "aborted"')) is None
-    assert converged(without("run_stop")) is converged(without("eval_accuracy")) is None
+    assert converged(delete("run_stop")(text)) is converged(delete("eval_accuracy")(text)) is None
 
 
 def test_the_standing_says_how_runs_were_counted(tmp_path: Path) -> None:
@@ -196,10 +193,6 @@ def test_the_window_is_consecutive_and_its_score_in_the_middle(series: list[tupl
     assert slower <= (len(found.scores) - 1) // 2
 
 
-def without(log: Path, words: str) -> None:
-    log.write_text("\n".join(line for line in log.read_text().split("\n") if words not in line))
-
-
 def test_the_command_about_each_kind_of_set(tmp_path: Path) -> None:
     logs = write_series(tmp_path / "unfinished", [17, 16, 17, 18, 17], failed={3})
     text = logs[4].read_text()
@@ -207,7 +200,8 @@ def test_the_command_about_each_kind_of_set(tmp_path: Path) -> None:
     write_series(tmp_path / "fast", [15, 14] * 5)
     write_run(tmp_path / "open" / "result_0.txt", division="open")
     write_series(tmp_path / "above", [17] * 3, global_batch_size=20_000)
-    without(write_series(tmp_path / "alike", [17, 17])[1], "global_batch_size")
+    _, alike = write_series(tmp_path / "alike", [17, 17])
+    alike.write_text(delete("global_batch_size")(alike.read_text()))
     logs = write_series(tmp_path / "mixed", [17, 17])
     logs[1].write_text(logs[0].read_text().replace('"value": 448', '"value": 512'))
     sets = {

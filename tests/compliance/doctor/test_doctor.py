@@ -151,7 +151,6 @@ LONG = f"one: whole{'.' * 400}\n"
 OVERLAY: Answers = {"df --output": "Type Mounted on\noverlay /\n"}
 FILES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "no data": ("data", "h100_1x8", {}),  # the dry run reports missing data
-    "data": ("data", "", {"data": "one"}),
     "damaged": ("data", "", {"data": "one", "quick": False, "answers": {"dataloading verify": DAMAGED}}),
     "silent": ("data", "", {"data": "one", "quick": False, "answers": {"dataloading verify": SILENT}}),
     "lossy": ("data", "", {"data": "one", "quick": False, "answers": {"dataloading verify": LOSSY}}),

@@ -15,15 +15,13 @@ from tests.compliance.doctor.fake_host import CPU, MACHINE, NODE, NODES, PORTS, 
 
 DOWN = tuple(replace(port, state="DOWN") for port in PORTS)
 ONE_DOWN = (*PORTS[:3], replace(PORTS[3], state="INIT"), *PORTS[4:])
-
-
 LAYOUTS = {"node": NODE, "nodes": NODES, "cpu": CPU, "alone": replace(CPU, ranks=1)}
 FACTS: list[tuple[str, dict[str, Any]]] = [
     *((layout, {}) for layout in LAYOUTS),
     # At each bound, and one byte, core or tenth beyond it
     *(("node", {"free_bytes": free}) for free in (32 << 30, (32 << 30) - 1)),
     *(("cpu", {"free_bytes": free}) for free in (1 << 30, (1 << 30) - 1)),
-    *(("node", {"shared_bytes": mib << 20}) for mib in (1024, 1023, 0)),
+    *(("node", {"shared_bytes": mib << 20}) for mib in (1024, 1023)),
     *(("cpu", {"shared_bytes": mib << 20}) for mib in (256, 255)),
     *(("node", {"cores": cores}) for cores in (32, 31.5, 8, 7.5)),
     *(("node", {"load": load}) for load in (28.0, 28.1)),

@@ -34,8 +34,7 @@ CASES: dict[str, tuple[ExaminedRun, Gpus]] = {
     "another kind": (ONE_RANK, gpus(1, name="NVIDIA A100-SXM4-80GB")),
     "one divided": (ONE_RANK, gpus(1, is_divided=True)),
     "one of eight divided": (NODE, gpus(8, is_divided=True)),
-    "an error": (NODE, gpus(8, uncorrected_errors=1)),
-    "errors": (NODE, gpus(8, uncorrected_errors=3, remapping_failed=True, remapping_pending=True)),
+    "errors": (NODE, gpus(8, uncorrected_errors=1, remapping_failed=True, remapping_pending=True)),
     "throttled": (NODE, gpus(8, throttled_by=("hardware slowdown", "hardware power brake"))),
     "less power": (NODE, gpus(8, power_limit_w=500.0)),
     "fewer lanes": (NODE, gpus(8, pcie_width=8)),
@@ -49,7 +48,7 @@ CASES: dict[str, tuple[ExaminedRun, Gpus]] = {
 }
 ANSWERS: dict[str, dict[str, Any]] = {
     "no PyTorch": {},
-    **{f"PyTorch sees {seen}": PYTORCH | {"gpus": seen} for seen in (0, 7, 8, None)},
+    **{f"PyTorch sees {seen}": PYTORCH | {"gpus": seen} for seen in (7, 8, None)},
     "PyTorch in trouble": PYTORCH | {"gpus": 0, "trouble": "driver on your system is too old"},
 }
 

@@ -24,8 +24,8 @@ from tests.conftest import at_most
 from tests.html_page import Page
 
 FOLDER = Path(__file__).parent
-HEADINGS = {"h1", "h2", "h3"}
-LINES = {"tr", "li", "dl", "figure", "details", "footer", "p"}
+HEADINGS = {"h1", "h2", "h3", "summary"}
+LINES = {"tr", "li", "dl", "figure", "footer", "p"}
 CELLS = {"th", "td", "dt", "dd", "p", "span", "small"}
 
 

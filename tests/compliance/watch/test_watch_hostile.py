@@ -20,10 +20,7 @@ ODD_LINES = [
     line("eval_accuracy", 0.71, epoch_num=0),
     line("eval_start", None, kind="INTERVAL_START", epoch_num=0),
     line("seed", "x" * 100_000),
-    b':::MLLOG {"time_ms": 1, "event_type": "POINT_IN_TIME", "key": "eval_accuracy", "metadata": {}, "value": '
-    + b"[" * 900
-    + b"]" * 900
-    + b"}",
+    line("eval_accuracy", "nested").replace(b'"nested"', b"[" * 900 + b"]" * 900),
     b":::MLLOG " * 50_000,
 ]
 
