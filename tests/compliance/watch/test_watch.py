@@ -307,7 +307,8 @@ def test_the_end_has_the_colour_of_success_or_failure(tmp_path: Path, ends: str,
     text = io.StringIO()
     console = Console(file=text, width=100, force_terminal=True, color_system="standard", legacy_windows=False)
     console.print(watching.view(looked_at(closed_run(tmp_path / "result_0.txt", 3, ends=ends)), 0))
-    assert re.search(rf"\x1b\[1mend *\x1b\[0m *{re.escape(colour)}{ends} after 0:02 \(", text.getvalue())
+    assert "\x1b[1mend" in text.getvalue()
+    assert f"{colour}{ends} after 0:02 (" in text.getvalue()
 
 
 def test_what_a_log_says_does_not_steer_the_terminal(tmp_path: Path) -> None:
