@@ -65,7 +65,7 @@ def test_the_facts_of_this_machine_within_a_containers_limits(tmp_path: Path, mo
     assert machine.memory_bytes == int(total[1]) * 1024
     assert 1 << 20 < machine.free_bytes < machine.memory_bytes
     disk = os.statvfs(tmp_path)
-    assert machine.shared_bytes == pytest.approx(disk.f_bavail * disk.f_frsize, rel=0.01)
+    assert 0 < machine.shared_bytes < disk.f_blocks * disk.f_frsize
     assert machine.cores == len(os.sched_getaffinity(0)) <= machine.threads
     assert (machine.ports[0].state, machine.has_rdma_devices) == ("unknown", True)
 
