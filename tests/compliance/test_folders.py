@@ -53,10 +53,14 @@ def test_logs_are_ordered_by_number(folder: Path) -> None:
 @pytest.mark.parametrize(("logs", "others"), [(9, 1), (9, 3), (8, 4), (10, 1), (11, 1)])
 def test_files_with_records_may_be_the_logs_that_lack(folder: Path, logs: int, others: int) -> None:
     (folder.parents[2] / "systems" / "node.json").touch()
-    for number in range(logs):
-        (folder / f"result_{number}.txt").touch()
+    with pytest.raises(ValueError, match=r" in it, expected results/<system>/bert after a run$"):
+        numbered_logs(folder)
     for number in range(others):
         (folder / f"run_{number}.log").write_text(':::MLLOG {"key": "init_start"}\n')
+    with pytest.raises(ValueError, match=r" in it, run_0.*\.log hold a run's records; name the logs result_<n>\.txt$"):
+        numbered_logs(folder)
+    for number in range(logs):
+        (folder / f"result_{number}.txt").touch()
     misnamed = {1: "run_0.log is", 3: "run_0.log, run_1.log, run_2.log are", 4: "run_0.log, run_1.log, run_2.log are"}
     lost = (f"{misnamed[others]} not counted as a log, expected result_<n>.txt", max(0, others - 3))
     wrong = (f"{logs} logs result_<n>.txt, expected exactly 10 in a submission", 0)

@@ -112,6 +112,8 @@ def test_setting_a_field_changes_no_other(tmp_path: Path) -> None:
         assert (status, words in text, path.read_bytes()) == (2, True, unchanged)
     assert system(path, "--measure", "--division", "closed") == (0, f"{path}\n")
     assert (written(path)["division"], written(path)["accelerators_per_node"]) == ("closed", "0")
+    path.write_text('{"division": "open"}')
+    assert system(path, "--set", "cooling=air") == (0, f"{path}\n")
 
 
 @pytest.mark.parametrize(

@@ -32,10 +32,10 @@ def test_the_runs_stand_beside_each_other_with_the_settings_that_differ(experime
 
 
 def test_a_file_of_weights_that_a_later_run_has_written(tmp_path: Path) -> None:
-    wrote = {"0.3 0.2 0.1": ("warn", "a.pt, to which run 2 wrote later."), "0.1 0.2 0.3": ("good", "a.pt.")}
+    wrote = {"0.3 0.2 0.1 0.1": ("warn", "a.pt, to which run 2 wrote later."), "0.1 0.2 0.3 0.1": ("good", "a.pt.")}
     for accuracies, (kind, text) in wrote.items():
         for number, best in enumerate(map(float, accuracies.split())):
-            write_experiment(tmp_path, number, (best,), {"save_checkpoint": "a.pt"})
+            write_experiment(tmp_path, number, (best,), {"save_checkpoint": "a.pt" if number < 3 else "b.pt"})
         (tmp_path / "metrics_0.jsonl").unlink()
         assert summary.statements(load_results(tmp_path))[1] == (kind, "Best weights", text)
     assert (
