@@ -12,6 +12,7 @@ from compliance.watch.watched import Watch, results_in
 from tests.compliance import command, run_logs
 from tests.compliance.watch.test_running import BASE, begun, evaluate, line
 from tests.compliance.watch.test_watch import shown
+from tests.conftest import at_most
 
 NUMBERS = [*range(-1, 2), 448, 2**53, 2**63 - 1, 2**63, 10**400, 0.0, 1e-320, 0.5, 0.72, 1e308, -1e308, True, None, "x"]
 NUMBERS += [[], {}]
@@ -46,6 +47,7 @@ steps = st.builds(
 )
 
 
+@at_most(50)
 @given(
     st.lists(lines | st.binary(max_size=200) | st.sampled_from(ODD_LINES), max_size=12),
     st.lists(steps, max_size=3),
