@@ -77,7 +77,7 @@ def test_what_was_given_stays_and_what_is_measured_is_renewed(tmp_path: Path) ->
     assert measured["framework"].startswith("PyTorch")
     assert int(measured["host_processor_vcpu_count"]) > 0
     assert measured["host_memory_capacity"].endswith(" GiB")
-    old = GIVEN | {"division": "closed", "system_name": "node one", "host_memory_capacity": "7 GiB", "rack": "B4"}
+    old = GIVEN | {"division": "closed", "system_name": "node one", "host_memory_capacity": "7 GiB", "rack": ""}
     path.write_text(json.dumps(measured | old))
     assert system(path, "--measure") == (0, f"{path}\n")
     renewed = written(path)
