@@ -156,7 +156,6 @@ def test_sets_of_few_many_and_lost_runs(closed: Results, failing: Results, opene
     sets: dict[str, Sequence[ReportedRun]] = {
         "two": runs[:2],
         "one of two lost": (runs[0], lost[0]),
-        "three": runs[:3],
         "one of three lost": (*runs[:2], lost[0]),
         "nine, and one lost": (*runs[:9], lost[0]),
         "eight, and two lost": (*runs[:8], *lost),
