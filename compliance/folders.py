@@ -10,6 +10,7 @@ folders are followed in bare results but not in a submission.
 """
 
 import fnmatch
+import math
 import os
 import re
 from collections.abc import Iterator, Sequence
@@ -337,9 +338,9 @@ def log_number(log: Path) -> str | None:
     return match[1] if match else None
 
 
-def _number(path: Path) -> tuple[int, str]:
+def _number(path: Path) -> tuple[float, str]:
     number = log_number(path)
-    return (int(number) if number and len(number) < 10 else 2**31, path.name)
+    return (int(number) if number else math.inf, path.name)
 
 
 def _name(path: Path) -> str:

@@ -91,9 +91,7 @@ def reach(points: Sequence[tuple[int, float]], power: float, target: float) -> f
     if slope <= 0:
         return None
     x = xs[-1] + (target - points[-1][1]) / slope
-    # The curve a - b / n stays below its limit a, at x = 0. It never reaches a target at or above this limit.
-    if sign < 0 and x >= 0:
-        return None
+    # The curve a - b / n stays below its limit a, at x = 0. A target at or above this limit divides by zero.
     try:
         reached = scale * max(0.0, sign * x) ** (1 / power)
     except (OverflowError, ZeroDivisionError):

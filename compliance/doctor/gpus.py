@@ -104,7 +104,7 @@ def _read_gpu(nvml: Any, index: int, handle: Any) -> Gpu:
         return otherwise
 
     memory = ask("nvmlDeviceGetMemoryInfo", nvml.nvmlMemory_v2) or ask("nvmlDeviceGetMemoryInfo")
-    _, _, pending, failed = ask("nvmlDeviceGetRemappedRows", otherwise=(0, 0, 0, 0))
+    *_, pending, failed = ask("nvmlDeviceGetRemappedRows", otherwise=(0, 0))
     reasons = ask("nvmlDeviceGetCurrentClocksEventReasons") or ask("nvmlDeviceGetCurrentClocksThrottleReasons")
     active = [link for link in range(nvml.NVML_NVLINK_MAX_LINKS) if ask("nvmlDeviceGetNvLinkState", link) == 1]
     speeds = (
@@ -128,7 +128,7 @@ def _read_gpu(nvml: Any, index: int, handle: Any) -> Gpu:
         uncorrected_errors=ask("nvmlDeviceGetTotalEccErrors", *errors),
         remapping_failed=bool(failed),
         remapping_pending=bool(pending),
-        is_divided=ask("nvmlDeviceGetMigMode", otherwise=(0, 0))[0] == 1,
+        is_divided=ask("nvmlDeviceGetMigMode", otherwise=(0,))[0] == 1,
         throttled_by=tuple(name for bit, name in _THROTTLED.items() if reasons & bit),
         processes=tuple(_named(each.pid) for each in ask("nvmlDeviceGetComputeRunningProcesses", otherwise=())),
     )
@@ -201,7 +201,8 @@ def _health(gpu: Gpu, run: ExaminedRun) -> Iterator[Diagnosis]:
     subject = f"GPU {gpu.index}"
     if gpu.uncorrected_errors > 0:
         remedy = "drain the node; reset the GPU, and have it replaced if the errors come back"
-        yield fail(subject, f"{gpu.uncorrected_errors} uncorrected memory errors since the driver was loaded", remedy)
+        found = f"{counted(gpu.uncorrected_errors, 'uncorrected memory error')} since the driver was loaded"
+        yield fail(subject, found, remedy)
     if gpu.remapping_failed:
         yield fail(subject, "rows of its memory could not be remapped", "have the GPU replaced")
     if gpu.remapping_pending:

@@ -43,7 +43,7 @@ class RunningLog(LoggedRun):
 
     def take(self, line: bytes) -> None:
         self._line += 1
-        line = _LABEL.sub(b"", line, count=1)
+        line = _LABEL.sub(b"", line)
         if TOKEN_BYTES in line:
             record, problems = parse_line(line, self._line)
             for problem in problems:
@@ -108,7 +108,7 @@ class RunningLog(LoggedRun):
             elif minutes >= limit * INIT_WARNING_FRACTION:
                 self.complain(f"initialisation has taken {minutes:.0f} min of {limit} (TR 11)", "a long initialisation")
 
-    def trained(self, now_ms: float) -> int | None:
+    def trained_by(self, now_ms: float) -> int | None:
         """Estimate the samples trained until now from the last evaluation and the rate; None if either is unknown."""
         if not self._marks or not self.rate:
             return None

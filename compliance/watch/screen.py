@@ -183,7 +183,7 @@ def _phase_words(run: RunningLog, now_ms: float) -> str:
 
 
 def _samples_words(watched: Watch, now_ms: float) -> str:
-    run, schedule, trained = watched.run, watched.run.schedule, watched.run.trained(now_ms)
+    run, schedule, trained = watched.run, watched.run.schedule, watched.run.trained_by(now_ms)
     if schedule is None:
         return f"{run.samples:,}"
     index = len(run.curve) + 1

@@ -73,7 +73,7 @@ class Watch:
     def forecast_words(self, now_ms: float) -> str:
         run, schedule, found = self.run, self.run.schedule, self.forecast
         if run.trains_to_end:
-            limit, trained = run.sample_limit, run.trained(now_ms)
+            limit, trained = run.sample_limit, run.trained_by(now_ms)
             at = f" at {limit:,} samples" if limit else ""
             left = f", in {clock((limit - trained) / run.rate)}" if limit and run.rate and trained is not None else ""
             return f"trains to its end{at}{left}"
@@ -89,7 +89,7 @@ class Watch:
         else:
             last = schedule.samples(found.latest)
             words = f"evaluation {found.earliest} to {found.latest} ({first:,} to {last:,} samples)"
-        trained = run.trained(now_ms)
+        trained = run.trained_by(now_ms)
         if trained is not None and run.rate:
             words += f", in {clock_span(*time_left(found, schedule, trained, run.rate))}"
         return f"{words}, {found.basis}"

@@ -164,9 +164,11 @@ def write_experiment(
     seed: int = 7,
     status: Any = "success",
     resumed: int = 0,
+    fault: str = "",
 ) -> Path:
     """Write the log and the metrics of a run without a target. `settings` are those of its configuration."""
     header: dict[str, object] = {"note": "not an MLPerf result", "processes": "2 x 1 threads"}
+    header |= {"ended by a fault": fault} if fault else {}
     configured = {"evaluation.target": None, "training.max_samples": 9024, "training.seed": seed, "log.run": number}
     header |= {f"config.{name}": value for name, value in (configured | dict(settings or {})).items()}
     path = folder / f"result_{number}.txt"
@@ -182,14 +184,16 @@ def write_experiment(
     for step, accuracy in zip(evaluated, accuracies, strict=True):
         at = {"step": step, "samples": 32 * step}
         entries.append({"event": "step", **at, **parts, "loss": 9 / step, "sequences_per_s": 3e3})
-        entries.append({"event": "eval", **at, "eval_s": 0.05, "masked_lm_accuracy": accuracy, "count": 400})
-    entries.append({"event": "warning", "step": 40, "text": "the loss is not finite"})
+        evaluation = {"eval_s": 0.05, "masked_lm_accuracy": accuracy, "count": 400, "perplexity": 100 * (1 - accuracy)}
+        entries.append({"event": "eval", **at, **evaluation})
+    if number < 2:
+        entries.append({"event": "warning", "step": 40, "text": "the loss is not finite"})
     (folder / f"metrics_{number}.jsonl").write_text("".join(json.dumps(entry) + "\n" for entry in entries))
     return path
 
 
 def write_experiments(root: Path) -> Path:
-    """Write results/made_up_text/bert with runs without a target: two that differ, an interrupted and a resumed one."""
+    """Write results/made_up_text/bert with runs without a target: finished, interrupted, resumed, failed and unfinished."""
     folder = root / "results" / "made_up_text" / "bert"
     slow, fast, faster = (
         {"optimizer.base_learning_rate": rate, "save_checkpoint": "data/trained.safetensors"}
@@ -199,6 +203,8 @@ def write_experiments(root: Path) -> Path:
     write_experiment(folder, 1, (0.1, 0.2, 0.25), slow, seed=8)
     write_experiment(folder, 2, (0.15,), faster, status="aborted")
     write_experiment(folder, 3, (0.3, 0.28), faster, resumed=1280)
+    write_experiment(folder, 4, (0.05,), faster, status="aborted", fault="a GPU was lost")
+    write_experiment(folder, 5, (0.02,), faster, status="running")
     return folder
 
 

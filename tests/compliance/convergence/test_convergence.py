@@ -2,7 +2,6 @@
 
 import json
 import logging
-import re
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +9,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from compliance.convergence.outlook import outlook, reference
+from compliance.convergence.outlook import outlook, outlook_of, reference
 from compliance.convergence.selection import FAILED, olympic_mean, select
 from compliance.log import rules
 from compliance.log.reader import read_log
 from compliance.log.rules import RULESETS
 from compliance.log.schedule import EvaluationSchedule, evaluation_interval
 from tests.compliance.command import run
+from tests.compliance.log_edits import delete, value
 from tests.compliance.result_folders import write_series
 from tests.compliance.run_logs import write_run
 from tests.conftest import at_most
@@ -26,6 +26,7 @@ SETS: dict[str, tuple[list[int | None], int, rules.Division]] = {
     "no run": ([], 768, "closed"),
     "one run": ([DUE], 768, "closed"),
     "two runs": ([LATE, DUE], 768, "closed"),
+    "three runs": ([LATE, DUE, 2_701_056], 768, "closed"),
     "four runs with a failed one": ([LATE, DUE, DUE, None], 768, "closed"),
     "nine fast runs": ([2_250_240] * 9, 768, "closed"),
     "nine slow runs": ([2_701_056] * 9, 768, "closed"),
@@ -44,6 +45,14 @@ def test_the_standing_of_each_set() -> None:
     lines = [f"{name}: {o.verdict}, mean {o.mean}, x {o.scaling:.6f}. {o.sentence}\n" for name, o in found.items()]
     assert "".join(lines) == Path(__file__).with_name("sets.txt").read_text()
     assert [name for name, each in found.items() if each.reference is None] == ["above the largest point", "open"]
+
+
+def test_a_set_is_scaled_below_the_mean_and_fails_below_the_minimum() -> None:
+    found = reference("5.0.0", 448)
+    assert found
+    limits = {found.minimum - 1: "fail", found.minimum: "scaled", found.mean - 1: "scaled", found.mean: "pass"}
+    assert {mean: found.verdict(mean) for mean in limits} == limits
+    assert [found.scaling(found.mean / factor) for factor in (0.5, 1.0, 1.25)] == [1.0, 1.0, 1.25]
 
 
 def test_a_reference_needs_a_ruleset_and_a_batch_size() -> None:
@@ -103,9 +112,6 @@ def test_the_verdict_is_the_official_one(tmp_path_factory, data, ruleset: str, b
     assert (ours.verdict == "no reference") == (found is None and failed < 2)
 
 
-# Incomplete sets of runs
-
-
 @at_most(10)
 @given(data=st.data(), batch=st.sampled_from([448, 768, 4096, 16384]), done=st.integers(0, 9), failed=st.booleans())
 def test_the_evaluations_that_the_missing_runs_need_are_those_that_brute_force_finds(
@@ -136,9 +142,6 @@ def test_samples_are_read_as_the_official_reader_does(tmp_path: Path) -> None:
         path.write_text(text)
         return read_log(path).run.converged_samples()
 
-    def without(words: str) -> str:
-        return "\n".join(line for line in text.splitlines() if words not in line)
-
     last = next(line for line in reversed(text.splitlines()) if '"eval_accuracy"' in line)
     for accepted in (text, text + last.replace("450240", "999999") + "\n"):
         assert converged(accepted) == rcp_checker.read_submission_file(path, "5.0.0", False)[1] == 450_240
@@ -148,10 +151,23 @@ def test_samples_are_read_as_the_official_reader_does(tmp_path: Path) -> None:
         assert converged(uncounted) == 450_240, odd
         assert converged(uncounted.replace('"value": 450240', '"value": 2400384')) is None
     assert converged(text.replace('"status": "success"', '"status": "aborted"')) is None
-    assert converged(without("run_stop")) is converged(without("eval_accuracy")) is None
+    assert converged(delete("run_stop")(text)) is converged(delete("eval_accuracy")(text)) is None
 
 
-# Choice of a submission's runs from a longer series
+def test_the_standing_says_how_runs_were_counted(tmp_path: Path) -> None:
+    logs = write_series(tmp_path, [17, 17, 17, 17])
+    texts = [log.read_text() for log in logs]
+    uncounted = texts[0].replace('"epoch_num": ', '"epoch_num": -5, "was": ')
+    texts[1] = value("eval_accuracy", 0.7205, -3)(texts[1])
+    texts[2] = texts[2][: texts[2].index("run_stop")]
+    said = ""
+    for first in (texts[0], uncounted, uncounted.replace('"value": 2550016', '"value": 9')):
+        for log, text in zip(logs, (first, *texts[1:]), strict=True):
+            log.write_text(text)
+        found = outlook_of([read_log(log).run for log in logs], 448, "5.0.0", failed=1)
+        said += f"{found.verdict}, mean {found.mean}, x {found.scaling}, {found.by_train_samples}. {found.sentence}\n"
+        assert found.note in found.sentence
+    assert said == Path(__file__).with_name("counted.txt").read_text()
 
 
 TIMES = st.floats(1, 100) | st.just(FAILED)
@@ -177,39 +193,32 @@ def test_the_window_is_consecutive_and_its_score_in_the_middle(series: list[tupl
     assert slower <= (len(found.scores) - 1) // 2
 
 
-# The command
-
-
-def test_an_unfinished_set_with_a_run_in_progress(tmp_path: Path) -> None:
-    logs = write_series(tmp_path, [17, 16, 17, 18, 17], failed={3})
+def test_the_command_about_each_kind_of_set(tmp_path: Path) -> None:
+    logs = write_series(tmp_path / "unfinished", [17, 16, 17, 18, 17], failed={3})
     text = logs[4].read_text()
-    logs[4].write_text(text[: text.index("\n", text.index("eval_accuracy")) + 1])
-    status, said = run("convergence", tmp_path)
-    assert status == 0
-    assert "4 of 10 runs, 1 of them not converged" in said
-    assert re.search(r"pass if the 6 missing runs converge at evaluation 15 \(2,250,304\)", said)
-
-
-def test_a_set_that_fails(tmp_path: Path) -> None:
-    write_series(tmp_path, [15, 14, 15, 14, 15, 14, 15, 14, 15, 14])
-    status, said = run("convergence", tmp_path)
-    assert (status, "minimum 2,274,732" in said, said.startswith("BERT on ")) == (1, True, True)
-    status, said = run("convergence", tmp_path, "--ruleset", "2.0.0")
-    assert (status, "batch sizes 256 and 3072" in said) == (1, True)
-
-
-def test_without_a_reference_only_open_runs_pass(tmp_path: Path) -> None:
+    logs[4].write_text(text[: text.index("\n", text.index("eval_accuracy")) + 1])  # a run in progress
+    write_series(tmp_path / "fast", [15, 14] * 5)
     write_run(tmp_path / "open" / "result_0.txt", division="open")
-    write_series(tmp_path / "closed", [17] * 3, global_batch_size=20_000)
-    assert run("convergence", tmp_path / "open")[0] == 0
-    assert run("convergence", tmp_path / "closed")[0] == 1
-
-
-def test_logs_without_a_common_batch_size_are_refused(tmp_path: Path) -> None:
-    logs = write_series(tmp_path, [17, 17])
-    logs[1].write_text("\n".join(line for line in logs[1].read_text().split("\n") if "global_batch_size" not in line))
-    assert run("convergence", tmp_path)[0] == 0
+    write_series(tmp_path / "above", [17] * 3, global_batch_size=20_000)
+    _, alike = write_series(tmp_path / "alike", [17, 17])
+    alike.write_text(delete("global_batch_size")(alike.read_text()))
+    logs = write_series(tmp_path / "mixed", [17, 17])
     logs[1].write_text(logs[0].read_text().replace('"value": 448', '"value": 512'))
-    status, said = run("convergence", tmp_path)
-    assert (status, "global_batch_size" in said) == (2, True)
-    assert run("convergence", tmp_path / "nowhere")[0] == 2
+    sets = {
+        "unfinished": (
+            0,
+            "4 of 10 runs, 1 of them not converged",
+            "will pass if the 6 missing runs converge at evaluation 15",
+        ),
+        "fast": (1, "BERT on ", "minimum 2,274,732"),
+        "fast --ruleset 2.0.0": (1, "batch sizes 256 and 3072"),
+        "open": (0, "No reference convergence point applies in the open division."),
+        "above": (1, "batch size 20000 is above the largest one, 16384"),
+        "alike": (0, "2 of 10 runs"),
+        "mixed": (2, "the logs do not share one submission_division and one global_batch_size"),
+        "nowhere": (2, "no such folder"),
+    }
+    for arguments, (expected, *words) in sets.items():
+        folder, *options = arguments.split()
+        status, said = run("convergence", tmp_path / folder, *options)
+        assert (status, [each for each in words if each not in said]) == (expected, [])

@@ -29,41 +29,44 @@ def every_1000(*values: float) -> list[tuple[int, float]]:
     return [(1000 * index, value) for index, value in enumerate(values, start=1)]
 
 
-def holds(found: Forecast, end: int) -> bool:
-    return found.earliest is not None and found.earliest <= end and (found.latest is None or end <= found.latest)
+# Ranges of the reference's runs, and then of the curve of the last four evaluations. Two of these 37 miss the run's end.
+RANGES = {
+    "v2.1 8 x H100": 8 * "14-19 " + "12-18 13-20 14-20 15-21 16-22 16-20 18-21 18-21 19-22",
+    "v2.1 8 x A100": 8 * "14-19 " + "11-15 13-18 14-20 15-20 15-18 15-19 16-18 17-19",
+    "v2.0 Gaudi2": 9 * "14-19 " + "13-18 14-21 15-20 15-19 15-18 16-19 17-19",
+    "v2.0 Graphcore": 8 * "14-17 " + "12-19 13-19 14-19 15-20 15-19 16-19 16-19 17-19",
+    "v3.0 Gaudi2": 9 * "14-17 " + "12-16 13-18 14-17 14-16 15-17",
+}
 
 
-def test_published_runs_end_where_they_were_expected() -> None:
-    own: list[bool] = []
-    by_reference: list[bool] = []
+def test_published_runs_are_expected_to_end_near_their_end() -> None:
     for name, (batch, _) in PUBLISHED.items():
         schedule, points = closed_curve(name)
-        for known in range(1, len(points)):
-            found = forecast(points[:known], 0.72, schedule, reference("5.0.0", batch))
-            (own if "its last" in found.basis else by_reference).append(holds(found, len(points)))
-            assert found.earliest is None or found.earliest > known
-    assert len(own) > 30
-    assert sum(own) >= 0.9 * len(own)
-    assert len(by_reference) > 30
-    assert sum(by_reference) >= 0.85 * len(by_reference)
+        known = [points[:count] for count in range(1, len(points))]
+        found = [forecast(each, 0.72, schedule, reference("5.0.0", batch)) for each in known]
+        assert " ".join(f"{each.earliest}-{each.latest}" for each in found) == RANGES[name]
+        assert {each.basis for each in found} == {"by the reference's runs", "by its last 4 evaluations"}
 
 
-@pytest.mark.parametrize(
-    ("accuracies", "expected"),
-    [
-        ([], (14, 19)),  # the reference's mean 2,414,421 +- 2 deviations of 197,392
-        ([0.40, 0.50, 0.60, 0.69, 0.705], (14, 19)),  # accuracies below 0.7 are ignored
-        ([0.5] * 29, (30, 30)),  # slower than the reference: the next evaluation
-    ],
-)
-def test_a_closed_run_without_four_usable_evaluations_is_expected_like_the_reference(
-    accuracies: list[float], expected: tuple[int, int]
-) -> None:
-    points = [(150_000 * index, value) for index, value in enumerate(accuracies, start=1)]
-    found = forecast(points, 0.72, CLOSED, reference("5.0.0", 448))
-    assert found == Forecast(*expected, "by the reference's runs")
-    usable = sum(value >= 0.7 for value in accuracies)
-    assert forecast(points, 0.72, CLOSED, None).basis == f"too early: {usable} of 4 evaluations"
+def test_a_closed_run_without_four_usable_evaluations_is_expected_like_the_reference() -> None:
+    for accuracies, first, last in (
+        ([], 14, 19),  # the reference's mean 2,414,421 +- 2 deviations of 197,392
+        ([0.40, 0.50, 0.60, 0.6999, 0.7], 14, 19),  # accuracies below 0.7 are ignored
+        ([0.5] * 29, 30, 30),  # slower than the reference: the next evaluation
+    ):
+        points = [(150_000 * index, value) for index, value in enumerate(accuracies, start=1)]
+        found = forecast(points, 0.72, CLOSED, reference("5.0.0", 448))
+        assert found == Forecast(first, last, "by the reference's runs")
+        usable = accuracies.count(0.7)
+        assert forecast(points, 0.72, CLOSED, None).basis == f"too early: {usable} of 4 evaluations"
+
+
+def test_a_curve_that_is_short_or_does_not_rise_has_no_end() -> None:
+    for points, why in (
+        (every_1000(0.3, 0.3, 0.3, 0.3), "no rise over the last 4 evaluations"),
+        ([(0, 0.01), *every_1000(0.1, 0.2, 0.3)], "too early: 3 of 4 evaluations"),
+    ):
+        assert forecast(points, 0.5, EVERY_1000, None) == Forecast(None, None, why)
 
 
 def test_a_straight_line_is_carried_on() -> None:
@@ -81,19 +84,9 @@ def test_a_curve_that_bends_is_carried_on() -> None:
     points = [(1000 * index, 0.5 - 0.4 / index) for index in range(2, 6)]
     assert reach(points, -1.0, 0.46) == pytest.approx(10_000)
     assert reach(points, -1.0, 0.49) == pytest.approx(40_000)
-    assert reach(points, -1.0, 0.51) is None
+    assert reach(points, -1.0, 0.5) is reach(points, -1.0, 0.51) is None
     found = forecast(points, 0.46, EVERY_1000, None)
-    assert found.latest == 12
-    assert found.earliest is not None
-    assert found.earliest < 10
-
-
-@pytest.mark.parametrize(
-    ("values", "why"),
-    [([0.3, 0.3, 0.3, 0.3], "no rise over the last 4 evaluations"), ([0.1, 0.2, 0.3], "too early: 3 of 4 evaluations")],
-)
-def test_a_curve_that_is_short_or_does_not_rise_has_no_end(values: list[float], why: str) -> None:
-    assert forecast(every_1000(*values), 0.5, EVERY_1000, None) == Forecast(None, None, why)
+    assert (found.earliest, found.latest) == (6, 12)  # a straight line reaches it at 6017
 
 
 @pytest.mark.parametrize("power", [1.0, -1.0])

@@ -18,36 +18,16 @@ NODES = replace(NODE, nodes=2)
 CPU = ExaminedRun(IntendedRun("tiny_cpu"), {"training.device": "cpu", "log.division": "open"}, 1, 2)
 
 GPU = Gpu(
-    0,
-    "NVIDIA H100 80GB HBM3",
-    memory_bytes=81559 << 20,
-    clock_mhz=1980,
-    links=18,
-    link_gb_s=478.116,
-    pcie_generation=5,
-    pcie_width=16,
-    pcie_full_width=16,
-    power_limit_w=700.0,
-    full_power_w=700.0,
-)
+    0, "NVIDIA H100 80GB HBM3", memory_bytes=81559 << 20, clock_mhz=1980, links=18, link_gb_s=478.116,
+    pcie_generation=5, pcie_width=16, pcie_full_width=16, power_limit_w=700.0, full_power_w=700.0,
+)  # fmt: skip
 GPUS = Gpus(tuple(replace(GPU, index=index) for index in range(8)), driver="580.65.06", ways=Counter({NVLINK: 28}))
 PORTS = tuple(AdapterPort(f"mlx5_{n} port 1", "ACTIVE", "400 Gb/sec (4X NDR)") for n in range(8))
 
 MACHINE = Machine(
-    cores=112.0,
-    threads=224,
-    physical_cores=112,
-    frequency_mhz=3800.0,
-    memory_bytes=2016 << 30,
-    free_bytes=1900 << 30,
-    shared_bytes=1 << 40,
-    lockable_bytes=None,
-    load=0.1,
-    ports=PORTS,
-    has_rdma_devices=True,
-    address="10.1.2.3",
-    gpus=GPUS,
-)
+    cores=112.0, threads=224, physical_cores=112, frequency_mhz=3800.0, memory_bytes=2016 << 30, free_bytes=1900 << 30,
+    shared_bytes=1 << 40, lockable_bytes=None, load=0.1, ports=PORTS, has_rdma_devices=True, address="10.1.2.3", gpus=GPUS,
+)  # fmt: skip
 """A healthy node with eight H100 GPUs."""
 BARE = replace(MACHINE, cores=2, threads=2, physical_cores=2, ports=(), has_rdma_devices=False, gpus=Gpus())
 
@@ -67,10 +47,11 @@ class FakeHost(ExaminedHost):
     """Host that answers a command with the first entry of `answers` whose words all occur in the command."""
 
     answers: dict[str, str | Output] = field(default_factory=dict)
-    asked: list[tuple[str, ...]] = field(default_factory=list)
+    asked: list[tuple[tuple[str, ...], object]] = field(default_factory=list)
+    """Each command with the environment variables that it was given."""
 
-    def run(self, *command: str, **_: object) -> Output:
-        self.asked.append(command)
+    def run(self, *command: str, environment: object = None, **_: object) -> Output:
+        self.asked.append((command, environment))
         line = " ".join(command)
         for words, answer in self.answers.items():
             if all(word in line for word in words.split()):
@@ -99,19 +80,12 @@ def describe(
     return complete(measure(host or ExaminedHost(), machine), {"division": division, **(given or {})}, {})
 
 
-def problems(found: Iterable[Diagnosis]) -> str:
-    """Return a line for each diagnosis that is not ok."""
-    return "".join(f"  {one.state} {one.subject}: {one.found}; {one.remedy}\n" for one in found if one.state != "ok")
+def told(found: Iterable[Diagnosis], about: str = "") -> str:
+    """Return a line for each diagnosis of the subject `about`, by default for each that is not ok."""
+    meant = [one for one in found if (one.subject == about if about else one.state != "ok")]
+    return "".join(f"{one.state} {one.subject}: {one.found}{one.remedy and f'; {one.remedy}'}\n" for one in meant)
 
 
-def expect(found: Iterable[Diagnosis], *expected: str, about: str = "") -> None:
-    """Compare all problems, or all diagnoses of the subject `about`, with texts "STATE SUBJECT: WORDS IN `found`"."""
-    said = list(found)
-    assert all(one.subject and one.found and bool(one.remedy) == (one.state != "ok") for one in said), said
-    meant = [one for one in said if (one.subject == about if about else one.state != "ok")]
-    lines = [f"{one.state} {one.subject}: {one.found}" for one in meant]
-    assert len(lines) == len(expected), lines
-    for line, wanted in zip(lines, expected, strict=True):
-        subject, _, words = wanted.partition(": ")
-        assert line.startswith(f"{subject}: "), lines
-        assert words in line, lines
+def tell(cases: Mapping[str, Iterable[Diagnosis]], about: str = "") -> str:
+    """Return the lines of `told` about each case, after its name."""
+    return "".join(f"{name} => {line}\n" for name, found in cases.items() for line in told(found, about).splitlines())

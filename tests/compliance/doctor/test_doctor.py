@@ -1,8 +1,8 @@
 """The complete examination of fake machines and of this machine for a run."""
 
 import json
+import os
 from dataclasses import replace
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,8 @@ from compliance.doctor.host import ExaminedHost
 from compliance.doctor.run import IntendedRun, lay_out
 from console.processes import Output
 from tests.compliance import command
-from tests.compliance.doctor.fake_host import BARE, MACHINE, FakeHost, expect, fake_host
+from tests.compliance.doctor.fake_host import BARE, MACHINE, FakeHost, fake_host, tell, told
+from tests.conftest import REPOSITORY
 
 CONFIG = """# config.data.train: data/w/train
 # config.data.evaluation: data/w/evaluation
@@ -75,23 +76,31 @@ def test_the_whole_output(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
 
 
 @pytest.mark.parametrize(
-    ("name", "nodes", "environment", "expected"),
+    ("name", "nodes", "gpus", "environment", "expected"),
     [
-        ("h100_8x8", None, {}, (8, 8)),
-        ("h100_8x8", 4, {}, (4, 8)),
-        ("h100_8x8", None, {"SLURM_JOB_NUM_NODES": "16"}, (16, 8)),
-        ("h100_8x8", None, {"NNODES": "2", "SLURM_JOB_NUM_NODES": "16"}, (2, 8)),
-        ("h100_8x8", 4, {"NNODES": "2", "NPROC": "4"}, (4, 4)),
-        ("h100_8x8", None, {"NNODES": "", "NPROC": ""}, (8, 8)),
-        ("h100_one", None, {}, (1, 3)),
+        ("h100_8x8", None, 3, {}, (8, 8)),
+        ("h100_8x8", 1, 3, {}, (1, 8)),
+        ("h100_8x8", None, 3, {"SLURM_JOB_NUM_NODES": "16"}, (16, 8)),
+        ("h100_8x8", None, 3, {"NNODES": "2", "SLURM_JOB_NUM_NODES": "16"}, (2, 8)),
+        ("h100_8x8", 4, 3, {"NNODES": "2", "NPROC": "4"}, (4, 4)),
+        ("h100_8x8", None, 3, {"NNODES": "", "NPROC": ""}, (8, 8)),
+        ("h100_one", None, 3, {}, (1, 3)),
+        ("h100_one", None, 0, {}, (1, 1)),
     ],
 )
 def test_nodes_and_ranks(
-    tmp_path: Path, name: str, nodes: int | None, environment: dict[str, str], expected: tuple[int, int]
+    tmp_path: Path, name: str, nodes: int | None, gpus: int, environment: dict[str, str], expected: tuple[int, int]
 ) -> None:
     machine = fake_host(tmp_path, answers={RECIPES: recipe()}, environment=environment)
-    plan = lay_out(IntendedRun(name, nodes=nodes), machine, gpus_here=3)
+    plan = lay_out(IntendedRun(name, nodes=nodes), machine, gpus)
     assert (plan.nodes, plan.ranks, plan.on_gpus, plan.is_closed) == (*expected, True, True)
+
+
+def test_ranks_on_processors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = fake_host(tmp_path, answers={RECIPES: recipe().replace("cuda", "cpu")})
+    for name, cores, ranks in (("tiny_cpu", 1, 1), ("own_text_cpu", 2, 2), ("other_cpu", 9, 1)):
+        monkeypatch.setattr("os.sched_getaffinity", lambda process, cores=cores: {0: range(cores)}[process])
+        assert lay_out(IntendedRun(name), machine, 3).ranks == ranks
 
 
 @pytest.mark.parametrize("wrong", [{"NNODES": "many"}, {"NPROC": "0"}])
@@ -102,7 +111,7 @@ def test_numbers_that_the_launchers_refuse_are_refused(tmp_path: Path, wrong: di
 
 
 @pytest.mark.slow
-def test_the_recipes_of_this_repository_can_be_asked_for(tmp_path: Path) -> None:
+def test_the_recipes_of_this_repository_can_be_asked_for() -> None:
     for recipe in ("tiny_cpu", "own_text_cpu"):
         plan = lay_out(IntendedRun(recipe), ExaminedHost(environment={}), 0)
         assert (plan.ranks, plan.is_closed) == (layout_of(parse([recipe])).processes, False)
@@ -114,60 +123,59 @@ def test_the_recipes_of_this_repository_can_be_asked_for(tmp_path: Path) -> None
     ):
         with pytest.raises(ValueError, match=words):
             lay_out(intended, ExaminedHost(), 0)
-    broken = Output("", "Traceback\nModuleNotFoundError: No module named 'x'\n", "python failed with status 1")
-    with pytest.raises(ValueError, match="ModuleNotFoundError: No module named 'x'"):
+
+
+def test_a_trainer_that_cannot_be_asked_for_a_recipe_is_quoted(tmp_path: Path) -> None:
+    broken = Output("", f"Traceback\nModuleNotFoundError: {'x' * 400}\n", "python failed with status 1")
+    with pytest.raises(ValueError, match=f"^--recipe h100_1x8: ModuleNotFoundError: {'x' * 379}$"):
         look(tmp_path, answers={RECIPES: broken})
 
 
 @pytest.mark.parametrize(("name", "state"), [("", "warn"), ("h100_1x8", "fail")])
 def test_caches(tmp_path: Path, name: str, state: str) -> None:
-    expect(look(tmp_path, name), "ok caches: may be dropped before the run", about="caches")
+    assert told(look(tmp_path, name), "caches") == "ok caches: may be dropped before the run\n"
     assert (tmp_path / "proc/sys/vm/drop_caches").read_text() == ""  # examining must not drop caches
     blocked = fake_host(tmp_path / "blocked", {"/proc/sys/vm/drop_caches/x": ""}, {RECIPES: recipe()})
-    expect(examine(IntendedRun(name, quick=True), blocked, MACHINE), f"{state} caches: Is a directory", about="caches")
+    said = told(examine(IntendedRun(name, quick=True), blocked, MACHINE), "caches")
+    where = f"{tmp_path}/blocked/proc/sys/vm/drop_caches: Is a directory"
+    assert said.startswith(f"{state} caches: may not be dropped before the run: {where}; run as root")
     blocked.answers["sudo -n -l sysctl -q vm.drop_caches=3"] = "/usr/sbin/sysctl -q vm.drop_caches=3\n"
-    expect(examine(IntendedRun(name, quick=True), blocked, MACHINE), "ok caches: by sudo", about="caches")
+    said = told(examine(IntendedRun(name, quick=True), blocked, MACHINE), "caches")
+    assert said == "ok caches: may be dropped by sudo, as launch/slurm.sub does\n"
 
 
-DAMAGED = Output("", "x\nerror: part_0.hdf5: digest differs\n", "python failed with status 1")
-SILENT = Output(trouble="python gave no answer within 3600 s")
-LOSSY = Output("one: whole, 10 samples\n", "warning: 14.3 % of the tokens are [UNK]; use another vocabulary\n")
-VERIFIED = [
-    {"data": "one", "quick": False, "answers": {"dataloading verify": said}} for said in (DAMAGED, SILENT, LOSSY)
-]
-OVERLAY = {"data": "one", "answers": {"df --output": "Type Mounted on\noverlay /\n"}}
-DATA: list[tuple[str, dict[str, Any]]] = [
-    ("h100_1x8", {}),  # the dry run reports missing data
-    *[("", change) for change in ({"data": "one"}, *VERIFIED, OVERLAY)],
-    *[(name, {"data": "one", "answers": MEMORY}) for name in ("", "h100_1x8")],
-]
+DAMAGED = Output("", f"x\nerror: part_0.hdf5: digest differs{'.' * 400}\n", "python failed with status 1")
+LOSSY = Output("x\none: whole, 10 samples\n", "a\nwarning: 14.3 % of the tokens are [UNK]; use another vocabulary\n")
+OVERLAY: Answers = {"df --output": "Type Mounted on\noverlay /\n"}
+FILES: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "no data": ("data", "h100_1x8", {}),  # the dry run reports missing data
+    "damaged": ("data", "", {"data": "one", "quick": False, "answers": {"dataloading verify": DAMAGED}}),
+    "lossy": ("data", "", {"data": "one", "quick": False, "answers": {"dataloading verify": LOSSY}}),
+    "long": ("data", "", {"data": "one", "quick": False, "answers": {"dataloading verify": f"one: {'.' * 400}\n"}}),
+    "overlay": ("data", "", {"data": "one", "answers": OVERLAY}),
+    "memory": ("data", "", {"data": "one", "answers": MEMORY}),
+    "memory in a closed run": ("data", "h100_1x8", {"data": "one", "answers": MEMORY}),
+    "results": ("results", "", {"results": Path("ROOT/results")}),
+    "results in memory": ("results", "", {"results": Path("ROOT/results"), "answers": MEMORY}),
+    "results on an unknown disk": ("results", "", {"results": Path("ROOT/results"), "answers": {"df --output": ""}}),
+}
 
 
-def test_data(tmp_path: Path) -> None:
+def test_data_and_results(tmp_path: Path) -> None:
     said = ""
-    for number, (name, changes) in enumerate(DATA):
-        root = tmp_path / str(number)
-        lines = [
-            f"{one.state}: {one.found}; {one.remedy}" for one in look(root, name, **changes) if one.subject == "data"
-        ]
-        said += f"{number}\n" + "".join(f"{line}\n".replace(str(root), "ROOT") for line in lines)
+    for name, (subject, recipe, changes) in FILES.items():
+        said += tell({name: look(tmp_path / name, recipe, **changes)}, subject).replace(f"{tmp_path}/{name}", "ROOT")
     assert said == Path(__file__).with_name("data.txt").read_text()
-
-
-def test_where_results_go(tmp_path: Path) -> None:
-    folder = tmp_path / "results"
-    expect(look(tmp_path, results=folder), "ok results: lies on ext4 at /", about="results")
-    expect(look(tmp_path, answers=MEMORY, results=folder), "warn results: memory: tmpfs at /", about="results")
 
 
 def test_the_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for revision, expected in (
-        ("abcdef0123456789", "ok source: commit abcdef012345"),
-        ("abcdef0123456789 with local changes", "warn source: with local changes"),
-        ("unknown", "warn source: unknown"),
+        ("abcdef0123456789", "ok source: commit abcdef012345\n"),
+        ("abcdef0123456789 with local changes", "warn source: commit abcdef0123456789 with local changes; commit all"),
+        ("unknown", "warn source: its commit is unknown; run from a checkout"),
     ):
         monkeypatch.setattr("compliance.doctor.examination.commit", lambda revision=revision: revision)
-        expect(look(tmp_path), expected, about="source")
+        assert told(look(tmp_path), "source").startswith(expected)
 
 
 def test_the_dry_run_is_given_what_was_asked_for(tmp_path: Path) -> None:
@@ -176,12 +184,13 @@ def test_the_dry_run_is_given_what_was_asked_for(tmp_path: Path) -> None:
     for name in ("train", "evaluation"):
         (tmp_path / "d" / name).mkdir(parents=True)
     machine = host(tmp_path)
-    found = examine(IntendedRun("h100_1x8", tmp_path / "d", path, results=tmp_path / "r"), machine, MACHINE)
-    expect(found, f"ok dry run: {READY.strip()}", about="dry run")
-    (command,) = (asked for asked in machine.asked if "--dry-run" in asked)
-    places = {"data.train": "d/train", "data.evaluation": "d/evaluation", "data.initial-checkpoint": path.name}
-    for option, place in (places | {"log.results": "r"}).items():
-        assert (f"--{option}", str(tmp_path / place)) in list(pairwise(command))
+    found = examine(IntendedRun("h100_1x8", tmp_path / "d", path, tmp_path / "r", nodes=2), machine, MACHINE)
+    assert told(found, "dry run") == f"ok dry run: {READY}"
+    [(command, environment)] = [asked for asked in machine.asked if "--dry-run" in asked[0]]
+    given = f"--log.results {tmp_path}/r --data.initial-checkpoint {path}"
+    given += f" --data.train {tmp_path}/d/train --data.evaluation {tmp_path}/d/evaluation"
+    assert " ".join(command[1:]) == f"-m bert.train h100_1x8 --dry-run {given}"
+    assert environment == {"WORLD_SIZE": "16"}
 
 
 @pytest.mark.parametrize("name", ["", "h100_1x8"])
@@ -207,4 +216,15 @@ def test_the_file_system_of_a_path(tmp_path: Path) -> None:
     link.symlink_to("/dev/shm")
     for path in (link, link / "is" / "not" / "there"):
         found = examine(IntendedRun(results=path, quick=True), ExaminedHost(), BARE)
-        expect(found, "warn results: memory: tmpfs at /dev/shm", about="results")
+        assert told(found, "results").startswith(f"warn results: {path} lies on memory: tmpfs at /dev/shm; choose")
+
+
+def test_commands_run_in_the_checkout_or_else_in_the_current_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    asked = ("sh", "-c", "pwd; echo $LC_ALL $A $B")
+    host = ExaminedHost(environment={"PATH": os.defpath, "LC_ALL": "de_DE", "A": "a", "B": "b"})
+    assert host.run(*asked, environment={"B": "c"}).text == f"{REPOSITORY}\nC a c\n"
+    monkeypatch.setattr("compliance.doctor.host.REPOSITORY", tmp_path / "none")
+    assert host.run(*asked).text == f"{tmp_path}\nC a b\n"

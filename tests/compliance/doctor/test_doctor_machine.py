@@ -1,26 +1,27 @@
 """Checks of a machine's facts, and the facts of the machine that runs the tests."""
 
+import os
 import re
+import resource
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from compliance.doctor.machine import AdapterPort, check_machine, read_machine
-from tests.compliance.doctor.fake_host import CPU, MACHINE, NODE, NODES, PORTS, fake_host, problems
+from tests.compliance.doctor.fake_host import CPU, MACHINE, NODE, NODES, PORTS, fake_host, tell
 
 DOWN = tuple(replace(port, state="DOWN") for port in PORTS)
 ONE_DOWN = (*PORTS[:3], replace(PORTS[3], state="INIT"), *PORTS[4:])
-
-
 LAYOUTS = {"node": NODE, "nodes": NODES, "cpu": CPU, "alone": replace(CPU, ranks=1)}
 FACTS: list[tuple[str, dict[str, Any]]] = [
     *((layout, {}) for layout in LAYOUTS),
     # At each bound, and one byte, core or tenth beyond it
     *(("node", {"free_bytes": free}) for free in (32 << 30, (32 << 30) - 1)),
     *(("cpu", {"free_bytes": free}) for free in (1 << 30, (1 << 30) - 1)),
-    *(("node", {"shared_bytes": mib << 20}) for mib in (1024, 1023, 0)),
+    *(("node", {"shared_bytes": mib << 20}) for mib in (1024, 1023)),
     *(("cpu", {"shared_bytes": mib << 20}) for mib in (256, 255)),
     *(("node", {"cores": cores}) for cores in (32, 31.5, 8, 7.5)),
     *(("node", {"load": load}) for load in (28.0, 28.1)),
@@ -34,10 +35,11 @@ FACTS: list[tuple[str, dict[str, Any]]] = [
 
 
 def test_each_wrong_fact_is_named() -> None:
-    said = ""
-    for layout, facts in FACTS:
-        said += f"{layout}: {', '.join(facts)}\n{problems(check_machine(replace(MACHINE, **facts), LAYOUTS[layout]))}"
-    assert said == Path(__file__).with_name("machine.txt").read_text()
+    cases = {
+        f"{number} {layout} {', '.join(facts)}": check_machine(replace(MACHINE, **facts), LAYOUTS[layout])
+        for number, (layout, facts) in enumerate(FACTS)
+    }
+    assert tell(cases) == Path(__file__).with_name("machine.txt").read_text()
 
 
 def test_the_facts_of_this_machine_within_a_containers_limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -57,10 +59,34 @@ def test_the_facts_of_this_machine_within_a_containers_limits(tmp_path: Path, mo
     assert machine.ports == (AdapterPort("mlx5_0 port 1", "ACTIVE", "200 Gb/sec (4X HDR)", "Ethernet"),)
     assert (machine.governors, machine.shared_bytes, machine.has_rdma_devices) == ({"powersave"}, 0, False)
     free = {"/sys/fs/cgroup/memory.max": "max", "/sys/fs/cgroup/cpu.max": "max 100000", "/dev/shm/x": ""}
-    machine = read_machine(fake_host(tmp_path, free))
+    machine = read_machine(fake_host(tmp_path, free | {f"{port}/state": "", "/dev/infiniband/uverbs0": ""}))
     total = re.search(r"MemTotal: +(\d+) kB", Path("/proc/meminfo").read_text())
     assert total is not None
     assert machine.memory_bytes == int(total[1]) * 1024
     assert 1 << 20 < machine.free_bytes < machine.memory_bytes
-    assert machine.shared_bytes
-    assert 1 <= machine.cores <= machine.threads
+    disk = os.statvfs(tmp_path)
+    assert 0 < machine.shared_bytes < disk.f_blocks * disk.f_frsize
+    assert machine.cores == len(os.sched_getaffinity(0)) <= machine.threads
+    assert (machine.ports[0].state, machine.has_rdma_devices) == ("unknown", True)
+
+
+def test_facts_that_the_kernel_does_not_tell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(_: object) -> None:
+        raise OSError
+
+    facts: list[tuple[object, int, tuple[float, int | None]]] = [
+        (None, resource.RLIM_INFINITY, (0.0, None)),
+        (SimpleNamespace(max=0.0, current=2100.0), 0, (2100.0, 0)),
+        (SimpleNamespace(max=3800.0, current=2100.0), 65536, (3800.0, 65536)),
+    ]
+    for frequency, locked, expected in facts:
+        monkeypatch.setattr("psutil.cpu_freq", lambda found=frequency: found)
+        monkeypatch.setattr("psutil.cpu_count", lambda **_: None)
+        monkeypatch.setattr(
+            "resource.getrlimit", lambda kind, soft=locked: {resource.RLIMIT_MEMLOCK: (soft, 1 << 40)}[kind]
+        )
+        monkeypatch.setattr("os.sched_getaffinity", lambda process: {0: range(3)}[process])
+        monkeypatch.setattr("socket.gethostbyname", refuse)
+        machine = read_machine(fake_host(tmp_path))
+        assert (machine.frequency_mhz, machine.lockable_bytes) == expected
+        assert (machine.cores, machine.threads, machine.physical_cores, machine.address) == (3, 1, 1, "")

@@ -7,9 +7,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from compliance.doctor.gpus import ACROSS_NODES, NVLINK, PCIE, Gpus, check_gpus, read_gpus
+from compliance.doctor.gpus import ACROSS_NODES, NVLINK, PCIE, Gpu, Gpus, check_gpus, read_gpus
 from compliance.doctor.run import ExaminedRun, IntendedRun
-from tests.compliance.doctor.fake_host import CPU, GPU, GPUS, NODE, expect, problems
+from tests.compliance.doctor.fake_host import CPU, GPU, GPUS, NODE, tell, told
 
 PYTORCH: dict[str, Any] = {"PyTorch": "2.13.0+cu130", "CUDA": "13.0", "cuDNN": "9.14.0", "NCCL": "2.28.9", "gpus": 8}
 ONE_RANK = replace(NODE, intended=IntendedRun("h100_1x1"), ranks=1)
@@ -27,8 +27,6 @@ def linked(ways: dict[str, int]) -> Gpus:
 
 CASES: dict[str, tuple[ExaminedRun, Gpus]] = {
     "well": (NODE, GPUS),
-    "none needed": (CPU, GPUS),
-    "none here and none needed": (CPU, Gpus()),
     "no driver": (NODE, Gpus()),
     "a driver in trouble": (NODE, Gpus(trouble="Driver Not Loaded")),
     **{f"{count} GPUs": (NODE, gpus(count)) for count in (4, 16)},
@@ -36,11 +34,11 @@ CASES: dict[str, tuple[ExaminedRun, Gpus]] = {
     "another kind": (ONE_RANK, gpus(1, name="NVIDIA A100-SXM4-80GB")),
     "one divided": (ONE_RANK, gpus(1, is_divided=True)),
     "one of eight divided": (NODE, gpus(8, is_divided=True)),
-    "errors": (NODE, gpus(8, uncorrected_errors=3, remapping_failed=True, remapping_pending=True)),
+    "errors": (NODE, gpus(8, uncorrected_errors=1, remapping_failed=True, remapping_pending=True)),
     "throttled": (NODE, gpus(8, throttled_by=("hardware slowdown", "hardware power brake"))),
     "less power": (NODE, gpus(8, power_limit_w=500.0)),
     "fewer lanes": (NODE, gpus(8, pcie_width=8)),
-    **{f"{len(names)} programs": (NODE, gpus(8, processes=tuple(names))) for names in ("a", "abc", "abcde")},
+    **{f"{len(names)} programs": (NODE, gpus(8, processes=tuple(names))) for names in ("a", "abc", "abcd")},
     **{f"{mib} MiB in use": (NODE, gpus(8, used_bytes=mib << 20)) for mib in (1024, 1025)},
     "no links": (NODE, linked({})),
     "links across nodes": (NODE, linked({ACROSS_NODES: 28})),
@@ -50,20 +48,19 @@ CASES: dict[str, tuple[ExaminedRun, Gpus]] = {
 }
 ANSWERS: dict[str, dict[str, Any]] = {
     "no PyTorch": {},
-    **{f"PyTorch sees {seen}": PYTORCH | {"gpus": seen} for seen in (0, 7, 8, None)},
+    **{f"PyTorch sees {seen}": PYTORCH | {"gpus": seen} for seen in (7, 8, None)},
     "PyTorch in trouble": PYTORCH | {"gpus": 0, "trouble": "driver on your system is too old"},
 }
 
 
 def test_what_is_said_of_gpus() -> None:
-    said = ""
-    for name, (layout, found) in CASES.items():
-        said += f"{name}\n{problems(check_gpus(layout, found, PYTORCH | {'gpus': layout.ranks}))}"
-    for name, answer in ANSWERS.items():
-        said += f"{name}\n{problems(check_gpus(NODE, GPUS, answer))}"
+    cases = {name: check_gpus(run, found, PYTORCH | {"gpus": run.ranks}) for name, (run, found) in CASES.items()}
+    said = tell(cases | {name: check_gpus(NODE, GPUS, answer) for name, answer in ANSWERS.items()})
     assert said == Path(__file__).with_name("gpus.txt").read_text()
-    versions = "ok PyTorch: PyTorch 2.13.0+cu130, CUDA 13.0, cuDNN 9.14.0, NCCL 2.28.9, driver 580.65.06"
-    expect(check_gpus(NODE, GPUS, PYTORCH), versions, about="PyTorch")
+    versions = "ok PyTorch: PyTorch 2.13.0+cu130, CUDA 13.0, cuDNN 9.14.0, NCCL 2.28.9, driver 580.65.06\n"
+    assert told(check_gpus(NODE, GPUS, PYTORCH), "PyTorch") == versions
+    for found, words in ((GPUS, "8 here, none used by tiny_cpu"), (Gpus(), "none here and none needed")):
+        assert told(check_gpus(CPU, found, PYTORCH), "GPUs") == f"ok GPUs: {words}\n"
 
 
 class NVMLError(Exception):
@@ -72,6 +69,9 @@ class NVMLError(Exception):
 
 class NVMLError_LibraryNotFound(NVMLError):  # noqa: N801, N818
     """Stand-in for pynvml's exception."""
+
+
+SPEEDS = [SimpleNamespace(nvmlReturn=0, value=SimpleNamespace(uiVal=26562))]
 
 
 class Nvml:
@@ -83,24 +83,13 @@ class Nvml:
     def __init__(self, **answers: Any) -> None:
         memory = SimpleNamespace(total=81559 << 20, used=1 << 20)
         self.answers: dict[str, Any] = {
-            "Init": None,
-            "Shutdown": None,
-            "SystemGetDriverVersion": "580.65.06",
-            "DeviceGetCount": 2,
-            "DeviceGetHandleByIndex": lambda index: index,
-            "DeviceGetName": "NVIDIA H100 80GB HBM3",
-            "DeviceGetMemoryInfo": memory,
-            "DeviceGetMaxClockInfo": 1980,
-            "DeviceGetNvLinkState": 1,
-            "DeviceGetFieldValues": [SimpleNamespace(nvmlReturn=0, value=SimpleNamespace(uiVal=26562))],
-            "DeviceGetMaxPcieLinkGeneration": 5,
-            "DeviceGetCurrPcieLinkWidth": 16,
-            "DeviceGetMaxPcieLinkWidth": 16,
-            "DeviceGetPowerManagementLimit": 700_000,
-            "DeviceGetPowerManagementDefaultLimit": 700_000,
-            "DeviceGetCurrentClocksEventReasons": 0x1,
-            "DeviceGetP2PStatus": 0,
-        } | answers
+            "Init": None, "Shutdown": None, "SystemGetDriverVersion": "580.65.06",
+            "DeviceGetCount": 2, "DeviceGetHandleByIndex": lambda index: index, "DeviceGetName": "NVIDIA H100 80GB HBM3",
+            "DeviceGetMemoryInfo": memory, "DeviceGetMaxClockInfo": 1980, "DeviceGetCurrentClocksEventReasons": 0x1,
+            "DeviceGetNvLinkState": 1, "DeviceGetFieldValues": SPEEDS, "DeviceGetP2PStatus": 0,
+            "DeviceGetMaxPcieLinkGeneration": 5, "DeviceGetCurrPcieLinkWidth": 16, "DeviceGetMaxPcieLinkWidth": 16,
+            "DeviceGetPowerManagementLimit": 700_000, "DeviceGetPowerManagementDefaultLimit": 700_000,
+        } | answers  # fmt: skip
 
     def __getattr__(self, name: str) -> Any:
         if name == "NVML_TOPOLOGY_SYSTEM":
@@ -128,23 +117,33 @@ def test_the_answers_of_nvml_become_facts() -> None:
         DeviceGetMigMode=[1, 1],
         DeviceGetCurrentClocksEventReasons=0x48,
         DeviceGetComputeRunningProcesses=[SimpleNamespace(pid=2**22 + 1)],
+        DeviceGetNvLinkState=lambda _, link: int(link < 4),
+        DeviceGetFieldValues=[SimpleNamespace(nvmlReturn=1), *SPEEDS],
         DeviceGetP2PStatus=6,
         DeviceGetTopologyCommonAncestor=50,
     )
-    gpu = read_gpus(broken).gpus[1]
-    assert gpu.uncorrected_errors == 3
-    assert gpu.remapping_pending and gpu.remapping_failed and gpu.is_divided  # noqa: PT018
-    assert gpu.throttled_by == ("hardware slowdown", "hardware thermal slowdown")
-    assert gpu.processes == (f"a program (pid {2**22 + 1})",)
+    faults = {"uncorrected_errors": 3, "remapping_failed": True, "remapping_pending": True, "is_divided": True}
+    throttled_by, processes = ("hardware slowdown", "hardware thermal slowdown"), (f"a program (pid {2**22 + 1})",)
+    faults |= {"links": 4, "link_gb_s": 4 * 26.562, "throttled_by": throttled_by, "processes": processes}
+    expected = replace(GPU, index=1, used_bytes=1 << 20, **faults)
+    assert read_gpus(broken).gpus[1] == expected
     assert read_gpus(broken).ways == {ACROSS_NODES: 1}
+    odd = Nvml(
+        DeviceGetRemappedRows=(1, 1, 1, 0),
+        DeviceGetMigMode=[0, 1],  # MIG begins with the next reset
+        DeviceGetP2PStatus=6,
+        DeviceGetTopologyCommonAncestor=49,
+    )
+    assert read_gpus(odd).gpus[0] == replace(GPU, used_bytes=1 << 20, remapping_pending=True)
+    assert read_gpus(odd).ways == {PCIE: 1}
 
 
 def test_what_a_driver_does_not_know_is_left_out() -> None:
     nothing = {name: NVMLError("Not Supported") for name in Nvml().answers if name.startswith("DeviceGet")}
-    kept = {name: Nvml().answers[name] for name in ("DeviceGetCount", "DeviceGetHandleByIndex", "DeviceGetName")}
+    kept = {name: Nvml().answers[name] for name in ("DeviceGetCount", "DeviceGetHandleByIndex")}
     found = read_gpus(Nvml(**nothing | kept))
-    assert [(gpu.memory_bytes, gpu.used_bytes) for gpu in found.gpus] == [(0, 0)] * 2
-    expect(check_gpus(replace(NODE, ranks=2), found, PYTORCH), "warn GPU links: no topology")
+    assert found.gpus == (Gpu(0, "unknown GPU"), Gpu(1, "unknown GPU"))
+    assert "warn GPU links: the driver reports no topology" in told(check_gpus(replace(NODE, ranks=2), found, PYTORCH))
 
 
 def test_a_machine_without_a_driver_and_a_driver_in_trouble() -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from compliance.doctor.gpus import Gpu, Gpus
 from compliance.log.rules import SYSTEM_FIELDS
 from compliance.official.package import Answer, ask
 from console.processes import Output
@@ -43,17 +44,18 @@ def test_a_gpu_node_is_described(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("answer", ["", Output(trouble="python gave no answer within 90 s")])
 def test_a_machine_without_tools_is_described_too(tmp_path: Path, answer: str | Output) -> None:
-    for machine in (MACHINE, BARE):
+    disk = os.statvfs(REPOSITORY)
+    unknown = replace(BARE, frequency_mhz=0.0, gpus=Gpus((Gpu(0, "T4"),)))
+    for machine, cores, gpus in ((MACHINE, "112", "8"), (BARE, "2", "0"), (unknown, "2", "1")):
         fields = describe("open", host=fake_host(tmp_path, answers={"python -c": answer}), machine=machine)
         assert "CUDA" not in fields["other_software_stack"]
         assert fields["framework"].startswith("PyTorch")
-        assert fields["accelerators_per_node"] == str(len(machine.gpus.gpus))
+        assert (fields["host_processors_per_node"], fields["host_processor_core_count"]) == ("1", cores)
+        assert fields["accelerators_per_node"] == gpus
         assert fields["host_processor_model_name"]
-        disk = os.statvfs(REPOSITORY)
         assert fields["host_storage_capacity"] == f"{disk.f_blocks * disk.f_frsize / 10**9:.0f} GB"  # no GiB
-
-
-# The file
+        known = [name for name in fields if name.startswith(("accelerator_", "host_processor_f")) and fields[name]]
+        assert machine is not unknown or known == ["accelerator_model_name"]
 
 
 GIVEN = {"submitter": "Example", "status": "Preview", "number_of_nodes": "8", "cooling": "water", "hw_notes": "é"}
@@ -75,7 +77,7 @@ def test_what_was_given_stays_and_what_is_measured_is_renewed(tmp_path: Path) ->
     assert measured["framework"].startswith("PyTorch")
     assert int(measured["host_processor_vcpu_count"]) > 0
     assert measured["host_memory_capacity"].endswith(" GiB")
-    old = GIVEN | {"division": "closed", "system_name": "node one", "host_memory_capacity": "7 GiB", "rack": "B4"}
+    old = GIVEN | {"division": "closed", "system_name": "node one", "host_memory_capacity": "7 GiB", "rack": ""}
     path.write_text(json.dumps(measured | old))
     assert system(path, "--measure") == (0, f"{path}\n")
     renewed = written(path)
@@ -95,6 +97,7 @@ def test_setting_a_field_changes_no_other(tmp_path: Path) -> None:
     path = tmp_path / "cluster.json"
     # Another machine's file, with a number in place of a text, an invalid division and fields in another order.
     before = {"host_processor_model_name": "EPYC 9654", "accelerators_per_node": 8, "rack": "B4", "division": "Closed"}
+    before |= {"row": 7, "room": "C"}  # half of the fields are those of a description
     path.write_text(json.dumps(before))
     assert system(path, "--set", "submitter=A=B", "cooling=") == (0, f"{path}\n")
     assert list(written(path).items()) == [*before.items(), ("submitter", "A=B"), ("cooling", "")]
@@ -109,11 +112,13 @@ def test_setting_a_field_changes_no_other(tmp_path: Path) -> None:
         assert (status, words in text, path.read_bytes()) == (2, True, unchanged)
     assert system(path, "--measure", "--division", "closed") == (0, f"{path}\n")
     assert (written(path)["division"], written(path)["accelerators_per_node"]) == ("closed", "0")
+    path.write_text('{"division": "open"}')
+    assert system(path, "--set", "cooling=air") == (0, f"{path}\n")
 
 
 @pytest.mark.parametrize(
     "content",
-    ["my notes\n", "", "[1, 2]", '{"name": "x", "version": "1", "framework": "y", "status": "", "a": 1}', "pipe"],
+    ["my notes\n", "", "{}", "[1, 2]", '{"name": "x", "version": "1", "framework": "y", "status": "", "a": 1}', "pipe"],
 )
 def test_a_file_that_is_no_description_is_left_alone(tmp_path: Path, content: str) -> None:
     path = tmp_path / "vm.json"

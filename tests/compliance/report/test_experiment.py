@@ -8,15 +8,11 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
-import msgspec
-import pytest
-
-from compliance.log.records import Metrics, StepRecord
 from compliance.report import summary
 from compliance.report.page import render
-from compliance.report.results import Results, breakdown, load_results
+from compliance.report.results import Results, load_results
 from tests.compliance import command
-from tests.compliance.report.test_report import FOLDER, outline
+from tests.compliance.report.test_report import FOLDER
 from tests.compliance.result_folders import write_experiment, write_experiments, write_log
 from tests.compliance.run_logs import write_run
 from tests.html_page import Page
@@ -24,69 +20,30 @@ from tests.html_page import Page
 ABOUT_RULES = re.compile("mlperf|official|ours|score|target|dropped|division|slowest|valid", re.IGNORECASE)
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_experiments(tmp_path_factory.mktemp("experiments"))
-
-
-@pytest.fixture(scope="module")
-def results(folder: Path) -> Results:
-    return load_results(folder)
-
-
-def test_the_runs_stand_beside_each_other_with_the_settings_that_differ(folder: Path, results: Results) -> None:
-    status, said = command.run("summary", folder)
-    assert status == 0
-    assert said == (FOLDER / "experiments.txt").read_text()
-    assert max(map(len, said.splitlines())) <= 80
-    rows = summary.table(results)
-    assert rows[0][-2:] == ("optimizer.base_learning_rate", "seed")
-    assert [row[1] for row in rows[1:]] == ["finished", "finished", "interrupted", "resumed"]
-    page = Page(render(results)).text.rpartition("BERT on")[2].partition("Environment and configuration")[0]
-    for text in (said, summary.as_markdown(results), page):
-        assert "Run 3: 0.3000 ± 0.0449 after 2,016 sequences." in text
-        assert "data/trained.safetensors" in text
-        assert not ABOUT_RULES.search(text)
-
-
-def test_the_page_of_an_experiment(results: Results) -> None:
-    page = Page(render(results))
-    assert page.charts == [
-        "Masked-LM accuracy over sequences trained, 4 runs",
-        "Sequences per second over sequences trained, 4 runs",
-        "Training loss over sequences trained, 4 runs",
-    ]
-    assert outline(render(results)) == (FOLDER / "experiments_page.txt").read_text()
-    assert results.findings == []
-
-
-def test_documents_about_an_experiment(folder: Path, results: Results) -> None:
-    document = json.loads(command.run("report", folder, "--format", "json")[1])
-    assert document["differing_settings"] == {"optimizer.base_learning_rate": ["0.005", "0.002", "0.01", "0.01"]}
-    assert not summary.RULED_FIELDS & {*document, *document["runs"][0]}
-    rows = [*csv.DictReader(io.StringIO(summary.as_csv(results)))]
-    assert [row["optimizer.base_learning_rate"] for row in rows] == ["0.005", "0.002", "0.01", "0.01"]
-    assert (rows[3]["outcome"], rows[3]["best_accuracy"], rows[3]["best_samples"]) == ("resumed", "0.3", "2016")
-
-
-def test_the_time_of_a_resumed_run_is_that_of_its_own_steps(results: Results) -> None:
-    run = results.runs[3]
-    assert run.logged.seconds
-    assert run.logged.sequences_per_s == pytest.approx((3008 - 1280) / run.logged.seconds)
-    assert breakdown(run)["forward and backward"] == pytest.approx((94 - 40) * 0.004)
-    longer = [msgspec.structs.replace(step, update_ms=1e6) for step in run.metrics.steps]
-    assert breakdown(replace(run, metrics=replace(run.metrics, steps=longer)))["other"] == 0.0
-    assert breakdown(replace(run, metrics=Metrics(steps=[StepRecord(1, 32)]))) == {}
-    assert not [finding for finding in run.verdict.findings if "TR 24.4" in finding.rule]  # it evaluates on schedule
+def test_the_runs_stand_beside_each_other_with_the_settings_that_differ(experiments: Results) -> None:
+    done = [command.run("report", experiments.folder, "--format", name) for name in ("csv", "json")]
+    *said, document = [text for _, text in [command.run("summary", experiments.folder), *done]]
+    assert "".join(said) == (FOLDER / "experiments.txt").read_text()
+    assert max(map(len, said[0].splitlines())) <= 80
+    assert not [text for text in said if ABOUT_RULES.search(text)]
+    found = json.loads(document)
+    assert found["differing_settings"] == {"optimizer.base_learning_rate": ["0.005", "0.002", *["0.01"] * 4]}
+    assert not summary.RULED_FIELDS & {*found, *found["runs"][0]}
 
 
 def test_a_file_of_weights_that_a_later_run_has_written(tmp_path: Path) -> None:
-    for number, best in enumerate((0.3, 0.2)):
-        write_experiment(tmp_path, number, (best,), {"save_checkpoint": "a.safetensors"})
-    kind, title, text = summary.statements(load_results(tmp_path))[1]
-    assert (kind, title) == ("warn", "Best weights")
-    assert "a.safetensors" in text
-    assert "run 1" in text
+    wrote = {"0.3 0.2 0.1 0.1": ("warn", "a.pt, to which run 2 wrote later."), "0.1 0.2 0.3 0.1": ("good", "a.pt.")}
+    for accuracies, (kind, text) in wrote.items():
+        for number, best in enumerate(map(float, accuracies.split())):
+            write_experiment(tmp_path, number, (best,), {"save_checkpoint": "a.pt" if number < 3 else "b.pt"})
+        (tmp_path / "metrics_0.jsonl").unlink()
+        assert summary.statements(load_results(tmp_path))[1] == (kind, "Best weights", text)
+    assert (
+        summary.statements(load_results(tmp_path))[0].text
+        == "Run 2: 0.3000 ± 0.0449, perplexity 70.0 after 1,024 sequences."
+    )
+    (tmp_path / "metrics_2.jsonl").unlink()
+    assert summary.statements(load_results(tmp_path))[0].text == "Run 2: 0.3000 after 1,024 sequences."
 
 
 def test_a_single_run_without_an_evaluation_beside_a_file_without_records(tmp_path: Path) -> None:
@@ -95,8 +52,12 @@ def test_a_single_run_without_an_evaluation_beside_a_file_without_records(tmp_pa
     results = load_results(tmp_path)
     assert results.is_experiment
     assert Page(render(results)).charts == []
-    assert "No run was evaluated" in command.run("summary", tmp_path)[1]
+    assert summary.statements(results) == [("warn", "Best accuracy", "No run was evaluated yet.")]
     assert [about for about, _ in results.findings] == ["run 1"]
+    assert summary.table(results)[1:] == [
+        ("0", "interrupted", "-", "-", "300 ms", "0", "7"),
+        ("1", "invalid", "-", "-", "-", "-", "-"),
+    ]
 
 
 HOSTILE = ["<script>alert(1)</script>", "=cmd()", "\x1b[2J\u202e", "::error::x", "|", "x" * 10_000]
@@ -113,6 +74,15 @@ def test_hostile_settings_are_only_ever_text(tmp_path: Path) -> None:
         assert not re.search(r"^::", text, re.MULTILINE)
     cells = [cell for row in csv.reader(io.StringIO(summary.as_csv(results))) for cell in row]
     assert not [cell for cell in cells if cell.startswith("=")]
+
+
+def test_a_long_setting_keeps_its_end_and_only_several_runs_have_colours(tmp_path: Path) -> None:
+    for number, length in enumerate((40, 41)):
+        write_experiment(tmp_path, number, (0.1,), {"optimizer.name": f"{'x' * (length - 3)}end"})
+        colours = [len(Page(render(load_results(tmp_path))).of("g", colour)) for colour in ("compute", "reduce")]
+        assert colours == ([3, 3] if number else [0, 0])
+    cells = [row[-1] for row in summary.table(load_results(tmp_path))[1:]]
+    assert cells == [f"{'x' * 37}end", f"...{'x' * 34}end"]
 
 
 def with_settings(folder: Path, division: str, *configured: Mapping[str, object]) -> Results:
@@ -135,9 +105,11 @@ def test_runs_of_different_settings_have_no_mean(tmp_path: Path) -> None:
     assert "mean" not in Page(said[2]).text.rpartition("BERT on")[2]
     assert json.loads(summary.as_json(results))["score_seconds"] is None
     alike = {"training.seed": 3, "checkpoint.folder": "there", "save_checkpoint": "b", "log.system": "x"}
-    assert with_settings(
-        tmp_path / "alike", "open", {"training.seed": 1}, {"save_checkpoint": "a"}, alike
-    ).score_seconds
+    own = [each | {"log.division": "open"} for each in ({"training.seed": 1}, {"save_checkpoint": "a"}, alike)]
+    results = with_settings(tmp_path / "alike", "open", *own)  # runs of this repository, which no submission needs
+    said = [summary.statements(replace(results, runs=results.runs[:number]))[2].text for number in (2, 3)]
+    mean = "Mean of 1 run without the fastest and the slowest: 18.0 s."
+    assert said == ["No score yet: it needs at least 3 runs.", mean]
     assert with_settings(tmp_path / "closed", "closed", a, a, b).score_seconds
 
 

@@ -1,18 +1,22 @@
+"""Results of a folder: runs, score, accelerators and time by part, and their summary in each format."""
+
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import pytest
 
-from compliance.convergence.selection import select
 from compliance.log import rules
 from compliance.log.accelerator import form
+from compliance.log.records import EvaluationRecord, Metrics, StepRecord
 from compliance.report import summary
 from compliance.report.page import render
 from compliance.report.results import ReportedRun, Results, breakdown, load_results
 from tests.compliance import command
+from tests.compliance.report.test_report import outline
 from tests.compliance.result_folders import write_description, write_series
 from tests.compliance.run_logs import log_of, without_chain, write_metrics, write_run
 
@@ -75,32 +79,61 @@ def test_forms_of_accelerators() -> None:
 
 def test_a_summary_of_logs_of_other_software_calls_itself_unofficial_and_not_them(tmp_path: Path) -> None:
     folder = tmp_path / "results" / "node" / "bert"
-    for log in write_series(folder, [17, 17, 17]):
+    logs = write_series(folder, [17, 17, 17])
+    for log in logs:
         log.write_text(without_chain(log.read_text()))
+    uncounted = logs[1].read_text().replace('"epoch_num": ', '"epoch_num": -5, "was": ')
+    logs[1].write_text(uncounted.replace('"value": 2550016', '"value": 9'))
+    write_description(tmp_path / "results", "node", division="Closed")
     results = load_results(folder)
     shown = [command.run("summary", folder)[1], summary.as_markdown(results), render(results), summary.as_json(results)]
     for text in shown:
         assert rules.UNOFFICIAL in text
         assert rules.NOT_A_RESULT not in text
+    said = "".join(f"{kind} {title}: {text}\n" for kind, title, text in summary.statements(results))
+    assert said == Path(__file__).with_name("foreign.txt").read_text()
 
 
-@pytest.mark.parametrize("name", ["closed", "failing"])
-def test_the_whole_summary_of_a_folder(name: str, request: pytest.FixtureRequest) -> None:
-    results: Results = request.getfixturevalue(name)
-    said = summary.as_markdown(results).partition("\n## Findings")[0]
-    assert said == Path(__file__).with_name(f"{name}.txt").read_text()
-    document = json.loads(summary.as_json(results), parse_constant=pytest.fail)
-    assert document["accelerator"] == "NVIDIA H100 80GB HBM3"
-    assert document["convergence"]["verdict"] == {"closed": "scaled", "failing": "fail"}[name]
+STEPS = [
+    StepRecord(
+        step, 32 * step, forward_backward_ms=4.0, reduce_ms=3.0, update_ms=2.0, data_wait_ms=1.0, site_wait_ms=wait
+    )
+    for step, wait in ((50, 8.0), (60, 6.0), (20, 9.0), (80, 5.0))  # it restarts after step 60
+]
+
+
+def test_the_time_of_a_run_is_that_of_its_own_steps(experiments: Results) -> None:
+    """The fourth run resumes after step 40, so its records stand for 10, 10, 0 and 20 steps."""
+    run = experiments.runs[3]
+    assert run.logged.seconds == 1.3
+    assert run.logged.sequences_per_s == pytest.approx((3008 - 1280) / 1.3)
+    parts = {"forward and backward": 0.16, "exposed communication": 0.12, "update": 0.08, "waiting for data": 0.04}
+    evaluations = [EvaluationRecord(60, 1920, eval_s=0.25), EvaluationRecord(80, 2560, eval_s=0.25)]
+
+    def seconds(steps: Sequence[StepRecord]) -> dict[str, float]:
+        return breakdown(replace(run, metrics=Metrics(steps=[*steps], evaluations=evaluations)))
+
+    assert seconds(STEPS) == pytest.approx(parts | {"evaluation": 0.5, "other": 0.4})
+    sites = [*STEPS[:3], msgspec.structs.replace(STEPS[3], site_bytes=1)]
+    assert seconds(sites) == pytest.approx(parts | {"waiting for other sites": 0.24, "evaluation": 0.5, "other": 0.16})
+    assert seconds([StepRecord(45, 1440, update_ms=1e6)])["other"] == 0.0
+    assert breakdown(replace(run, metrics=Metrics(steps=[StepRecord(1, 32)]))) == {}
+    assert breakdown(replace(run, metrics=Metrics(evaluations=evaluations))) == {}
+    assert not [finding for finding in run.verdict.findings if "TR 24.4" in finding.rule]  # it evaluates on schedule
 
 
 def test_the_whole_output_of_each_command_about_open_runs(folder: Path) -> None:
     formats = ("markdown", "csv", "json")
     done = [command.run("summary", folder), *(command.run("report", folder, "--format", name) for name in formats)]
     assert {status for status, _ in done} == {0}
-    *said, document = (text.partition("\n## Findings")[0] for _, text in done)
-    assert "\n".join(said) == Path(__file__).with_name("open.txt").read_text()
-    first, *_, last = json.loads(document)["runs"]
+    *said, text = (re.sub(r"\.py:\d+", ".py", text) for _, text in done)
+    assert "".join(said) == Path(__file__).with_name("open.txt").read_text()
+    document = json.loads(text, parse_constant=pytest.fail)
+    known = {"system": "my_node", "ruleset": "5.0.0", "division": "open", "accelerator": None, "accelerators": 0}
+    known |= {"global_batch_size": 32, "differing_settings": {}, "convergence": None, "note": rules.NOT_A_RESULT}
+    assert document == document | known
+    assert (document["score_seconds"], document["scaled_score_seconds"]) == pytest.approx((4.5, 4.5))
+    first, *_, last = document["runs"]
     assert first["evaluations"][-1] == {"samples": 3008, "accuracy": pytest.approx(0.315)}
     parts = {"forward and backward": 1.2, "exposed communication": 0.18, "update": 0.12, "waiting for data": 0.06}
     assert first["seconds_by_part"] == pytest.approx(parts | {"evaluation": 0.15, "other": 0.09})  # 1.8 s in all
@@ -108,34 +141,37 @@ def test_the_whole_output_of_each_command_about_open_runs(folder: Path) -> None:
     assert last["verdict"]["findings"]
 
 
-def test_unrelated_runs_are_not_compared_with_the_reference(closed: Results, opened: Results) -> None:
-    assert replace(closed, runs=(*closed.runs, *opened.runs)).convergence is None
-    assert replace(closed, runs=opened.runs).convergence is None
+def test_figures_have_units_and_the_digits_that_matter(closed: Results) -> None:
+    assert [*map(summary.rate, (None, 0.0, 999.94, 1000.0, 12345.6))] == ["-", "0.0", "999.9", "1,000", "12,346"]
+    document = json.loads(summary.as_json(closed))
+    assert closed.score_seconds
+    assert (document["accelerator"], document["convergence"]["verdict"]) == ("NVIDIA H100 80GB HBM3", "scaled")
+    assert document["scaled_score_seconds"] == pytest.approx(closed.score_seconds * 2_443_934 / 2_437_632)
 
 
-def score_of(results: Results, runs: Iterable[ReportedRun]) -> tuple[str, str]:
-    """Return the kind and the text of the statement about the score of these runs."""
-    [said] = [said for said in summary.statements(replace(results, runs=tuple(runs))) if said.title == "Score"]
-    return said.kind, said.text
-
-
-def test_the_score_of_few_runs_and_of_a_lost_one(closed: Results, opened: Results) -> None:
-    for number, words in ((5, "A submission has 10 runs, here are 5."), (3, "Mean of 1 run"), (2, "No score yet")):
-        kind, text = score_of(closed, closed.runs[:number])
-        assert (kind, words in text) == ("plain", True)
-    kind, text = score_of(closed, (*closed.runs[:9], opened.runs[-1]))
-    assert (kind, "Run 10 is no valid result and counts as the slowest" in text) == ("good", True)
-
-
-def test_of_twelve_runs_ten_count_as_in_a_submission(closed: Results) -> None:
-    later = tuple(replace(run, number=run.number + 10) for run in closed.runs[:2])
-    results = replace(closed, runs=closed.runs + later)
-    starts, times = [run.logged.start_ms or 0 for run in results.runs], [run.counted_seconds for run in results.runs]
-    chosen = select(starts, times)
-    assert [results.runs.index(run) for run in results.submitted] == sorted(chosen.chosen)
-    assert results.score_seconds == pytest.approx(chosen.score)
-    assert sorted(results.dropped.values()) == ["fastest", "not submitted", "not submitted", "slowest"]
-    assert results.convergence
-    assert results.convergence.sentence.startswith("10 runs, ")
-    kind, text = score_of(results, results.runs)
-    assert (kind, "here are 12: these are the consecutive ones of median score" in text) == ("good", True)
+def test_sets_of_few_many_and_lost_runs(closed: Results, failing: Results, opened: Results) -> None:
+    runs = closed.runs
+    lost = [replace(failing.runs[index], number=number) for index, number in ((1, 20), (3, 21))]
+    later = [replace(run, number=run.number + 10) for run in runs[:2]]
+    sets: dict[str, Sequence[ReportedRun]] = {
+        "two": runs[:2],
+        "one of two lost": (runs[0], lost[0]),
+        "one of three lost": (*runs[:2], lost[0]),
+        "nine, and one lost": (*runs[:9], lost[0]),
+        "eight, and two lost": (*runs[:8], *lost),
+        "ten slow ones": [replace(runs[1], number=number) for number in range(10)],
+        "twelve": (*runs, *later),
+        "open": opened.runs,
+        "closed and open": (*runs[:2], opened.runs[2]),
+    }
+    said = ""
+    for name, chosen in sets.items():
+        results = replace(closed, runs=tuple(chosen))
+        lines = [f"dropped {results.dropped}", *re.split("\n|# In short: ", outline(render(results)))]
+        kept = [
+            line
+            for line in lines
+            if re.match(r"dropped|Time to train \||\[\w+\] .*(Our checks|Score|Convergence.*) \|", line)
+        ]
+        said += f"{name} => {'; '.join(kept)}\n"
+    assert said == Path(__file__).with_name("sets.txt").read_text()

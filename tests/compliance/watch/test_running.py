@@ -43,8 +43,6 @@ def evaluate(run: RunningLog, samples: int, accuracy: Any, time_ms: int, announc
     run.take(line("eval_accuracy", accuracy, time_ms, epoch_num=samples))
 
 
-# Complaints about rules that are about to be broken
-
 INVALID = "the run is no valid result (TR 11)"
 
 
@@ -64,22 +62,6 @@ def test_a_long_initialisation(division: str, minutes: Sequence[float], expected
     for now in minutes:
         run.check_initialisation(BASE + now * MINUTE)
     assert list(run.complaints) == [f"initialisation {words}" for words in expected]
-
-
-SETTINGS: list[tuple[str, dict[str, Any]]] = [
-    ("closed", {"without": "cache_clear"}),
-    ("closed", {"cache_clear": False}),
-    ("closed", {"cache_clear": False, "head": [line("cache_clear", True)]}),  # any rank suffices
-    ("open", {"cache_clear": False}),
-    ("closed", {"without": "seed"}),
-    ("open", {"without": "seed"}),
-    ("closed", {"eval_interval_samples": 200_000}),
-]
-
-
-def test_settings_when_the_clock_starts() -> None:
-    said = "".join(f"{division}: {'; '.join(begun(division, **change).complaints)}\n" for division, change in SETTINGS)
-    assert said == Path(__file__).with_name("settings.txt").read_text()
 
 
 Event = Callable[[RunningLog], object]
@@ -105,6 +87,15 @@ AT_8512 = line("block_start", None, BASE, "INTERVAL_START", first_epoch_num=1, e
 
 
 EVENTS: list[tuple[dict[str, Any], list[Event]]] = [
+    # Settings, when the clock starts
+    ({"without": "cache_clear"}, []),
+    ({"cache_clear": False}, []),
+    ({"cache_clear": False, "head": [line("cache_clear", True)]}, []),  # any rank suffices
+    ({"division": "open", "cache_clear": False}, []),
+    ({"without": "seed"}, []),
+    ({"division": "open", "without": "seed"}, []),
+    ({"eval_interval_samples": 200_000}, []),
+    # Records and warnings of the run
     ({}, [wrote(ONCE_MORE)]),
     ({}, [*TWO, wrote(AGAIN, AGAIN)]),
     ({}, [evaluated(FIRST), evaluated(THIRD)]),
@@ -133,34 +124,51 @@ def test_what_a_run_is_warned_of() -> None:
 
 def test_samples_that_the_log_does_not_state_come_from_the_schedule() -> None:
     run = begun()
+    evaluated(1, 1, None, False)(run)
+    evaluated(1, 2, None, False)(run)
+    assert (run.curve, run.samples) == ([], 0)
+    run = begun()
     for minutes in (1, 2, 3):  # 1, 2, 3 are evaluations, not samples, as in some logs
         evaluated(1, minutes, 0.4, False)(run)
     assert [samples for samples, _ in run.curve] == [FIRST, SECOND, THIRD]
     assert run.samples == THIRD
 
 
-# Rates and times
+def took_steps(run: RunningLog, samples: int, rate: float) -> None:
+    run.take_metrics(json.dumps({"event": "step", "step": 1, "samples": samples, "sequences_per_s": rate}).encode())
 
 
 def test_the_rate_is_that_of_the_last_evaluations() -> None:
     run = begun()
-    assert run.rate is None
-    run.take_metrics(json.dumps({"event": "step", "step": 10, "samples": 4480, "sequences_per_s": 448.0}).encode())
-    assert run.rate == 448.0
+    assert (run.rate, run.trained_by(BASE + 1000), run.samples) == (None, None, 0)
+    took_steps(run, 4480, 448.0)
+    assert (run.rate, run.trained_by(BASE + 1000), run.samples) == (448.0, 448, 4480)
     evaluate(run, FIRST, 0.4, BASE + 100_000)
-    assert run.rate == pytest.approx(1500.8)
+    took_steps(run, 4480, 440.0)  # after a restart
+    assert (run.rate, run.samples) == (pytest.approx(1500.8), FIRST)
+    assert [run.trained_by(BASE + 100_000 + after) for after in (-1, 0, 1000)] == [FIRST, FIRST, FIRST + 1501]
     evaluate(run, SECOND, 0.5, BASE + 300_000)  # the second interval took twice as long, which halves the rate
     assert run.rate == pytest.approx(750.4)
     for index in range(3, 9):  # only the last evaluations count
-        evaluate(run, FIRST * index, 0.05 * index, BASE + 300_000 + 1000 * index)
-    assert run.rate == pytest.approx(150_080, rel=0.01)
+        evaluate(run, FIRST * index, 0.05 * index, BASE + 300_000 + 1000 * index**2)
+    assert run.rate == pytest.approx(3 * FIRST / (64 - 25))
 
 
 def test_the_rate_of_a_resumed_run_counts_what_it_has_trained_itself() -> None:
     run = begun("open", head=RESUMED)
     run.take(AT_8512)
-    run.take_metrics(b'{"event": "step", "step": 270, "samples": 8640, "sequences_per_s": 5.0}')
+    took_steps(run, 8640, 5.0)
     evaluate(run, 8512, 0.2, BASE + 1000)
     assert run.rate == 5.0  # nothing was trained before the first evaluation
-    evaluate(run, 9024, 0.2, BASE + 5000)
-    assert run.rate == pytest.approx(512 / 4)
+    evaluate(run, 9024, 0.2, BASE + 1000)
+    assert run.rate == 5.0  # no time has passed
+    evaluate(run, 9536, 0.2, BASE + 5000)
+    assert run.rate == pytest.approx(1024 / 4)
+
+
+def test_a_run_ends_at_the_first_limit_of_its_configuration() -> None:
+    limits = {"max_samples: 640": 640, "max_steps: 10": 320, "max_samples: 1e9": None, "max_steps: 0": None}
+    for line_of_head, limit in limits.items():
+        assert begun("open", head=[f"# config.training.{line_of_head}".encode()]).sample_limit == limit
+    both = [b"# config.training.max_samples: 640", b"# config.training.max_steps: %d"]
+    assert [begun("open", head=[both[0], both[1] % steps]).sample_limit for steps in (19, 21)] == [608, 640]

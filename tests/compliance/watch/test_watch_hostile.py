@@ -12,6 +12,7 @@ from compliance.watch.watched import Watch, results_in
 from tests.compliance import command, run_logs
 from tests.compliance.watch.test_running import BASE, begun, evaluate, line
 from tests.compliance.watch.test_watch import shown
+from tests.conftest import at_most
 
 NUMBERS = [*range(-1, 2), 448, 2**53, 2**63 - 1, 2**63, 10**400, 0.0, 1e-320, 0.5, 0.72, 1e308, -1e308, True, None, "x"]
 NUMBERS += [[], {}]
@@ -20,10 +21,7 @@ ODD_LINES = [
     line("eval_accuracy", 0.71, epoch_num=0),
     line("eval_start", None, kind="INTERVAL_START", epoch_num=0),
     line("seed", "x" * 100_000),
-    b':::MLLOG {"time_ms": 1, "event_type": "POINT_IN_TIME", "key": "eval_accuracy", "metadata": {}, "value": '
-    + b"[" * 900
-    + b"]" * 900
-    + b"}",
+    line("eval_accuracy", "nested").replace(b'"nested"', b"[" * 900 + b"]" * 900),
     b":::MLLOG " * 50_000,
 ]
 
@@ -49,6 +47,7 @@ steps = st.builds(
 )
 
 
+@at_most(50)
 @given(
     st.lists(lines | st.binary(max_size=200) | st.sampled_from(ODD_LINES), max_size=12),
     st.lists(steps, max_size=3),
@@ -93,9 +92,6 @@ def test_evaluations_beyond_a_bound_are_ignored() -> None:
         evaluate(run, 32 * index, 0.1, BASE + 1000 * index)
     assert list(run.complaints) == ["there are more than 1000 evaluations: the others are ignored"]
     assert len(run.curve) == running.MAX_EVALUATIONS == 1000
-
-
-# Paths that are not regular files
 
 
 def watch_it(path: Path) -> tuple[int, str]:
