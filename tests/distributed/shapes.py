@@ -11,6 +11,7 @@ from typing import Any
 from unittest.mock import patch
 
 import numpy as np
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -32,6 +33,8 @@ DRAWS = 20
 ALONE = "1,1,1,flat,block,1,1,4,fp64"
 DROPPING = "4,1,1,flat,block,4,1,4,fp64"
 """Shape whose losses with dropout are compared with the losses of one rank."""
+MIXED = {"dropout": 4, "fp32": 4}
+"""Number of micro-batches of the one-rank run for a precision, as dropout and rounding depend on it. Default: 1."""
 MODEL = ModelConfig(5, 24, 8, 40, 70, 64, hidden_dropout=0.0, attention_dropout=0.0, initializer_range=0.3)
 """Model whose vocabulary does not divide evenly. The last of four tensor-parallel ranks has no words."""
 MODELS = {
@@ -53,6 +56,11 @@ def config(shape: str) -> Config:
     )
     lamb = OptimizerConfig(2e-2, 60, num_warmup_steps=5, start_warmup_step=-1)
     return replace(chosen, optimizer=lamb, parallel=ParallelConfig(int(tensor), int(pipeline), int(virtual_stages)))
+
+
+def alone(shape: str) -> str:
+    *_, steps, precision = shape.split(",")
+    return f"1,1,1,flat,block,1,{MIXED.get(precision, 1)},{steps},{precision.replace('accumulating', 'fp64')}"
 
 
 def global_batches(mesh: Mesh, accumulation: int, padded: bool, count: int) -> list[list[Batch]]:
@@ -201,3 +209,44 @@ def same_as_rank_0(tensors: list[torch.Tensor]) -> bool:
     if dist.is_initialized():
         dist.broadcast(other, src=0)
     return torch.equal(one, other)
+
+
+def differences(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> dict[str, float]:
+    """Return relative differences, without key biases: softmax ignores them, so their gradients are rounding errors."""
+    assert one.keys() == other.keys()
+    kept = {name: torch.ones_like(tensor) for name, tensor in one.items()}
+    for name, ones in kept.items():
+        if name.endswith("query_key_value.bias"):
+            ones[len(ones) // 3 : 2 * len(ones) // 3] = 0
+    return {
+        name: float(((other[name] - tensor) * kept[name]).norm() / (tensor * kept[name]).norm().clamp(min=1e-30))
+        for name, tensor in one.items()
+    }
+
+
+def require_same_training(shape: str, one: dict[str, Any], other: dict[str, Any]) -> None:
+    """Compare losses and gradient norms of every step, the weights, and in fp64 the moments.
+
+    The moments after the first step are proportional to its gradients, or to their squares.
+    """
+    tensor, pipeline, _, reduction, _, local_size, *_, precision = shape.split(",")
+    precise = precision != "fp32"
+    for step, (mean, means) in enumerate(zip(one["means"], other["means"], strict=True)):
+        for name in ("masked_lm_loss", "next_sentence_loss", "gradient_norm"):
+            assert means[name] == pytest.approx(mean[name], rel=1e-12 if precise else 1e-5), (step, name)
+        assert (means["tokens"], means["skipped_steps"]) == (mean["tokens"], 0), step
+    for when in ("first", "last"):
+        by_name = differences(one[when], other[when])
+        worst = {name: each for name, each in by_name.items() if precise or name.startswith("weight ")}
+        assert max(worst.values()) < (1e-10 if precise else 1e-5), (when, max(worst, key=worst.__getitem__))
+    assert other["correct"] == one["correct"]
+    assert one["correct"] > 0
+    assert (other["gradients"] == 0) == reduction.endswith("+")
+    if int(pipeline) > 1:
+        assert other["elements"] < one["elements"] * 0.72, "no rank has all layers"
+    elif int(tensor) > 1:
+        assert other["words"] == -(-MODEL.vocab_size // (8 * int(tensor))) * 8, "no rank has all words, or all logits"
+    else:  # docs/scaling.md states the number of values per parameter
+        shards = {"sharded": int(local_size), "sharded_world": 4}.get(reduction.rstrip("+"))
+        values = 3 if shards is None else 5 / shards
+        assert other["state_bytes"] == pytest.approx((8 if precise else 4) * values * other["elements"], rel=0.05)
