@@ -3,7 +3,6 @@
 import contextlib
 import os
 import signal
-import socket
 import sys
 import time
 from collections.abc import Callable
@@ -11,9 +10,7 @@ from pathlib import Path
 
 import bert.run
 import bert.train
-from bert.model import EncoderLayer
 from bert.parallel.pipeline.stages import PipelineModel
-from bert.parallel.watchdog import watchdog
 from bert.step import TrainingStep
 from dataloading.batches.loader import NumpyLoader
 from tests.distributed.worker import before_each
@@ -61,16 +58,6 @@ def delay(owner: type, name: str, times: int, first: int = 1) -> None:
     before_each(owner, name, late)
 
 
-def overflow() -> None:
-    """Make gradients infinite in every step after ``AT_STEP``, as if this rank's weights were damaged."""
-
-    def infinite(count: int, step: TrainingStep) -> None:
-        if count > AT_STEP:
-            step.flat.gradients_P[-1] = float("inf")
-
-    before_each(TrainingStep, "forward_backward", infinite)
-
-
 def hurry() -> None:
     """When another rank reports a signal, wait only one second for a signal to this rank."""
     bert.run._OWN_SIGNAL_S = 1.0
@@ -92,18 +79,6 @@ def fill_disk() -> None:
     before_each(TrainingStep, "__call__", filled)
 
 
-def show_port() -> None:
-    """Cause no fault but print the port of the watchdog."""
-    listen = watchdog.listen
-
-    def shown(address: str) -> socket.socket:
-        listener = listen(address)
-        print(f"the watchdog's port: {listener.getsockname()[1]}", flush=True)
-        return listener
-
-    watchdog.listen = shown
-
-
 WAYS: dict[str, Callable[[], None]] = {
     "raise": lambda: at_step(TrainingStep, "__call__", fail),
     # A resumed run counts from 1 again, so it is not killed again if it ends before another AT_STEP steps.
@@ -111,9 +86,6 @@ WAYS: dict[str, Callable[[], None]] = {
     "hang": lambda: at_step(NumpyLoader, "__next__", hang),
     "compute": lambda: at_step(PipelineModel, "through", hang),
     "slow": lambda: delay(NumpyLoader, "__next__", 10, first=6),
-    "drag": lambda: delay(EncoderLayer, "forward", 4),
-    "overflow": overflow,
     "hurry": hurry,
     "fill": fill_disk,
-    "show": show_port,
 }

@@ -23,12 +23,10 @@ def ranks_on_hosts(
     a_host: int = 1,
     one_host: bool = False,
     pinned: int | None = None,
-    absent: int | None = None,
 ) -> Ranks:
     """Start the ranks of a run, ``a_host`` ranks on each host. With ``one_host``, all ranks get the same host name.
 
-    The rank ``pinned`` may use one core, and a probe's measurements get a quarter of it. The rank ``absent`` does not
-    start.
+    The rank ``pinned`` may use one core, and a probe's measurements get a quarter of it.
     """
     port, count, ranks = free_port(), len(namespaces) * a_host, []
     for rank in range(count):
@@ -37,8 +35,7 @@ def ranks_on_hosts(
         place = {"RANK": rank, "WORLD_SIZE": count, "LOCAL_RANK": local, "LOCAL_WORLD_SIZE": local_size}
         place |= {"MASTER_ADDR": "10.77.0.1", "MASTER_PORT": port, "GLOO_SOCKET_IFNAME": "v0", "OMP_NUM_THREADS": 1}
         name, core = f"h{0 if one_host else host}", min(os.sched_getaffinity(0)) if rank == pinned else "any"
-        if rank != absent:
-            ranks.append(Program(*program(on_host, [namespaces[host], name, core, *command]), **place))
+        ranks.append(Program(*program(on_host, [namespaces[host], name, core, *command]), **place))
     return Ranks.of(ranks, port)
 
 

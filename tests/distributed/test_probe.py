@@ -65,19 +65,6 @@ def test_a_slow_link_and_a_rank_with_a_quarter_of_a_core_are_named_and_nothing_e
 
 @needs_hosts
 @pytest.mark.measured
-def test_an_even_cluster_has_nothing_to_name(tmp_path: Path) -> None:
-    out = tmp_path / "cluster.json"
-    with bridged_hosts(HOSTS, RATE) as names:
-        statuses, output = probe(names, "--out", out, "--seconds", 3)
-    view = read_view(out)
-    check_whole(view)
-    assert (statuses, view.outliers) == ([0] * HOSTS, ()), output
-    rate = 300e6 / 8
-    assert all(0.7 * rate < 1 / link.seconds_per_byte < 1.1 * rate for link in view.links)
-
-
-@needs_hosts
-@pytest.mark.measured
 def test_two_rooms_are_two_sites(tmp_path: Path) -> None:
     out = tmp_path / "cluster.json"
     with bridged_hosts(HOSTS) as names:
@@ -95,19 +82,3 @@ def test_two_rooms_are_two_sites(tmp_path: Path) -> None:
     assert re.search(
         r"2 sites by their links: site0 \(h0, h1\), site1 \(h2, h3\); .* MB/s between them, .* inside", output
     )
-
-
-@needs_hosts
-def test_a_host_that_does_not_come_is_named_within_the_limit(tmp_path: Path) -> None:
-    out = tmp_path / "cluster.json"
-    with bridged_hosts(HOSTS, RATE) as names:
-        for limit in (4, 16, 64):  # a busy machine may need longer to start
-            statuses, output = probe(names, "--out", out, "--limit", limit, absent=3)
-            if f"1 of 4 ranks have not come within {limit} s (rank 3 on node 3 from 0)" in output:
-                break
-    assert statuses == [2] * (HOSTS - 1), output
-    assert not out.exists()
-    errors = [line for line in output.splitlines() if line.startswith("error: ")]
-    assert len(errors) == HOSTS - 1
-    assert "rank 3 on node 3 from 0" in errors[0]
-    assert "Traceback" not in output

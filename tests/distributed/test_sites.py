@@ -46,9 +46,12 @@ def test_a_run_is_repeated_and_resumed_bit_for_bit(small_run: SmallRun, tmp_path
         file = f"kept/step_00000018/{name}.safetensors"
         assert len({(tmp_path / run / file).read_bytes() for run in steps}) == 1, name
         assert any(tensor.any() for tensor in load_file(tmp_path / "one" / file).values()), name
-    # A run without sites leaves their momentum out.
-    again |= {"checkpoint__folder": None, "training__site_steps": 1}
-    assert len(train(small_run, tmp_path / "alone", 1, **settings(**again), model__hidden_dropout=0.1)) == 14
+    # A run without sites leaves their momentum out, and sites that come back begin without one.
+    again |= keep | {"checkpoint__folder": tmp_path / "alone/kept", "training__site_steps": 1}
+    assert len(train(small_run, tmp_path / "alone", 1, **settings(**again))) == 14
+    again |= {"resume": tmp_path / "alone/kept", "checkpoint__folder": None, "training__site_steps": 4}
+    run_at(sites, small_run, tmp_path / "back", **again)
+    assert [record["step"] for record in records(tmp_path / "back", "step")] == [19, 20]
 
 
 def test_metrics_count_what_crosses_between_sites(small_run: SmallRun, tmp_path: Path) -> None:

@@ -96,10 +96,11 @@ def test_a_rank_that_fails_ends_all_with_its_status_and_alone_shows_its_error(
 
 def test_a_hub_that_is_lost_ends_the_ranks_and_one_of_each_host_says_so(capfd: pytest.CaptureFixture[str]) -> None:
     def lose(mesh: Mesh) -> None:
-        Watchdog(mesh, LONG)
+        own = Watchdog(mesh, LONG)
         barrier()
         if mesh.is_main:
-            os._exit(9)
+            assert own._hub is not None
+            os._exit(9 if own._hub._listener.getsockname()[0] in ("::", "0.0.0.0") else 1)
         stay()
 
     on_ranks(4, lose, HOSTS, SITES, statuses=[9, *[FAULT_STATUS] * 3])
@@ -127,8 +128,9 @@ def test_a_launcher_that_is_lost_ends_the_run(count: int, capfd: pytest.CaptureF
     """A single rank ends in order, as after any other signal."""
 
     def lose(mesh: Mesh) -> None:
-        Watchdog(mesh, 1.0)
+        own = Watchdog(mesh, 1.0)
         barrier()
+        assert own._hub is None or own._hub._listener.getsockname()[0] == "127.0.0.1", "no other host can reach it"
         if mesh.rank == mesh.world_size - 1:
             os.getppid = lambda: 1
         stay()

@@ -87,7 +87,7 @@ def test_only_ranks_that_know_the_token_are_heard(play: Any, monkeypatch: pytest
     monkeypatch.setattr(hub, "_GREETING_S", 0.1)
     assert Peer(played.port).is_sent_away(), "in time"
     late = Peer(played.port, f"{TOKEN} 1 pieces\n".encode()[:9])
-    late.say(f"{TOKEN} 1 pieces\n".encode()[9:] + b"not json\n" + encoded(START))
+    late.say(f"{TOKEN} 1 pieces\n".encode()[9:] + b"not json\n" + b"[" * 5000 + b"\n" + encoded(START))
     late.hear("heard")
     assert Peer(played.port, f"{TOKEN} 1 elsewhere\n".encode()).is_sent_away()
     played.rank(2).say(encoded({"left": True}))

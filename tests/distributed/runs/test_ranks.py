@@ -37,14 +37,6 @@ def test_evaluated_and_saved_weights_are_whole(small_run: SmallRun, tmp_path: Pa
         torch.testing.assert_close(other[name], tensor, rtol=1e-3, atol=1e-3)
 
 
-def test_a_run_may_be_limited_in_steps_and_in_minutes(small_run: SmallRun, tmp_path: Path) -> None:
-    taken = train(small_run, tmp_path / "steps", 2, training__max_steps=6, log__interval_steps=4)
-    assert [record["step"] for record in taken] == [4, 5, 6], "an interval, what an evaluation ended, and the rest"
-    taken = train(small_run, tmp_path / "minutes", 2, **ENDLESS, training__max_minutes=0.001)
-    assert 1 <= len(taken) < 10_000_000 // 16, "whichever rank's time was up first has stopped both"
-    assert [record["status"] for record in records(tmp_path / "minutes", "end")] == ["aborted"]
-
-
 def test_where_agents_start_again_a_rank_that_gets_no_signal_of_its_own_asks_for_it(
     small_run: SmallRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -3,14 +3,12 @@
 import json
 import os
 import re
-import shlex
 import shutil
 import signal
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from bert.optimizer import learning_rate
 from bert.train import parse
@@ -19,7 +17,7 @@ from compliance.log.reader import read_log
 from tests.conftest import SmallRun
 from tests.distributed.faulty import AT_STEP, faulty
 from tests.distributed.ranks import Ranks, assert_aborted, compare_steps, records, result_of, torchrun, train, trained
-from tests.programs import PATIENCE_S, Program, wait_for, wait_for_text
+from tests.programs import PATIENCE_S, Program, wait_for_text
 
 STEPS = 20
 Whole = tuple[Path, list[dict[str, float]]]
@@ -162,34 +160,6 @@ def test_two_runs_at_a_time_do_not_share_a_folder(small_run: SmallRun, tmp_path:
     third = Program("bert.train", small_run.arguments(tmp_path / "third", **changes))
     assert third.wait(PATIENCE_S) == 2
     assert f"{folder} holds checkpoints of another run" in third.output
-
-
-def test_only_the_newest_are_kept_and_a_signal_writes_one_and_a_whole_log(small_run: SmallRun, tmp_path: Path) -> None:
-    folder = tmp_path / "checkpoints"
-    changes = settings(folder, checkpoint__keep=2, training__max_samples=10_000_000, log__interval_steps=3)
-    process = Program("bert.train", small_run.arguments(tmp_path, **changes))
-    wait_for(lambda: (folder / "step_00000040").exists(), process)
-    process.send_signal(signal.SIGTERM)
-    assert process.wait(PATIENCE_S) == 128 + signal.SIGTERM
-    assert "Traceback" not in process.output
-    text = result_of(tmp_path).read_text()
-    assert '"status": "aborted"' in text, process.output
-    assert text.count('"run_stop"') == text.count('"train_samples"') == text.count('"eval_samples"') == 1
-    assert text.count('"block_start"') == text.count('"block_stop"')
-    assert [record["status"] for record in records(tmp_path, "end")] == ["aborted"]
-    found = sorted(path.name for path in folder.iterdir() if path.name != ".lock")
-    assert len(found) == 2
-    last = records(tmp_path, "step")[-1]["step"]
-    assert found[-1] == f"step_{int(last):08}"
-    state = json.loads((folder / found[-1] / "state.json").read_text())
-    assert state["samples"] == 16 * last
-    assert load_file(folder / found[-1] / "model.safetensors")
-    *_, command = process.output.splitlines()
-    assert command.startswith("to go on: python -m bert.train tiny_cpu ")
-    further = [*shlex.split(command.removeprefix("to go on: python -m bert.train ")), "--training.max-minutes", "0.001"]
-    process = Program("bert.train", further)
-    assert process.wait(PATIENCE_S) == 1, process.output
-    assert "(resumed: no timed result)" in process.output
 
 
 def test_torchrun_starts_a_killed_run_again_from_its_last_checkpoint(small_run: SmallRun, tmp_path: Path) -> None:
