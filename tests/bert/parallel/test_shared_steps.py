@@ -1,12 +1,21 @@
 """Steps of ranks that share the model or the optimizer's state train as one rank does (``tests/distributed/shapes.py``)."""
 
+import threading
+
 import pytest
+import torch
+from torch import Tensor
 
+from bert.parallel.mesh import Mesh
+from bert.step import TrainingStep
+from kernels import cast_fp8
 from tests.bert.parallel.forked import on_ranks, trains_in_forks
-from tests.distributed.shapes import alone, require_same_training, train
+from tests.bert.small_models import training_step
+from tests.distributed.shapes import alone, config, global_batches, require_same_training, train
+
+pytestmark = trains_in_forks
 
 
-@trains_in_forks
 @pytest.mark.parametrize(
     ("ranks", "shape"),
     [
@@ -21,3 +30,72 @@ def test_ranks_that_share_a_step_take_the_step_of_one_rank(ranks: int, shape: st
     [one] = on_ranks(1, lambda mesh: train(mesh, alone(shape)))
     for found in on_ranks(ranks, lambda mesh: train(mesh, shape)):
         require_same_training(shape, one, found)
+
+
+def hold_weights_back(step: TrainingStep) -> list[slice]:
+    """Let each bucket of weights arrive while the forward pass is one part before the part that needs it.
+
+    A part that waits for buckets that only a later part needs waits in vain. Returns the buckets that have been held.
+    """
+    gather, held = step.gather, list[slice]()
+    assert gather is not None
+    parts = [step.model.embeddings, *step.model.layers[:-1]]
+    ends = [max(step.flat.places[parameter].stop for parameter in part.parameters()) for part in parts]
+    began = [threading.Event() for _ in parts]
+    for part, event in zip(parts, began, strict=True):
+        part.register_forward_pre_hook(lambda *_, event=event: event.set())
+    start, arrive = gather.start, gather._gather
+
+    def started() -> None:
+        for event in began:
+            event.clear()
+        start()
+
+    def arriving(bucket: slice) -> None:
+        if before := sum(end <= bucket.start for end in ends):  # the parts whose weights all lie before the bucket
+            assert began[before - 1].wait(20), bucket
+            held.append(bucket)
+        arrive(bucket)
+
+    gather.start, gather._gather = started, arriving  # type: ignore[method-assign]
+    return held
+
+
+def test_each_part_of_the_model_waits_for_its_weights_and_for_no_others() -> None:
+    """A part that does not wait uses weights of the last step, and the results differ from those of an early gathering."""
+    chosen = config("1,1,1,sharded,block,2,1,3,fp32")
+    steps = 3
+
+    def weights(mesh: Mesh, *, hold: bool) -> Tensor:
+        step = training_step(chosen, mesh)
+        held = hold_weights_back(step) if hold else []
+        step.gathers_in_forward = hold
+        phases: set[str] = set()
+        step.model.embeddings.register_forward_pre_hook(lambda *_: phases.add(step.stopwatch.tracker.phase))
+        for micro_batches in global_batches(mesh, 1, False, steps):
+            step(micro_batches)
+        if hold:
+            assert len(held) >= 3 * steps, "the layers have buckets of their own"
+            del vars(step.gather)["_gather"]
+        step.gather_weights()
+        assert phases == {"forward_backward"}
+        return step.flat.weights_P.clone()
+
+    for early, late in on_ranks(2, lambda mesh: [weights(mesh, hold=hold) for hold in (False, True)]):
+        assert torch.equal(early, late)
+
+
+def test_fp8_weights_are_casts_of_the_gathered_weights() -> None:
+    chosen = config("1,1,1,sharded,block,2,1,2,fp8")
+
+    def require_casts(mesh: Mesh) -> None:
+        step = training_step(chosen, mesh)
+        for micro_batches in global_batches(mesh, 1, False, 2):
+            step(micro_batches)
+        assert step.fp8 is not None
+        assert not step.gathers_in_forward, "the next forward pass has nothing left to gather"
+        for dense in step.fp8.denses:
+            expected = cast_fp8(dense.weight.detach(), dense.weight_site.scale, torch.zeros(()), torch.float8_e4m3fn)
+            assert torch.equal(dense.weight_NK.float(), expected.float())
+
+    on_ranks(2, require_casts)

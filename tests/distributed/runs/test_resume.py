@@ -4,7 +4,6 @@ import json
 import os
 import re
 import shutil
-import signal
 from pathlib import Path
 
 import pytest
@@ -17,7 +16,7 @@ from compliance.log.reader import read_log
 from tests.conftest import SmallRun
 from tests.distributed.faulty import AT_STEP, faulty
 from tests.distributed.ranks import Ranks, assert_aborted, compare_steps, records, result_of, torchrun, train, trained
-from tests.programs import PATIENCE_S, Program, wait_for_text
+from tests.programs import PATIENCE_S, Program
 
 STEPS = 20
 Whole = tuple[Path, list[dict[str, float]]]
@@ -141,25 +140,6 @@ def test_broken_checkpoints_are_passed_over_with_reasons(small_run: SmallRun, tm
         assert started.ends() == [2, 2]
     assert f"error: no whole checkpoint in {folder}: " in started.output
     assert "Traceback" not in started.output
-
-
-def test_two_runs_at_a_time_do_not_share_a_folder(small_run: SmallRun, tmp_path: Path, whole: Whole) -> None:
-    folder = tmp_path / "checkpoints"
-    changes = settings(folder, training__max_samples=10_000_000, checkpoint__every_steps=1_000_000)
-    first = Program("bert.train", small_run.arguments(tmp_path / "first", **changes))
-    wait_for_text(result_of(tmp_path / "first").with_name("metrics_0.jsonl"), '"event": "step"', first)
-    with Ranks(small_run.arguments(tmp_path / "second", **changes), 1) as second:
-        assert second.ends() == [2]
-    assert f"{folder} is where another run writes its checkpoints (process {first.pid} on host " in second.output
-    assert not (tmp_path / "second").exists()
-    first.send_signal(signal.SIGTERM)
-    first.wait(PATIENCE_S)
-    assert len(list(folder.glob("step_*"))) == 1
-    # The first run's checkpoints are in `folder`. A run that resumes from another folder must not write there.
-    changes = settings(folder, resume=whole[0] / "checkpoints", model__hidden_dropout=0.1)
-    third = Program("bert.train", small_run.arguments(tmp_path / "third", **changes))
-    assert third.wait(PATIENCE_S) == 2
-    assert f"{folder} holds checkpoints of another run" in third.output
 
 
 def test_torchrun_starts_a_killed_run_again_from_its_last_checkpoint(small_run: SmallRun, tmp_path: Path) -> None:
