@@ -32,10 +32,6 @@ def at_step(owner: type, name: str, act: Callable[[], object]) -> None:
     before_each(owner, name, lambda count, _: act() if count == AT_STEP else None)
 
 
-def fail() -> None:
-    raise RuntimeError("broken on purpose" + 100_000 * "\N{GRINNING FACE}")  # the watchdog must shorten this
-
-
 def die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
@@ -80,7 +76,6 @@ def fill_disk() -> None:
 
 
 WAYS: dict[str, Callable[[], None]] = {
-    "raise": lambda: at_step(TrainingStep, "__call__", fail),
     # A resumed run counts from 1 again, so it is not killed again if it ends before another AT_STEP steps.
     "die": lambda: at_step(TrainingStep, "__call__", die),
     "hang": lambda: at_step(NumpyLoader, "__next__", hang),

@@ -29,10 +29,6 @@ from kernels import choose
 from tests.bert.small_models import CPU, step_config, step_on
 from tests.distributed.worker import end_groups, on_all, regrouped
 
-DRAWS = 20
-ALONE = "1,1,1,flat,block,1,1,4,fp64"
-DROPPING = "4,1,1,flat,block,4,1,4,fp64"
-"""Shape whose losses with dropout are compared with the losses of one rank."""
 MIXED = {"dropout": 4, "fp32": 4}
 """Number of micro-batches of the one-rank run for a precision, as dropout and rounding depend on it. Default: 1."""
 MODEL = ModelConfig(5, 24, 8, 40, 70, 64, hidden_dropout=0.0, attention_dropout=0.0, initializer_range=0.3)
@@ -118,7 +114,6 @@ def train(joined: Mesh, shape: str) -> dict[str, Any]:
         "elements": len(step.flat.weights_P),
         "gradients": len(step.flat.gradients_N),
         "state_bytes": bytes_held(step),
-        "dropped": _losses_with_dropout(step, mesh, batches[0]) if shape in (ALONE, DROPPING) else [],
     }
     assert on_all(same_as_rank_0(list(last.values()))), "all ranks bring the same together, to the last bit"
     for name, weight in step.gather_whole_model().state_dict().items():
@@ -153,23 +148,6 @@ def correct_predictions(step: TrainingStep, mesh: Mesh, batches: list[list[Batch
     if dist.is_initialized():
         dist.all_reduce(counts)
     return int(counts)
-
-
-def _losses_with_dropout(step: TrainingStep, mesh: Mesh, micro_batches: list[Batch]) -> list[float]:
-    """Return the loss of one global batch for each of several draws of dropout."""
-    config = replace(step.model.config, hidden_dropout=0.1, attention_dropout=0.1)
-    for part in (step.model, step.model.embeddings, *step.model.layers):
-        part.config = config  # type: ignore[assignment]
-    torch.manual_seed(11 + mesh.rank)
-    step.model.seed_dropout(11 + mesh.rank)
-    losses = torch.zeros(DRAWS, dtype=torch.float64)
-    with torch.no_grad(), step.autocast():
-        for draw in range(DRAWS):
-            for batch in micro_batches:
-                losses[draw] += step.model(batch).masked_lm_loss / mesh.tensor
-    if dist.is_initialized():
-        dist.all_reduce(losses)
-    return losses.tolist()
 
 
 def skips(step: TrainingStep, mesh: Mesh) -> bool:

@@ -2,18 +2,16 @@
 
 import re
 import shutil
-import signal
 from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file
 
 from bert.guards.preflight import check
-from bert.parallel.watchdog.watchdog import FAULT_STATUS
 from bert.train import parse
 from tests.conftest import SmallRun
 from tests.distributed.at_sites import at_sites
-from tests.distributed.ranks import ENDLESS, assert_aborted, compare_steps, records, train
+from tests.distributed.ranks import compare_steps, records, train
 
 
 def settings(**changes: object) -> dict[str, object]:
@@ -93,15 +91,3 @@ def test_the_closed_division_and_uneven_periods_are_refused(small_run: SmallRun,
         check(parse(small_run.arguments(tmp_path, **settings(training__site_steps=3))), 2)
     with pytest.raises(ValueError, match=r"training\.site_steps is set in the closed division"):
         parse(["dgxa100_8x8", "--training.site-steps", "8"])
-
-
-@pytest.mark.slow
-def test_a_lost_site_is_named(small_run: SmallRun, tmp_path: Path) -> None:
-    arguments = small_run.arguments(tmp_path, **ENDLESS | {"training__site_steps": 4})
-    with at_sites(("oslo", "rome"), arguments) as ranks:
-        ranks.wait_for(lambda: "step " in ranks.output)
-        ranks.processes[1].send_signal(signal.SIGKILL)
-        assert ranks.ends(0) == [FAULT_STATUS], ranks.output
-    [message] = ranks.errors
-    assert message.startswith("error: rank 1 on host h1 (site rome): ended without a word")
-    assert_aborted(tmp_path, message)

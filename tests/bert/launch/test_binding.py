@@ -79,7 +79,8 @@ def test_without_gpus_the_allowed_cores_are_split(tmp_path: Path) -> None:
         assert set().union(*(each.cpus for each in found)) == set(allowed)
 
 
-SHOWS = f'{sys.executable} -c \'import os; print(sorted(os.sched_getaffinity(0)))\'; echo "$OMP_NUM_THREADS" "${{@:3}}"; exit 7'
+SHOWS = f"{sys.executable} -c 'import os; print(sorted(os.sched_getaffinity(0)))'"
+SHOWS += '; echo "$OMP_NUM_THREADS" "${@:3}"; exit 7'
 """Program in place of `bert.train` that shows its CPUs, its threads and its arguments."""
 TORCHRUN = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
 MPIRUN = {f"OMPI_COMM_WORLD_{name}": value for name, value in

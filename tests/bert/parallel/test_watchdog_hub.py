@@ -42,13 +42,13 @@ class Peer:
 
 
 class Played:
-    """A hub with some of its ranks connected."""
+    """A hub, and first its rank 0."""
 
-    def __init__(self, count: int, joined: int) -> None:
+    def __init__(self, count: int) -> None:
         listener = listen("127.0.0.1")
         self.port = listener.getsockname()[1]
         self.hub = Hub(listener, [""] * count, 2 * PATIENCE_S, 1.0, TOKEN)
-        self.ranks = [self.rank(rank) for rank in range(joined)]
+        self.ranks = [self.rank(0)]
 
     def rank(self, rank: int) -> Peer:
         peer = Peer(self.port, f"{TOKEN} {rank} h0\n".encode())
@@ -58,11 +58,11 @@ class Played:
 
 
 @pytest.fixture
-def play() -> Iterator[Callable[[int, int], Played]]:
+def play() -> Iterator[Callable[[int], Played]]:
     with ExitStack() as stack:
 
-        def make(count: int, joined: int) -> Played:
-            played = Played(count, joined)
+        def make(count: int) -> Played:
+            played = Played(count)
             stack.callback(played.hub.close, PATIENCE_S)
             return played
 
@@ -71,7 +71,7 @@ def play() -> Iterator[Callable[[int, int], Played]]:
 
 def test_only_ranks_that_know_the_token_are_heard(play: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """A greeting may come in pieces, but a rank that has reported does not greet again."""
-    played = play(3, 1)
+    played = play(3)
     for greeting in (
         *(
             b"guess 1 h0\n",
@@ -97,7 +97,7 @@ def test_only_ranks_that_know_the_token_are_heard(play: Any, monkeypatch: pytest
 
 
 def test_a_rank_that_was_not_answered_may_come_once_more_and_all_hear_that_the_run_is_over(play: Any) -> None:
-    played = play(2, 1)
+    played = play(2)
     first = Peer(played.port, f"{TOKEN} 1 h0\n".encode())
     first.hear("heard")
     played.ranks.append(played.rank(1))
@@ -110,7 +110,7 @@ def test_a_rank_that_was_not_answered_may_come_once_more_and_all_hear_that_the_r
 
 def test_the_oldest_of_too_many_strangers_is_sent_away(play: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hub, "_STRANGERS", 3)
-    played = play(2, 1)
+    played = play(2)
     crowd = [Peer(played.port) for _ in range(5)]
     assert all(peer.is_sent_away() for peer in crowd[:2])
     crowd[2].say(f"{TOKEN} 1 h0\n".encode())
@@ -119,7 +119,7 @@ def test_the_oldest_of_too_many_strangers_is_sent_away(play: Any, monkeypatch: p
 
 @pytest.mark.slow
 def test_a_hub_without_descriptors_keeps_its_ranks_and_lets_others_in_later(play: Any) -> None:
-    played = play(2, 1)
+    played = play(2)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with ExitStack() as stack:
         stack.callback(resource.setrlimit, resource.RLIMIT_NOFILE, (soft, hard))
@@ -132,18 +132,3 @@ def test_a_hub_without_descriptors_keeps_its_ranks_and_lets_others_in_later(play
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
         played.rank(1)
         assert played.hub.verdict is None
-
-
-@pytest.mark.slow
-def test_a_hub_of_1200_ranks(play: Any) -> None:
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if hard < 3400:
-        pytest.skip(f"the hard limit of open files is {hard}")
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    with ExitStack() as stack:
-        stack.callback(resource.setrlimit, resource.RLIMIT_NOFILE, (soft, hard))
-        played = play(1200, 1200)
-        for rank in played.ranks:
-            stack.callback(rank.socket.close)
-        played.ranks[1100].socket.shutdown(socket.SHUT_RDWR)
-        assert {rank.hear("verdict")["rank"] for rank in played.ranks[:1100]} == {1100}

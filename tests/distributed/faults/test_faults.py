@@ -76,18 +76,6 @@ def test_a_lost_rank_ends_all(start: Start, tmp_path: Path, rank: int, number: i
         assert ranks.ends(rank) == [FAULT_STATUS]
 
 
-@pytest.mark.parametrize("rank", [0, 2])
-def test_an_error_on_one_rank_ends_all_at_once(start: Start, tmp_path: Path, rank: int) -> None:
-    ranks = start(breaks=f"raise:{rank}")
-    assert ranks.ends() == [FAULT_STATUS] * 3
-    [message] = ranks.errors
-    assert message.startswith(f"error: rank {rank} on host {socket.gethostname()}: RuntimeError: broken on purpose")
-    assert len(message) < 2000
-    assert ranks.output.count("Traceback") == 1  # only of the failed rank, not of the other ranks
-    assert "# ended by a fault: " in result_of(tmp_path).read_text()
-    assert_aborted(tmp_path)
-
-
 STAGES = {"parallel__pipeline": 2, "training__gradient_accumulation_steps": 2, "training__global_batch_size": 16}
 
 
