@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import signal
 import sys
 import time
 from collections.abc import Callable
@@ -30,10 +29,6 @@ def faulty(breaks: str, *arguments: str) -> int:
 def at_step(owner: type, name: str, act: Callable[[], object]) -> None:
     """Call ``act`` before the ``AT_STEP``-th call of a method."""
     before_each(owner, name, lambda count, _: act() if count == AT_STEP else None)
-
-
-def die() -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def hang() -> None:
@@ -76,8 +71,6 @@ def fill_disk() -> None:
 
 
 WAYS: dict[str, Callable[[], None]] = {
-    # A resumed run counts from 1 again, so it is not killed again if it ends before another AT_STEP steps.
-    "die": lambda: at_step(TrainingStep, "__call__", die),
     "hang": lambda: at_step(NumpyLoader, "__next__", hang),
     "compute": lambda: at_step(PipelineModel, "through", hang),
     "slow": lambda: delay(NumpyLoader, "__next__", 10, first=6),

@@ -62,14 +62,6 @@ def test_metrics_count_what_crosses_between_sites(small_run: SmallRun, tmp_path:
         assert 1.01 * parameters < step["site_bytes"] / 2 < 1.05 * parameters
 
 
-def test_one_step_apart_is_a_run_without_sites(small_run: SmallRun, tmp_path: Path) -> None:
-    run_at(("a", "b"), small_run, tmp_path / "sites", training__site_steps=1)
-    run_at(("", ""), small_run, tmp_path / "none", training__site_steps=1)
-    found, expected = records(tmp_path / "sites", "step"), records(tmp_path / "none", "step")
-    compare_steps(expected, found, rel=0, abs=0)
-    assert not any(step["site_bytes"] for step in found)
-
-
 @pytest.mark.parametrize(
     ("sites", "said"), [(("a", "a"), "all ranks are at one site"), (("a", ""), "host h1 states no site")]
 )

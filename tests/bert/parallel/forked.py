@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from bert.parallel import environment
 from bert.parallel.environment import SITE
 from bert.parallel.master_port import free_port
 from bert.parallel.mesh import Mesh, barrier, join_mesh
@@ -42,6 +43,7 @@ def on_ranks(
         own = launched | {"RANK": rank, SITE: sites[rank] if sites else ""}
         os.environ.update({name: str(value) for name, value in own.items()})
         socket.gethostname = lambda: hosts[rank] if hosts else "h0"
+        environment._parent.cache_clear()  # a fork has another parent
         torch.set_num_threads(1)  # a fork must not use the threads of its parent
         result = action(join_mesh("cpu"))
         Path(folder, str(rank)).write_bytes(pickle.dumps(result))

@@ -6,6 +6,7 @@ import resource
 import socket
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -136,16 +137,10 @@ def test_an_address_that_cannot_be_resolved_is_named(monkeypatch: Patch, rank: i
     with pytest.raises(ValueError, match=r"MASTER_ADDR is 'a\.\.b', .*\(.*label empty"):
         join_mesh("cpu")
     failures = [socket.gaierror(socket.EAI_AGAIN, "Temporary failure in name resolution")] * 3
-
-    def resolve(*_: object, **__: object) -> list[str]:
-        if failures:
-            raise failures.pop()
-        return ["an address"]
-
-    monkeypatch.setattr(socket, "getaddrinfo", resolve)
+    monkeypatch.setattr(socket, "getaddrinfo", resolve := Mock(side_effect=[*failures, ["an address"]]))
     rendezvous._require_resolvable("node0")
-    assert not failures
-    failures += [socket.gaierror(socket.EAI_NONAME, "Name or service not known")]
+    assert resolve.call_count == 4
+    resolve.side_effect = socket.gaierror(socket.EAI_NONAME, "Name or service not known")
     monkeypatch.setattr(rendezvous, "_RESOLUTION_S", -1)
     monkeypatch.setenv("MASTER_ADDR", "nowhere")
     with pytest.raises(ValueError, match=r"MASTER_ADDR is 'nowhere', .*\(Name or service not known\): set it to"):

@@ -5,10 +5,10 @@ import random
 import re
 import socket
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -187,19 +187,15 @@ def test_every_process_needs_a_gpu_of_its_own(monkeypatch: pytest.MonkeyPatch) -
 def test_ranks_on_several_hosts_do_not_register_buffers_of_captured_collectives(
     monkeypatch: pytest.MonkeyPatch, local_size: int, chosen: str | None, expected: str | None
 ) -> None:
-    class MetError(Exception):
-        """Raised in place of the rendezvous, so that the test ends before communicators are created."""
-
-    def meet(*_: object, **__: object) -> Iterator[object]:
-        raise MetError
-
     for name, value in {"MASTER_ADDR": "a", "MASTER_PORT": "1", "TORCHELASTIC_USE_AGENT_STORE": "True"}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("NCCL_GRAPH_REGISTER", chosen or "")  # so that monkeypatch restores it
     if chosen is None:
         monkeypatch.delenv("NCCL_GRAPH_REGISTER")
-    monkeypatch.setattr(rendezvous, "rendezvous", meet)
-    with pytest.raises(MetError):
+    monkeypatch.setattr(
+        rendezvous, "rendezvous", Mock(side_effect=InterruptedError)
+    )  # before communicators are created
+    with pytest.raises(InterruptedError):
         rendezvous.join_group(Launch(5, 8, 1, local_size), torch.device("cuda"), TIMEOUT, TIMEOUT)
     assert os.environ.get("NCCL_GRAPH_REGISTER") == expected
     assert "GLOO_SOCKET_IFNAME" not in os.environ

@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 import shutil
 from pathlib import Path
 
@@ -14,8 +13,7 @@ from bert.train import parse
 from compliance.check.checker import check_log
 from compliance.log.reader import read_log
 from tests.conftest import SmallRun
-from tests.distributed.faulty import AT_STEP, faulty
-from tests.distributed.ranks import Ranks, assert_aborted, compare_steps, records, result_of, torchrun, train, trained
+from tests.distributed.ranks import Ranks, compare_steps, records, result_of, train, trained
 from tests.programs import PATIENCE_S, Program
 
 STEPS = 20
@@ -140,21 +138,3 @@ def test_broken_checkpoints_are_passed_over_with_reasons(small_run: SmallRun, tm
         assert started.ends() == [2, 2]
     assert f"error: no whole checkpoint in {folder}: " in started.output
     assert "Traceback" not in started.output
-
-
-def test_torchrun_starts_a_killed_run_again_from_its_last_checkpoint(small_run: SmallRun, tmp_path: Path) -> None:
-    length = AT_STEP + 15
-    changes = settings(tmp_path / "checkpoints", training__max_samples=16 * length, checkpoint__every_steps=20)
-    arguments = ["die:1", *small_run.arguments(tmp_path, **changes)]
-    process = torchrun(2, arguments, "--max-restarts=1", module=faulty)
-    assert process.wait(PATIENCE_S) == 0, process.output
-    first = result_of(tmp_path)
-    assert "# ended by a fault: rank 1 on host" in first.read_text()
-    assert_aborted(tmp_path)
-    found = re.search(r"# resumed from: (.*)\n", first.with_name("result_1.txt").read_text())
-    assert found
-    resumed_step = int(found[1].rpartition("_")[2])
-    assert resumed_step in (20, 40)
-    lines = first.with_name("metrics_1.jsonl").read_text().splitlines()
-    steps = [record["step"] for line in lines if (record := json.loads(line))["event"] == "step"]
-    assert steps == list(range(resumed_step + 1, length + 1))
