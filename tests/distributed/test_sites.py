@@ -2,16 +2,35 @@
 
 import re
 import shutil
+import socket
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file
 
 from bert.guards.preflight import check
-from bert.train import parse
+from bert.parallel.environment import SITE
+from bert.train import main, parse
 from tests.conftest import SmallRun
-from tests.distributed.at_sites import at_sites
-from tests.distributed.ranks import compare_steps, records, train
+from tests.distributed.ranks import Ranks, compare_steps, free_port, program, records, train
+from tests.programs import Program
+
+
+def at_sites(sites: Sequence[str], arguments: Sequence[object]) -> Ranks:
+    """Start a run with one rank for each name in ``sites``, at that site; "" stands for a rank that states no site."""
+    port, ranks = free_port(), []
+    for rank, site in enumerate(sites):
+        place: dict[str, object] = {"RANK": rank, "WORLD_SIZE": len(sites), "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}
+        place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, SITE: site}
+        ranks.append(Program(*program(on_host, [f"h{rank}", *arguments]), **place))
+    return Ranks.of(ranks, port)
+
+
+def on_host(host: str, *arguments: str) -> int:
+    """Run ``bert.train`` under a host name that only this process knows."""
+    socket.gethostname = lambda: host
+    return main(arguments)
 
 
 def settings(**changes: object) -> dict[str, object]:

@@ -1,18 +1,22 @@
-"""Command lines and variables of the launcher, and of hosts that may be lost."""
+"""Command lines and variables of the launcher, of hosts that may be lost, and of the processes of a host."""
 
 import os
 import shlex
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
 import pytest
 
+from bert.configuration.config import Config
+from bert.configuration.recipes import RECIPES, tiny_cpu
 from bert.launch.__main__ import Order, read_nodes, read_order
 from bert.launch.elastic import main as elastic
-from bert.launch.layout import has_gpus
+from bert.launch.layout import Layout, has_gpus, layout_of
 from bert.launch.series import Nodes
 
-NAMES = ("NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "LAST_CALL")
+LAYOUT = "NPROC", "OMP_NUM_THREADS"
+NAMES = (*LAYOUT, "NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "LAST_CALL")
 TWO = {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "a"}
 HOSTILE = ["-1", "08", "1e2", "a[$(>opened)]", "2\n", "two words", "'", "\N{ARABIC-INDIC DIGIT TWO}", "9" * 30]
 
@@ -148,3 +152,49 @@ def test_a_host_becomes_an_agent_of_torchrun(
     assert elastic(["3:4", "h0:1", "tiny_cpu"]) == 2
     said = "error: LAST_CALL is '3601', expected a whole number of at least 0 and at most 3600\n"
     assert (capsys.readouterr().err, started) == (said, [])
+
+
+def test_variables_state_the_layout_and_wrong_ones_are_refused(variables: pytest.MonkeyPatch) -> None:
+    config = tiny_cpu()
+    variables.setenv("OMP_NUM_THREADS", "5")
+    assert layout_of(config).threads == 5
+    variables.setenv("NPROC", "3")
+    assert layout_of(config) == Layout(3, 5)
+    for name in LAYOUT:
+        for wrong in HOSTILE:
+            with variables.context() as patch:
+                patch.setenv(name, wrong)
+                with pytest.raises(ValueError, match=f"^{name} is .*, expected a whole number of at least"):
+                    layout_of(config)
+
+
+def wide(config: Config) -> Config:
+    return replace(config, model=replace(config.model, hidden_size=768))
+
+
+def odd_batch(config: Config) -> Config:
+    return replace(config, training=replace(config.training, global_batch_size=33))
+
+
+@pytest.mark.parametrize(
+    ("config", "cores", "gpus", "expected"),
+    [
+        (tiny_cpu(), 1, 0, Layout(1, 1)),
+        (tiny_cpu(), 2, 8, Layout(2, 1)),
+        (tiny_cpu(), 16, 0, Layout(2, 2)),
+        (RECIPES["own_text_cpu"](), 2, 0, Layout(2, 1)),
+        (RECIPES["own_text_cpu"](), 16, 8, Layout(2, 2)),
+        (wide(RECIPES["own_text_cpu"]()), 16, 0, Layout(1, 16)),
+        (odd_batch(tiny_cpu()), 16, 0, Layout(1, 2)),
+        (RECIPES["h100_1x8"](), 224, 8, Layout(8, 28)),
+        (RECIPES["h100_1x8"](), 4, 8, Layout(8, 1)),
+        (RECIPES["h100_1x8"](), 16, 0, Layout(1, 16)),
+    ],
+)
+def test_defaults_follow_the_device_the_cores_and_the_model(
+    config: Config, cores: int, gpus: int, expected: Layout, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)))
+    monkeypatch.setattr("shutil.which", lambda name: f"/bin/{name}" if gpus else None)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: gpus)
+    assert layout_of(config) == expected
