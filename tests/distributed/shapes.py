@@ -18,7 +18,6 @@ import torch.distributed as dist
 from bert.checkpoints.initial_model import draw_model
 from bert.configuration.config import Config
 from bert.configuration.sections import ModelConfig, OptimizerConfig, ParallelConfig
-from bert.optimizer import Lamb
 from bert.parallel.mesh import Mesh
 from bert.products import weight_gradients
 from bert.step import TrainingStep
@@ -113,7 +112,6 @@ def train(joined: Mesh, shape: str) -> dict[str, Any]:
         "words": len(step.model.embeddings.word) if parallel.pipeline == 1 else 0,
         "elements": len(step.flat.weights_P),
         "gradients": len(step.flat.gradients_N),
-        "state_bytes": bytes_held(step),
     }
     assert on_all(same_as_rank_0(list(last.values()))), "all ranks bring the same together, to the last bit"
     for name, weight in step.gather_whole_model().state_dict().items():
@@ -174,13 +172,6 @@ def skips(step: TrainingStep, mesh: Mesh) -> bool:
     return steps == [(0, True), (1, False)]
 
 
-def bytes_held(step: TrainingStep) -> int:
-    optimizer = step.optimizer
-    state = optimizer.state if isinstance(optimizer, Lamb) else optimizer._state
-    held = [value for owner in (optimizer, state) for value in vars(owner).values() if isinstance(value, torch.Tensor)]
-    return sum({value.data_ptr(): value.nbytes for value in held if value.is_floating_point()}.values())
-
-
 def same_as_rank_0(tensors: list[torch.Tensor]) -> bool:
     one = torch.cat([tensor.flatten().double() for tensor in tensors])
     other = one.clone()
@@ -207,7 +198,7 @@ def require_same_training(shape: str, one: dict[str, Any], other: dict[str, Any]
 
     The moments after the first step are proportional to its gradients, or to their squares.
     """
-    tensor, pipeline, _, reduction, _, local_size, *_, precision = shape.split(",")
+    tensor, pipeline, _, reduction, *_, precision = shape.split(",")
     precise = precision != "fp32"
     for step, (mean, means) in enumerate(zip(one["means"], other["means"], strict=True)):
         for name in ("masked_lm_loss", "next_sentence_loss", "gradient_norm"):
@@ -224,7 +215,3 @@ def require_same_training(shape: str, one: dict[str, Any], other: dict[str, Any]
         assert other["elements"] < one["elements"] * 0.72, "no rank has all layers"
     elif int(tensor) > 1:
         assert other["words"] == -(-MODEL.vocab_size // (8 * int(tensor))) * 8, "no rank has all words, or all logits"
-    else:  # docs/scaling.md states the number of values per parameter
-        shards = {"sharded": int(local_size), "sharded_world": 4}.get(reduction.rstrip("+"))
-        values = 3 if shards is None else 5 / shards
-        assert other["state_bytes"] == pytest.approx((8 if precise else 4) * values * other["elements"], rel=0.05)

@@ -47,13 +47,16 @@ def test_each_attempt_has_one_name_of_its_own_once_all_are_there(monkeypatch: py
         said = f"{count} of {count + 1} ranks have not come within 0 s ({listed}{more}): "
         with pytest.raises(ValueError, match=re.escape(said)):
             agree_on_attempt(store, Launch(0, count + 1, 0, 2), 0.0)
+    monkeypatch.setattr(rendezvous, "lost_launcher", lambda: "the launcher is gone")
+    with pytest.raises(ValueError, match=r"^the launcher is gone$"):
+        agree_on_attempt(store, Launch(0, 2), PATIENCE_S)
 
 
 def test_ranks_meet_in_the_store_of_torchruns_agent_and_again_after_a_restart() -> None:
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     for _ in range(2):
         place = {"MASTER_PORT": store.port, "TORCHELASTIC_USE_AGENT_STORE": True}
-        assert on_ranks(2, lambda mesh: mesh.rank, **place) == [0, 1]
+        assert on_ranks(2, lambda mesh: (mesh.rank, mesh.sites), **place) == [(0, ()), (1, ())]
 
 
 def test_a_store_that_a_stranger_has_spoilt_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:

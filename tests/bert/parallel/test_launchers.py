@@ -1,9 +1,11 @@
 """What a process finds before it joins the other ranks: launchers' variables, its host, the meeting point and limits."""
 
 import os
+import platform
 import re
 import resource
 import socket
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -11,7 +13,16 @@ from unittest.mock import Mock
 import pytest
 
 from bert.parallel import environment, rendezvous
-from bert.parallel.environment import Launch, host_of, is_rank, job, lost_launcher, may_start_again, restarts
+from bert.parallel.environment import (
+    Launch,
+    host_of,
+    is_rank,
+    job,
+    lost_launcher,
+    may_start_again,
+    processor_name,
+    restarts,
+)
 from bert.parallel.master_port import free_port, master_port, require_free_port
 from bert.parallel.mesh import join_mesh
 from bert.parallel.rendezvous import allow_descriptors
@@ -83,6 +94,7 @@ def test_a_shell_of_slurms_starts_a_single_process(monkeypatch: Patch, variable:
 
 
 def test_a_launcher_that_outlives_its_processes_is_missed(monkeypatch: Patch) -> None:
+    environment._parent.cache_clear()
     Launch.from_environment()  # which notes the parent
     parent = os.getppid()
     monkeypatch.setattr(os, "getppid", lambda: 1)
@@ -100,7 +112,9 @@ def test_a_launcher_that_outlives_its_processes_is_missed(monkeypatch: Patch) ->
             assert lost_launcher() == ""
 
 
-def test_restarts_and_the_job_are_read(monkeypatch: Patch) -> None:
+def test_restarts_the_job_and_the_processor_are_read(monkeypatch: Patch) -> None:
+    models = re.findall(r"^model name\s*:\s*(.*\S)", Path("/proc/cpuinfo").read_text(), re.M)
+    assert processor_name() == (models or [platform.machine()])[0]
     assert (restarts(), may_start_again(), job()) == (0, False, "")
     set_all(monkeypatch, {"TORCHELASTIC_RESTART_COUNT": 0, "SLURM_RESTART_COUNT": 2, "TORCHELASTIC_MAX_RESTARTS": 0})
     assert (restarts(), may_start_again()) == (2, False)
@@ -165,8 +179,8 @@ SITE_NAME = "expected up to 32 letters, digits, and characters of '_.-'"
         (SRUN, "SLURM_NTASKS=8, but MASTER_ADDR is not set"),
         (MPIRUN | {"MASTER_ADDR": "localhost"}, "OMPI_COMM_WORLD_SIZE=8, but MASTER_PORT is not set"),
         *(
-            ({"MLPERF_BERT_SITE": name}, f"MLPERF_BERT_SITE is {name!r}: {SITE_NAME}")
-            for name in ("x" * 33, "a b", "../up", "-x", "\x1b[31m", "ünï")
+            ({"MLPERF_BERT_SITE": name}, f"MLPERF_BERT_SITE is {name[:64]!r}: {SITE_NAME}")
+            for name in ("x" * 33, "x" * 65, "a b", "../up", "-x", "\x1b[31m", "ünï")
         ),
         *(
             (TORCHRUN | {"RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}, f"MASTER_PORT is {port!r}")
@@ -192,6 +206,11 @@ def test_rank_0_refuses_a_port_that_another_program_has(monkeypatch: Patch, addr
         with pytest.raises(ValueError, match=rf"MASTER_PORT is {port}, .*\(Address already in use\): set it to a port"):
             join_mesh("cpu")
     require_free_port(port)
+    set_all(monkeypatch, {"RANK": 1, "MASTER_PORT": port})
+    with pytest.raises(
+        ValueError, match=rf"^rank 0 does not answer at 127.0.0.1:{port} within 0 s: see whether it was"
+    ):
+        join_mesh("cpu", arrival=timedelta(seconds=0.1))
     for last in (1, 65535):
         monkeypatch.setenv("MASTER_PORT", str(last))
         assert master_port() == last

@@ -3,6 +3,7 @@
 import os
 import random
 import re
+import resource
 import socket
 import time
 from pathlib import Path
@@ -165,11 +166,17 @@ def test_ranks_meet_and_agree(tmp_path: Path) -> None:
         found = [agreed_integer(10**10 + rank, mesh), agreed_text(f"é{'rank' * rank}", mesh)]
         found += [all_reduce_(torch.tensor([rank, -rank]), way).tolist() for way in ("sum", "min", "max")]
         found += [broadcast_(torch.tensor(5 + rank)).item(), os.environ["GLOO_SOCKET_IFNAME"]]
+        found.append(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
         return [*found, all_reduce_(torch.tensor(rank), group=pair).item()]
 
     hosts, sites = ("h" * 200, "g" * 200) * 2, ("a" * 32, "b" * 32) * 2
-    ranks = on_ranks(4, agree, hosts, sites, DONE=tmp_path / "done")
-    same = [10**10, "é", [6, -6], [0, -3], [3, 0], 5, "lo"]
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (1024, hard))
+    try:
+        ranks = on_ranks(4, agree, hosts, sites, DONE=tmp_path / "done")
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    same = [10**10, "é", [6, -6], [0, -3], [3, 0], 5, "lo", 3 * 4 + 1024]
     assert ranks == [[*same, 2], [*same, 4], [*same, 2], [*same, 4]]
 
 
@@ -177,8 +184,10 @@ def test_every_process_needs_a_gpu_of_its_own(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     require_gpus(2)
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("LOCAL_RANK", "2")
     with pytest.raises(ValueError, match="3 processes on this host, but PyTorch sees 2 GPUs: start at most one"):
-        require_gpus(3)
+        join_mesh("cuda")
 
 
 @pytest.mark.parametrize(
@@ -227,18 +236,11 @@ def test_only_rails_ask_for_sums_in_switches(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_a_device_is_set_up_with_sums_in_fp32() -> None:
     """The device's setup overrides whatever precision was set before."""
-    products, word = torch.backends.cuda.matmul, torch.get_float32_matmul_precision()
-    reduced = "allow_bf16_reduced_precision_reduction", "allow_fp16_reduced_precision_reduction"
-    before = [getattr(products, name) for name in reduced]
-    for name in reduced:
-        setattr(products, name, True)
+    products = torch.backends.cuda.matmul
+    products.allow_bf16_reduced_precision_reduction = products.allow_fp16_reduced_precision_reduction = True
     torch.set_float32_matmul_precision("high")
-    try:
-        mesh = join_mesh("cpu")
-        assert (mesh, agreed_text("é", mesh)) == (Mesh(0, 1, 0, CPU, hosts=(socket.gethostname(),)), "é")
-        assert [getattr(products, name) for name in (*reduced, "allow_tf32")] == [False] * 3
-        assert torch.get_float32_matmul_precision() == "highest"
-    finally:
-        for name, value in zip(reduced, before, strict=True):
-            setattr(products, name, value)
-        torch.set_float32_matmul_precision(word)
+    mesh = join_mesh("cpu")
+    assert (mesh, agreed_text("é", mesh)) == (Mesh(0, 1, 0, CPU, hosts=(socket.gethostname(),)), "é")
+    reduced = products.allow_bf16_reduced_precision_reduction, products.allow_fp16_reduced_precision_reduction
+    assert (*reduced, products.allow_tf32) == (False, False, False)
+    assert torch.get_float32_matmul_precision() == "highest"

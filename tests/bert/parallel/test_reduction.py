@@ -99,6 +99,8 @@ def test_sites_of_unequal_size_sum_between_them() -> None:
         # The largest site has three ranks, so there are three pieces, and every bucket divides for all six ranks.
         assert (groups.between.pieces, groups.shards) == (3, 6 * 3 * 3)
         assert list(groups.between.owned) == [[0, 1, 2], [0, 2], [1], [0], [1], [2]][mesh.rank]
+        everyone = Communicators.create(mesh.own_site).everyone
+        assert (everyone and everyone.size()) == [None, 2, 2, 3, 3, 3][mesh.rank], "a site by itself"
         flat = flat_parameters(groups.shards)
         for dtype, bound in zip(get_args(ReduceDtype), (1e-7, 4e-3), strict=True):
             reduction = Reduction(flat, groups, "hierarchical", dtype, bucket_bytes=50_000)
