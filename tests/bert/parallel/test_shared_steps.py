@@ -2,16 +2,22 @@
 
 import threading
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
+from bert.captured_step import CapturedStep
 from bert.parallel.mesh import Mesh
 from bert.step import TrainingStep
+from dataloading.batches.loader import batch_of
+from dataloading.batches.plan import ShapeBucket
+from dataloading.shards.samples import synthetic_samples
 from kernels import cast_fp8
 from tests.bert.parallel.forked import on_ranks, trains_in_forks
-from tests.bert.small_models import training_step
-from tests.distributed.shapes import alone, config, global_batches, require_same_training, train
+from tests.bert.recording import Recording, recordable_attention
+from tests.bert.small_models import assert_same, take_steps, training_step
+from tests.distributed.shapes import MODEL, alone, config, global_batches, require_same_training, train
 
 pytestmark = trains_in_forks
 
@@ -99,3 +105,31 @@ def test_fp8_weights_are_casts_of_the_gathered_weights() -> None:
             assert torch.equal(dense.weight_NK.float(), expected.float())
 
     on_ranks(2, require_casts)
+
+
+def test_captured_steps_of_ranks_with_shards_are_the_steps() -> None:
+    """The first, the last and the other micro-batches of a step have graphs of their own, and so has the update."""
+    chosen = config("1,1,1,sharded,block,2,3,3,fp32")
+    buckets = ShapeBucket(160, 8, 64, 32), ShapeBucket(170, 8, 64, 32)
+    samples = synthetic_samples(np.full(64, 20), MODEL.vocab_size)
+
+    def trained(mesh: Mesh, capturer: Recording | None) -> dict[str, Tensor]:
+        step = training_step(chosen, mesh, capturer)
+        starts = range(32 * mesh.rank, 32 * mesh.rank + 24, 4)
+        batches = [batch_of(samples.slice(start, start + 4), None, buckets[start == starts[4]]) for start in starts]
+        step.warm_up(batches[:3], 1, buckets[:1])
+        if capturer is not None:
+            assert isinstance(step, CapturedStep)
+            assert (step.uncaptured_batches, capturer.replays) == (0, [])
+        found = take_steps(step, (batches[:3], batches[3:]))
+        if capturer is not None:
+            # Graphs are captured from the last micro-batch to the first. The fifth micro-batch is too large for its graph.
+            assert (capturer.replays, vars(step)["uncaptured_batches"]) == ([2, 1, 0, 3, 2, 0, 3], 1)
+        step.gather_weights()
+        return found | {"weights": step.flat.weights_P.clone()}
+
+    def compare(mesh: Mesh) -> None:
+        with recordable_attention():
+            assert_same(trained(mesh, Recording()), trained(mesh, None))
+
+    on_ranks(2, compare)
