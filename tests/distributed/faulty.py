@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -55,14 +54,12 @@ def hurry() -> None:
 
 
 def fill_disk() -> None:
-    """Fill the disk at ``$DISK`` with a large file at step 8, after the checkpoint of step 4 if there is to be one."""
+    """Fill the disk at ``$DISK`` with a large file at step 8."""
 
     def filled(count: int, _: object) -> None:
         disk = Path(os.environ["DISK"])
         if count != 8:
             return
-        while "--checkpoint.folder" in sys.argv and not (disk / "step_00000004").exists():
-            time.sleep(0.01)
         with (disk / "ballast").open("wb", buffering=0) as ballast, contextlib.suppress(OSError):
             while True:
                 ballast.write(bytes(4096))

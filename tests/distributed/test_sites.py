@@ -1,6 +1,5 @@
 """Runs whose sites take several steps by themselves."""
 
-import re
 import shutil
 import socket
 from collections.abc import Sequence
@@ -79,20 +78,6 @@ def test_metrics_count_what_crosses_between_sites(small_run: SmallRun, tmp_path:
     parameters = run["parameters"]
     for step in steps[3::4]:
         assert 1.01 * parameters < step["site_bytes"] / 2 < 1.05 * parameters
-
-
-@pytest.mark.parametrize(
-    ("sites", "said"), [(("a", "a"), "all ranks are at one site"), (("a", ""), "host h1 states no site")]
-)
-def test_hosts_that_form_no_sites_are_refused_by_all_ranks_before_the_clock_starts(
-    small_run: SmallRun, tmp_path: Path, sites: tuple[str, ...], said: str
-) -> None:
-    with at_sites(sites, small_run.arguments(tmp_path, **settings())) as ranks:
-        assert ranks.ends() == [2] * len(sites), ranks.output
-    assert not list(tmp_path.glob("**/result_*.txt"))
-    [line] = {re.sub("^error: (rank [0-9]+: )?", "", error) for error in ranks.errors}
-    assert said in line
-    assert "Traceback" not in ranks.output
 
 
 def test_the_closed_division_and_uneven_periods_are_refused(small_run: SmallRun, tmp_path: Path) -> None:

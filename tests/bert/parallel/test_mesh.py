@@ -1,7 +1,6 @@
 """The mesh of ranks: launchers' environment variables, hosts, groups, and device settings."""
 
 import os
-import random
 import re
 import resource
 import socket
@@ -42,36 +41,33 @@ pytestmark = pytest.mark.oldest_torch
 CPU = torch.device("cpu")
 
 
-def any_order(seed: int) -> list[Identity]:
-    """Assign ranks to four hosts of eight at random, keeping each host's local ranks in order."""
-    dealt = [host for host in range(4) for _ in range(8)]
-    random.Random(seed).shuffle(dealt)
-    return [Identity(f"n{host}", "boot", dealt[:rank].count(host), 8) for rank, host in enumerate(dealt)]
-
-
-@pytest.mark.parametrize(("tensor", "pipeline"), [(1, 1), (4, 1), (1, 2), (2, 4), (2, 8), (8, 4), (1, 32)])
-def test_stages_of_a_copy_are_near_and_data_groups_on_their_rails(tensor: int, pipeline: int) -> None:
-    identities = any_order(tensor + pipeline)
-    nodes = group_by_host(identities)
-    meshes = [Mesh(rank, 32, 0, CPU, nodes, tensor, pipeline) for rank in range(32)]
-    size = tensor * pipeline
-    for mesh in meshes:
-        stages = f" x pipeline {pipeline}" if pipeline > 1 else ""
-        assert str(mesh) == f"data {32 // size}{stages} x tensor {tensor}"
-        assert mesh.pipeline_ranks[mesh.pipeline_rank] == mesh.tensor_ranks[mesh.tensor_rank] == mesh.rank
-        assert mesh.data_ranks[mesh.data_rank] == mesh.rank
-        assert set(mesh.tensor_ranks) <= set(mesh.node_ranks), "shards of a stage stay on a host"
-        copy = mesh.copies[mesh.data_rank]
-        assert len({identities[rank].host for rank in copy}) == max(1, size // 8), "a copy is on as few hosts as can be"
-        own = identities[mesh.rank].local_rank % size
-        assert {identities[rank].local_rank % size for rank in mesh.data_ranks} == {own}
-        assert set(mesh.rail_ranks) | set(mesh.node_data_ranks) <= set(mesh.data_ranks)
-        assert len(mesh.rail_ranks) * len(mesh.node_data_ranks) == mesh.data_size
-        for other in mesh.rail_ranks:  # ranks with the same optimizer shard
-            assert meshes[other].node_data_ranks.index(other) == mesh.node_data_ranks.index(mesh.rank)
-        assert mesh.counts_losses == (mesh.rank in (copy[-tensor],)), "the first shard of the last stage"
-    streams = {(mesh.data_rank, mesh.tensor_rank): mesh.dropout_stream for mesh in meshes}
-    assert sorted(streams.values()) == list(range(32 // pipeline))
+def test_stages_of_a_copy_are_near_and_data_groups_on_their_rails() -> None:
+    """Four hosts have four ranks each, in cyclic order. Rank 10 is the third one on the third host: 2, 6, 10 and 14."""
+    nodes = tuple(tuple(range(host, 16, 4)) for host in range(4))
+    all_ranks, rails = tuple(range(16)), (8, 9, 10, 11)
+    for (tensor, pipeline), groups, place, shown in (
+        ((1, 1), ((10,), (10,), all_ranks, (2, 6, 10, 14), rails), (10, 10, True), "data 16 x tensor 1"),
+        ((4, 1), ((2, 6, 10, 14), (10,), rails, (10,), rails), (2, 10, False), "data 4 x tensor 4"),
+        (
+            (1, 2),
+            ((10,), (10, 14), (0, 1, 2, 3, *rails), (2, 10), rails),
+            (6, 6, False),
+            "data 8 x pipeline 2 x tensor 1",
+        ),
+        ((2, 2), ((10, 14), (2, 10), rails, (10,), rails), (2, 4, True), "data 4 x pipeline 2 x tensor 2"),
+        # A copy takes two hosts, or all of them.
+        ((2, 4), ((10, 14), (2, 10, 3, 11), (8, 10), (10,), (8, 10)), (1, 2, False), "data 2 x pipeline 4 x tensor 2"),
+        ((4, 4), ((2, 6, 10, 14), rails, (10,), (10,), (10,)), (0, 2, False), "data 1 x pipeline 4 x tensor 4"),
+    ):
+        mesh = Mesh(10, 16, 0, CPU, nodes, tensor, pipeline)
+        found = mesh.tensor_ranks, mesh.pipeline_ranks, mesh.data_ranks, mesh.node_data_ranks, mesh.rail_ranks
+        assert found == groups, shown
+        assert (mesh.data_rank, mesh.dropout_stream, mesh.counts_losses) == place
+        assert (str(mesh), mesh.tensor_ranks[mesh.tensor_rank], mesh.pipeline_ranks[mesh.pipeline_rank]) == (
+            shown,
+            10,
+            10,
+        )
 
 
 def test_places_and_sites_are_those_of_the_hosts() -> None:

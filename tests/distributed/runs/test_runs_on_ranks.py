@@ -32,20 +32,16 @@ SETTINGS: dict[str, object] = {
 
 
 def captured(mode: str, *arguments: str) -> int:
-    """Run ``bert.train`` on a rank in one of several modes.
+    """Run ``bert.train`` on a rank, with graphs.
 
-    The mode "eager" pads like a captured run but captures nothing, "few" captures only the smallest shape, "refused"
-    raises an error after capturing, and any other mode captures all shapes.
+    The mode "refused" raises an error after capturing.
     """
     with ExitStack() as stack:
         stack.enter_context(recordable_attention())
         stack.enter_context(groups_that_wait_for_graphs())
         stack.enter_context(patch.object(bert.setup, "captures", lambda *_: True))
-        stack.enter_context(patch.object(bert.run, "captures", lambda *_: mode != "eager"))
+        stack.enter_context(patch.object(bert.run, "captures", lambda *_: True))
         stack.enter_context(patch.object(bert.run, "CudaCapturer", lambda _: Recording()))
-        if mode == "few":
-            choose = bert.setup.choose_shapes
-            stack.enter_context(patch.object(bert.setup, "choose_shapes", lambda *given: choose(*given)[:1]))
         if mode == "refused":
             stack.enter_context(patch.object(bert.setup, "build_loader", side_effect=ValueError("no loader")))
         return main(arguments)
@@ -53,21 +49,6 @@ def captured(mode: str, *arguments: str) -> int:
 
 def start(run: SmallRun, results: Path, mode: str, **changes: object) -> Ranks:
     return Ranks([mode, *run.arguments(results, **SETTINGS | changes)], 2, captured)
-
-
-def test_a_captured_run_is_the_run_and_ends(small_run: SmallRun, tmp_path: Path) -> None:
-    """The log also reports that some micro-batches ran without a graph, which is so in the mode "few"."""
-    found, logs = [], []
-    for mode in ("eager", "few"):
-        with start(small_run, tmp_path / mode, mode) as ranks:
-            assert ranks.ends() == [1, 1], ranks.output
-        steps, evaluations = (records(tmp_path / mode, event) for event in ("step", "eval"))
-        losses = [(each["loss"], each["gradient_norm"]) for each in steps]
-        found.append((losses, [each["correct"] for each in evaluations]))
-        logs.append(result_of(tmp_path / mode).read_text())
-    assert len(found[0][0]) == 10
-    assert found == found[:1] * 2
-    assert ["without a CUDA graph" in log for log in logs] == [False, True]
 
 
 def test_a_signal_and_a_refusal_leave_no_graphs(small_run: SmallRun, tmp_path: Path) -> None:
