@@ -13,8 +13,8 @@ from bert.step import TrainingStep
 from dataloading.batches.loader import NumpyLoader
 from tests.distributed.worker import before_each
 
-AT_STEP = int(os.environ.get("AT_STEP", "50"))
-"""Number of the call at which the rank fails. The default is some evaluations after the start."""
+AT_STEP = 50
+"""Number of the call at which the rank fails, some evaluations after the start."""
 
 
 def faulty(breaks: str, *arguments: str) -> int:

@@ -14,7 +14,6 @@ from tests.distributed.shapes import alone, require_same_training, train_all
 FP8 = ["4,1,1,flat,block,4,1,1,fp8", "2,1,1,sharded,block,4,1,1,fp8"]
 SHAPES = {
     2: [
-        "1,2,1,flat,block,1,2,4,fp64",
         "1,2,1,flat,block,1,3,3,accumulating",
         "1,2,2,sharded,block,2,4,3,dropout",
     ],
@@ -24,7 +23,6 @@ SHAPES = {
         "1,1,1,sharded_world,block,2,2,4,fp64",
         "4,1,1,flat,block,4,1,4,fp64",
         "2,1,1,sharded,block,4,2,4,fp64",
-        "2,1,1,hierarchical,cyclic,2,1,4,fp64",
         "1,1,1,sharded+,block,2,2,4,fp64",
         "1,1,1,sharded_world+,cyclic,2,1,4,accumulating",
         "2,1,1,sharded_world+,block,4,2,3,recomputed",

@@ -243,7 +243,7 @@ def test_the_third_signal_kills(tmp_path: Path, log: Path) -> None:
     started = start(tmp_path, "tiny_cpu", stubborn)
     wait_for((tmp_path / "waiting").exists, started.process)
     assert started.process.stderr
-    lines: list[str] = []
+    lines = list[str]()
     while len(lines) < 4:  # two lines from the launcher and two from the program
         if len(lines) % 2 == 0:
             started.process.send_signal(signal.SIGINT)

@@ -206,11 +206,6 @@ def test_ranks_on_several_hosts_do_not_register_buffers_of_captured_collectives(
     assert "GLOO_SOCKET_IFNAME" not in os.environ
 
 
-def options_with(**config: int) -> Any:
-    """Return a fake of NCCL's options, with or without the field for reductions in network switches."""
-    return lambda: SimpleNamespace(config=SimpleNamespace(**config))
-
-
 def test_only_rails_ask_for_sums_in_switches(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: dict[tuple[int, ...], Any] = {}
 
@@ -219,13 +214,14 @@ def test_only_rails_ask_for_sums_in_switches(monkeypatch: pytest.MonkeyPatch) ->
         return dist.ProcessGroup(0, 1)  # type: ignore[reportCallIssue]
 
     monkeypatch.setattr(dist, "new_group", new_group)
-    nccl = SimpleNamespace(Options=options_with(collnet_enable=-1))
+    config = SimpleNamespace(collnet_enable=-1)
+    nccl = SimpleNamespace(Options=lambda: SimpleNamespace(config=config))
     monkeypatch.setattr(dist, "ProcessGroupNCCL", nccl, raising=False)
     mesh = Mesh(2, 4, 0, torch.device("cuda", 0), nodes=((0, 1), (2, 3)))
     Communicators.create(mesh, in_network=True)
     found = {ranks: options and options.config.collnet_enable for ranks, options in asked.items()}
     assert found == {(0, 1, 2, 3): None, (2, 3): None, (0, 2): 1}
-    monkeypatch.setattr(dist, "ProcessGroupNCCL", SimpleNamespace(Options=options_with()))
+    del config.collnet_enable  # as in releases that have no such option
     with pytest.raises(ValueError, match=r"training\.sharp"):
         Communicators.create(mesh, in_network=True)
 

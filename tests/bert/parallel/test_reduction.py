@@ -20,7 +20,6 @@ from bert.parallel.reduction.gradients import (
     CommunicationStream,
     Communicators,
     Reduction,
-    add_contributions,
     bucket_slices,
     choose,
 )
@@ -74,10 +73,6 @@ def test_gradients_in_bf16_are_rounded_a_fixed_number_of_times() -> None:
             assert (groups.shards, groups.between, groups.everyone) == (4, None, None)
             for strategy, dtype in product(get_args(ReductionStrategy), get_args(ReduceDtype)):
                 reduction = Reduction(flat, groups, strategy, dtype, bucket_bytes=50_000)
-                # Any number of buckets shares two buffers, as docs/scaling.md states.
-                buffers = [each for each in vars(reduction._sums).values() if isinstance(each, torch.Tensor)]
-                longest = max(bucket.stop - bucket.start for bucket in reduction.buckets)
-                assert sum(buffer.nbytes for buffer in buffers) == (2 * 2 * longest if dtype == "bf16" else 0)
                 roundings = {"flat": 2, "sharded_world": 1}.get(strategy, 2 if local_size in (1, 4) else 3)
                 if strategy == "sharded" and local_size == 4:  # on one node, sums stay in fp32 shards
                     roundings = 1
@@ -109,17 +104,6 @@ def test_sites_of_unequal_size_sum_between_them() -> None:
         assert (choice in ("flat", "hierarchical"), " ms, hierarchical " in reason) == (True, True), "they differ here"
 
     on_ranks(6, check_sums)
-
-
-def test_contributions_of_4096_ranks_are_added_in_fp32() -> None:
-    """Add terms of both signs, and equal terms, whose bf16 sum would stop growing after 256 terms."""
-    noise_RW = torch.randn(4096, 400, generator=torch.Generator().manual_seed(3))
-    for spread in (0.0, 3.0):
-        contributions_RW, whole_W = (1 + spread * noise_RW).bfloat16(), torch.full((402,), torch.nan)
-        add_contributions(contributions_RW, whole_W[1:401])
-        exact_W = contributions_RW.double().sum(0)
-        assert (whole_W[1:401] - exact_W).norm() < 1e-6 * exact_W.norm()
-        assert whole_W[[0, -1]].isnan().all()
 
 
 def test_the_fastest_strategy_is_taken_on_all_ranks() -> None:

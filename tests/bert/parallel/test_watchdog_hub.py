@@ -23,7 +23,7 @@ class Peer:
     """Simulated rank or unauthorized client that is connected to the hub."""
 
     def __init__(self, port: int, said: bytes = b"") -> None:
-        self.socket = socket.create_connection(("127.0.0.1", port), timeout=PATIENCE_S)
+        self.socket = socket.create_connection(("127.0.0.1", port), timeout=60)
         self._lines = self.socket.makefile("rb")
         self.say(said)
 
