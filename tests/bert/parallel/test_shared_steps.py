@@ -94,7 +94,7 @@ def test_each_part_of_the_model_waits_for_its_weights_and_for_no_others() -> Non
 def test_fp8_weights_are_casts_of_the_gathered_weights() -> None:
     chosen = config("1,1,1,sharded,block,2,1,2,fp8")
 
-    def require_casts(mesh: Mesh) -> None:
+    def require_casts(mesh: Mesh) -> Tensor:
         step = training_step(chosen, mesh)
         for micro_batches in global_batches(mesh, 1, False, 2):
             step(micro_batches)
@@ -103,8 +103,9 @@ def test_fp8_weights_are_casts_of_the_gathered_weights() -> None:
         for dense in step.fp8.denses:
             expected = cast_fp8(dense.weight.detach(), dense.weight_site.scale, torch.zeros(()), torch.float8_e4m3fn)
             assert torch.equal(dense.weight_NK.float(), expected.float())
+        return step.flat.weights_P.clone()
 
-    on_ranks(2, require_casts)
+    assert torch.equal(*on_ranks(2, require_casts))
 
 
 def test_captured_steps_of_ranks_with_shards_are_the_steps() -> None:

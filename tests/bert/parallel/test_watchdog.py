@@ -16,6 +16,7 @@ from bert.parallel.watchdog import watchdog
 from bert.parallel.watchdog.judge import FAULT_STATUS, LINE
 from bert.parallel.watchdog.watchdog import Watchdog
 from tests.bert.parallel.forked import on_ranks
+from tests.bert.small_models import CPU
 from tests.programs import wait_for
 
 HOSTS, SITES = ("h0", "h0", "h1", "h1"), ("a", "a", "b", "b")
@@ -141,6 +142,13 @@ def test_a_launcher_that_is_lost_ends_the_run(count: int, capfd: pytest.CaptureF
         f"error: rank 1 on host h0: its launcher, process {launcher}, is gone: killed, perhaps because memory ran out\n"
     )
     assert capfd.readouterr().err == ("" if count == 1 else said)
+
+
+def test_a_single_rank_has_nobody_to_tell() -> None:
+    own = Watchdog(CPU, LONG)
+    with own.expect_progress(PhaseTracker()):
+        own.failed("nobody hears this")
+    own.close()
 
 
 def test_a_launcher_that_is_lost_before_the_ranks_have_joined_breaks_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
