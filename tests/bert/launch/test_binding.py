@@ -80,8 +80,8 @@ def test_without_gpus_the_allowed_cores_are_split(tmp_path: Path) -> None:
 
 
 SHOWS = f"{sys.executable} -c 'import os; print(sorted(os.sched_getaffinity(0)))'"
-SHOWS += '; echo "$OMP_NUM_THREADS" "${@:3}"; exit 7'
-"""Program in place of `bert.train` that shows its CPUs, its threads and its arguments."""
+SHOWS += '; echo "$CUDA_DEVICE_ORDER/$OMP_NUM_THREADS" "${@:3}"; exit 7'
+"""Program in place of `bert.train` that shows its CPUs, the order of GPUs, its threads and its arguments."""
 TORCHRUN = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
 MPIRUN = {f"OMPI_COMM_WORLD_{name}": value for name, value in
           {"RANK": "1", "SIZE": "2", "LOCAL_RANK": "1", "LOCAL_SIZE": "2"}.items()}  # fmt: skip
@@ -112,7 +112,8 @@ def test_a_rank_of_another_launcher_is_bound_and_becomes_the_training(
 ) -> None:
     done = Started(tmp_path, f"{program} --log.run 3", train=SHOWS, **variables).end()
     own, threads = (os.sched_getaffinity(0), "") if rank is None else (bound(rank).cpus, bound(rank).cores)
-    shown = f"{sorted(own)}\n{variables.get('OMP_NUM_THREADS', threads)} tiny_cpu --log.run 3\n"
+    order = "PCI_BUS_ID" if rank is not None and bound(rank).gpu else os.environ.get("CUDA_DEVICE_ORDER", "")
+    shown = f"{sorted(own)}\n{order}/{variables.get('OMP_NUM_THREADS', threads)} tiny_cpu --log.run 3\n"
     assert (done.returncode, done.stdout) == (7, shown), done.stderr
 
 
