@@ -1,6 +1,7 @@
 """Steps of ranks that share the model or the optimizer's state train as one rank does (``tests/distributed/shapes.py``)."""
 
 import threading
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -134,3 +135,28 @@ def test_captured_steps_of_ranks_with_shards_are_the_steps() -> None:
             assert_same(trained(mesh, Recording()), trained(mesh, None))
 
     on_ranks(2, compare)
+
+
+def test_sites_that_take_steps_by_themselves_settle_on_one_state() -> None:
+    """The moments are the means over the sites, and a site that has skipped a step counts as many as the other."""
+    chosen = config("1,1,1,flat,block,1,1,3,fp32")
+    chosen = replace(chosen, training=replace(chosen.training, site_steps=2))
+
+    def train_apart(mesh: Mesh) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+        step, first = training_step(chosen, mesh), torch.empty(0)
+        for number, micro_batches in enumerate(global_batches(mesh, 1, False, 3), 1):
+            step(micro_batches)
+            step.meet_sites(number)
+            first = first if len(first) else step.flat.weights_P.clone()
+        moments = [moment_P.clone() for moment_P in step.optimizer.moments()]
+        step.optimizer.steps -= mesh.rank
+        state = [tensor_P.clone() for tensor_P in step.settled_state()]
+        assert all(map(torch.equal, (step.flat.weights_P, *step.optimizer.moments()), state[:3]))
+        assert step.optimizer.steps == 3
+        return first, moments, state
+
+    one, other = on_ranks(2, train_apart, ("h0", "h1"), ("a", "b"))
+    assert not torch.equal(one[0], other[0])
+    assert [torch.equal(*pair) for pair in zip(one[2], other[2], strict=True)] == [True] * 4
+    for place in (0, 1):
+        torch.testing.assert_close(one[2][1 + place], (one[1][place] + other[1][place]) / 2)
