@@ -26,7 +26,7 @@ from bert.parallel.reduction.gradients import (
 from bert.parallel.reduction.sharded_lamb import segment_spans
 from tests.bert.parallel.forked import on_ranks, trains_in_forks
 from tests.bert.small_models import drawn_model
-from tests.distributed.worker import end_groups, regrouped
+from tests.distributed.worker import regrouped
 
 MODEL = ModelConfig(2, 32, 2, 64, 60, 40)
 TRAINING = tiny_cpu().training
@@ -78,7 +78,6 @@ def test_gradients_in_bf16_are_rounded_a_fixed_number_of_times() -> None:
                     roundings = 1
                 least, most = bounds[roundings if dtype == "bf16" else 0]
                 assert least <= error_of(reduction, flat, mesh) < most, (strategy, dtype, local_size)
-            end_groups()
 
     on_ranks(4, check_sums)
 
