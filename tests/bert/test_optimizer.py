@@ -1,4 +1,4 @@
-"""The optimizer of a model: the division of its parameters into segments, skipped steps, and the learning rate."""
+"""The optimizer of a model: the division of its parameters into segments, and the learning rate."""
 
 import pytest
 import torch
@@ -9,29 +9,6 @@ from bert.configuration.sections import ModelConfig, OptimizerConfig
 from bert.model import BertForPreTraining
 from bert.optimizer import FlatParameters, Lamb, learning_rate
 from bert.parallel.reduction.gradients import bucket_slices
-
-
-def test_the_step_count_waits_for_a_step_that_is_taken():
-    """Skipped steps do not advance the schedule and the bias corrections either."""
-    flats = [FlatParameters.of(small_model()) for _ in range(2)]
-    disturbed, plain = (Lamb(flat, OptimizerConfig(0.1, 10, num_warmup_steps=4)) for flat in flats)
-    for bad in (False, True, False, True, True, False):
-        gradient = torch.randn(flats[0].gradients_P.shape, generator=torch.Generator().manual_seed(7))
-        disturbed.flat.gradients_P.copy_(gradient)
-        if bad:
-            disturbed.flat.gradients_P[5] = torch.nan
-        else:
-            plain.flat.gradients_P.copy_(gradient)
-            plain.step()
-        disturbed.step()
-        assert not disturbed.flat.gradients_P.any()
-        assert torch.equal(flats[0].weights_P, flats[1].weights_P)
-    assert disturbed.steps.item() == plain.steps.item() == 3
-    assert disturbed.state.skipped.item() == 3
-    disturbed.reset()
-    assert disturbed.steps.item() == disturbed.state.skipped.item() == 0
-    assert not disturbed.state.momentum_P.any()
-    assert not disturbed.state.variance_P.any()
 
 
 def small_model() -> BertForPreTraining:

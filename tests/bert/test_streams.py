@@ -1,4 +1,4 @@
-"""The next step's batches are copied to the GPU while a step runs."""
+"""Batches are copied to the GPU, and gradients are sent, on streams beside that of a step."""
 
 from typing import Any
 
@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from bert.parallel.reduction import gradients
 from dataloading.batches.loader import Uploads, inert_batch
 from dataloading.batches.plan import ShapeBucket
 from tests.bert.process_groups import TimelineError
@@ -61,3 +62,22 @@ def test_batches_that_are_read_too_early_or_too_late_are_noticed(
     monkeypatch.setattr(owner, name, lambda *_: None)
     with pytest.raises(TimelineError, match=message):
         three_steps()
+
+
+def test_sums_wait_for_gradients_and_a_step_for_the_sums_that_it_reads(timeline: Timeline):
+    stream = gradients.CommunicationStream(META)
+    one, other = torch.empty(4, device=META), torch.empty(4, device=META)
+
+    def sum_up(tensor: Tensor) -> None:
+        tensor.add_(1)
+
+    first = stream.run(lambda: sum_up(one))
+    stream.run(lambda: sum_up(other))
+    side = timeline.streams[1]
+    assert (side.priority, timeline.operators[side]) == (-1, 2)
+    first()
+    one.mul_(2)
+    with pytest.raises(TimelineError, match=r"mul_.* on main writes what .*add_.* on side 1 wrote"):
+        other.mul_(2)
+    stream.join()
+    other.mul_(2)

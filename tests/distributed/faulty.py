@@ -2,24 +2,19 @@
 
 import contextlib
 import os
-import signal
-import socket
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import bert.run
 import bert.train
-from bert.model import EncoderLayer
 from bert.parallel.pipeline.stages import PipelineModel
-from bert.parallel.watchdog import watchdog
 from bert.step import TrainingStep
 from dataloading.batches.loader import NumpyLoader
 from tests.distributed.worker import before_each
 
-AT_STEP = int(os.environ.get("AT_STEP", "50"))
-"""Number of the call at which the rank fails. The default is some evaluations after the start."""
+AT_STEP = 50
+"""Number of the call at which the rank fails, some evaluations after the start."""
 
 
 def faulty(breaks: str, *arguments: str) -> int:
@@ -33,14 +28,6 @@ def faulty(breaks: str, *arguments: str) -> int:
 def at_step(owner: type, name: str, act: Callable[[], object]) -> None:
     """Call ``act`` before the ``AT_STEP``-th call of a method."""
     before_each(owner, name, lambda count, _: act() if count == AT_STEP else None)
-
-
-def fail() -> None:
-    raise RuntimeError("broken on purpose" + 100_000 * "\N{GRINNING FACE}")  # the watchdog must shorten this
-
-
-def die() -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def hang() -> None:
@@ -61,30 +48,18 @@ def delay(owner: type, name: str, times: int, first: int = 1) -> None:
     before_each(owner, name, late)
 
 
-def overflow() -> None:
-    """Make gradients infinite in every step after ``AT_STEP``, as if this rank's weights were damaged."""
-
-    def infinite(count: int, step: TrainingStep) -> None:
-        if count > AT_STEP:
-            step.flat.gradients_P[-1] = float("inf")
-
-    before_each(TrainingStep, "forward_backward", infinite)
-
-
 def hurry() -> None:
     """When another rank reports a signal, wait only one second for a signal to this rank."""
     bert.run._OWN_SIGNAL_S = 1.0
 
 
 def fill_disk() -> None:
-    """Fill the disk at ``$DISK`` with a large file at step 8, after the checkpoint of step 4 if there is to be one."""
+    """Fill the disk at ``$DISK`` with a large file at step 8."""
 
     def filled(count: int, _: object) -> None:
         disk = Path(os.environ["DISK"])
         if count != 8:
             return
-        while "--checkpoint.folder" in sys.argv and not (disk / "step_00000004").exists():
-            time.sleep(0.01)
         with (disk / "ballast").open("wb", buffering=0) as ballast, contextlib.suppress(OSError):
             while True:
                 ballast.write(bytes(4096))
@@ -92,28 +67,10 @@ def fill_disk() -> None:
     before_each(TrainingStep, "__call__", filled)
 
 
-def show_port() -> None:
-    """Cause no fault but print the port of the watchdog."""
-    listen = watchdog.listen
-
-    def shown(address: str) -> socket.socket:
-        listener = listen(address)
-        print(f"the watchdog's port: {listener.getsockname()[1]}", flush=True)
-        return listener
-
-    watchdog.listen = shown
-
-
 WAYS: dict[str, Callable[[], None]] = {
-    "raise": lambda: at_step(TrainingStep, "__call__", fail),
-    # A resumed run counts from 1 again, so it is not killed again if it ends before another AT_STEP steps.
-    "die": lambda: at_step(TrainingStep, "__call__", die),
     "hang": lambda: at_step(NumpyLoader, "__next__", hang),
     "compute": lambda: at_step(PipelineModel, "through", hang),
     "slow": lambda: delay(NumpyLoader, "__next__", 10, first=6),
-    "drag": lambda: delay(EncoderLayer, "forward", 4),
-    "overflow": overflow,
     "hurry": hurry,
     "fill": fill_disk,
-    "show": show_port,
 }

@@ -4,6 +4,8 @@ Each rank is in its own network namespace, whose interface counts all bytes that
 RANKS_OF_A_NODE of them share a node. A shape is TENSOR,PIPELINE,REDUCTION,REDUCE_DTYPE,RANKS_OF_A_NODE,ACCUMULATION.
 """
 
+import runpy
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from benchmarks.hosts import bridged_hosts, why_not
+from benchmarks.hosts import bridged_hosts, enter, why_not
 from bert.configuration.sections import ModelConfig, ParallelConfig
 from bert.parallel.mesh import Mesh
 from bert.parallel.reduction.sharded_lamb import ShardedLamb
@@ -21,9 +23,9 @@ from dataloading.batches.loader import batch_of
 from dataloading.batches.plan import MicroBatch, ShapeBucket
 from dataloading.shards.samples import synthetic_samples
 from tests.bert.small_models import step_config, training_step
-from tests.distributed.on_host import ranks_on_hosts
-from tests.distributed.ranks import WORKER, name_of
+from tests.distributed.ranks import WORKER, Ranks, free_port, name_of, program
 from tests.distributed.worker import end_groups, regrouped
+from tests.programs import Program
 
 RANKS = 4
 STEPS = 2
@@ -81,12 +83,23 @@ def in_shape(joined: Mesh, shape: str) -> list[Any]:
     return ranks
 
 
+def in_namespace(namespace: str, module: str, *arguments: str) -> None:
+    """Enter a host's namespaces and run a module as ``python -m`` would. All ranks have the same host name."""
+    enter(namespace, "h0")
+    sys.argv = [module, *arguments]
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
+
+
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
-    out = tmp_path_factory.mktemp("bytes") / "out.pt"
+    out, port = tmp_path_factory.mktemp("bytes") / "out.pt", free_port()
+    place = {"WORLD_SIZE": RANKS, "LOCAL_WORLD_SIZE": RANKS, "MASTER_ADDR": "10.77.0.1", "MASTER_PORT": port}
+    place |= {"GLOO_SOCKET_IFNAME": "v0", "OMP_NUM_THREADS": 1}
+    command = [WORKER, "tests.distributed.worker:joined", out, name_of(measured)]
     with bridged_hosts(RANKS) as hosts:
-        command = [WORKER, "tests.distributed.worker:joined", out, name_of(measured)]
-        with ranks_on_hosts(hosts, command, one_host=True) as ranks:
+        programs = [program(in_namespace, [host, *command]) for host in hosts]
+        started = [Program(*each, **place, RANK=rank, LOCAL_RANK=rank) for rank, each in enumerate(programs)]
+        with Ranks.of(started, port) as ranks:
             assert ranks.ends() == [0] * RANKS, ranks.output
     return torch.load(out)
 

@@ -9,12 +9,11 @@ from safetensors.torch import load_file
 
 from tests.conftest import SmallRun
 from tests.distributed.ranks import Ranks, compare_steps, records, run_on_ranks, train, trained
-from tests.distributed.shapes import ALONE, DROPPING, MODEL, train_all
+from tests.distributed.shapes import alone, require_same_training, train_all
 
 FP8 = ["4,1,1,flat,block,4,1,1,fp8", "2,1,1,sharded,block,4,1,1,fp8"]
 SHAPES = {
     2: [
-        "1,2,1,flat,block,1,2,4,fp64",
         "1,2,1,flat,block,1,3,3,accumulating",
         "1,2,2,sharded,block,2,4,3,dropout",
     ],
@@ -22,9 +21,8 @@ SHAPES = {
         "1,1,1,hierarchical,block,2,2,4,fp64",
         "1,1,1,sharded,cyclic,2,1,4,fp64",
         "1,1,1,sharded_world,block,2,2,4,fp64",
-        DROPPING,
+        "4,1,1,flat,block,4,1,4,fp64",
         "2,1,1,sharded,block,4,2,4,fp64",
-        "2,1,1,hierarchical,cyclic,2,1,4,fp64",
         "1,1,1,sharded+,block,2,2,4,fp64",
         "1,1,1,sharded_world+,cyclic,2,1,4,accumulating",
         "2,1,1,sharded_world+,block,4,2,3,recomputed",
@@ -36,13 +34,6 @@ SHAPES = {
     ],
     8: ["2,2,2,sharded_world,cyclic,4,2,3,fp64"],
 }
-MIXED = {"dropout": 4, "fp32": 4}
-"""Number of micro-batches of the one-rank run for a precision, as dropout and rounding depend on it. Default: 1."""
-
-
-def alone(shape: str) -> str:
-    *_, steps, precision = shape.split(",")
-    return f"1,1,1,flat,block,1,{MIXED.get(precision, 1)},{steps},{precision.replace('accumulating', 'fp64')}"
 
 
 @pytest.fixture(scope="module")
@@ -56,56 +47,9 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]
     return results
 
 
-def differences(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> dict[str, float]:
-    """Return relative differences, without key biases: softmax ignores them, so their gradients are rounding errors."""
-    assert one.keys() == other.keys()
-    kept = {name: torch.ones_like(tensor) for name, tensor in one.items()}
-    for name, ones in kept.items():
-        if name.endswith("query_key_value.bias"):
-            ones[len(ones) // 3 : 2 * len(ones) // 3] = 0
-    return {
-        name: float(((other[name] - tensor) * kept[name]).norm() / (tensor * kept[name]).norm().clamp(min=1e-30))
-        for name, tensor in one.items()
-    }
-
-
 @pytest.mark.parametrize("shape", [shape for shapes in SHAPES.values() for shape in shapes if shape not in FP8])
 def test_every_shape_trains_as_one_rank(found: dict[str, dict[str, Any]], shape: str) -> None:
-    """Compare losses and gradient norms of every step, the weights, and in fp64 the moments.
-
-    The moments after the first step are proportional to its gradients, or to their squares.
-    """
-    tensor, pipeline, _, reduction, _, local_size, *_, precision = shape.split(",")
-    precise = precision != "fp32"
-    one, other = found[alone(shape)], found[shape]
-    for step, (mean, means) in enumerate(zip(one["means"], other["means"], strict=True)):
-        for name in ("masked_lm_loss", "next_sentence_loss", "gradient_norm"):
-            assert means[name] == pytest.approx(mean[name], rel=1e-12 if precise else 1e-5), (step, name)
-        assert (means["tokens"], means["skipped_steps"]) == (mean["tokens"], 0), step
-    for when in ("first", "last"):
-        by_name = differences(one[when], other[when])
-        worst = {name: each for name, each in by_name.items() if precise or name.startswith("weight ")}
-        assert max(worst.values()) < (1e-10 if precise else 1e-5), (when, max(worst, key=worst.__getitem__))
-    assert other["correct"] == one["correct"]
-    assert one["correct"] > 0
-    assert (other["gradients"] == 0) == reduction.endswith("+")
-    if int(pipeline) > 1:
-        assert other["elements"] < one["elements"] * 0.72, "no rank has all layers"
-    elif int(tensor) > 1:
-        assert other["words"] == -(-MODEL.vocab_size // (8 * int(tensor))) * 8, "no rank has all words, or all logits"
-    else:  # docs/scaling.md states the number of values per parameter
-        shards = {"sharded": int(local_size), "sharded_world": 4}.get(reduction.rstrip("+"))
-        values = 3 if shards is None else 5 / shards
-        assert other["state_bytes"] == pytest.approx((8 if precise else 4) * values * other["elements"], rel=0.05)
-
-
-def test_dropout_is_as_random_as_on_one_rank(found: dict[str, dict[str, Any]]) -> None:
-    """Losses of a batch over many dropout draws have the same mean and a similar deviation, and all differ."""
-    one, other = (torch.tensor(found[shape]["dropped"]) for shape in (ALONE, DROPPING))
-    error = ((one.var() + other.var()) / len(other)).sqrt()
-    assert abs(other.mean() - one.mean()) < 3 * error
-    assert 0.6 < other.std() / one.std() < 1.6
-    assert len(set(other.tolist())) == len(other)
+    require_same_training(shape, found[alone(shape)], found[shape])
 
 
 @pytest.mark.parametrize("shape", FP8)

@@ -29,9 +29,9 @@ class BetweenSites:
             if group is not None and mesh.rank in members:
                 self.owned[place] = group
 
-    def slices(self, size: int, multiple: int = 1) -> list[slice]:
-        """Return the slice of each piece. All pieces but the last have equal lengths, multiples of ``multiple``."""
-        length = -(-size // (multiple * self.pieces)) * multiple
+    def slices(self, size: int) -> list[slice]:
+        """Return the slice of each piece. All pieces but the last have equal lengths."""
+        length = -(-size // self.pieces)
         return [slice(min(size, place * length), min(size, (place + 1) * length)) for place in range(self.pieces)]
 
     def all_reduce_(self, vector_N: Tensor, add: Callable[[Tensor, dist.ProcessGroup | None], object]) -> None:

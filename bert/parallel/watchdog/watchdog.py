@@ -177,11 +177,10 @@ class Watchdog:
         return {"phase": tracker.phase, "step": tracker.step, "entered": tracker.entered, "limit": limit}
 
     def _lost_hub(self, what: str) -> None:
-        # One rank of each host prints the message. It is rank 0 only if no other rank is on its host.
-        first = next((rank for rank in self._mesh.node_ranks if rank != 0), 0)
+        # The last rank of each host prints the message. It is rank 0 only if no other rank is on its host.
         self._end(
             Ending(f"rank 0 on host {self._main_host}{self._mesh.places()[0]}: {what}", rank=0),
-            self._mesh.rank == first,
+            self._mesh.rank == self._mesh.node_ranks[-1],
         )
 
     def _end(self, verdict: Ending, speaks: bool) -> None:

@@ -1,15 +1,22 @@
-"""Command lines and variables of the launcher, and of hosts that may be lost."""
+"""Command lines and variables of the launcher, of hosts that may be lost, and of the processes of a host."""
 
+import os
 import shlex
+from dataclasses import replace
 from pathlib import Path
+from typing import Any, NoReturn
 
 import pytest
 
+from bert.configuration.config import Config
+from bert.configuration.recipes import RECIPES, tiny_cpu
 from bert.launch.__main__ import Order, read_nodes, read_order
 from bert.launch.elastic import main as elastic
+from bert.launch.layout import Layout, has_gpus, layout_of
 from bert.launch.series import Nodes
 
-NAMES = ("NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "LAST_CALL")
+LAYOUT = "NPROC", "OMP_NUM_THREADS"
+NAMES = (*LAYOUT, "NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "LAST_CALL")
 TWO = {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "a"}
 HOSTILE = ["-1", "08", "1e2", "a[$(>opened)]", "2\n", "two words", "'", "\N{ARABIC-INDIC DIGIT TWO}", "9" * 30]
 
@@ -94,13 +101,16 @@ def test_nodes_are_read_whole_or_refused(variables: pytest.MonkeyPatch) -> None:
         ("4:3 h0:1 tiny_cpu", "the numbers of hosts are '4:3'"),
         ("'2:a[$(>opened)]' h0:1 tiny_cpu", "the numbers of hosts are '2:a["),
         ("3:4", "the place to meet is ''"),
+        ("3:4 h0:1 tiny_cpu", "set --checkpoint.folder"),
         ("3:4 h0 tiny_cpu", "the place to meet is 'h0'"),
         ("3:4 h0:1", "expected launch/elastic.sh 3:4 h0:1 RECIPE -- settings"),
         ("3:4 h0:1 tiny_cpu --log.run 3", "expected launch/elastic.sh 3:4 h0:1 RECIPE -- settings"),
         ("3:4 h0:1 tiny_gpu", "unknown recipe 'tiny_gpu'"),
         ("3:4 h0:1 tiny_cpu -- --checkpoint.every-steps 9", "set --checkpoint.folder"),
         ("3:4 h0:1 tiny_cpu -- --checkpoint.foldr here", "did you mean --checkpoint.folder?"),
+        ("3:4 h0:1 tiny_cpu more", "expected launch/elastic.sh 3:4 h0:1 RECIPE -- settings"),
         ("--meet", "PORT is ''"),
+        ("--meet 65536", "PORT is '65536', expected a whole number of at least 1 and at most 65535"),
         ("--meet 29400 more", "PORT is '29400 more'"),
         ("--meet 'a[$(>opened)]'", "PORT is 'a["),
     ],
@@ -112,7 +122,79 @@ def test_wrong_words_about_hosts_are_one_line(words: str, complaint: str, capsys
     assert complaint in line
 
 
-def test_the_last_call_is_bounded(variables: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_host_becomes_an_agent_of_torchrun(
+    variables: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The ranks get no defaults of torchrun's options, and the threads of the layout."""
+    started: list[tuple[str, list[str], dict[str, str]]] = []
+
+    def execve(*given: Any) -> NoReturn:
+        started.append(given)
+        raise OSError("started")
+
+    variables.setattr(os, "execve", execve)
+    for name, value in {"PET_STANDALONE": "1", "NPROC": "3", "OMP_NUM_THREADS": "5", "LAST_CALL": "3600"}.items():
+        variables.setenv(name, value)
+    settings = f"--checkpoint.folder {tmp_path}"
+    options = f"--nproc-per-node 3 --max-restarts 1000 --rdzv-backend c10d --rdzv-endpoint h0:1 --rdzv-id {tmp_path}"
+    options += " --rdzv-conf is_host=0,last_call_timeout=3600 --log-dir /dev/null"
+    for hosts, address in (("3:4", ""), ("3:3", " --local-addr 10.0.0.1")):
+        variables.setenv("ADDRESS", address.rpartition(" ")[2])
+        assert elastic(shlex.split(f"{hosts} h0:1 tiny_cpu -- {settings}")) == 2, "because it has raised"
+        program, command, environment = started.pop()
+        module = "bert.launch.binding" if has_gpus() else "bert.train"
+        said = f"{program} -m torch.distributed.run --nnodes {hosts} {options}{address} -m {module} tiny_cpu {settings}"
+        assert command == shlex.split(said)
+        assert (environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"], environment["OMP_NUM_THREADS"]) == ("1", "5")
+        assert "PET_STANDALONE" not in environment
+    capsys.readouterr()
     variables.setenv("LAST_CALL", "3601")
     assert elastic(["3:4", "h0:1", "tiny_cpu"]) == 2
-    assert "LAST_CALL is '3601', expected a whole number of at least 0 and at most 3600" in capsys.readouterr().err
+    said = "error: LAST_CALL is '3601', expected a whole number of at least 0 and at most 3600\n"
+    assert (capsys.readouterr().err, started) == (said, [])
+
+
+def test_variables_state_the_layout_and_wrong_ones_are_refused(variables: pytest.MonkeyPatch) -> None:
+    config = tiny_cpu()
+    variables.setenv("OMP_NUM_THREADS", "5")
+    assert layout_of(config).threads == 5
+    variables.setenv("NPROC", "3")
+    assert layout_of(config) == Layout(3, 5)
+    for name in LAYOUT:
+        for wrong in HOSTILE:
+            with variables.context() as patch:
+                patch.setenv(name, wrong)
+                with pytest.raises(ValueError, match=f"^{name} is .*, expected a whole number of at least"):
+                    layout_of(config)
+
+
+def wide(config: Config) -> Config:
+    return replace(config, model=replace(config.model, hidden_size=768))
+
+
+def odd_batch(config: Config) -> Config:
+    return replace(config, training=replace(config.training, global_batch_size=33))
+
+
+@pytest.mark.parametrize(
+    ("config", "cores", "gpus", "expected"),
+    [
+        (tiny_cpu(), 1, 0, Layout(1, 1)),
+        (tiny_cpu(), 2, 8, Layout(2, 1)),
+        (tiny_cpu(), 16, 0, Layout(2, 2)),
+        (RECIPES["own_text_cpu"](), 2, 0, Layout(2, 1)),
+        (RECIPES["own_text_cpu"](), 16, 8, Layout(2, 2)),
+        (wide(RECIPES["own_text_cpu"]()), 16, 0, Layout(1, 16)),
+        (odd_batch(tiny_cpu()), 16, 0, Layout(1, 2)),
+        (RECIPES["h100_1x8"](), 224, 8, Layout(8, 28)),
+        (RECIPES["h100_1x8"](), 4, 8, Layout(8, 1)),
+        (RECIPES["h100_1x8"](), 16, 0, Layout(1, 16)),
+    ],
+)
+def test_defaults_follow_the_device_the_cores_and_the_model(
+    config: Config, cores: int, gpus: int, expected: Layout, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)))
+    monkeypatch.setattr("shutil.which", lambda name: f"/bin/{name}" if gpus else None)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: gpus)
+    assert layout_of(config) == expected

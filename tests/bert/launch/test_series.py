@@ -45,14 +45,10 @@ def test_each_run_is_checked_and_the_verdict_comes_last(tmp_path: Path, log: Pat
     started = start(tmp_path, "tiny_cpu 2", logs(log), OMP_NUM_THREADS="3")
     done = started.end()
     assert (done.returncode, done.stderr) == (0, "")
-    run = ["bert.train check", "bert.train"]
-    assert modules(started.calls) == [*run, *run, *["compliance"] * 4]
-    assert started.calls[1] == f"bert.train tiny_cpu {SETTINGS}"
+    run = [f"bert.train tiny_cpu {SETTINGS}{option}" for option in (" --dry-run", "")]
     system = f"system --out {tmp_path}/results/systems/my system.json --division open"
-    assert started.calls[-4:] == [
-        f"compliance {words}"
-        for words in (f"check {log} {log}", system, f"summary {log.parent}", f"report {log.parent}")
-    ]
+    verdict = f"check {log} {log}", system, f"summary {log.parent}", f"report {log.parent}"
+    assert started.calls == [*run, *run, *(f"compliance {words}" for words in verdict)]
     said = [f"==> tiny_cpu, run {number} of 2: 1 process with 3 threads each" for number in (1, 2)]
     assert done.stdout.splitlines() == [*said, "==> check, summary and report"]
 
@@ -60,19 +56,10 @@ def test_each_run_is_checked_and_the_verdict_comes_last(tmp_path: Path, log: Pat
 def test_runs_without_a_target_are_not_judged_by_rules(tmp_path: Path) -> None:
     log = write_experiment(tmp_path / "results/my system/bert", 0, (0.1,), status="aborted")
     started = start(tmp_path, "tiny_cpu", logs(log, "exit 130"))
-    assert started.end().returncode == 130
-    assert started.calls[-2:] == [f"compliance {word} {log.parent}" for word in ("summary", "report")]
-    assert modules(started.calls) == ["bert.train check", "bert.train", *["compliance"] * 2]
+    done = started.end()
+    assert (done.returncode, done.stdout.splitlines()[1:]) == (130, ["==> summary and report"])
+    assert started.calls[2:] == [f"compliance {word} {log.parent}" for word in ("summary", "report")]
     assert not list((tmp_path / "tmp").iterdir())
-
-
-def test_a_described_system_is_not_described_again(tmp_path: Path, log: Path) -> None:
-    description = tmp_path / "results/systems/my system.json"
-    description.parent.mkdir()
-    description.write_text("{}")
-    started = start(tmp_path, "tiny_cpu", logs(log))
-    assert started.end().returncode == 0
-    assert not [call for call in started.calls if call.startswith("compliance system")]
 
 
 @pytest.mark.parametrize(
@@ -81,69 +68,80 @@ def test_a_described_system_is_not_described_again(tmp_path: Path, log: Path) ->
         # A wrong input ends the series before anything is trained.
         ({"check": "echo error: wrong >&2; exit 2"}, 2, "error: wrong\n", "check"),
         # A run that misses its target does not.
-        ({"train": "LOG exit 1"}, 1, "", "check train check train compliance"),
-        ({"train": "LOG exit 3"}, 3, "", "check train check train compliance"),
-        ({"train": "LOG kill -9 $$"}, 137, "warning: signal 9 has ended run 1: no further", "check train compliance"),
-        ({"train": "exit 0"}, 1, "error: run 1 has left no log\nerror: run 2", "check train check train"),
+        ({"train": "LOG exit 1"}, 1, "", "check train check train VERDICT"),
+        ({"train": "LOG exit 3"}, 3, "", "check train check train VERDICT"),
+        ({"train": "LOG exit 128"}, 128, "", "check train check train VERDICT"),
+        (
+            {"train": "LOG kill -9 $$"},
+            *(137, "warning: signal 9 has ended run 1: no further runs are started\n", "check train VERDICT"),
+        ),
+        (
+            {"train": "exit 0"},
+            *(1, "".join(f"error: run {run} has left no log\n" for run in (1, 2)), "check train check train"),
+        ),
         ({"train": "exit 2"}, 2, "", "check train check train"),
-        ({"compliance": "[[ $3 != summary ]]"}, 1, "", "check train check train compliance"),
+        ({"compliance": "[[ $3 != summary ]]"}, 1, "", "check train check train VERDICT"),
     ],
 )
 def test_a_failure_ends_what_depends_on_it(
     tmp_path: Path, log: Path, scripts: dict[str, str], status: int, said: str, programs: str
 ) -> None:
+    """The system is described already, so it is not described again."""
+    description = tmp_path / "results/systems/my system.json"
+    description.parent.mkdir()
+    description.touch()
     scripts = {name: script.replace("LOG", logs(log, "")) for name, script in scripts.items()}
     started = start(tmp_path, "tiny_cpu 2", **{"train": logs(log)} | scripts)
     done = started.end()
-    assert done.returncode == status, done.stderr
-    assert done.stderr.startswith(said)
-    assert not said or said.count("\n") <= done.stderr.count("\n") <= 2
+    assert (done.returncode, done.stderr) == (status, said)
     short = {"bert.train check": "check", "bert.train": "train"}
-    found = [short.get(name, name) for name in modules(started.calls)]
-    assert list(dict.fromkeys(found)) == list(dict.fromkeys(programs.split()))
-    assert found.count("train") == programs.split().count("train")
-    assert found.count("compliance") == 4 * programs.split().count("compliance")
-
-
-def test_processes_are_started_by_torchrun_without_elastic_agents(tmp_path: Path, log: Path) -> None:
-    shows = 'env | grep -c ^PET_ >&2; echo "$OMP_NUM_THREADS" >&2;'
-    started = start(tmp_path, "tiny_cpu", shows + logs(log), NPROC="2", OMP_NUM_THREADS="5", PET_STANDALONE="1")
-    assert started.end().stderr == "0\n5\n"
-    check, train, *_ = started.calls
-    assert check == f"bert.train tiny_cpu {SETTINGS} --dry-run"
-    options = dict(re.findall(r"--([a-z-]+) (\S+)", train.partition(" -m ")[0]))
-    port, folder = options.pop("master-port"), options.pop("log-dir")
-    assert options == {"nproc-per-node": "2", "nnodes": "1", "node-rank": "0", "master-addr": "127.0.0.1"}
-    assert 10_000 <= int(port) < 32_000
-    assert Path(folder).parent == tmp_path / "tmp"
-    assert train.endswith(f" -m bert.train tiny_cpu {SETTINGS}")
+    found = [short.get(name, call.split()[1]) for name, call in zip(modules(started.calls), started.calls, strict=True)]
+    assert found == programs.replace("VERDICT", "check summary report").split()
 
 
 @pytest.mark.parametrize(
-    "task",
+    ("variables", "options", "said"),
     [
-        # srun starts one launcher for each node, or a user starts one by hand in the shell of salloc.
-        {"SLURM_STEP_ID": "0", "SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2"},
-        {"SLURM_STEP_ID": "4294967290", "SLURM_PROCID": "0"},
+        (
+            {"NPROC": "2", "OMP_NUM_THREADS": "5", "PET_STANDALONE": "1"},
+            "--nproc-per-node 2 --nnodes 1 --node-rank 0 --master-addr 127.0.0.1 --master-port [123]....",
+            "2 2 claim\nunset 5 0\nerror: run 1 has left no log\n",
+        ),
+        (
+            TWO_NODES | {"NODE_RANK": "1", "NPROC": "3", "OMP_NUM_THREADS": "2"},
+            "--nproc-per-node 3 --nnodes 2 --node-rank 1 --master-addr h0 --master-port 29999",
+            "6 3 claim\nunset 2 0\n",  # only node 0 has a log
+        ),
+        *(
+            # srun starts one launcher for each node, or a user starts one by hand in the shell of salloc.
+            (
+                TWO_NODES | task | {"NODE_RANK": "1", "NPROC": "4", "OMP_NUM_THREADS": "2"},
+                "--nproc-per-node 4 --nnodes 2 --node-rank 1 --master-addr h0 --master-port 29999",
+                "8 4 claim\nunset 2 0\n",
+            )
+            for task in (
+                {"SLURM_STEP_ID": "0", "SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2"},
+                {"SLURM_STEP_ID": "4294967290", "SLURM_PROCID": "0"},
+            )
+        ),
     ],
 )
-def test_a_slurm_task_with_nnodes_starts_the_processes_of_its_node(tmp_path: Path, task: dict[str, str]) -> None:
-    started = start(tmp_path, "tiny_cpu", "exit 0", **task | TWO_NODES, NODE_RANK="1", NPROC="4")
-    assert started.end().returncode == 0
-    assert "--nproc-per-node 4 --nnodes 2 --node-rank 1 --master-addr h0" in started.calls[1]
-
-
-def test_a_check_knows_all_ranks_and_that_a_run_follows(tmp_path: Path) -> None:
-    shows = 'echo "$WORLD_SIZE $LOCAL_WORLD_SIZE ${MLPERF_BERT_CLAIM:+claim}" >&2'
-    place = TWO_NODES | {"NODE_RANK": "1", "NPROC": "3"}
-    started = start(tmp_path, "tiny_cpu", "exit 0", check=shows, **place)
+def test_torchrun_starts_the_processes_of_a_node_without_elastic_agents(
+    tmp_path: Path, variables: dict[str, str], options: str, said: str
+) -> None:
+    """The check before a run knows all ranks, and that a run follows."""
+    check = 'echo "$WORLD_SIZE $LOCAL_WORLD_SIZE ${MLPERF_BERT_CLAIM:+claim}" >&2'
+    shows = 'echo "${WORLD_SIZE-unset} $OMP_NUM_THREADS $(env | grep -c ^PET_)" >&2'
+    started = start(tmp_path, "tiny_cpu", shows, check=check, **variables)
     done = started.end()
-    assert (done.returncode, done.stderr) == (0, "6 3 claim\n")  # without a log, because only node 0 has one
-    assert "--nnodes 2 --node-rank 1 --master-addr h0 --master-port 29999" in started.calls[1]
-    assert modules(started.calls) == ["bert.train check", "torch.distributed.run"]
+    assert (done.returncode, done.stderr) == (said.count("error"), said)
+    assert started.calls[0] == f"bert.train tiny_cpu {SETTINGS} --dry-run"
+    folder = f"--log-dir {tmp_path}/tmp/mlperf-bert-\\w+"
+    assert re.fullmatch(f"torch.distributed.run {options} {folder} -m bert.train tiny_cpu {SETTINGS}", started.calls[1])
+    assert len(started.calls) == 2
 
 
-def test_a_port_that_is_taken_ends_the_series_but_not_the_verdict(tmp_path: Path, log: Path) -> None:
+def test_a_port_that_is_taken_ends_the_series(tmp_path: Path, log: Path) -> None:
     with socket.create_server(("", 0)) as other:
         taken = TWO_NODES | {"MASTER_PORT": str(other.getsockname()[1]), "NODE_RANK": "0"}
         started = start(tmp_path, "tiny_cpu", logs(log), **taken)
@@ -153,77 +151,77 @@ def test_a_port_that_is_taken_ends_the_series_but_not_the_verdict(tmp_path: Path
     assert started.calls == []
 
 
+WITHOUT_GPUS = ":".join(each for each in os.environ["PATH"].split(":") if not Path(each, "nvidia-smi").exists())
+
+
 @pytest.mark.parametrize(
     ("words", "variables", "status", "world_size"),
     [
-        ("--prepare tiny_cpu", {"NPROC": "2", "NNODES": "3"}, 0, "6"),
-        ("--prepare tiny_cpu", {"WORLD_SIZE": "64"}, 0, "64"),
+        ("--prepare tiny_cpu --", {"NPROC": "2", "NNODES": "3"}, 0, "6"),
+        ("--prepare tiny_cpu --", {"WORLD_SIZE": "64"}, 0, "64"),
         ("--prepare tiny_cpu -- --dry-run", {}, 10, "1"),
         ("--prepare tiny_cpu -- --print-config", {}, 10, None),
         ("tiny_cpu 1 -- --dry-run", {}, 0, "1"),
         ("tiny_cpu 1 -- --print-config", {}, 0, None),
+        # If there are no GPUs here, the ranks are those of the recipe.
+        ("h100_1x8 1 -- --dry-run", {"NPROC": "", "PATH": WITHOUT_GPUS}, 0, "unset"),
+        ("h100_1x8 1 -- --dry-run", {"NPROC": "4", "PATH": WITHOUT_GPUS}, 0, "4"),
+        ("--prepare h100_1x8 --", {"NPROC": "", "NNODES": "2", "PATH": WITHOUT_GPUS}, 0, "2"),
     ],
 )
 def test_a_preparation_is_only_checked(
     tmp_path: Path, words: str, variables: dict[str, str], status: int, world_size: str | None
 ) -> None:
-    settings = f"{words} {SETTINGS}" if " -- " in words else f"{words} -- {SETTINGS}"
-    shows = 'echo "$WORLD_SIZE ${MLPERF_BERT_CLAIM-none}" >&2'
-    started = Started(tmp_path, f"bert.launch {settings}", dry_run=shows, **{"NPROC": "1"} | variables)
+    shows = 'echo "${WORLD_SIZE-unset} ${MLPERF_BERT_CLAIM-none}" >&2'
+    started = Started(tmp_path, f"bert.launch {words} {SETTINGS}", dry_run=shows, **{"NPROC": "1"} | variables)
     done = started.end()
-    assert done.returncode == status, done.stderr
-    assert done.stderr == (f"{world_size} none\n" if world_size else "")
+    assert (done.returncode, done.stderr) == (status, f"{world_size} none\n" if world_size else "")
     assert [call.split()[0] for call in started.calls] == (["cluster.dry_run"] if world_size else [])
     assert ("# config.recipe: tiny_cpu\n" in done.stdout) == ("print" in words)
 
 
-def test_the_dry_run_of_a_gpu_recipe_takes_the_ranks_from_the_recipe_if_there_are_no_gpus_here(tmp_path: Path) -> None:
-    shows = 'echo "${WORLD_SIZE-unset}" >&2'
-    own = os.environ["PATH"].split(":")
-    path = ":".join(folder for folder in own if not Path(folder, "nvidia-smi").exists())
-    started = Started(tmp_path, "bert.launch h100_1x8 1 -- --dry-run", dry_run=shows, PATH=path)
-    assert started.end().stderr == "unset\n"
+LOOP = "touch FILE; while :; do sleep 0.02; done"
+WAITS = f"trap 'echo got INT >&2; exit 5' INT; trap 'echo got TERM >&2; exit 6' TERM; {LOOP}"
+STOPPING = "stopping after this step; again to end now\n"
 
 
-NOTES = "trap 'echo got INT >&2; exit 5' INT; trap 'echo got TERM >&2; exit 6' TERM"
-WAITS = f"{NOTES}; touch FILE; while :; do sleep 0.02; done"
+def interrupt(started: Started, folder: Path, number: int) -> None:
+    """Send a signal to the launcher as soon as its program waits in a loop."""
+    wait_for((folder / "waiting").exists, started.process)
+    started.process.send_signal(number)
 
 
 @pytest.mark.parametrize(
-    ("scripts", "number", "status", "said"),
+    ("scripts", "number", "status", "said", "trained"),
     [
-        ({"check": WAITS}, signal.SIGINT, 130, "interrupted got TERM"),
-        ({"train": WAITS}, signal.SIGINT, 130, "interrupted got TERM"),
-        ({"train": WAITS}, signal.SIGTERM, 143, "interrupted got TERM"),
-        ({"train": f"LOG {WAITS}"}, signal.SIGINT, 130, "stopping after this step; again to end now got INT"),
-        ({"train": f"LOG {WAITS}"}, signal.SIGTERM, 143, "stopping after this step; again to end now got TERM"),
-        ({"train": f"LOG {WAITS}"}, signal.SIGHUP, 129, "stopping after this step; again to end now got TERM"),
-        ({"compliance": WAITS}, signal.SIGINT, 130, "interrupted got TERM"),
+        ({"check": WAITS}, signal.SIGINT, 130, "interrupted\ngot TERM\n", 0),
+        ({"train": WAITS}, signal.SIGINT, 130, "interrupted\ngot TERM\n", 1),
+        ({"train": WAITS}, signal.SIGTERM, 143, "interrupted\ngot TERM\n", 1),
+        ({"train": f"LOG {WAITS}"}, signal.SIGINT, 130, f"{STOPPING}got INT\n", 1),
+        ({"train": f"LOG {WAITS}"}, signal.SIGTERM, 143, f"{STOPPING}got TERM\n", 1),
+        ({"train": f"LOG {WAITS}"}, signal.SIGHUP, 129, f"{STOPPING}got TERM\n", 1),
+        ({"compliance": WAITS}, signal.SIGINT, 130, "interrupted\ngot TERM\n", 2),
     ],
 )
 def test_a_signal_is_answered_at_once_and_passed_on(
-    tmp_path: Path, log: Path, scripts: dict[str, str], number: int, status: int, said: str
+    tmp_path: Path, log: Path, scripts: dict[str, str], number: int, status: int, said: str, trained: int
 ) -> None:
-    waiting = tmp_path / "waiting"
-    scripts = {name: text.replace("LOG", logs(log, "")).replace("FILE", str(waiting)) for name, text in scripts.items()}
+    waiting = f"{tmp_path}/waiting"
+    scripts = {name: text.replace("LOG", logs(log, "")).replace("FILE", waiting) for name, text in scripts.items()}
     started = start(tmp_path, "tiny_cpu 2", **{"train": logs(log)} | scripts)
-    wait_for(waiting.exists, started.process)
-    started.process.send_signal(number)
+    interrupt(started, tmp_path, number)
     done = started.end()
-    assert done.returncode == status, done.stderr
-    assert " ".join(line for line in done.stderr.splitlines() if line != "Terminated") == said  # bash says this itself
+    assert (done.returncode, done.stderr.replace("Terminated\n", "")) == (status, said)  # bash says this itself
     called = modules(started.calls)
-    assert called.count("bert.train") == (2 if "compliance" in scripts else "train" in scripts)
-    assert ("compliance" in called) == (said.startswith("stopping") or "compliance" in scripts)
+    assert called.count("bert.train") == trained
+    assert called.count("compliance") == (4 if said.startswith("stopping") else trained == 2)
     assert not list((tmp_path / "tmp").iterdir())
 
 
 def test_torchrun_is_killed_before_there_is_a_log_and_its_ranks_are_not(tmp_path: Path) -> None:
-    rank = f"trap 'touch {tmp_path}/ended; exit' TERM; touch {tmp_path}/waiting; while :; do sleep 0.02; done"
-    torchrun = f"trap 'echo got TERM >&2; exit' TERM; ({rank}) & wait"
-    started = start(tmp_path, "tiny_cpu", torchrun, NPROC="2")
-    wait_for((tmp_path / "waiting").exists, started.process)
-    started.process.terminate()
+    rank = f"trap 'touch {tmp_path}/ended; exit' TERM; {LOOP}".replace("FILE", f"{tmp_path}/waiting")
+    started = start(tmp_path, "tiny_cpu", f"trap 'echo got TERM >&2; exit' TERM; ({rank}) & wait", NPROC="2")
+    interrupt(started, tmp_path, signal.SIGTERM)
     done = started.end()
     assert (done.returncode, done.stderr) == (143, "interrupted\n")
     assert (tmp_path / "ended").exists()
@@ -241,35 +239,29 @@ def test_output_that_nobody_reads_ends_nothing(tmp_path: Path, log: Path) -> Non
 
 
 def test_the_third_signal_kills(tmp_path: Path, log: Path) -> None:
-    stubborn = f"trap 'echo got INT >&2' INT; {logs(log, '')} touch {tmp_path}/waiting; while :; do sleep 0.02; done"
+    stubborn = f"trap 'echo got INT >&2' INT; {logs(log, '')} {LOOP}".replace("FILE", f"{tmp_path}/waiting")
     started = start(tmp_path, "tiny_cpu", stubborn)
     wait_for((tmp_path / "waiting").exists, started.process)
     assert started.process.stderr
-    lines: list[str] = []
+    lines = list[str]()
     while len(lines) < 4:  # two lines from the launcher and two from the program
         if len(lines) % 2 == 0:
             started.process.send_signal(signal.SIGINT)
         lines.append(started.process.stderr.readline())
     started.process.send_signal(signal.SIGINT)
     assert started.end().returncode == 130
-    assert sorted(lines) == ["ending now\n", "got INT\n", "got INT\n", "stopping after this step; again to end now\n"]
+    assert sorted(lines) == ["ending now\n", "got INT\n", "got INT\n", STOPPING]
 
 
 def test_a_killed_launcher_takes_its_program_along(tmp_path: Path) -> None:
-    note = tmp_path / "ended"
-    started = start(
-        tmp_path, "tiny_cpu", f"trap 'touch {note}; exit' TERM; touch {tmp_path}/waiting; while :; do sleep 0.02; done"
-    )
-    wait_for((tmp_path / "waiting").exists, started.process)
-    started.process.kill()
-    started.process.wait()
-    wait_for(note.exists)
+    ends = f"trap 'touch {tmp_path}/ended; exit' TERM; {LOOP}".replace("FILE", f"{tmp_path}/waiting")
+    interrupt(start(tmp_path, "tiny_cpu", ends), tmp_path, signal.SIGKILL)
+    wait_for((tmp_path / "ended").exists)
 
 
 def test_the_verdict_waits_for_processes_whose_launcher_was_killed(tmp_path: Path, log: Path) -> None:
-    note = tmp_path / "ended"
-    train = f"(sleep 0.5; touch {note}) & {logs(log, '')} kill -9 $$"
-    started = start(tmp_path, "tiny_cpu", train, compliance=f"[[ -e {note} ]]")
+    train = f"(sleep 0.5; touch {tmp_path}/ended) & {logs(log, '')} kill -9 $$"
+    started = start(tmp_path, "tiny_cpu", train, compliance=f"[[ -e {tmp_path}/ended ]]")
     assert started.end().returncode == 137
     assert modules(started.calls).count("compliance") == 4
 
@@ -278,8 +270,7 @@ def test_ignored_signals_stay_ignored(tmp_path: Path, log: Path) -> None:
     """``nohup`` ignores SIGHUP."""
     train = f"touch {tmp_path}/waiting; while [[ ! -e {tmp_path}/go ]]; do sleep 0.02; done; {logs(log)}"
     started = start(tmp_path, "tiny_cpu", train, ignored="SIGHUP")
-    wait_for((tmp_path / "waiting").exists, started.process)
-    started.process.send_signal(signal.SIGHUP)
+    interrupt(started, tmp_path, signal.SIGHUP)
     (tmp_path / "go").touch()
     done = started.end()
     assert (done.returncode, done.stderr) == (0, "")

@@ -1,4 +1,4 @@
-"""Division of layers into stages."""
+"""Division of a model: layers among stages, and parameters among the ranks of a tensor group."""
 
 from itertools import combinations, pairwise
 
@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from bert.configuration.sections import ModelConfig
-from bert.model import BertForPreTraining
+from bert.model import parameter_shapes
 from bert.parallel.pipeline.stages import divided, layer_costs, stages_of
+from bert.parallel.tensor.shards import Split, split_of
 
 
 @pytest.mark.parametrize("count", range(1, 7))
@@ -24,21 +25,55 @@ def test_no_other_division_has_a_lower_highest_cost_or_is_as_even(count: int) ->
 
 
 def test_the_last_stage_has_more_layers_as_its_last_one_and_the_heads_cost_less_than_another() -> None:
-    costs = layer_costs(ModelConfig())
-    assert costs[0] == 12 * 1024**2
-    assert 0.6 < costs[-1] / costs[0] < 0.8
-    assert [len(stage.layers) for stage in stages_of(ModelConfig(), 4)] == [6, 6, 6, 6]
-    assert [len(stage.layers) for stage in stages_of(ModelConfig(num_hidden_layers=7), 2)] == [3, 4]
+    """The last layer has keys and values of all tokens, and the rest and the heads for 15 % of them."""
+    for hidden, wide, words in ((1024, 4096, 30522), (512, 512, 65000)):
+        for layers in (2, 6):
+            *others, last = layer_costs(ModelConfig(layers, hidden, 8, wide, words))
+            assert others == [4 * hidden**2 + 2 * hidden * wide] * (layers - 1)
+            rest = 2 * hidden**2 + 2 * hidden * wide + hidden**2 + hidden * words
+            assert last == pytest.approx(2 * hidden**2 + 0.15 * rest, rel=1e-12)
+    assert [list(stage.layers) for stage in stages_of(ModelConfig(num_hidden_layers=7), 2)] == [[0, 1, 2], [3, 4, 5, 6]]
     wordy = ModelConfig(num_hidden_layers=6, vocab_size=65000, hidden_size=512, intermediate_size=512)
-    assert [len(stage.layers) for stage in stages_of(wordy, 2)] == [4, 2]
+    assert [list(stage.layers) for stage in stages_of(wordy, 2)] == [[0, 1, 2, 3], [4, 5]]
 
 
 def test_every_parameter_has_one_stage_that_updates_it() -> None:
-    with torch.device("meta"):
-        model = BertForPreTraining(ModelConfig(num_hidden_layers=5))
-    stages = stages_of(model.config, 3)
+    stages = stages_of(ModelConfig(num_hidden_layers=5), 3)
     assert [(stage.is_first, stage.is_last) for stage in stages] == [(True, False), (False, False), (False, True)]
-    for name, _ in model.named_parameters():
-        [owner] = [stage for stage in stages if stage.owns(name)]
-        assert owner.is_first or not name.startswith("embeddings.")
-        assert owner.is_last or name.startswith(("embeddings.", "layers."))
+    for name in parameter_shapes(ModelConfig(num_hidden_layers=5)):
+        first, _, rest = name.partition(".")
+        place = (0, 1, 1, 2, 2)[int(rest[0])] if first == "layers" else 0 if first == "embeddings" else 2
+        assert [stage.owns(name) for stage in stages] == [place == index for index in range(3)], name
+
+
+def test_shards_are_consecutive_parts_of_every_block_and_go_together_again() -> None:
+    """If a block does not divide, its last shards are padded with zeros. Lengths are multiples, of words for example."""
+    for split, shards in (
+        (Split((3,), 2, 0), [[1, 2], [3, 0]]),
+        (Split((6,), 2, 0, blocks=3), [[1, 3, 5], [2, 4, 6]]),
+        (Split((6,), 2, 0, blocks=2), [[1, 2, 4, 5], [3, 0, 6, 0]]),
+        (Split((2, 3), 2, 1), [[[1, 2], [4, 5]], [[3, 0], [6, 0]]]),
+        (Split((2, 4), 2, 1, blocks=2), [[[1, 3], [5, 7]], [[2, 4], [6, 8]]]),
+        (Split((5, 1), 3, 0, multiple=2), [[[1], [2]], [[3], [4]], [[5], [0]]]),
+        (Split((2,), 3, 0), [[1], [2], [0]]),
+    ):
+        whole = torch.arange(1, 1 + torch.Size(split.shape).numel()).view(split.shape)
+        found = [split.shard(whole, rank) for rank in range(split.ranks)]
+        assert [shard.tolist() for shard in found] == shards
+        assert {tuple(shard.shape) for shard in found} == {split.shard_shape}
+        assert torch.equal(split.whole(torch.stack([shard.flatten() for shard in found])), whole)
+
+
+def test_products_are_divided_by_columns_then_rows_and_all_else_is_on_all_ranks() -> None:
+    shapes = parameter_shapes(ModelConfig(2, 8, 2, 16, 30, 12))
+    found = {name: split for name, shape in shapes.items() if (split := split_of(name, shape, 2))}
+    inner = {
+        "query_key_value.weight": Split((24, 8), 2, 0, blocks=3),
+        "query_key_value.bias": Split((24,), 2, 0, blocks=3),
+        "attention_output.weight": Split((8, 8), 2, 1),
+        "intermediate.weight": Split((16, 8), 2, 0),
+        "intermediate.bias": Split((16,), 2, 0),
+        "output.weight": Split((8, 16), 2, 1),
+    }
+    ends = {"embeddings.word": Split((30, 8), 2, 0, multiple=8), "decoder_bias": Split((30,), 2, 0, multiple=8)}
+    assert found == ends | {f"layers.{layer}.{name}": split for layer in (0, 1) for name, split in inner.items()}

@@ -1,4 +1,4 @@
-"""Disks fill up during a run. Small tmpfs mounts hold the checkpoints or the results."""
+"""A disk fills up during a run. A small tmpfs mount holds the results."""
 
 import errno
 import json
@@ -11,16 +11,16 @@ import pytest
 
 from tests.conftest import SmallRun
 from tests.distributed.faulty import faulty
-from tests.distributed.ranks import Ranks, records, train
+from tests.distributed.ranks import Ranks
 
 FULL = os.strerror(errno.ENOSPC)
 
 
 @pytest.fixture
-def disk(tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Mount a disk whose size in KiB is the parameter, and return its folder, which ``$DISK`` names too."""
+def disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Mount a small disk, and return its folder, which ``$DISK`` names too."""
     (folder := tmp_path / "disk").mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", f"size={request.param}k", "tmpfs", str(folder)]
+    command = ["mount", "-t", "tmpfs", "-o", "size=18000k", "tmpfs", str(folder)]
     if os.geteuid() != 0 or subprocess.run(command, capture_output=True, check=False).returncode:
         pytest.skip("a tmpfs cannot be mounted here: it needs root")
     monkeypatch.setenv("DISK", str(folder))
@@ -28,22 +28,6 @@ def disk(tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.Mon
     subprocess.run(["umount", "--lazy", str(folder)], check=True)
 
 
-@pytest.mark.parametrize("disk", [2000], indirect=True)
-def test_a_checkpoint_without_room_is_a_warning_and_older_stay(small_run: SmallRun, tmp_path: Path, disk: Path) -> None:
-    settings = {"training__max_samples": 16 * 12, "evaluation__interval_samples": 96, "checkpoint__every_steps": 4}
-    arguments = small_run.arguments(tmp_path, checkpoint__folder=disk, **settings)
-    with Ranks(["fill:0", *arguments], 1, faulty) as started:
-        assert started.ends() == [1], started.output
-    assert [record["step"] for record in records(tmp_path, "step")] == list(range(1, 13))
-    texts = [str(record["text"]) for record in records(tmp_path, "warning")]
-    assert texts == [f"no checkpoint was written: {disk}/step_{step:08d}: {FULL}" for step in (8, 12)]
-    assert [record["status"] for record in records(tmp_path, "end")] == ["aborted"]
-    assert {path.name for path in disk.iterdir()} - {"ballast", ".lock"} == {"step_00000004"}
-    resumed = train(small_run, tmp_path / "resumed", 1, **settings, checkpoint__folder=None, resume=disk)
-    assert [record["step"] for record in resumed] == list(range(5, 13))
-
-
-@pytest.mark.parametrize("disk", [18_000], indirect=True)
 @pytest.mark.parametrize("count", [1, 2])
 def test_a_file_that_cannot_be_written_ends_the_run_with_one_line(small_run: SmallRun, disk: Path, count: int) -> None:
     arguments = small_run.arguments(disk, training__max_samples=10_000_000)

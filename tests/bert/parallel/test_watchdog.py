@@ -1,0 +1,167 @@
+"""The watchdog of forked ranks: what the hub knows of them, and how all end when one fails, ends or stops."""
+
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from bert.execution.phases import PhaseTracker
+from bert.parallel.mesh import Mesh, agreed_integer, barrier
+from bert.parallel.watchdog import watchdog
+from bert.parallel.watchdog.judge import FAULT_STATUS, LINE
+from bert.parallel.watchdog.watchdog import Watchdog
+from tests.bert.parallel.forked import on_ranks
+from tests.bert.small_models import CPU
+from tests.programs import wait_for
+
+HOSTS, SITES = ("h0", "h0", "h1", "h1"), ("a", "a", "b", "b")
+LONG = 120.0
+"""Seconds that no rank takes for anything."""
+
+
+def stay() -> None:
+    threading.Event().wait()
+
+
+@pytest.mark.slow
+def test_the_hub_knows_where_a_rank_is_and_how_long_it_may_stay_there() -> None:
+    """The limit is ten times the longest duration, or ten times 120 s before the phase has ended, and at least 120 s."""
+
+    def report(mesh: Mesh) -> list[str]:
+        faults: list[str] = []
+        own, tracker = Watchdog(mesh, LONG, faults.append), PhaseTracker()
+        found: list[Any] = []
+
+        def note(limit_s: float | None) -> None:
+            """Wait until the hub has a limit for rank 1, and note where it thinks that the rank is."""
+            if own._hub is not None:
+                member = own._hub._judge.members[1]
+                wait_for(lambda: member.beating and member.limit_s == limit_s)
+                found.append((member.name, member.place, member.entered == tracker.entered))
+            barrier()
+
+        note(None)
+        tracker.step = 7
+        tracker.enter("reduce")
+        with own.expect_progress(tracker):
+            note(10 * LONG)
+            for longest, limit in ((11.0, LONG), (13.0, 130.0)):
+                tracker.longest["reduce"] = longest
+                note(limit)
+        note(None)
+        if mesh.rank == 1:
+            own.close()
+            own.failed("too late to end anything")
+        barrier()
+        own.close()
+        own.close()
+        name, there = "rank 1 on host h1 (site b)", "reduce of step 7"
+        places = [(name, "start", False), *[(name, there, True)] * 3, (name, "start", False)]
+        assert found == (places if mesh.is_main else [])
+        return faults
+
+    assert on_ranks(2, report, HOSTS[1:3], SITES[1:3]) == [[], []]
+
+
+def test_a_rank_that_fails_ends_all_with_its_status_and_alone_shows_its_error(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Rank 0 prints the verdict. Rank 3 fails too, but later."""
+
+    def fail(mesh: Mesh) -> None:
+        own = Watchdog(mesh, LONG, lambda text: print(mesh.rank, "was told", len(text)))
+        match mesh.rank:
+            case 0:
+                assert own._hub is not None
+                wait_for(lambda: own._hub and own._hub._judge._failed)
+                (tmp_path / "failed").touch()
+            case 2:
+                own.failed("x" * LINE, 5, ZeroDivisionError("mine"))
+            case 3:
+                wait_for((tmp_path / "failed").exists)
+                own.failed("late", 7, ValueError("its own"))
+        stay()
+
+    on_ranks(4, fail, HOSTS, SITES, statuses=[5] * 4)
+    said = capfd.readouterr()
+    message = f"rank 2 on host h1 (site b): {'x' * (LINE // 8)}"
+    errors = [line for line in said.err.splitlines() if "rror: " in line]
+    assert sorted(errors) == ["ZeroDivisionError: mine", f"error: {message}"]
+    assert sorted(said.out.splitlines()) == [f"{rank} was told {len(message)}" for rank in range(4)]
+
+
+def test_a_hub_that_is_lost_ends_the_ranks_and_one_of_each_host_says_so(capfd: pytest.CaptureFixture[str]) -> None:
+    def lose(mesh: Mesh) -> None:
+        own = Watchdog(mesh, LONG)
+        barrier()
+        if mesh.is_main:
+            assert own._hub is not None
+            os._exit(9 if own._hub._listener.getsockname()[0] in ("::", "0.0.0.0") else 1)
+        stay()
+
+    on_ranks(4, lose, HOSTS, SITES, statuses=[9, *[FAULT_STATUS] * 3])
+    assert capfd.readouterr().err == "error: rank 0 on host h0 (site a): ended without a word\n" * 2
+
+
+@pytest.mark.slow
+def test_a_hub_that_is_silent_ends_the_rank(capfd: pytest.CaptureFixture[str]) -> None:
+    """A turn of the rank counts as two beats at most, so the silence of more than 2 s is known as less than 2.5 s."""
+
+    def stop(mesh: Mesh) -> None:
+        hub = agreed_integer(os.getpid(), mesh)
+        Watchdog(mesh, 2.0, lambda _: os.kill(hub, signal.SIGKILL))
+        barrier()
+        if mesh.is_main:
+            os.kill(hub, signal.SIGSTOP)
+        stay()
+
+    on_ranks(2, stop, statuses=[-signal.SIGKILL, FAULT_STATUS])
+    assert capfd.readouterr().err == "error: rank 0 on host h0: not heard of for 2 s: stopped, or cut off\n"
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_launcher_that_is_lost_ends_the_run(count: int, capfd: pytest.CaptureFixture[str]) -> None:
+    """A single rank ends in order, as after any other signal."""
+
+    def lose(mesh: Mesh) -> None:
+        own = Watchdog(mesh, 5.0)
+        barrier()
+        assert own._hub is None or own._hub._listener.getsockname()[0] == "127.0.0.1", "no other host can reach it"
+        if mesh.rank == mesh.world_size - 1:
+            os.getppid = lambda: 1
+        stay()
+
+    launcher = os.getpid()
+    on_ranks(count, lose, statuses=[-signal.SIGTERM] if count == 1 else [FAULT_STATUS] * 2, TORCHELASTIC_RUN_ID="job")
+    said = (
+        f"error: rank 1 on host h0: its launcher, process {launcher}, is gone: killed, perhaps because memory ran out\n"
+    )
+    assert capfd.readouterr().err == ("" if count == 1 else said)
+
+
+def test_a_single_rank_has_nobody_to_tell() -> None:
+    own = Watchdog(CPU, LONG)
+    with own.expect_progress(PhaseTracker()):
+        own.failed("nobody hears this")
+    own.close()
+
+
+def test_a_launcher_that_is_lost_before_the_ranks_have_joined_breaks_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The watch of the launcher reports through the connection to the hub, so it starts when there is one."""
+    broken: list[BaseException | None] = []
+    monkeypatch.setattr(threading, "excepthook", lambda fault: broken.append(fault.exc_value))
+    monkeypatch.setattr(watchdog, "lost_launcher", lambda: "the launcher is gone")
+
+    def join_late(*_: object) -> int:
+        time.sleep(0.2)  # several of the watch's beats
+        raise ConnectionError("no other rank came")
+
+    monkeypatch.setattr(watchdog, "agreed_integer", join_late)
+    with pytest.raises(ConnectionError, match="no other rank came"):
+        Watchdog(Mesh(1, 2, 1, torch.device("cpu"), ((0, 1),)), seconds=0.2)
+    assert broken == []

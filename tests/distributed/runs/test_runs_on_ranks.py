@@ -1,0 +1,102 @@
+"""Runs on two ranks over gloo: with CUDA graphs, with shards of the weights, and their ends.
+
+CUDA graphs and NCCL have test doubles. With graphs, losses are the same, and none is left when process groups end.
+"""
+
+import signal
+from contextlib import ExitStack
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import bert.run
+import bert.setup
+from bert.parallel.watchdog.watchdog import FAULT_STATUS
+from bert.train import main
+from tests.bert.recording import Recording, groups_that_wait_for_graphs, recordable_attention
+from tests.conftest import SmallRun
+from tests.distributed.faulty import faulty
+from tests.distributed.ranks import ENDLESS, Ranks, records, result_of, train
+
+SETTINGS: dict[str, object] = {
+    "training__gradient_accumulation_steps": 2,
+    "training__global_batch_size": 32,
+    "training__max_samples": 320,
+    "training__reduction": "sharded_world",
+    "evaluation__interval_samples": 160,
+}
+"""Settings with which micro-batches have two roles (first and last of a step) and several shapes."""
+
+
+def captured(mode: str, *arguments: str) -> int:
+    """Run ``bert.train`` on a rank, with graphs.
+
+    The mode "refused" raises an error after capturing.
+    """
+    with ExitStack() as stack:
+        stack.enter_context(recordable_attention())
+        stack.enter_context(groups_that_wait_for_graphs())
+        stack.enter_context(patch.object(bert.setup, "captures", lambda *_: True))
+        stack.enter_context(patch.object(bert.run, "captures", lambda *_: True))
+        stack.enter_context(patch.object(bert.run, "CudaCapturer", lambda _: Recording()))
+        if mode == "refused":
+            stack.enter_context(patch.object(bert.setup, "build_loader", side_effect=ValueError("no loader")))
+        return main(arguments)
+
+
+def start(run: SmallRun, results: Path, mode: str, **changes: object) -> Ranks:
+    return Ranks([mode, *run.arguments(results, **SETTINGS | changes)], 2, captured)
+
+
+def test_a_signal_and_a_refusal_leave_no_graphs(small_run: SmallRun, tmp_path: Path) -> None:
+    with start(small_run, tmp_path / "signal", "recorded", training__max_samples=160_000) as ranks:
+        ranks.wait_for(lambda: "step " in ranks.output)
+        for process in ranks.processes:
+            process.send_signal(signal.SIGTERM)
+        assert ranks.ends() == [128 + signal.SIGTERM] * 2, ranks.output
+    assert "CaptureError" not in ranks.output
+    with start(small_run, tmp_path / "refused", "refused") as ranks:
+        assert ranks.ends() == [2, 2], ranks.output
+    (error,) = ranks.errors
+    assert "no loader" in error
+
+
+def test_evaluated_and_saved_weights_are_whole(small_run: SmallRun, tmp_path: Path) -> None:
+    """Steps are so large that evaluating or saving old weights of another rank's shard would change the results."""
+    saved, counts = [], []
+    for reduction in ("flat", "sharded"):
+        folder = tmp_path / reduction
+        saved.append(folder / "saved.safetensors")
+        changes = {"max_samples": 88, "global_batch_size": 8, "seed": 8, "reduction": reduction}
+        train(
+            small_run,
+            folder,
+            2,
+            optimizer__base_learning_rate=1.0,
+            evaluation__interval_samples=16,
+            save_checkpoint=saved[-1],
+            **{f"training__{name}": value for name, value in changes.items()},
+        )
+        counts.append([record["correct"] for record in records(folder, "eval")])
+    assert len(set(counts[0])) > 1
+    assert counts[0] == counts[1]
+    one, other = map(load_file, saved)
+    for name, tensor in one.items():
+        torch.testing.assert_close(other[name], tensor, rtol=1e-3, atol=1e-3)
+
+
+def test_where_agents_start_again_a_rank_that_gets_no_signal_of_its_own_asks_for_it(
+    small_run: SmallRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A signal to one rank means that its host leaves the run. The other rank ends as after a fault, to be restarted."""
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "1")
+    arguments = small_run.arguments(tmp_path, **ENDLESS)
+    with Ranks(["hurry:0,hurry:1", *arguments], 2, faulty) as started:
+        started.wait_for_text(result_of(tmp_path), '"eval_stop"')
+        started.processes[1].send_signal(signal.SIGTERM)
+        assert started.ends() == [FAULT_STATUS, 128 + signal.SIGTERM], started.output
+    assert "stopped with ranks of another host: to be started again without them" in started.output
+    assert [record["status"] for record in records(tmp_path, "end")] == ["aborted"]
