@@ -10,10 +10,8 @@ from hypothesis import strategies as st
 from mlperf_logging.compliance_checker import mlp_compliance
 
 from bert.log.mllog import MLLog, RuleViolation
-from compliance.check.checker import check_file
 from compliance.log import rules, schedule
 from compliance.log.reader import read_log
-from tests.compliance.log_edits import epoch_nums, in_turn, move_before, without_metadata
 from tests.compliance.run_logs import CLOSED, counting_clock, initialise
 
 OFFICIAL = Path(mlp_compliance.__file__).parent
@@ -111,34 +109,8 @@ def test_system_fields_are_those_of_the_official_checker() -> None:
         assert f'"{status}"' in source
 
 
-# The order of records
-
-
-@pytest.fixture
-def path(tmp_path: Path, closed_log: str) -> Path:
-    path = tmp_path / "result_0.txt"
-    path.write_text(closed_log)
-    return path
-
-
-def test_settings_that_stand_below_the_evaluations_are_checked_all_the_same(path: Path) -> None:
-    late = in_turn(epoch_nums(150_080, 170_000), move_before("global_batch_size", "run_stop"))
-    path.write_text(late(path.read_text()))
-    assert "TR 24.4" in {finding.rule for finding in check_file(path).errors}
-
-
 def test_a_closed_run_of_its_own_settings_is_refused_before_its_clock_starts(tmp_path: Path) -> None:
     log = MLLog(tmp_path / "written.txt", clock_ms=counting_clock(10))
     with pytest.raises(RuleViolation, match="max_sequence_length: value 128 in a closed log"):
         initialise(log, "closed", CLOSED | {"max_sequence_length": 128})
     assert "run_start" not in read_log(tmp_path / "written.txt").run.first
-
-
-@pytest.mark.parametrize(("ruleset", "verdict"), [("5.0.0", "pass"), ("3.0.0", "fail")])
-def test_a_count_of_samples_may_replace_epochs_in_later_rulesets(path: Path, ruleset: str, verdict: str) -> None:
-    names = ("first_epoch_num", "epoch_count")
-    edits = [without_metadata("block_start", name, nth) for name in names for nth in range(3)]
-    path.write_text(in_turn(*edits)(path.read_text()))
-    found = check_file(path, ruleset)
-    assert (found.official, found.ours) == (verdict, verdict)
-    assert {finding.key for finding in found.findings} == ({"block_start"} if verdict == "fail" else set())
