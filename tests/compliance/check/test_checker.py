@@ -24,8 +24,8 @@ from tests.compliance.check.conftest import Tell
 from tests.compliance.check.whole_logs import brief, timed
 from tests.compliance.command import run
 from tests.compliance.log_edits import Edit, delete, in_turn, metadata, move_before, original_verdict, swap, value
-from tests.compliance.result_folders import SYSTEM, benchmark_folder, write_log, write_series, write_submission
-from tests.compliance.run_logs import initialise, without_chain
+from tests.compliance.result_folders import benchmark_folder, write_log, write_submission
+from tests.compliance.run_logs import initialise
 from tests.conftest import at_most
 
 
@@ -135,42 +135,6 @@ def test_complaints_of_the_official_checker_that_nothing_explains_are_kept(
             "run `python -m mlperf_logging.compliance_checker` on this file",
         }
         assert {finding.remedy for finding in found} <= remedies
-
-
-def test_command_line(tmp_path: Path, closed_log: str) -> None:
-    good, bad = tmp_path / "result_0.txt", tmp_path / "result_1.txt"
-    good.write_text(closed_log)
-    bad.write_text(value("seed", None)(closed_log))
-    status, said = run("check", good)
-    assert (status, said.splitlines()[1:]) == (0, ["1 log: 1 passes"])
-    assert said.startswith(f"PASS {good}: official pass, ours pass")
-    status, said = run("check", good, bad)
-    assert (status, said.splitlines()[-1]) == (1, f"2 logs: 1 passes, 1 fails: {bad}")
-    assert f"FAIL {bad}: official pass, ours fail" in said
-    assert "\n    error: line 8: seed: value null" in said
-    status, said = run("check", bad, "--json", "--ruleset", "3.0.0")
-    (entry,) = json.loads(said)
-    (finding,) = entry.pop("findings")
-    assert entry == {"file": str(bad), "ruleset": "3.0.0", "missed": "", "official": "pass", "ours": "fail"}
-    assert finding.pop("source").startswith("tests/compliance/run_logs.py:")
-    assert finding == {
-        "line": 8,
-        "key": "seed",
-        "rule": "seed checker of the package checker; TR 5.1",
-        "found": "value null; expected an integer of at most 128 bits",
-        "remedy": "correct the value that is logged",
-        "severity": "error",
-    }
-
-
-USAGES = "check; check x --json --format github; check none.txt; check x --ruleset 5.1.0; report none; summary ."
-
-
-@pytest.mark.parametrize("arguments", USAGES.split("; "))
-def test_bad_usage_is_one_line_and_exit_status_2(arguments: str) -> None:
-    status, said = run(*arguments.split())
-    assert (status, said.count("\n")) == (2, 1)
-    assert said.startswith("error: ")
 
 
 # Damaged logs of every kind
@@ -292,22 +256,6 @@ def test_the_ruleset_that_most_logs_pass_is_taken_and_the_official_checker_must_
     assert chosen(OF_2_1, in_turn()) == [("5.0.0", "fail", ""), ("5.0.0", "pass", "")]
     refused = {"5.0.0"}
     assert chosen(OF_2_1, in_turn()) == [old, ("2.0.0", "pass", "the official checker rejects it under 5.0.0")]
-
-
-def test_a_folder_is_checked_under_one_ruleset_and_the_total_names_it(tmp_path: Path) -> None:
-    folder = tmp_path / "results" / SYSTEM / "bert"
-    for number, path in enumerate(write_series(folder, [17] * 3)):
-        text = without_chain(path.read_text())
-        path.write_text(delete("seed")(text) if number == 1 else text)
-    status, said = run("check", folder)
-    assert status == 0
-    verdicts = [line for line in said.splitlines() if line.startswith(("PASS", "FAIL"))]
-    assert all("ruleset 4.0.0" in line for line in verdicts)
-    assert said.splitlines()[-1].endswith("; checked under ruleset 4.0.0")
-    status, said = run("check", folder, "--ruleset", "5.0.0")
-    assert (status, "FAIL" in said) == (1, True)
-    assert run("summary", folder)[0] == 0
-    assert '"ruleset": "4.0.0"' in run("report", folder, "--format", "json")[1]
 
 
 def test_a_round_is_a_folder_of_submissions(tmp_path: Path) -> None:

@@ -15,14 +15,14 @@ from tests.compliance.log.test_logged_run import run_of
 from tests.compliance.result_folders import SYSTEM, write_description
 
 FIELDS: list[dict[str, Any]] = [
-    *({"host_processors_per_node": value} for value in ("8x", "", "-1", "8.0", "٨", 8.5, [], True, " 8 ")),
+    *({"host_processors_per_node": value} for value in ("8x", "٨", 8.5, True, " 8 ")),
     *({"host_processors_per_node": value} for value in ("0", "1", "64", "65")),
     *({"number_of_nodes": value} for value in ("0", "1", "100000", "100001", "9" * 30)),
     *({"accelerators_per_node": value} for value in ("0", "1024", "1025", 8)),
     *(dict.fromkeys(SYSTEM_FIELDS[-count:]) for count in (1, 5, 6)),  # fields that are missing
     *({"status": value} for value in ("onprem", "Preview")),
 ]
-FILES = [b"", b"{", b"[]", b"3", b"\xff{}", b'{"a": ' * 100_000, b"null", b"1" * 10_000]
+FILES = [b"", b"{", b"[]", b"\xff{}", b'{"a": ' * 100_000, b"1" * 10_000]
 
 
 def test_what_is_said_of_fields_and_files(tmp_path: Path) -> None:
@@ -83,7 +83,11 @@ def test_a_description_is_held_against_the_heads_of_most_logs(
 
 
 def test_what_a_description_and_the_logs_say_is_told_in_full(tmp_path: Path) -> None:
-    said: dict[str, Any] = {"submission_org": "Example, Inc.", "submission_platform": "two machines", "submission_status": "cloud"}
+    said: dict[str, Any] = {
+        "submission_org": "Example, Inc.",
+        "submission_platform": "two machines",
+        "submission_status": "cloud",
+    }
     logged = run_of(1_000_001, submission_division="open", eval_interval_samples=1_000_000, **said)  # in 100 s
     assert [*against_logs(read_description(write_description(tmp_path, "two-machines-8")), [logged])]
     changes = {"accelerators_per_node": "1", "submitter": "example inc", "status": "Available cloud"}

@@ -160,7 +160,6 @@ CASES: dict[str, Case] = {
     "another organisation": case(in_log(value("submission_org", "Other"))),
     "two organisations of four": case(plain, logs_from(4), in_logs(value("submission_org", "Other"), 2, 3)),
     "another batch size and its learning rate": case(in_log(in_turn(value("global_batch_size", 512), RATE))),
-    "another learning rate": case(in_log(RATE)),
     "several settings": case(in_log(in_turn(RATE, value("opt_lamb_beta_2", 0.99)))),
     "a learning rate in a list": case(in_log(value("opt_base_learning_rate", [3e-4]))),
     "seed of another run": case(SEED_OF_ANOTHER),
@@ -182,10 +181,8 @@ CASES: dict[str, Case] = {
     # Failed runs
     "three logs, one aborted": case(bare, logs_from(3), in_logs(ABORT, 0), part=FOLDER),
     "ten logs, one aborted": case(bare, in_logs(ABORT, 0), part=FOLDER),
-    "ten logs, two aborted": case(bare, in_logs(ABORT, 0, 1), part=FOLDER),
     "ten logs, five aborted": case(bare, in_logs(ABORT, *range(5)), part=FOLDER),
     # Faults of the system description
-    "division Closed": case(describe(division="Closed")),
     "division Closed, and a seed twice": case(describe(division="Closed"), SEED_OF_ANOTHER),
     "division open": case(describe(division="open")),
     "no division": case(describe(division=None)),
@@ -199,9 +196,8 @@ CASES: dict[str, Case] = {
     "broken description": case(write(DESCRIPTION, "{,}")),
     # Names and numbers of files
     "9 logs": case(remove(f"{FOLDER}/result_9.txt")),
-    **{f"9 logs in {part}": case(remove(f"{FOLDER}/result_0.txt"), part=part) for part in ("results", FOLDER)},
-    **{f"9 logs in bare {part}": case(bare, logs_from(9), part=part) for part in ("results", FOLDER)},
-    "bare results": case(bare),
+    "9 logs, checked alone": case(remove(f"{FOLDER}/result_0.txt"), part=FOLDER),
+    "9 bare logs": case(bare, logs_from(9), part=f"results/{SYSTEM}"),
     "bare results with a bad description": case(
         bare, lambda root: write_description(root / "results", accelerators_per_node=8), part="results"
     ),
@@ -210,7 +206,6 @@ CASES: dict[str, Case] = {
     "folder BERT": case(rename(FOLDER, f"results/{SYSTEM}/BERT")),
     "a file of 51 MiB": case(write("benchmarks/bert/weights.bin", "0" * (51 * 2**20))),
     "a space in a name": case(write(f"{SOURCE}/run all.sh", "")),
-    "a hidden file": case(write(f"{SOURCE}/.gitignore", "")),
     "a link": case(link("benchmarks/bert/README.md", "implementations/pytorch/README.md")),
     "a link to nothing": case(remove(LOG), link(LOG, "nowhere.txt")),
     "a loop of links": case(link("results/loop", "../results")),
@@ -220,10 +215,8 @@ CASES: dict[str, Case] = {
     "another system with the same logs": case(plain, copy(f"results/{SYSTEM}", "results/other")),
     # Counts and convergence
     "placeholders": case(in_logs(placeholder(1))),
-    "size of the data set": case(plain, in_logs(placeholder(156_725_653))),
     "placeholders in some logs": case(plain, in_logs(placeholder(1), 0, 1, 2)),
     "too fast": case(FAST),
-    "too fast behind placeholders": case(plain, FAST, in_logs(placeholder(1))),
     "too fast behind the size of the data set": case(plain, FAST, in_logs(placeholder(156_725_653))),
     "too fast, and went on": case(plain, in_logs(went_on)),
     "too fast, nine runs": case(plain, FAST, logs_from(9)),
@@ -236,13 +229,14 @@ CASES: dict[str, Case] = {
     # Scaling. A factor that is too large, or of a set that is no longer there, only makes the score worse.
     **{f"scaling {content}": case(plain, scaling(content)) for content in ("{}", '{"scaling_factor": 1}', "[]", "{")},
     **{f"scaled by {factor}": case(plain, SCALED, scaling(f'{{"scaling_factor": {factor}}}')) for factor in (
-        "0.5", '"1"', "NaN", "1.2", FACTOR, FACTOR * 1.0000009, FACTOR * 1.0000012,
+        "0.5", "NaN", FACTOR, FACTOR * 1.0000009, FACTOR * 1.0000012,
     )},
     "scaled, and a run removed": case(
         plain, SCALED, remove(f"{FOLDER}/result_9.txt"), scaling(f'{{"scaling_factor": {FACTOR}}}')
     ),
     # Rulesets. 16 evaluations are 2,400,384 samples, and the points of 2.0.0 need 2,410,606.
     "points of an old round": case(plain, SCALED, in_logs(delete("opt_lamb_epsilon")), ruleset="1.0.0"),
+    "a bare log without a seed": case(plain, logs_from(3), in_logs(delete("seed"), 1), ruleset="auto"),
     "a submission without seeds": case(
         copy(f"results/{SYSTEM}", "results/other"), in_logs(delete("seed")), ruleset="auto"
     ),
