@@ -68,30 +68,24 @@ def test_a_log_beyond_a_bound_gets_one_clear_finding(
     assert told(overlong) == f"fail; error: line {1 + open_log.count(chr(10))}: {found}; {remedy}"
 
 
-def abort(path: Path, division: str, reached: str) -> None:
-    """Write the log of a run that Ctrl-C ends during its initialization or an evaluation."""
-    with MLLog(path) as log:
-        if reached == "init":
-            log.event("cache_clear", False)
-            log.event("init_start")
-        else:
-            initialise(log, division)
-            log.block_start(0)
-            log.eval_start(1024 if division == "open" else 150_080)
-        raise KeyboardInterrupt
-
-
-@pytest.mark.parametrize("reached", ["init", "evaluation"])
 @pytest.mark.parametrize("division", rules.DIVISIONS)
-def test_aborted_log_says_so_and_nothing_else(tmp_path: Path, reached: str, division: str) -> None:
-    path = tmp_path / "result_0.txt"
-    with pytest.raises(KeyboardInterrupt):
-        abort(path, division, reached)
-    for ruleset in ("2.1.0", "5.0.0"):
-        verdict = check_file(path, ruleset)
-        assert [finding.key for finding in verdict.findings] == ["run_stop"], verdict.findings
-        assert verdict.summary == f"not a valid result (aborted), 1 error, ruleset {ruleset}"
-        assert (verdict.official, verdict.status) == (original_verdict(path, ruleset), "aborted")
+def test_the_log_of_a_run_that_was_interrupted_says_so_and_nothing_else(tmp_path: Path, division: str) -> None:
+    for reached in ("init", "evaluation"):
+        path = tmp_path / f"{reached}.txt"
+        with pytest.raises(KeyboardInterrupt), MLLog(path) as log:  # noqa: PT012
+            if reached == "init":
+                log.event("cache_clear", False)
+                log.event("init_start")
+            else:
+                initialise(log, division)
+                log.block_start(0)
+                log.eval_start(1024 if division == "open" else 150_080)
+            raise KeyboardInterrupt
+        for ruleset in ("2.1.0", "5.0.0"):
+            verdict = check_file(path, ruleset)
+            assert [finding.key for finding in verdict.findings] == ["run_stop"], verdict.findings
+            assert verdict.summary == f"not a valid result (aborted), 1 error, ruleset {ruleset}"
+            assert (verdict.official, verdict.status) == (original_verdict(path, ruleset), "aborted")
 
 
 def complaint(*keys: str, **options: Any) -> Complaint:
@@ -130,11 +124,7 @@ def test_complaints_of_the_official_checker_that_nothing_explains_are_kept(
         found = [finding for finding in check_file(path).findings if finding.rule == "mlperf-logging, ruleset 5.0.0"]
         said = [str(finding).replace("the official checker says: ", "").partition(" [")[0] for finding in found]
         assert [re.sub("error: the official checker fails.*", "error: ", each) for each in said] == expected
-        remedies = {
-            "see the rule files in mlperf_logging/compliance_checker/training_5.0.0",
-            "run `python -m mlperf_logging.compliance_checker` on this file",
-        }
-        assert {finding.remedy for finding in found} <= remedies
+        assert all(re.search("training_5.0.0|on this file", finding.remedy) for finding in found)
 
 
 # Damaged logs of every kind
