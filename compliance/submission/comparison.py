@@ -132,7 +132,7 @@ def _odd_ones(runs: Sequence[FolderRun], key: str) -> Iterator[tuple[FolderRun, 
     """Yield (run, record, finding in words) for each run whose value of `key` differs from most runs."""
     holders = [(run, run.logged.first[key]) for run in runs if key in run.logged.first]
     counts = Counter(_comparable(record.value) for _, record in holders)
-    if len(counts) < 2:
+    if not counts:
         return
     # If several values are equally frequent, use the first one.
     most, count = counts.most_common(1)[0]
