@@ -6,7 +6,6 @@ import pytest
 
 from compliance.check.checker import check_file
 from compliance.log import rules
-from compliance.log.reader import read_log
 from compliance.log.rules import FIRST_MS
 from tests.compliance.check import whole_logs as whole
 from tests.compliance.check.conftest import Tell
@@ -270,15 +269,3 @@ def test_a_log_that_was_cut_off_or_joined_needs_no_digests_to_be_one_finding(tel
         second = cut.count("\n") + 2  # the line after the opening of the second log's digests
         assert f"error: line {second}: two attempts in one file" in (said := tell(cut + other)), said
         assert said.count("error:") == 1
-
-
-def test_counts_and_times_of_odd_logs_are_those_of_the_run(tmp_path: Path) -> None:
-    path = tmp_path / "result_0.txt"
-    for name, seconds, accuracy, samples in (
-        ("went on after the target", 23.0, 0.73, 300_160),
-        ("extended for the power meter", 18.0, 0.756, 450_240),
-        ("run_start in seconds", None, 0.756, 450_240),
-    ):
-        path.write_text(CLOSED[name](whole.brief()))
-        run = read_log(path).run
-        assert (run.seconds, run.accuracy, run.converged_samples()) == (seconds, accuracy, samples), name
