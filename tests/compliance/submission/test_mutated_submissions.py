@@ -2,9 +2,9 @@
 
 import re
 import shutil
+import subprocess
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -29,17 +29,12 @@ Mutation = Callable[[Path], object]
 """Function that changes the submission at a path."""
 
 
-@dataclass(frozen=True)
-class Case:
-    """Changes of a valid submission, the part of it that is checked, and the ruleset."""
-
-    mutations: tuple[Mutation, ...]
-    part: str = "."
-    ruleset: str = "5.0.0"
+Case = tuple[tuple[Mutation, ...], str, str]
+"""Changes of a valid submission, the part of it that is checked, and the ruleset."""
 
 
 def case(*mutations: Mutation, part: str = ".", ruleset: str = "5.0.0") -> Case:
-    return Case(mutations, part, ruleset)
+    return mutations, part, ruleset
 
 
 def in_logs(change: Edit, *numbers: int) -> Mutation:
@@ -63,9 +58,8 @@ def describe(**changes: Any) -> Mutation:
 
 
 def remove(*paths: str) -> Mutation:
-    return lambda root: [
-        shutil.rmtree(root / path) if (root / path).is_dir() else (root / path).unlink() for path in paths
-    ]
+    """Remove files, or folders with all that they contain."""
+    return lambda root: subprocess.run(["rm", "-r", *paths], cwd=root, check=True)
 
 
 def rename(old: str, new: str) -> Mutation:
@@ -88,14 +82,15 @@ def link(path: str, target: str) -> Mutation:
     return lambda root: (root / path).symlink_to(target)
 
 
-def rewrite(*numbers: int, folder: str = FOLDER, **options: Any) -> Mutation:
+def rewrite(*numbers: int, **options: Any) -> Mutation:
     """Replace logs by other runs' logs."""
     options = {"platform": SYSTEM} | options
-    paths = {number: f"{folder}/result_{number}.txt" for number in numbers}
+    paths = {number: f"{FOLDER}/result_{number}.txt" for number in numbers}
     return lambda root: [without_digests(write_log(root / path, n, **options)) for n, path in paths.items()]
 
 
-def logs_from(number: int) -> Mutation:
+def only_first(number: int) -> Mutation:
+    """Remove all logs but the first ones."""
     return remove(*(f"{FOLDER}/result_{each}.txt" for each in range(number, 10)))
 
 
@@ -166,7 +161,7 @@ CASES: dict[str, Case] = {
     # Disagreement between logs
     "another division": case(in_log(value("submission_division", "open"))),
     "another organisation": case(in_log(value("submission_org", "Other"))),
-    "two organisations of four": case(plain, logs_from(4), in_logs(value("submission_org", "Other"), 2, 3)),
+    "two organisations of four": case(plain, only_first(4), in_logs(value("submission_org", "Other"), 2, 3)),
     "another batch size and its learning rate": case(in_log(in_turn(value("global_batch_size", 512), RATE))),
     "several settings": case(in_log(in_turn(RATE, value("opt_lamb_beta_2", 0.99)))),
     "a learning rate in a list": case(in_log(value("opt_base_learning_rate", [3e-4]))),
@@ -179,15 +174,15 @@ CASES: dict[str, Case] = {
     "seeds without a position": case(in_logs(metadata("seed", "lineno", None))),
     "no seed": case(in_log(delete("seed"))),
     "no seed in an old round": case(in_log(delete("seed")), ruleset="4.0.0"),
-    "a copy": case(plain, logs_from(3), copied),
-    "a dead attempt with the seed of another run": case(plain, logs_from(3), dead_attempt),
+    "a copy": case(plain, only_first(3), copied),
+    "a dead attempt with the seed of another run": case(plain, only_first(3), dead_attempt),
     "open logs": case(
         plain, lambda root: write_description(root / "results", division="open"),
         rewrite(0, division="open", global_batch_size=64), rewrite(*range(1, 10), division="open"),
         in_logs(value("seed", 1000)),
     ),
     # Failed runs
-    "three logs, one aborted": case(bare, logs_from(3), in_logs(ABORT, 0), part=FOLDER),
+    "three logs, one aborted": case(bare, only_first(3), in_logs(ABORT, 0), part=FOLDER),
     "ten logs, one aborted": case(bare, in_logs(ABORT, 0), part=FOLDER),
     "ten logs, five aborted": case(bare, in_logs(ABORT, *range(5)), part=FOLDER),
     # Faults of the system description
@@ -205,7 +200,7 @@ CASES: dict[str, Case] = {
     # Names and numbers of files
     "9 logs": case(remove(f"{FOLDER}/result_9.txt")),
     "9 logs, checked alone": case(remove(f"{FOLDER}/result_0.txt"), part=FOLDER),
-    "9 bare logs": case(bare, logs_from(9), part=f"results/{SYSTEM}"),
+    "9 bare logs": case(bare, only_first(9), part=f"results/{SYSTEM}"),
     "bare results with a bad description": case(
         bare, lambda root: write_description(root / "results", accelerators_per_node=8), part="results"
     ),
@@ -219,7 +214,7 @@ CASES: dict[str, Case] = {
     "a loop of links": case(link("results/loop", "../results")),
     "a power measurement missing": case(write(f"{FOLDER}/power/result_4/node_0.txt", "")),
     "an empty folder beside": case(plain, lambda root: (root / "results" / "other" / "bert").mkdir(parents=True)),
-    "earlier runs below": case(plain, logs_from(2), copy(FOLDER, f"{FOLDER}/bert_old/{FOLDER}"), part=FOLDER),
+    "earlier runs below": case(plain, only_first(2), copy(FOLDER, f"{FOLDER}/bert_old/{FOLDER}"), part=FOLDER),
     "another system with the same logs": case(plain, copy(f"results/{SYSTEM}", "results/other")),
     # Counts and convergence
     "placeholders": case(in_logs(placeholder(1))),
@@ -227,7 +222,7 @@ CASES: dict[str, Case] = {
     "too fast": case(FAST),
     "too fast behind the size of the data set": case(plain, FAST, in_logs(placeholder(156_725_653))),
     "too fast, and went on": case(plain, in_logs(went_on)),
-    "too fast, nine runs": case(plain, FAST, logs_from(9)),
+    "too fast, nine runs": case(plain, FAST, only_first(9)),
     "too fast, eleven runs": case(plain, FAST, rewrite(10, evaluations=FEW)),
     "too fast beside a failed run": case(plain, FAST, in_logs(ABORT, 4)),
     "placeholders and a planned number": case(
@@ -246,19 +241,19 @@ CASES: dict[str, Case] = {
     **{f"minutes {minutes}": case(readme(minutes)) for minutes in ("1.4656", "1.4657", "1.4676", "1.4677", "1.2.3", "٣.٣")},
     "scaled minutes": case(SCALED, readme("1.3914")),
     "minutes of another system": case(readme("0.5", "other")),
-    "minutes of three runs": case(logs_from(3), readme("1.4667")),
-    "minutes of two runs": case(logs_from(2), readme("1.4667")),
+    "minutes of three runs": case(only_first(3), readme("1.4667")),
+    "minutes of two runs": case(only_first(2), readme("1.4667")),
     "settings of other runs": case(settings('{"logged": {"seed": 1, "unknown": 2, "global_batch_size": 4480}}')),
     "settings in a list": case(settings('{"logged": ["global_batch_size"]}')),
     "broken settings": case(settings("{")),
     # Rulesets. 16 evaluations are 2,400,384 samples, and the points of 2.0.0 need 2,410,606.
     "points of an old round": case(plain, SCALED, in_logs(delete("opt_lamb_epsilon")), ruleset="1.0.0"),
-    "a bare log without a seed": case(plain, logs_from(3), in_logs(delete("seed"), 1), ruleset="auto"),
+    "a bare log without a seed": case(plain, only_first(3), in_logs(delete("seed"), 1), ruleset="auto"),
     "a submission without seeds": case(
         copy(f"results/{SYSTEM}", "results/other"), in_logs(delete("seed")), ruleset="auto"
     ),
     "bare results of two rounds": case(
-        bare, logs_from(2), copy(f"results/{SYSTEM}", "results/other"), in_logs(delete("seed")), ruleset="auto"
+        bare, only_first(2), copy(f"results/{SYSTEM}", "results/other"), in_logs(delete("seed")), ruleset="auto"
     ),
     "a submission of an old round": case(describe(status="onprem"), ruleset="auto"),
 }  # fmt: skip
@@ -280,11 +275,11 @@ def _each_log_is_judged_once() -> Iterator[None]:
         yield
 
 
-def outcome(root: Path, each: Case) -> str:
+def outcome(root: Path, mutations: tuple[Mutation, ...], part: str, ruleset: str) -> str:
     """Return the exit status and the output of a check on one line. Equal lines are counted."""
-    for mutate in each.mutations:
+    for mutate in mutations:
         mutate(root)
-    status, text = run("check", root / each.part, "--ruleset", each.ruleset)
+    status, text = run("check", root / part, "--ruleset", ruleset)
     text = re.sub(r"; logged at [^\]]*", "", text.replace(f"{root}/", "").replace(str(root), "."))
     lines = [line.strip() for line in text.splitlines() if not VALID.search(line)]
     counts = Counter(re.sub(r"result_\d+\.txt: official", "result_<n>.txt: official", line) for line in lines)
@@ -293,4 +288,4 @@ def outcome(root: Path, each: Case) -> str:
 
 @pytest.mark.parametrize("name", CASES)
 def test_one_fault_gets_one_clear_message(root: Path, name: str) -> None:
-    assert outcome(root, CASES[name]) == FINDINGS.get(name, "0 | 10 logs: 10 pass; 3 folders and descriptions: 3 pass")
+    assert outcome(root, *CASES[name]) == FINDINGS.get(name, "0 | 10 logs: 10 pass; 3 folders and descriptions: 3 pass")
