@@ -176,8 +176,9 @@ def _check_folder(
     tree: Tree, folder: BenchmarkFolder, runs: list[FolderRun], ruleset: str, findings: list[Finding]
 ) -> list[Verdict]:
     # Use the division that most logs name, or else closed, which is stricter.
-    named = Counter(run.verdict.division for run in runs).most_common(1)
-    division: rules.Division = "open" if named and str(named[0][0]).lower() == "open" else "closed"
+    named = Counter(str(run.verdict.division).lower() for run in runs)
+    most = max(named, key=lambda division: named[division], default="")
+    division: rules.Division = "open" if most == "open" else "closed"
     originals = without_copies(runs)
     compare_settings(originals, division)
     compare_seeds(originals, division, folder.severity)

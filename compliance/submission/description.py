@@ -194,7 +194,7 @@ def count_accelerators(fields: Mapping[str, Any]) -> int | None:
 
 def _usual(values: Sequence[object]) -> str | None:
     counts = Counter(value for value in values if isinstance(value, str) and value.strip())
-    return counts.most_common(1)[0][0] if counts else None
+    return max(counts, key=lambda value: counts[value], default=None)
 
 
 def _alike(described: str, said: str) -> bool:
