@@ -188,7 +188,7 @@ def test_lines_of_many_megabytes_are_read_past(read: Reader, middle: str) -> Non
     began = time.process_time()
     log = read(f"{record()}\n{'x' * 8_000_000}{middle}{'[' * 8_000_000}\n{record()}\n")
     assert [entry.line for entry in log.records] == [1, 3]
-    assert log.overlong == bool(middle)
+    assert (log.overlong, log.token_lines) == (bool(middle), 2 + bool(middle))
     assert [problem.found for problem in log.problems] == (["a line of more than 1048576 bytes"] if middle else [])
     assert time.process_time() - began < 10
 

@@ -10,12 +10,15 @@ from mlperf_logging.compliance_checker import mlp_compliance
 from compliance import folders
 from compliance.folders import find
 from compliance.log.findings import Verdict
+from compliance.log.run import LoggedRun
 from compliance.official import process
 from compliance.official.package import Answer, ask, ask_about_folder
 from compliance.report.page import render
 from compliance.report.results import load_results
 from compliance.report.summary import as_json, as_markdown
 from compliance.submission.check import check_paths
+from compliance.submission.comparison import differing_settings
+from tests.compliance.log.test_logged_run import run_of
 from tests.compliance.log_edits import value
 from tests.compliance.result_folders import SYSTEM, benchmark_folder
 
@@ -100,6 +103,20 @@ def test_names_among_the_logs(tmp_path: Path) -> None:
         said += "".join(f"{', '.join(path.name for path in paths)}\n" for paths in (found.logs, found.misnamed))
         said += "".join(f"{finding}\n" for finding in folders.layout_findings(found, 10))
     assert said == Path(__file__).with_name("names.txt").read_text()
+
+
+def test_settings_that_differ_between_runs_are_named_with_the_value_of_every_run() -> None:
+    common = {"note": "x", "config.training.seed": "1", "config.plan.a": "1", "config.optimizer": "lamb"}
+    changes = {"note": "y", "config.training.seed": "2", "config.plan.a": "2"}
+    one, two = common | {"processes": "1", "config.a": "1"}, common | changes | {"processes": "2", "config.a": "2"}
+    headers = [LoggedRun(header) for header in (one, two, common | {"processes": "2"})]
+    assert differing_settings(headers) == {"processes": ["1", "2", "2"], "a": ["1", "2", "-"]}
+    many = [LoggedRun({f"config.{number}": word for number in range(101)}) for word in "xy"]
+    assert [*differing_settings(many)] == [str(number) for number in range(100)]
+    # Logs without such a header are compared by their records.
+    logged = [run_of(train_samples=1), run_of(opt_epsilon=[1]), run_of(opt_epsilon=[2], global_batch_size=448.0)]
+    assert differing_settings(logged) == {"opt_epsilon": ["-", "[1]", "[2]"]}
+    assert differing_settings([*headers[:1], *logged[1:]]) == {"opt_epsilon": ["-", "[1]", "[2]"]}
 
 
 # The official tools
