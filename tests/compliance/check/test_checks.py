@@ -84,7 +84,10 @@ CLOSED: dict[str, Edit] = {
     "no epoch_num": without_metadata("eval_accuracy", "epoch_num", 1),
     "no status": without_metadata("run_stop", "status"),
     "unknown status": metadata("run_stop", "status", "finished"),
-    "aborted": metadata("run_stop", "status", "aborted"),
+    "aborted, with other settings": in_turn(
+        metadata("run_stop", "status", "aborted"), *(value(key, 0.5) for key in ("quality_target", "opt_epsilon")),
+        value("cache_clear", False),
+    ),
     "text after a record": garble("seed", "} hello"),
     "broken record": garble("run_start", ""),
     "two records on a line": glue("opt_lamb_beta_1"),
@@ -195,6 +198,7 @@ CLOSED: dict[str, Edit] = {
 }  # fmt: skip
 
 OPEN: dict[str, Edit] = {
+    "caches kept, and an odd setting": in_turn(value("cache_clear", False), value("opt_epsilon", 0.5)),
     "below its own target": value("eval_accuracy", 0.29, -1),
     "off its own schedule": metadata("eval_accuracy", "epoch_num", 1500),
     "without a schedule and a target": delete("eval_interval_samples", "quality_target"),  # as in other software's logs
