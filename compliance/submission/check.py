@@ -97,7 +97,7 @@ def _check_tree(tree: Tree, ruleset: str) -> list[Verdict]:
         chosen = of_description[-1][1] if of_description else newest
         description = read_description(path)
         findings = [*description_findings(description, chosen)]
-        if of_description and not description.fault:
+        if not description.fault:
             findings += against_logs(description, [run.logged for runs, _ in of_description for run in runs])
         is_old = ruleset == rules.AUTO and chosen != rules.NEWEST_RULESET
         missed = missed_text(_errors(description, rules.NEWEST_RULESET)) if is_old else ""
@@ -256,9 +256,10 @@ def _convergence(runs: Sequence[FolderRun], ruleset: str) -> Outlook | None:
     runs = [runs[index] for index in chosen]
     passed = [run for run in runs if run.complete_verdict.passed]
     batches, failed = {run.logged.global_batch_size for run in passed}, len(runs) - len(passed)
-    if len(batches) != 1 or None in batches or failed > 1:
+    batch = batches.pop() if len(batches) == 1 and failed <= 1 else None
+    if batch is None:
         return None
-    logged, batch = [run.logged for run in passed], passed[0].logged.global_batch_size or 0
+    logged = [run.logged for run in passed]
     found = outlook_of(logged, batch, ruleset, failed=failed)
     if found.verdict == "fail" and ruleset != rules.NEWEST_RULESET:
         newest = outlook_of(logged, batch, rules.NEWEST_RULESET, failed=failed).verdict

@@ -13,7 +13,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from compliance.check.output import sarif, say_verdicts, total, write_junit, write_sarif
+from compliance.check.output import sarif, say_annotations, say_verdicts, total, write_junit, write_sarif
 from compliance.log.findings import Finding, Verdict
 from tests.compliance.check.whole_logs import brief
 from tests.compliance.command import run
@@ -179,7 +179,9 @@ def test_a_finding_stands_at_its_file_and_a_folders_at_its_first_log_or_at_the_f
 
 
 @pytest.mark.parametrize("name", ["bad.txt", f"{NAME}.txt"], ids=["plain", "hostile"])
-def test_the_command_adds_annotations_to_its_verdict(logs: list[str], name: str) -> None:
+def test_the_command_adds_annotations_to_its_verdict(
+    logs: list[str], name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = Path(logs[1]).rename(name)
     status, text = said(path, "--format", "github")
     plain = said(path)[1].splitlines()
@@ -189,3 +191,6 @@ def test_the_command_adds_annotations_to_its_verdict(logs: list[str], name: str)
     assert added[1].endswith(f",line=8,{seed}")
     assert all(line.isprintable() for line in added)
     assert name != "bad.txt" or added[1] == f"::error file=bad.txt,line=8,{seed}"
+    say_annotations([verdict("a.txt", LATE)])
+    expected = "9 logs, expected 10 (and 2 more like it). Remedy: add one."
+    assert capsys.readouterr().out == f"::warning file=a.txt,line=1,title=SR Directory structure::{expected}\n"
