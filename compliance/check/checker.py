@@ -119,10 +119,12 @@ def _verdict(examined: _Examination, ruleset: str) -> Verdict:
 
 def _missed(examined: _Examination, ruleset: str) -> str:
     newest = rules.NEWEST_RULESET
-    if ruleset == newest or (said := missed_text(examined.errors(newest))):
-        return "" if ruleset == newest else said
-    is_rejected = _official_opinion(examined.log, newest).outcome == "fail"
-    return f"the official checker rejects it under {newest}" if is_rejected else ""
+    if ruleset == newest:
+        return ""
+    said = missed_text(examined.errors(newest))
+    if not said and _official_opinion(examined.log, newest).outcome == "fail":
+        return f"the official checker rejects it under {newest}"
+    return said
 
 
 def missed_text(errors: Sequence[Finding]) -> str:

@@ -80,18 +80,17 @@ def judge_log(path: str, ruleset: str) -> dict[str, Any]:
     try:
         passed = checker.check_file(path, f"training_{ruleset}/common.yaml")
     except Exception as error:  # the checker crashes on ordinary mistakes in a log
-        return {"crash": shorten(f"{type(error).__name__}: {error}")}
+        return {"crash": _shorten(f"{type(error).__name__}: {error}")}
     return {
         "passed": bool(passed),
-        "warnings": [[key, shorten(text)] for key, text in checker.warnings.items()],
+        "warnings": [[key, _shorten(text)] for key, text in checker.warnings.items()],
         # The checker keeps one message per key, and all messages without a key.
-        "errors": [[key, shorten(text)] for key, text in checker.overwritable.items()]
-        + [[None, shorten(text)] for text in checker.not_overwritable],
+        "errors": [[key, _shorten(text)] for key, text in checker.overwritable.items()]
+        + [[None, _shorten(text)] for text in checker.not_overwritable],
     }
 
 
-def shorten(text: str) -> str:
-    """Limit the length of a checker's message."""
+def _shorten(text: str) -> str:
     if len(text) <= MAX_MESSAGE_CHARACTERS:
         return text
     # Keep the condition, which follows the record and may lie beyond the cut.

@@ -177,8 +177,7 @@ def _check_folder(
 ) -> list[Verdict]:
     # Use the division that most logs name, or else closed, which is stricter.
     named = Counter(str(run.verdict.division).lower() for run in runs)
-    most = max(named, key=lambda division: named[division], default="")
-    division: rules.Division = "open" if most == "open" else "closed"
+    division: rules.Division = "open" if max(named, key=named.__getitem__, default="") == "open" else "closed"
     originals = without_copies(runs)
     compare_settings(originals, division)
     compare_seeds(originals, division, folder.severity)

@@ -12,7 +12,7 @@ from compliance.log.record import TOKEN
 from compliance.official import checker as official
 from compliance.official import process
 from compliance.official.checker import Complaint, Opinion, opinion
-from compliance.official.worker import judge_part, reference, shorten, token_lines
+from compliance.official.worker import _shorten, judge_part, reference, token_lines
 from tests.compliance.log_edits import Edit, delete, in_turn, lines_of, swap, value
 from tests.programs import PATIENCE_S, python
 
@@ -114,9 +114,9 @@ def test_long_records_take_no_quadratic_time(ask: Ask) -> None:
 
 
 def test_long_messages_keep_the_condition_that_failed() -> None:
-    assert shorten(4000 * "x") == 4000 * "x"
-    assert shorten(4001 * "x") == 2000 * "x"
-    assert shorten(f"{4001 * 'x'}\nfailed test: v > 1\n{{}}") == f"{2000 * 'x'}\nfailed test: v > 1"
+    assert _shorten(4000 * "x") == 4000 * "x"
+    assert _shorten(4001 * "x") == 2000 * "x"
+    assert _shorten(f"{4001 * 'x'}\nfailed test: v > 1\n{{}}") == f"{2000 * 'x'}\nfailed test: v > 1"
 
 
 def test_the_last_error_of_a_tool_is_its_message(monkeypatch: pytest.MonkeyPatch) -> None:
