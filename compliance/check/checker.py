@@ -43,7 +43,7 @@ def check_logs(logs: Sequence[Log], ruleset: str, limit: str = rules.NEWEST_RULE
         # The official checker is asked once, unless it rejects what our checks accept.
         if tried and max(tried) >= expected:
             break
-        verdicts = [replace(_verdict(each, candidate), missed=_missed(each, candidate, limit)) for each in examined]
+        verdicts = [replace(_verdict(each, candidate), missed=_missed(each, candidate)) for each in examined]
         tried.setdefault(sum(verdict.passed for verdict in verdicts), verdicts)
     return tried[max(tried)]
 
@@ -117,11 +117,14 @@ def _verdict(examined: _Examination, ruleset: str) -> Verdict:
     )
 
 
-def _missed(examined: _Examination, ruleset: str, limit: str) -> str:
-    if ruleset == rules.NEWEST_RULESET:
+def _missed(examined: _Examination, ruleset: str) -> str:
+    newest = rules.NEWEST_RULESET
+    if ruleset == newest:
         return ""
-    said = missed_text(examined.errors(rules.NEWEST_RULESET))
-    return said or ("" if ruleset == limit else f"the official checker rejects it under {rules.NEWEST_RULESET}")
+    said = missed_text(examined.errors(newest))
+    if not said and _official_opinion(examined.log, newest).outcome == "fail":
+        return f"the official checker rejects it under {newest}"
+    return said
 
 
 def missed_text(errors: Sequence[Finding]) -> str:
@@ -147,10 +150,9 @@ def _unexplained(context: CheckedLog, own: list[Finding], opinion: official.Opin
     # An official error is explained only by one of our errors. Otherwise a log could pass here and fail there.
     # An official warning is explained by any of our findings.
     explained = {"error": errors, "warning": errors | {finding.key for finding in own}}
-    is_log = context.log.token_lines > 0
     fails = bool(errors)
     for complaint in opinion.complaints:
-        if not is_log or explained[complaint.severity] & complaint.keys:
+        if not context.log.token_lines or explained[complaint.severity] & complaint.keys:
             continue
         if complaint.severity == "error" and fails:
             # These complaints are consequences of faults already found: a message without a key, "the run has not
@@ -161,10 +163,9 @@ def _unexplained(context: CheckedLog, own: list[Finding], opinion: official.Opin
                 continue
             if complaint.absent and context.aborted:
                 continue
-        line = complaint.line
-        record = next((record for record in context.log.records if record.line == line), None) if line else None
+        record = next((record for record in context.log.records if record.line == complaint.line), None)
         yield Finding(
-            line,
+            complaint.line,
             min(complaint.keys, default=""),
             f"mlperf-logging, ruleset {context.ruleset}",
             f"the official checker says: {complaint.text}",

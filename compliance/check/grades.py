@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import combinations
+from statistics import median_high
 from typing import Literal
 
 from compliance.log import rules
@@ -77,8 +78,7 @@ class CheckedLog:
         first, starts = self.run.first, self.log.all("run_start")
         if len(starts) < 2 or ("run_stop" in first and starts[1].line > first["run_stop"].line):
             return 1
-        counts = sorted(len(self.log.all(key)) for key in (*_SETTINGS, *TIMELINE) if key in first)
-        return counts[len(counts) // 2]
+        return median_high(len(self.log.all(key)) for key in (*_SETTINGS, *TIMELINE) if key in first)
 
     @cached_property
     def second_start(self) -> Record | None:
@@ -324,7 +324,7 @@ def _irregular_evaluation(run: LoggedRun) -> tuple[int, int, int | None] | None:
     # The schedule does not include an evaluation of the untrained model.
     skipped = int(samples[0] == 0)
     steps = [after - before for before, after in zip([0, *samples[skipped:]], samples[skipped:], strict=False)]
-    usual = sorted(steps)[len(steps) // 2] if steps else interval
+    usual = median_high(steps) if steps else interval
     is_near = abs(usual - interval) <= 25_000 + batch
     slack = max(2 * batch, round(0.03 * interval))
     for index, step in enumerate(steps):

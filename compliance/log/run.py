@@ -251,7 +251,7 @@ class LoggedRun:
         evaluated = self.epoch_nums[-1] if self.accuracies and not doubt else None
         if evaluated is not None:
             # Training ends at the last evaluation, or before the next one.
-            interval = schedule.interval if schedule else max(1, evaluated // len(self.accuracies))
+            interval = schedule.interval if schedule else evaluated // len(self.accuracies)
             low, high = evaluated, evaluated + interval
         elif schedule:
             # Some round the interval to another batch, or use the interval of a neighbouring batch size.
@@ -306,8 +306,7 @@ def samples_of(metadata: Mapping[str, object]) -> int | None:
 
 
 def _seconds(start_ms: int | None, stop: Record | None) -> float | None:
-    if start_ms is None or stop is None or stop.time_ms < start_ms:  # the clock was set back
-        return None
-    if not rules.FIRST_MS <= start_ms <= stop.time_ms < rules.LAST_MS:  # the times have another unit
+    # The clock may have been set back, or the times have another unit.
+    if start_ms is None or stop is None or not rules.FIRST_MS <= start_ms <= stop.time_ms < rules.LAST_MS:
         return None
     return (stop.time_ms - start_ms) / 1000

@@ -97,7 +97,7 @@ def _check_tree(tree: Tree, ruleset: str) -> list[Verdict]:
         chosen = of_description[-1][1] if of_description else newest
         description = read_description(path)
         findings = [*description_findings(description, chosen)]
-        if of_description and not description.fault:
+        if not description.fault:
             findings += against_logs(description, [run.logged for runs, _ in of_description for run in runs])
         is_old = ruleset == rules.AUTO and chosen != rules.NEWEST_RULESET
         missed = missed_text(_errors(description, rules.NEWEST_RULESET)) if is_old else ""
@@ -176,8 +176,8 @@ def _check_folder(
     tree: Tree, folder: BenchmarkFolder, runs: list[FolderRun], ruleset: str, findings: list[Finding]
 ) -> list[Verdict]:
     # Use the division that most logs name, or else closed, which is stricter.
-    named = Counter(run.verdict.division for run in runs).most_common(1)
-    division: rules.Division = "open" if named and str(named[0][0]).lower() == "open" else "closed"
+    named = Counter(str(run.verdict.division).lower() for run in runs)
+    division: rules.Division = "open" if max(named, key=named.__getitem__, default="") == "open" else "closed"
     originals = without_copies(runs)
     compare_settings(originals, division)
     compare_seeds(originals, division, folder.severity)
@@ -255,9 +255,10 @@ def _convergence(runs: Sequence[FolderRun], ruleset: str) -> Outlook | None:
     runs = [runs[index] for index in chosen]
     passed = [run for run in runs if run.complete_verdict.passed]
     batches, failed = {run.logged.global_batch_size for run in passed}, len(runs) - len(passed)
-    if len(batches) != 1 or None in batches or failed > 1:
+    batch = batches.pop() if len(batches) == 1 and failed <= 1 else None
+    if batch is None:
         return None
-    logged, batch = [run.logged for run in passed], passed[0].logged.global_batch_size or 0
+    logged = [run.logged for run in passed]
     found = outlook_of(logged, batch, ruleset, failed=failed)
     if found.verdict == "fail" and ruleset != rules.NEWEST_RULESET:
         newest = outlook_of(logged, batch, rules.NEWEST_RULESET, failed=failed).verdict

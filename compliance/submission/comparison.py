@@ -132,12 +132,12 @@ def _odd_ones(runs: Sequence[FolderRun], key: str) -> Iterator[tuple[FolderRun, 
     """Yield (run, record, finding in words) for each run whose value of `key` differs from most runs."""
     holders = [(run, run.logged.first[key]) for run in runs if key in run.logged.first]
     counts = Counter(_comparable(record.value) for _, record in holders)
-    if len(counts) < 2:
+    if not counts:
         return
     # If several values are equally frequent, use the first one.
-    most, count = counts.most_common(1)[0]
+    most = max(counts, key=lambda value: counts[value])
     first, usual = next((run, record) for run, record in holders if _comparable(record.value) == most)
-    named = "most logs of the folder" if 2 * count > len(holders) else f"{first.name}: all logs must agree"
+    named = "most logs of the folder" if 2 * counts[most] > len(holders) else f"{first.name}: all logs must agree"
     for run, record in holders:
         if _comparable(record.value) != most:
             yield run, record, f"value {shown(record.value)}, expected {shown(usual.value)} as in {named}"

@@ -194,7 +194,7 @@ def count_accelerators(fields: Mapping[str, Any]) -> int | None:
 
 def _usual(values: Sequence[object]) -> str | None:
     counts = Counter(value for value in values if isinstance(value, str) and value.strip())
-    return counts.most_common(1)[0][0] if counts else None
+    return max(counts, key=lambda value: counts[value], default=None)
 
 
 def _alike(described: str, said: str) -> bool:
@@ -221,10 +221,10 @@ def _same_device(written: str, here: str) -> bool:
 def _same_model(written: str, here: str) -> bool:
     """Tell whether two names of a product share its number: "Intel Xeon 8480C" and "Intel(R) Xeon(R) Platinum 8480C"."""
     # Ignore words that are not model numbers: cores, sizes, frequencies.
-    ignored = re.compile(r"\d+-core|\d+(\.\d+)?(gb|ghz)|cpu|processor|gpu")
+    ignored = re.compile(r"\b(\d+-core|\d+(\.\d+)?(gb|ghz)|cpu|processor|gpu)\b")
 
     def words(text: str) -> set[str]:
-        return {word for word in re.split(r"[^a-z0-9.]+", text.lower()) if word and not ignored.fullmatch(word)}
+        return {*re.findall(r"[a-z0-9.]+", ignored.sub(" ", text.lower()))}
 
     numbered = {word for word in words(here) if re.search(r"\d{2,}", word)}
     if not numbered:

@@ -111,7 +111,7 @@ def repeat_before(key: str, other: str) -> Edit:
 
 
 def move_before(key: str, other: str) -> Edit:
-    return in_turn(repeat_before(key, other), delete(key, nth=1))
+    return lambda text: repeat_before(key, other)(text).replace(lines_of(text, key)[0], "", 1)
 
 
 def swap(key: str, other: str) -> Edit:

@@ -1,9 +1,9 @@
 """Verdicts of the official checker and of ours on valid and damaged logs, and the choice of the ruleset."""
 
 import json
-import os
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -11,189 +11,120 @@ from hypothesis import strategies as st
 
 from bert.log.mllog import MLLog
 from compliance.check import checks
-from compliance.check.checker import check_file, check_log
-from compliance.log import reader as log_module
-from compliance.log import rules
+from compliance.check.checker import check_file, check_logs
+from compliance.log import reader, rules
 from compliance.log.reader import read_log
 from compliance.log.record import TOKEN
 from compliance.log.rules import AUTO
 from compliance.official import checker as official
+from compliance.official.checker import Complaint
 from compliance.report.page import render_as
 from compliance.report.results import load_results
+from tests.compliance.check.conftest import Tell
+from tests.compliance.check.whole_logs import brief, timed
 from tests.compliance.command import run
-from tests.compliance.log_edits import (
-    Edit,
-    delete,
-    in_turn,
-    later,
-    lines_of,
-    log_after,
-    metadata,
-    original_verdict,
-    value,
-)
-from tests.compliance.result_folders import SYSTEM, benchmark_folder, write_log, write_series, write_submission
-from tests.compliance.run_logs import initialise, without_chain
+from tests.compliance.log_edits import Edit, delete, in_turn, metadata, move_before, original_verdict, swap, value
+from tests.compliance.result_folders import benchmark_folder, write_log, write_submission
+from tests.compliance.run_logs import initialise
 from tests.conftest import at_most
 
 
-@pytest.mark.parametrize("ruleset", rules.RULESETS)
-@pytest.mark.parametrize("division", rules.DIVISIONS)
-def test_written_logs_pass_every_ruleset_and_the_official_checker_alone(
-    tmp_path: Path, closed_log: str, open_log: str, division: str, ruleset: str
-) -> None:
-    path = tmp_path / "result_0.txt"
-    path.write_text(closed_log if division == "closed" else open_log)
-    verdict = check_file(path, ruleset)
-    assert verdict.findings == ()
-    assert (verdict.official, verdict.division, verdict.status) == ("pass", division, "success")
-    assert original_verdict(path, ruleset) == "pass"
+def test_written_logs_pass_every_ruleset(tell: Tell, closed_log: str, open_log: str) -> None:
+    for division, text in (("closed", closed_log), ("open", open_log)):
+        for ruleset in rules.RULESETS:
+            assert tell(text, ruleset) == f"official pass, valid {division} log, ruleset {ruleset}"
 
 
-def test_open_log_is_held_to_its_own_target_and_interval(tmp_path: Path, open_log: str) -> None:
-    path = tmp_path / "result_0.txt"
-    path.write_text(value("eval_accuracy", 0.29, -1)(open_log))
-    assert [finding.key for finding in check_file(path).findings] == ["eval_accuracy"]
-    assert check_file(path).summary.startswith("1 error, ruleset ")
-    path.write_text(metadata("eval_accuracy", "epoch_num", 1500)(open_log))
-    assert "every 1000 samples" in check_file(path).findings[0].found
-    path.write_text(delete("eval_interval_samples", "quality_target")(open_log))
-    assert check_file(path).passed  # these keys are only in this repository's logs
-    path.write_text(log_after("seed", "quality_target", 0.2)(open_log))
-    assert [finding.key for finding in check_file(path).findings if finding.severity == "error"] == ["quality_target"]
+TELEMETRY = "keep telemetry and other programs' output in other files"
+ONE_RUN = f"the rest was not read [SR Submission form]; log one run a file, and {TELEMETRY}"
 
 
-def test_a_published_log_of_another_shape_passes(tmp_path: Path, closed_log: str) -> None:
-    """Large submissions log each rank's init_start (unordered), one block, no eval_start, floats, and packed counts."""
-    inner = [delete("block_stop", nth=0), delete("block_start", nth=-1)] * 2
-    text = in_turn(
-        delete("eval_start", "eval_stop", "quality_target", "eval_interval_samples", "submission_status"),
-        *inner,
-        value("num_warmup_steps", 10000.0),
-        value("start_warmup_step", -9500.0),
-        metadata("eval_accuracy", "epoch_num", 299_800, 1),
-    )(closed_log)
-    first = lines_of(text, "init_start")[0]
-    text = text.replace(first, first + later("init_start", -3)(first) + first)
-    stats = {"namespace": "", "time_ms": 1800000000000, "event_type": "POINT_IN_TIME", "key": "tracked_stats"}
-    stats |= {"value": {}, "metadata": {"step": [2, 912]}}
-    path = tmp_path / "result_0.txt"
-    path.write_text(re.sub(r"\S*:::MLLOG", "0: :::MLLOG", f"{text}{TOKEN}{json.dumps(stats)}\n"))
-    verdict = check_file(path)
-    assert verdict.passed, "\n".join(map(str, verdict.findings))
-
-
-def test_a_record_too_long_to_be_read_leaves_no_official_verdict(tmp_path: Path, closed_log: str) -> None:
-    path = tmp_path / "result_0.txt"
-    path.write_text(closed_log + TOKEN + "x" * 2**21)
-    verdict = check_file(path)
-    assert (verdict.official, verdict.ours) == ("fail", "fail")
-    assert [finding.line for finding in verdict.findings] == [closed_log.count("\n") + 1]
-
-
-@pytest.mark.parametrize(
-    ("kind", "official_verdict", "words"),
-    [
-        ("large", "pass", "a file of 0.1 MiB; expected at most 0 MiB"),
-        ("sparse", "fail", "a file of more than 256 MiB; expected at most 50 MiB: the rest was not read"),
-        ("records", "fail", "more than 0 MiB of records; expected the records of one run: the rest was not read"),
-    ],
-)
 def test_a_log_beyond_a_bound_gets_one_clear_finding(
-    kind: str, official_verdict: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, closed_log: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, open_log: str
 ) -> None:
-    path = tmp_path / "result_0.txt"
-    path.write_text(closed_log)
-    if kind == "sparse":
-        os.truncate(path, 2**40)
-    elif kind == "large":
-        monkeypatch.setattr(checks, "MAX_FILE_BYTES", 2**16)
-    else:
-        monkeypatch.setattr(log_module, "MAX_RECORD_LINES_BYTES", 10_000)
-    verdict = check_file(path)
-    assert (verdict.official, verdict.ours) == (official_verdict, "fail")
-    (finding,) = verdict.findings
-    assert (finding.found, finding.rule) == (words, "SR Submission form")
-    assert "telemetry" in finding.remedy
+    path, remedy = tmp_path / "result_0.txt", "write every record from one process, whole, on a line of its own"
+    full = open_log + "#" * (2**20 - len(open_log))
+
+    def told(text: str) -> str:
+        path.write_text(text)
+        verdict = check_file(path)
+        return "; ".join([verdict.official, *map(str, verdict.findings)])
+
+    monkeypatch.setattr(checks, "MAX_FILE_BYTES", 2**20)
+    assert told(full) == "pass"
+    found = "a file of 1.0 MiB; expected at most 1 MiB"
+    assert told(full + "#") == f"pass; error: {found} [SR Submission form]; {TELEMETRY}"
+    monkeypatch.setattr(reader, "MAX_LOG_BYTES", 2**20)
+    assert told(full) == "pass"
+    assert told(full + "#") == f"fail; error: a file of more than 1 MiB; expected at most 50 MiB: {ONE_RUN}"
+    monkeypatch.setattr(reader, "MAX_RECORD_LINES_BYTES", sum(map(len, open_log.splitlines())))
+    assert told(full) == "pass"
+    found = "more than 0 MiB of records; expected the records of one run"
+    assert told(open_log.replace('"metadata"', ' "metadata"', 1)) == f"fail; error: {found}: {ONE_RUN}"
+    # The official checker would take hours for an overlong record.
+    monkeypatch.setattr(reader, "MAX_LINE_BYTES", 2**18)
+    found = "a line of more than 262144 bytes; expected at most 16384 [log format]"
+    overlong = open_log + TOKEN + "x" * 2**18
+    assert told(overlong) == f"fail; error: line {1 + open_log.count(chr(10))}: {found}; {remedy}"
 
 
-def abort(path: Path, division: str, reached: str) -> None:
-    """Write the log of a run that Ctrl-C ends during its initialization or an evaluation."""
-    with MLLog(path) as log:
-        if reached == "init":
-            log.event("cache_clear", False)
-            log.event("init_start")
-        else:
-            initialise(log, division)
-            log.block_start(0)
-            log.eval_start(1024 if division == "open" else 150_080)
-        raise KeyboardInterrupt
-
-
-@pytest.mark.parametrize("reached", ["init", "evaluation"])
 @pytest.mark.parametrize("division", rules.DIVISIONS)
-def test_aborted_log_says_so_and_nothing_else(tmp_path: Path, reached: str, division: str) -> None:
-    path = tmp_path / "result_0.txt"
-    with pytest.raises(KeyboardInterrupt):
-        abort(path, division, reached)
-    for ruleset in ("2.1.0", "5.0.0"):
-        verdict = check_file(path, ruleset)
-        assert [finding.key for finding in verdict.findings] == ["run_stop"], verdict.findings
-        assert verdict.summary.startswith("not a valid result (aborted)")
-        assert verdict.status == "aborted"
+def test_the_log_of_a_run_that_was_interrupted_says_so_and_nothing_else(tmp_path: Path, division: str) -> None:
+    for reached in ("init", "evaluation"):
+        path = tmp_path / f"{reached}.txt"
+        with pytest.raises(KeyboardInterrupt), MLLog(path) as log:  # noqa: PT012
+            if reached == "init":
+                log.event("cache_clear", False)
+                log.event("init_start")
+            else:
+                initialise(log, division)
+                log.block_start(0)
+                log.eval_start(1024 if division == "open" else 150_080)
+            raise KeyboardInterrupt
+        for ruleset in ("2.1.0", "5.0.0"):
+            verdict = check_file(path, ruleset)
+            assert [finding.key for finding in verdict.findings] == ["run_stop"], verdict.findings
+            assert verdict.summary == f"not a valid result (aborted), 1 error, ruleset {ruleset}"
+            assert (verdict.official, verdict.status) == (original_verdict(path, ruleset), "aborted")
+
+
+def complaint(*keys: str, **options: Any) -> Complaint:
+    return Complaint("x", frozenset(keys), **options)
+
+
+WARNING = complaint(severity="warning")
+UNEXPLAINED: list[tuple[Edit, list[Complaint], list[str]]] = [
+    (in_turn(), [complaint("seed", line=8)], ["error: line 8: seed: x"]),
+    (in_turn(), [complaint("seed", severity="warning")], ["warning: seed: x", "error: "]),
+    # After an error, complaints without a key are consequences.
+    (in_turn(), [complaint("seed", "init_stop"), complaint(), WARNING], ["error: init_stop: x", "warning: x"]),
+    (value("seed", "x"), [complaint("seed"), complaint("init_stop", about_state=True)], ["error: init_stop: x"]),
+    (value("seed", "x"), [complaint("eval_stop", absent=True)], ["error: eval_stop: x"]),
+    # An error is not explained by a warning about the same key, but a warning is.
+    (value("seed", "1"), [complaint("seed"), complaint("seed", severity="warning")], ["error: seed: x"]),
+    # Conditions on earlier records fail after records out of order, and an aborted run does not reach its last records.
+    (swap("init_stop", "run_start"), [complaint("seed", about_state=True), complaint("seed")], ["error: seed: x"]),
+    (timed("seed", 0), [complaint("init_stop", about_state=True)], []),
+    (
+        in_turn(metadata("run_stop", "status", "aborted"), value("seed", "x")),
+        [complaint("eval_stop", absent=True), complaint("eval_stop")],
+        ["error: eval_stop: x"],
+    ),
+    (lambda _: "", [complaint("seed")], []),
+]  # fmt: skip
 
 
 def test_complaints_of_the_official_checker_that_nothing_explains_are_kept(
-    tmp_path: Path, closed_log: str, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "result_0.txt"
-    path.write_text("plain\n" + closed_log)
-    complaint = official.Complaint("seed fails the condition x", frozenset({"seed"}), line=4)
-    monkeypatch.setattr(official, "opinion", lambda _lines, _ruleset: official.Opinion("fail", (complaint,)))
-    (finding,) = check_file(path).findings
-    assert (finding.line, finding.key, finding.severity) == (4, "seed", "error")
-    assert finding.found == "the official checker says: seed fails the condition x"
-    assert "mlperf-logging" in finding.rule
-    monkeypatch.setattr(official, "opinion", lambda _lines, _ruleset: official.Opinion("fail"))
-    (finding,) = check_file(path).findings
-    assert (finding.severity, finding.line) == ("error", None)
-    assert "without saying why" in finding.found
-
-
-def test_command_line(tmp_path: Path, closed_log: str) -> None:
-    good, bad = tmp_path / "result_0.txt", tmp_path / "result_1.txt"
-    good.write_text(closed_log)
-    bad.write_text(value("seed", None)(closed_log))
-    status, said = run("check", good)
-    assert (status, said.splitlines()[1:]) == (0, ["1 log: 1 passes"])
-    assert said.startswith(f"PASS {good}: official pass, ours pass")
-    status, said = run("check", good, bad)
-    assert (status, said.splitlines()[-1]) == (1, f"2 logs: 1 passes, 1 fails: {bad}")
-    assert f"FAIL {bad}: official pass, ours fail" in said
-    assert "\n    error: line 8: seed: value null" in said
-    status, said = run("check", bad, "--json", "--ruleset", "3.0.0")
-    (entry,) = json.loads(said)
-    (finding,) = entry.pop("findings")
-    assert entry == {"file": str(bad), "ruleset": "3.0.0", "missed": "", "official": "pass", "ours": "fail"}
-    assert finding.pop("source").startswith("tests/compliance/run_logs.py:")
-    assert finding == {
-        "line": 8,
-        "key": "seed",
-        "rule": "seed checker of the package checker; TR 5.1",
-        "found": "value null; expected an integer of at most 128 bits",
-        "remedy": "correct the value that is logged",
-        "severity": "error",
-    }
-
-
-USAGES = "check; check x --json --format github; check none.txt; check x --ruleset 5.1.0; report none; summary ."
-
-
-@pytest.mark.parametrize("arguments", USAGES.split("; "))
-def test_bad_usage_is_one_line_and_exit_status_2(arguments: str) -> None:
-    status, said = run(*arguments.split())
-    assert (status, said.count("\n")) == (2, 1)
-    assert said.startswith("error: ")
+    for edit, complaints, expected in UNEXPLAINED:
+        path.write_text(edit(brief()))
+        monkeypatch.setattr(official, "opinion", lambda *_, said=tuple(complaints): official.Opinion("fail", said))
+        found = [finding for finding in check_file(path).findings if finding.rule == "mlperf-logging, ruleset 5.0.0"]
+        said = [str(finding).replace("the official checker says: ", "").partition(" [")[0] for finding in found]
+        assert [re.sub("error: the official checker fails.*", "error: ", each) for each in said] == expected
+        assert all(re.search("training_5.0.0|on this file", finding.remedy) for finding in found)
 
 
 # Damaged logs of every kind
@@ -247,50 +178,74 @@ def test_nothing_passes_that_the_official_checker_fails_and_any_log_gives_a_repo
 
 OF_2_1 = delete("opt_lamb_epsilon")
 """Edit that makes a log like the logs of round 2.1. Later versions of that round's rule file reject such a log."""
-LATE = in_turn(OF_2_1, value("eval_accuracy", 0.7, -1))
+OF_NEW = delete("opt_epsilon")
+NO_SEED, NO_EPSILON = (f"{key}: no record; expected one record" for key in ("seed", "opt_lamb_epsilon"))
+
+CHOICES: list[tuple[Edit, str]] = [
+    (in_turn(), "valid closed log, ruleset 5.0.0"),
+    (OF_2_1, f"valid closed log, ruleset 2.0.0 (5.0.0 would fail it: {NO_EPSILON})"),
+    (delete("seed"), f"valid closed log, ruleset 4.0.0 (5.0.0 would fail it: {NO_SEED}), 1 warning"),
+    (
+        in_turn(OF_2_1, delete("seed")),
+        f"valid closed log, ruleset 2.0.0 (5.0.0 would fail it: {NO_SEED} and 1 other error), 1 warning",
+    ),
+    (
+        in_turn(OF_2_1, value("eval_accuracy", 0.7, -1)),  # one error under this ruleset, two under later ones
+        f"1 error, ruleset 2.0.0 (5.0.0 would fail it: {NO_EPSILON} and 1 other error)",
+    ),
+    (value("submission_division", "Closed"), "1 error, ruleset 5.0.0"),
+    (in_turn(*(timed(key, 0) for key in ("submission_org", "submission_status", "seed"))), "1 error, ruleset 5.0.0"),
+    # The division may come late only in old rounds.
+    (
+        move_before("submission_division", "run_start"),
+        "valid closed log, ruleset 1.1.0 (5.0.0 would fail it: init_stop: logged before submission_division on line 421, "
+        "which sets the limit of the initialisation; expected submission_division before it)",
+    ),
+]  # fmt: skip
 
 
-def chosen(path: Path, text: str, edit: Edit) -> tuple[str, str]:
-    path.write_text(edit(text))
-    verdict = check_log(read_log(path), AUTO)
-    return verdict.ruleset, verdict.ours
-
-
-@pytest.mark.parametrize(
-    ("edit", "expected"),
-    [
-        (lambda text: text, ("5.0.0", "pass")),
-        (OF_2_1, ("2.0.0", "pass")),
-        (delete("seed"), ("4.0.0", "pass")),
-        (LATE, ("2.0.0", "fail")),  # one error under this ruleset, two under later ones
-        (value("submission_division", "Closed"), ("5.0.0", "fail")),
-    ],
-)
-def test_the_newest_ruleset_that_accepts_a_log_is_taken(
-    tmp_path: Path, closed_log: str, edit: Edit, expected: tuple[str, str]
+def test_the_newest_ruleset_that_accepts_a_log_is_taken_and_what_the_newest_would_object_to_is_said(
+    tmp_path: Path, closed_log: str
 ) -> None:
-    assert chosen(tmp_path / "result_0.txt", without_chain(closed_log), edit) == expected
+    path = tmp_path / "result_0.txt"
+    for edit, summary in CHOICES:
+        path.write_text(edit(closed_log))
+        assert check_file(path, AUTO).summary == summary
+    path.write_text(OF_2_1(closed_log))
+    assert check_file(path, "2.0.0").missed == ""
+    # Logs of this repository are held to the newest ruleset.
+    log = write_log(path, 0)
+    log.write_text(delete("seed")(log.read_text()))
+    assert (check_file(log, AUTO).ruleset, check_file(log, AUTO).ours) == ("5.0.0", "fail")
 
 
-def test_logs_of_this_repository_are_held_to_the_newest(tmp_path: Path) -> None:
-    log = write_log(tmp_path / "result_0.txt", 0).read_text()
-    assert chosen(tmp_path / "result_0.txt", log, delete("seed")) == ("5.0.0", "fail")
+def test_the_ruleset_that_most_logs_pass_is_taken_and_the_official_checker_must_agree(
+    tmp_path: Path, closed_log: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "result_0.txt"
 
+    def chosen(*edits: Edit) -> list[tuple[str, str, str]]:
+        logs = []
+        for edit in edits:
+            path.write_text(edit(closed_log))
+            logs.append(read_log(path))
+        return [(verdict.ruleset, verdict.ours, verdict.missed) for verdict in check_logs(logs, AUTO)]
 
-def test_a_folder_is_checked_under_one_ruleset_and_the_total_names_it(tmp_path: Path) -> None:
-    folder = tmp_path / "results" / SYSTEM / "bert"
-    for number, path in enumerate(write_series(folder, [17] * 3)):
-        text = without_chain(path.read_text())
-        path.write_text(delete("seed")(text) if number == 1 else text)
-    status, said = run("check", folder)
-    assert status == 0
-    verdicts = [line for line in said.splitlines() if line.startswith(("PASS", "FAIL"))]
-    assert all("ruleset 4.0.0" in line for line in verdicts)
-    assert said.splitlines()[-1].endswith("; checked under ruleset 4.0.0")
-    status, said = run("check", folder, "--ruleset", "5.0.0")
-    assert (status, "FAIL" in said) == (1, True)
-    assert run("summary", folder)[0] == 0
-    assert '"ruleset": "4.0.0"' in run("report", folder, "--format", "json")[1]
+    missed = f"5.0.0 would fail it: {NO_EPSILON}"
+    old, accepted = ("2.0.0", "pass", missed), ("2.0.0", "pass", "")
+    assert chosen(OF_2_1, in_turn(), in_turn()) == [old, accepted, accepted]
+    assert chosen(OF_2_1, OF_NEW, OF_NEW) == [("5.0.0", "fail", ""), *[("5.0.0", "pass", "")] * 2]
+    assert chosen(OF_2_1, OF_2_1, OF_NEW) == [old, old, ("2.0.0", "fail", "")]
+    asked = official.opinion
+
+    def strict(lines: Any, ruleset: str) -> official.Opinion:
+        return official.Opinion("fail") if ruleset in refused else asked(lines, ruleset)
+
+    monkeypatch.setattr(official, "opinion", strict)
+    refused = {"2.0.0"}
+    assert chosen(OF_2_1, in_turn()) == [("5.0.0", "fail", ""), ("5.0.0", "pass", "")]
+    refused = {"5.0.0"}
+    assert chosen(OF_2_1, in_turn()) == [old, ("2.0.0", "pass", "the official checker rejects it under 5.0.0")]
 
 
 def test_a_round_is_a_folder_of_submissions(tmp_path: Path) -> None:

@@ -1,13 +1,14 @@
 """Each fault of a log causes one clear finding, and a file that is not one complete run's log causes only one."""
 
-import re
 from pathlib import Path
 
 import pytest
 
 from compliance.check.checker import check_file
 from compliance.log import rules
-from compliance.log.findings import Verdict
+from compliance.log.rules import FIRST_MS
+from tests.compliance.check import whole_logs as whole
+from tests.compliance.check.conftest import Tell
 from tests.compliance.log_edits import (
     Edit,
     delete,
@@ -22,354 +23,253 @@ from tests.compliance.log_edits import (
     log_after,
     metadata,
     move_before,
-    original_verdict,
     repeat,
     repeat_before,
     swap,
-    time_of,
     value,
     without_metadata,
 )
-from tests.compliance.run_logs import log_of, without_chain
+from tests.compliance.run_logs import START_MS, log_of
 
+VALUES: dict[str, tuple[object, ...]] = {
+    "cache_clear": (False, None),
+    "submission_benchmark": ("resnet",),
+    "submission_division": ("Closed", "../../evil"),
+    "seed": ("x", "\u0663", "1234", -(2**63), 2**64 - 1, 2**128 - 1, 2**128),
+    "global_batch_size": (0, 448 * 512),
+    "gradient_accumulation_steps": (448, 449),
+    "opt_base_learning_rate": (1e-6, 9.9e-7, 0.1),
+    "opt_lamb_epsilon": (0.01, 0.5),
+    "opt_lamb_beta_2": (1.0,),
+    "opt_learning_rate_training_steps": (0,),
+    "num_warmup_steps": (0.5,),
+    "quality_target": (0.7199992, 0.7199994, 0.7200000286102295, 0.7200008),
+    "eval_interval_samples": (150_447, 150_448),
+    "eval_accuracy": (0.7199, 0.72, 0.8, 0.80001, 75.6),
+    "train_samples": (447, 448, 450_241, [450_240]),
+    "eval_samples": (9_999, 10_001, 20_000),
+}
+"""Values of the last record of a key."""
 
-@pytest.fixture(scope="module")
-def brief_log(closed_log: str) -> str:
-    """Closed log without records of weights. Ruleset 5.0.0 does not require them, and checks are faster without them."""
-    return delete("weights_initialization")(closed_log)
+OTHER_SETTINGS: dict[str, float] = {
+    "global_batch_size": 512,
+    "seed": 77,
+    "opt_epsilon": 1e-7,
+    "opt_lamb_learning_rate_decay_poly_power": 2.0,
+    "max_sequence_length": 128,
+    "max_predictions_per_seq": 80,
+    "opt_gradient_clip_norm": 5,
+}
+"""Settings that are logged after the last one."""
 
+TIMES = (0, 1, FIRST_MS // 1000, FIRST_MS)
 
-@pytest.fixture
-def checked(tmp_path: Path):
-    def check(text: str, ruleset: str = "5.0.0") -> Verdict:
-        path = tmp_path / "result_0.txt"
-        path.write_text(text)
-        return check_file(path, ruleset)
-
-    return check
-
-
-def evaluated_at(*samples: int) -> Edit:
-    return in_turn(epoch_nums(*samples), value("train_samples", samples[-1]))
-
-
-EPOCHS_ALONE = in_turn(epochs_for_blocks, *[delete("eval_stop", nth=0)] * 2, delete("eval_start"))
-
-Mutations = dict[str, Edit]
-"""Edits of a valid closed log, by name."""
-
-REFUSED: Mutations = {
-    "wrong-case division": value("submission_division", "Closed"),
-    "path as division": value("submission_division", "../../evil"),
-    "other benchmark": value("submission_benchmark", "resnet"),
+CLOSED: dict[str, Edit] = {
+    **{f"{key} {new!r}": value(key, new, -1) for key, news in VALUES.items() for new in news},
+    **{f"added {key}": log_after("eval_interval_samples", key, new) for key, new in OTHER_SETTINGS.items()},
+    **{f"seed at {time_ms} ms": whole.timed("seed", time_ms) for time_ms in TIMES},
+    # Phases, intervals and formats
     "init_stop after run_start": swap("init_stop", "run_start"),
     "block too early": swap("run_start", "block_start"),
     "late init_start": repeat_before("init_start", "block_start"),
-    "other batch size": log_after("global_batch_size", "global_batch_size", 512),
-    "accuracy in percent": value("eval_accuracy", 75.6, -1),
-    "accuracy below target": value("eval_accuracy", 0.7199, -1),
+    "late cache_clear": repeat_before("cache_clear", "block_start"),
+    "accuracy too early": move_before("eval_accuracy", "init_stop"),
+    "late division": move_before("submission_division", "run_start"),
+    "batch size below the evaluations": in_turn(
+        epoch_nums(150_080, 170_000), move_before("global_batch_size", "run_stop")
+    ),
+    "late second run_start": repeat_before("run_start", "train_samples"),
+    "run_start after run_stop": lambda text: text + later("run_start", whole.HOUR_MS)(lines_of(text, "run_start")[0]),
+    "two run_stop": repeat("run_stop"),
     "no epoch_num": without_metadata("eval_accuracy", "epoch_num", 1),
     "no status": without_metadata("run_stop", "status"),
+    "unknown status": metadata("run_stop", "status", "finished"),
+    "aborted, with other settings": in_turn(
+        metadata("run_stop", "status", "aborted"), *(value(key, 0.5) for key in ("quality_target", "opt_epsilon")),
+        value("cache_clear", False),
+    ),
     "text after a record": garble("seed", "} hello"),
     "broken record": garble("run_start", ""),
     "two records on a line": glue("opt_lamb_beta_1"),
-    "neither blocks nor eval_start": EPOCHS_ALONE,
-    "empty file": lambda _: "",
-}
-
-UNSEEN: Mutations = {
-    # Faults that only our checker detects.
-    "caches kept": value("cache_clear", False),
-    "late second run_start": repeat_before("run_start", "train_samples"),
-    "batch size zero": value("global_batch_size", 0),
-    "seed that is no number": value("seed", "x"),
-    "seed in other digits": value("seed", "\u0663"),
-    "lower target": value("quality_target", 0.7),
-    "rarer evaluation": value("eval_interval_samples", 300_000),
-    "rarer evaluation than rounding explains": value("eval_interval_samples", 150_448),
-    "a target beyond single precision": value("quality_target", 0.7200008),
-    "a target below single precision": value("quality_target", 0.7199992),
+    "an evaluation glued": glue("eval_accuracy"),
+    "an interval glued": glue("eval_start"),
+    "point event": edit("block_start", lambda fields: fields.update(event_type="POINT_IN_TIME")),
+    "interval for a setting": edit("seed", lambda fields: fields.update(event_type="INTERVAL_END")),
+    "unknown event": edit("block_start", lambda fields: fields.update(event_type="POINT")),
+    "neither blocks nor eval_start": in_turn(
+        epochs_for_blocks, *[delete("eval_stop", nth=0)] * 2, delete("eval_start")
+    ),
     "one block_stop missing": delete("block_stop", nth=0),
     "last block_stop missing": delete("block_stop", nth=-1),
     "one block_start missing": delete("block_start", nth=1),
-    "one eval_stop missing": delete("eval_stop", nth=1),
     "no eval_stop": delete("eval_stop"),
+    "an epoch unclosed": whole.epoch_unclosed,
+    "resumed": lambda text: "# resumed from: checkpoints/step_00000008\n" + text,
+    "a key that steers a terminal": whole.odd_key,
+    "caches dropped by one process": in_turn(repeat("cache_clear"), value("cache_clear", False)),
+    "as published": whole.published,
+    # Times. A record is logged every second.
+    "time goes back by 251 ms": later("block_stop", -1251),
+    "jitter of 250 ms": later("block_stop", -1250),
+    "the same time": later("block_stop", -1000),
+    "run_stop before the last evaluation": later("run_stop", -1490),
+    "init_stop before init_start": later("init_start", 900_000),
+    "run_start before init_stop": later("run_start", -1005),
+    "a setting before its turn, and no run_start": in_turn(later("seed", -5000), delete("run_start")),
+    "a setting stamped by a clock ahead": later("opt_lamb_beta_2", whole.MINUTE_MS),
+    "init_stop with init_start": whole.stamped("init_stop", "init_start", 0),
+    "initialised in time": whole.stamped("init_start", "init_stop", 1 - 30 * whole.MINUTE_MS),
+    "initialised in half an hour": whole.stamped("init_start", "init_stop", -30 * whole.MINUTE_MS),
+    "run_start in seconds": edit("run_start", lambda fields: fields.update(time_ms=fields["time_ms"] // 1000)),
+    "microseconds": whole.each_time(lambda ms: ms * 1000),
+    "nanoseconds": whole.each_time(lambda ms: ms * 10**6),
+    "no time between": whole.each_time(lambda _: START_MS),
+    "a run of milliseconds": whole.each_time(lambda ms: START_MS + (ms - START_MS) // 1000),
+    "a run of 52 days": whole.stamped("run_stop", "run_start", 4_502_400_000),
+    "a slower run": whole.stamped("run_stop", "run_start", 4_502_400_001),
+    "settings at 0": in_turn(*(whole.timed(key, 0) for key in ("submission_org", "submission_status", "seed"))),
+    # Evaluations
     "epoch_num as text": metadata("eval_accuracy", "epoch_num", "150080"),
-    "epoch_num placeholder": epoch_nums(150_080, 1),
     "epoch_num repeated": epoch_nums(150_080, 150_080),
     "epoch_num of one sequence more": epoch_nums(150_080, 150_081),
     "skipped evaluation": delete("eval_accuracy", nth=1),
     "off schedule": epoch_nums(155_000),
-    "accuracy too early": move_before("eval_accuracy", "init_stop"),
-    "part of the evaluation set": value("eval_samples", 5000),
-    "aborted": metadata("run_stop", "status", "aborted"),
-    "unknown status": metadata("run_stop", "status", "finished"),
-    "time goes back": later("block_stop", -500),
-    "time goes back by 251 ms": later("block_stop", -261),
-    "run_stop before the last evaluation": later("run_stop", -500),
-    "init_stop before init_start": later("init_start", 900_000),
-    "run_start before init_stop": later("run_start", -15),
-    "an early evaluation": evaluated_at(150_080, 300_160, 375_200),
-    "train_samples of less than a batch": value("train_samples", 447),
-    "train_samples of one batch": value("train_samples", 448),
-    "fewer train_samples": value("train_samples", 300_160),
-    "half as many evaluations": evaluated_at(300_160, 600_320, 900_032),
-    "an evaluation too many": evaluated_at(150_080, 225_120, 300_160),
-    "other decay": log_after("seed", "opt_lamb_learning_rate_decay_poly_power", 2.0),
-    "shorter sequences": log_after("seed", "max_sequence_length", 128),
-    "more predictions": log_after("seed", "max_predictions_per_seq", 80),
-    "no clipping": log_after("seed", "opt_gradient_clip_norm", 5),
-    "an evaluation glued": glue("eval_accuracy"),
-    "an interval glued": glue("eval_start"),
-    "resumed": lambda text: "# resumed from: checkpoints/step_00000008\n" + text,
-}
-
-WARNED: Mutations = {
-    # Faults that accepted submissions have, too.
-    "cache_clear without value": value("cache_clear", None),
-    "seed as text": value("seed", "1234"),
-    "beta one": value("opt_lamb_beta_2", 1.0),
-    "half a step": value("num_warmup_steps", 0.5),
-    "point event": edit("block_start", lambda f: f.update(event_type="POINT_IN_TIME")),
-    "one more of train_samples": value("train_samples", 450_241),
-    "planned train_samples": value("train_samples", 3_000_000),
-    "jitter of processes": later("block_stop", -30),
-    "jitter of 250 ms": later("block_stop", -260),
-    "a setting before its turn": later("seed", -5000),
-    "evaluations counted": epoch_nums(1, 2, 3),
+    "an evaluation too many": whole.evaluated_at(150_080, 225_120, 300_160),
+    "an interval longer by 25,000 and a batch": whole.evaluated_at(175_448, 350_896, 526_344),
+    "an interval longer by more": whole.evaluated_at(175_449, 350_898, 526_347),
+    "an interval 3 % longer": whole.evaluated_at(154_500, 304_500, 454_500),
+    "an interval longer than 3 %": whole.evaluated_at(154_501, 304_501, 454_501),
+    "packed batches, each count a batch off": whole.at_steps(225_000 + 6911, *[225_000 - 6912, 225_000 + 6912] * 4),
+    "packed batches, each count within a batch": whole.at_steps(231_000, 220_000, 238_000, 212_500, 238_500),
+    "the interval of a neighbouring batch size": whole.at_steps(*[204_000, 196_000] * 4, 212_000),
+    "packed batches, two batches off": whole.at_steps(225_000, 225_000, 225_000 + 2 * 6912, 225_000),
+    "packed batches, more than two batches off": whole.at_steps(225_000, 225_000, 225_000 + 2 * 6912 + 1, 225_000),
     "evaluations counted, with gaps": epoch_nums(1, 2, 4),
-    "epochs counted": epoch_nums(1, 1, 1),
+    "evaluations counted, and a planned number": in_turn(epoch_nums(1, 2, 3), value("train_samples", 3_000_000)),
     "epochs counted, an evaluation missing": in_turn(epoch_nums(1, 1, 1), delete("eval_accuracy", nth=1)),
     "size of the data set": epoch_nums(*[156_725_653] * 3),
-    "another schedule": evaluated_at(175_168, 350_336, 525_056),
-    # All evaluations are late, and the first distance is 3 % longer than the others.
-    "partial batches": evaluated_at(154_048, 304_512, 454_976),
-    "no training steps": value("opt_learning_rate_training_steps", 0),
+    "the untrained model first": whole.untrained,
+    "the untrained model first, then an early evaluation": in_turn(
+        whole.untrained, whole.evaluated_at(0, 150_080, 300_160, 375_200)
+    ),
+    "went on after the target": whole.of(0.5, 0.721, 0.722, 0.73),
+    "went on, and ends below the target": in_turn(whole.of(0.5, 0.721, 0.73), value("eval_accuracy", 0.71, -1)),
+    "stopped before the last evaluation": whole.stopped_early,
+    "extended for the power meter": whole.extended(0.74),
+    "another count in a block": in_turn(
+        log_after("seed", "d_batch_size", 56), metadata("block_stop", "samples_count", 450_000, -1)
+    ),
+    "blocks counted each": in_turn(*(metadata("block_stop", "samples_count", 150_080, nth) for nth in range(3))),
+    **{f"evaluated after training, {what}": in_turn(whole.evaluated_offline, change) for what, change in {
+        "and ended a second later": later("run_stop", 1000),
+        "and ended more than a second later": later("run_stop", 1001),
+        "a second after a checkpoint": later("block_stop", -1000, -1),
+        "more than a second after any checkpoint": later("block_stop", -1001, -1),
+        "out of order": later("eval_accuracy", 90_000),
+    }.items()},
+    # Several attempts, several processes, and parts of a log
+    "died before init_start": whole.died("cache_clear", whole.HOUR_MS),
+    "died after three settings": whole.died("submission_platform", whole.MINUTE_MS),
+    "died after the seed": whole.died("seed", whole.MINUTE_MS, again=delete("cache_clear")),
+    "died after the batch size": whole.died("global_batch_size", whole.MINUTE_MS, again=delete("cache_clear")),
+    "died after initialisation": whole.died("init_stop", 1_000_000),
+    "died after success": whole.died("run_stop", 1_000_000, seed=77),
+    "silent for less than half an hour": whole.silent("init_start", 30 * whole.MINUTE_MS - 1),
+    "silent for half an hour": whole.silent("init_start", 30 * whole.MINUTE_MS),
+    "silent for less than ten seconds": whole.silent("global_batch_size", 9_999),
+    "silent for ten seconds": whole.silent("global_batch_size", 10_000),
+    "a process that starts after the settings": whole.after("global_batch_size", "init_start", "init_start"),
+    "seeds of every process": whole.after("seed", "init_start", "seed", "init_start", "seed"),
+    "caches of every process": in_turn(whole.after("init_start", "cache_clear", "init_start"), repeat("cache_clear")),
+    "a setting of a launcher": in_turn(
+        whole.after("submission_org", "init_start"), whole.after("global_batch_size", "submission_org")
+    ),
+    "a process with a clock ahead": in_turn(repeat("init_start"), later("init_start", whole.HOUR_MS // 4)),
+    "a process with a clock far ahead": in_turn(repeat("init_start"), later("init_start", whole.HOUR_MS, 1)),
+    "caches of a clock behind": in_turn(repeat("cache_clear"), later("cache_clear", -whole.HOUR_MS // 3)),
+    "caches dropped twice before a queue": in_turn(repeat("cache_clear"), later("cache_clear", -whole.HOUR_MS)),
+    "caches dropped before a queue": later("cache_clear", -whole.HOUR_MS),
+    "records of three processes": whole.side_by_side(3, interleaved=True),
+    "records of two processes, phase by phase": whole.side_by_side(2, interleaved=False),
+    "cut off before run_stop": whole.lines_from(0, 0.98),
+    "cut off, with a bad setting": in_turn(whole.lines_from(0, 0.9), value("global_batch_size", 0)),
+    "the end alone": whole.lines_from(0.8),
+    "an empty file": lambda _: "",
+}  # fmt: skip
+
+OPEN: dict[str, Edit] = {
+    "caches kept, and an odd setting": in_turn(value("cache_clear", False), value("opt_epsilon", 0.5)),
+    "below its own target": value("eval_accuracy", 0.29, -1),
+    "off its own schedule": metadata("eval_accuracy", "epoch_num", 1500),
+    "without a schedule and a target": delete("eval_interval_samples", "quality_target"),  # as in other software's logs
+    "two targets": log_after("seed", "quality_target", 0.2),
+    "two batch sizes": log_after("seed", "global_batch_size", 64),
+    "intervals unpaired": delete("block_start", nth=-1),
+    "initialised in time": whole.stamped("init_start", "init_stop", 1 - 240 * whole.MINUTE_MS),
+    "initialised in four hours": whole.stamped("init_start", "init_stop", -240 * whole.MINUTE_MS),
 }
-VERDICTS = {("fail", "fail"): REFUSED, ("pass", "fail"): UNSEEN, ("pass", "pass"): WARNED}
 
-
-FINDINGS = dict(line.split(" => ") for line in Path(__file__).with_name("findings.txt").read_text().splitlines())
-"""The finding about each mutation, by its name."""
-
-
-@pytest.mark.parametrize(
-    ("verdicts", "name", "change"),
-    [
-        pytest.param(verdicts, *mutation, id=mutation[0])
-        for verdicts, mutations in VERDICTS.items()
-        for mutation in mutations.items()
-    ],
+counts_of_samples = in_turn(
+    *(without_metadata("block_start", name, nth) for name in ("first_epoch_num", "epoch_count") for nth in range(3))
 )
-def test_each_mutation_of_a_good_log_gives_one_clear_finding(
-    brief_log: str, checked, verdicts: tuple[str, str], name: str, change: Edit
-) -> None:
-    verdict = checked(change(brief_log))
-    assert (verdict.official, verdict.ours) == verdicts
-    assert verdict.official == original_verdict(verdict.path, "5.0.0")
-    (finding,) = verdict.findings
-    said, places = re.subn(r"; logged at tests/compliance/run_logs\.py:\d+(?=\])", "", str(finding))
-    assert said == FINDINGS[name]
-    assert places == bool(finding.line and finding.key)
+RULESETS: dict[str, tuple[Edit, tuple[str, ...]]] = {
+    "two organisations and no seed": (in_turn(repeat("submission_org"), delete("seed")), ("4.0.0", "4.1.0")),
+    "other status": (value("submission_status", "Available on-premise"), ("4.0.0", "4.1.0")),
+    "counts of samples": (counts_of_samples, ("3.0.0", "5.0.0")),
+}
+"""Edits of a closed log, and the rulesets under which it is checked."""
+
+CASES = {
+    **{name: ("closed", change, "5.0.0") for name, change in CLOSED.items()},
+    **{f"open: {name}": ("open", change, "5.0.0") for name, change in OPEN.items()},
+    **{f"{name}, {old}": ("closed", change, old) for name, (change, rulesets) in RULESETS.items() for old in rulesets},
+}
+VERDICTS = dict(line.split(" => ") for line in Path(__file__).with_name("verdicts.txt").read_text().splitlines())
+"""The verdict on each edited log, by the edit's name. All other edits leave a valid log without findings."""
 
 
-def test_rounding_of_settings_and_times_is_no_fault(brief_log: str, checked) -> None:
-    exact = later("block_stop", -10)  # the time of the block_start
-    single = value("quality_target", 0.7200000286102295)
-    for change in (exact, single, value("quality_target", 0.7199994), value("eval_interval_samples", 150_447)):
-        assert checked(change(brief_log)).findings == ()
-    assert checked(value("gradient_accumulation_steps", 448)(brief_log)).findings == ()
+@pytest.mark.parametrize("name", CASES)
+def test_a_fault_is_said_with_its_place_its_rule_and_a_remedy_and_nothing_else(tell: Tell, name: str) -> None:
+    division, change, ruleset = CASES[name]
+    valid = f"official pass, valid {division} log, ruleset {ruleset}"
+    assert tell(change(whole.brief(division=division)), ruleset) == VERDICTS.get(name, valid)
 
 
-REQUIRED = [key for key, rule in rules.KEYS.items() if rule.required_in("5.0.0", "closed")]
-ONCE = [key for key in REQUIRED if rules.KEYS[key].once]
-WRONG: list[tuple[str, object]] = [
-    (key, wrong)
-    for key in REQUIRED
-    for wrong in ({}, "many", -1.5, True)
-    if (rule := rules.KEYS[key].value) and not rule.accepts(wrong)
-]
+REQUIRED = [key for key, rule in rules.KEYS.items() if rule.required_in("5.0.0", "closed") and key != "run_stop"]
 
 
 @pytest.mark.parametrize("key", REQUIRED)
-def test_every_required_key_is_missed(brief_log: str, checked, key: str) -> None:
-    verdict = checked(delete(key)(brief_log))
-    (finding,) = verdict.findings
-    assert (finding.line, finding.key, finding.severity) == (None, key, "error")
-    assert "no record" in finding.found and key in finding.remedy  # noqa: PT018
-    assert verdict.official == ("pass" if key == "seed" else "fail")
-
-
-def test_without_run_start_times_are_held_as_before_it(brief_log: str, checked) -> None:
-    found = checked(delete("run_start")(later("seed", -1000)(brief_log))).findings
-    assert {(finding.key, finding.severity) for finding in found} == {("run_start", "error"), ("seed", "warning")}
-
-
-@pytest.mark.parametrize("key", ONCE)
-def test_every_single_key_is_doubled(brief_log: str, checked, key: str) -> None:
-    verdict = checked(repeat(key)(brief_log))
-    (finding,) = verdict.findings
-    assert verdict.official == "pass"
-    place = 1 + brief_log.splitlines(keepends=True).index(lines_of(brief_log, key)[0])
-    assert (finding.key, finding.line) == (key, place + 1)
-    assert f"logged again, first on line {place};" in finding.found
-    assert "once" in finding.remedy
-    assert finding.severity == ("error" if key in ("run_start", "run_stop") else "warning")
-
-
-@pytest.mark.parametrize(("key", "wrong"), WRONG)
-def test_every_value_has_its_type(brief_log: str, checked, key: str, wrong: object) -> None:
-    found = [finding for finding in checked(value(key, wrong)(brief_log)).findings if finding.key == key]
-    place = 1 + brief_log.splitlines(keepends=True).index(lines_of(brief_log, key)[0])
-    assert {finding.line for finding in found} == {place}, found
-    assert wrong == -1.5 or found[0].severity == "error"  # some accepted logs contain such numbers
-
-
-def test_what_is_reached_after_run_stop_does_not_count(brief_log: str, checked) -> None:
-    lines = brief_log.splitlines(keepends=True)
-    last = max(n for n, line in enumerate(lines) if '"eval_start"' in line)
-    early = edit("run_stop", lambda f: f.update(time_ms=time_of(lines[last])))(lines[-1])
-    verdict = checked("".join([*lines[:last], early, *lines[last:-1]]))
-    assert (verdict.official, verdict.ours) == ("pass", "fail")
-    accuracy = [finding.found for finding in verdict.errors if finding.key == "eval_accuracy"]
-    assert "last accuracy 0.64800; expected at least the target 0.72" in accuracy
-    assert [finding.key for finding in verdict.findings if "after run_stop" in finding.found] == ["eval_start"]
-
-
-MINUTE_MS = 60_000
-
-
-@pytest.mark.parametrize(
-    ("division", "init_ms", "limit"),
-    [
-        ("closed", 30 * MINUTE_MS - 1, None),
-        ("closed", 30 * MINUTE_MS, 30),
-        ("open", 240 * MINUTE_MS - 1, None),
-        ("open", 240 * MINUTE_MS, 240),
-    ],
-)
-def test_init_limit_is_exclusive_to_the_millisecond(
-    brief_log: str, open_log: str, checked, division: str, init_ms: int, limit: int | None
-) -> None:
-    text = brief_log if division == "closed" else open_log
-    start_ms = time_of(lines_of(text, "init_stop")[0]) - init_ms
-    verdict = checked(edit("init_start", lambda f: f.update(time_ms=start_ms))(text))
-    assert (verdict.official, verdict.ours) == (("fail", "fail") if limit else ("pass", "pass"))
-    found = [finding.found for finding in verdict.findings]
-    assert found == ([f"initialisation took {limit}.0 min; expected less than {limit} min"] if limit else [])
-
-
-def test_keys_that_steer_a_terminal_are_escaped(brief_log: str, checked) -> None:
-    odd = edit("seed", lambda f: f.update(key="\x1b[2J" + "x" * 500, time_ms=1))(lines_of(brief_log, "seed")[0])
-    stop = lines_of(brief_log, "run_stop")[0]
-    (finding,) = checked(brief_log.replace(stop, odd + stop)).findings
-    assert finding.key.startswith("\\x1b[2J")
-    assert len(str(finding)) < 500
-
-
-# Logs as in published, accepted submissions
-
-
-def evaluated_offline(text: str) -> str:
-    """Move all evaluations behind the training. Each keeps its time stamp, which is the time of its checkpoint."""
-    moved = ("eval_accuracy", "train_samples", "eval_samples", "run_stop")
-    rest = [line for line in text.splitlines(True) if any(f'"key": "{key}"' in line for key in moved)]
-    training = delete("eval_start", "eval_stop", *moved)(text)
-    return later("block_stop", 100_000, -1)(training + "".join(rest))
-
-
-def test_evaluation_after_training_with_the_times_of_the_checkpoints(brief_log: str, checked) -> None:
-    text = evaluated_offline(brief_log)
-    verdict = checked(text)
-    assert (verdict.official, verdict.ours) == ("pass", "pass")
-    assert {"eval_accuracy", "run_stop"} <= {finding.key for finding in verdict.findings}
-    ends = [("eval_accuracy", 0), ("eval_accuracy", 1), ("eval_accuracy", 2), ("run_stop", 0)]
-    for broken in (
-        later("run_stop", 5000),
-        in_turn(*(later(key, 5000, nth) for key, nth in ends)),  # times at which there was no checkpoint
-        later("eval_accuracy", 90_000),  # the evaluations are out of order
-        later("eval_accuracy", 90_000, -1),
-    ):
-        assert checked(broken(text)).ours == "fail"
-
-
-def test_a_setting_stamped_by_a_clock_ahead_does_not_count_against_the_run(brief_log: str, checked) -> None:
-    verdict = checked(later("opt_lamb_beta_2", 60_000)(brief_log))
-    assert verdict.passed
-    keys = {finding.key for finding in verdict.findings}
-    assert keys & {"init_stop", "run_start", "block_start", "eval_accuracy", "run_stop"} == {"init_stop", "run_start"}
-    # Before run_start, compare init_stop only with init_start, not with settings.
-    start_ms = time_of(lines_of(brief_log, "init_start")[0])
-    for time_ms, passes in ((start_ms, True), (start_ms - 1, False)):
-        moved = edit("init_stop", lambda fields, time_ms=time_ms: fields.update(time_ms=time_ms))
-        assert checked(moved(brief_log)).passed is passes
-
-
-def test_untrained_model_may_be_evaluated_first(brief_log: str, checked) -> None:
-    start = lines_of(brief_log, "block_start")[0]
-    untrained = {"time_ms": time_of(start), "value": 0.34, "metadata": {"epoch_num": 0}}
-    zero = edit("eval_accuracy", lambda f: f.update(untrained))(lines_of(brief_log, "eval_accuracy")[0])
-    assert checked(brief_log.replace(start, zero + start, 1)).findings == ()
-
-
-def test_same_settings_twice_are_a_warning_and_the_seed_was_not_always_asked_for(brief_log: str, checked) -> None:
-    text = in_turn(repeat("submission_org"), delete("seed"))(brief_log)
-    verdict = checked(text, "4.0.0")
-    found = {(finding.key, finding.severity) for finding in verdict.findings}
-    assert found == {("submission_org", "warning"), ("seed", "warning")}
-    assert not checked(text, "4.1.0").passed
-
-
-def test_open_logs_may_leave_intervals_unpaired(brief_log: str, open_log: str, checked) -> None:
-    missing = delete("block_start", nth=-1)
-    assert checked(missing(open_log)).passed
-    assert not checked(missing(brief_log)).passed
-    start = lines_of(brief_log, "block_start")[0]
-    epoch = start.replace("block_start", "epoch_start").replace("first_epoch_num", "epoch_num")
-    (finding,) = checked(brief_log.replace(start, epoch + start, 1)).findings  # the epoch has no epoch_stop
-    assert (finding.key, finding.severity) == ("epoch_start", "warning")
-
-
-# Files that are not the log of one complete run
-
-
-@pytest.fixture(params=["chain", "no chain"])
-def log(request: pytest.FixtureRequest) -> str:
-    text = log_of((0.5, 0.6, 0.73)).decode()
-    return text if request.param == "chain" else without_chain(text)
-
-
-def errors(tmp_path: Path, text: str) -> list[tuple[int | None, str]]:
-    path = tmp_path / "result_0.txt"
-    path.write_text(text)
+def test_a_required_key_is_asked_for_once_and_with_a_value_of_its_type(tmp_path: Path, key: str) -> None:
+    text, path, rule = whole.brief(), tmp_path / "result_0.txt", rules.KEYS[key]
+    place = 1 + text.splitlines(keepends=True).index(lines_of(text, key)[0])
+    path.write_text(delete(key)(text))
     verdict = check_file(path)
-    assert verdict.official == "fail" or verdict.errors
-    return [(finding.line, finding.key) for finding in verdict.errors]
+    [missing] = verdict.findings
+    assert (missing.line, missing.key, missing.severity, missing.rule) == (None, key, "error", rule.source)
+    assert missing.found == f"no record; expected {'one' if rule.once else 'at least one'} record"
+    assert missing.remedy.startswith(f"log {key} ")
+    assert verdict.official == ("pass" if key == "seed" else "fail")
+    if rule.once:
+        path.write_text(repeat(key)(text))
+        verdict = check_file(path)
+        [double] = verdict.findings
+        assert (double.line, double.key, verdict.official) == (place + 1, key, "pass")
+        assert f"logged again, first on line {place}; expected exactly one record" in double.found
+        assert double.severity == ("error" if key == "run_start" else "warning")
+    for wrong in ({}, "many", -1.5, True):
+        if rule.value and not rule.value.accepts(wrong):
+            path.write_text(value(key, wrong)(text))
+            found = [finding for finding in check_file(path).findings if finding.key == key]
+            assert {finding.line for finding in found} == {place}, found
+            assert wrong == -1.5 or found[0].severity == "error"  # some accepted logs contain such numbers
 
 
-@pytest.mark.parametrize("left", [0.05, 0.3, 0.9, 0.97, 0.985])
-def test_a_log_that_was_cut_off_is_one_finding(tmp_path: Path, log: str, left: float) -> None:
-    lines = log.splitlines(keepends=True)
-    assert errors(tmp_path, "".join(lines[: int(left * len(lines))])) == [(None, "run_stop")]
-
-
-def test_other_faults_in_what_is_left_are_found(tmp_path: Path, log: str) -> None:
-    text = without_chain(log)
-    text = value("global_batch_size", 0)("".join(text.splitlines(keepends=True)[:-6]))
-    first, second = errors(tmp_path, text)
-    assert (first, second[1]) == ((None, "run_stop"), "global_batch_size")
-
-
-def test_the_end_of_a_log_alone_is_one_finding(tmp_path: Path, log: str) -> None:
-    lines = without_chain(log).splitlines(keepends=True)
-    assert errors(tmp_path, "".join(lines[-8:])) == [(None, "run_start")]
-
-
-@pytest.mark.parametrize("kept", [1.0, 0.98])
-def test_joined_logs_are_one_finding(tmp_path: Path, log: str, kept: float) -> None:
-    other = log_of((0.5, 0.6, 0.7, 0.73), seed=77, start_ms=1_800_000_000_000).decode()
-    lines = log.splitlines(keepends=True)
-    text = "".join(lines[: int(kept * len(lines))])
-    second = 1 + len(text.splitlines()) + ("# chain" in other)
-    assert errors(tmp_path, text + other) == [(second, "")]
-    assert errors(tmp_path, text + "".join(other.splitlines(keepends=True)[:200])) == [(second, "")]
+def test_a_log_that_was_cut_off_or_joined_needs_no_digests_to_be_one_finding(tell: Tell) -> None:
+    text = log_of((0.5, 0.6, 0.73)).decode()
+    for share in (0.05, 0.3, 0.9, 0.97, 0.985):
+        cut = whole.lines_from(0, share)(text)
+        assert tell(cut).count("error:") == 1
+        other = log_of((0.5, 0.6, 0.7, 0.73), seed=77, start_ms=1_800_000_000_000).decode()
+        second = cut.count("\n") + 2  # the line after the opening of the second log's digests
+        assert f"error: line {second}: two attempts in one file" in (said := tell(cut + other)), said
+        assert said.count("error:") == 1

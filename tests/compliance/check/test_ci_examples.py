@@ -55,19 +55,17 @@ def test_the_usage_names_the_program_as_it_was_started(
     assert capsys.readouterr().out.startswith(f"usage: {shown} check")
 
 
-@pytest.mark.parametrize(
-    ("hook", "path", "taken"),
-    [
-        ("mlperf-bert-logs", "results/node/bert/result_0.txt", True),
-        ("mlperf-bert-logs", "results/node/bert/result_0.txt.bak", False),
-        ("mlperf-bert-logs", "no_result_0.txt", False),
-        ("mlperf-bert-results", "results/node/bert/result_a.txt", True),
-        ("mlperf-bert-results", "results/systems/node.json", True),
-        ("mlperf-bert-results", "results/node/bert/scaling.json", False),
-    ],
-)
-def test_a_hook_takes_the_files_it_is_for(hook: str, path: str, taken: bool) -> None:
-    assert bool(re.search(HOOKS[hook]["files"], path)) is taken
+def test_a_hook_takes_the_files_it_is_for() -> None:
+    logs, results = (HOOKS[name]["files"] for name in ("mlperf-bert-logs", "mlperf-bert-results"))
+    for pattern, path, taken in (
+        (logs, "results/node/bert/result_0.txt", True),
+        (logs, "results/node/bert/result_0.txt.bak", False),
+        (logs, "no_result_0.txt", False),
+        (results, "results/node/bert/result_a.txt", True),
+        (results, "results/systems/node.json", True),
+        (results, "results/node/bert/scaling.json", False),
+    ):
+        assert bool(re.search(pattern, path)) is taken
 
 
 # Lightweight commands do not import modules that only other commands need

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from compliance.log.record import Record
+from compliance.log.rules import FIRST_MS, LAST_MS
 from compliance.log.run import LoggedRun
 from tests.compliance.run_logs import START_MS
 
@@ -97,12 +98,8 @@ def test_train_samples_counts_where_the_evaluations_agree(
 
 def test_the_first_evaluation_at_the_target_counts_and_its_count_must_be_trusted() -> None:
     went_on = run_of(150_080, 300_160, 450_240, accuracies=(0.7199, 0.72, 0.71), train_samples=450_240)
-    assert (went_on.reached, went_on.went_on, went_on.converged_samples(), went_on.trained) == (
-        1,
-        True,
-        300_160,
-        450_240,
-    )
+    assert (went_on.reached, went_on.went_on) == (1, True)
+    assert (went_on.converged_samples(), went_on.trained) == (300_160, 450_240)
     doubted = run_of(1, 2, 3, accuracies=(0.5, 0.73, 0.73), train_samples=450_240)
     assert (doubted.converged_samples(), doubted.is_unknown, doubted.trained) == (None, True, 450_240)
     assert [samples for samples, _ in doubted.curve] == [150_080, 300_160, 450_240]  # as scheduled
@@ -134,3 +131,53 @@ def test_settings_of_a_wrong_type_are_unknown() -> None:
     assert (run.division, run.target, run.global_batch_size, run.seed, run.train_samples) == ("open", *[None] * 4)
     assert run.schedule is None
     assert run_of(submission_division="other").division == "closed"
+
+
+def test_the_state_of_a_run_after_each_record() -> None:
+    run, samples = LoggedRun({"config.evaluation.target": "None"}), {"samples_count": 448}
+    for line, (key, ms, value, metadata, *expected) in enumerate(
+        [
+            ("init_start", 500, None, {}, "init", 500, 500, 500, 0, False, "init_start"),
+            ("init_start", 300, None, {}, "init", 300, 500, 300, 0, False, "init_start"),
+            ("tracked_stats", 100, None, samples, "init", 100, 500, 300, 0, False, "init_start"),
+            ("submission_division", 600, "open", {}, "init", 100, 600, 300, 0, False, "init_start"),
+            ("init_stop", 2300, None, {}, "ready", 100, 2300, 300, 0, False, ""),
+            ("run_start", 3000, None, {}, "run", 100, 3000, 300, 0, False, "run_start"),
+            ("init_start", 3100, None, samples, "run", 100, 3100, 300, 0, False, "run_start init_start"),
+            ("init_stop", 3100, None, {}, "run", 100, 3100, 300, 0, False, "run_start"),
+            ("block_start", 3200, None, samples, "run", 100, 3200, 300, 448, False, "run_start block_start"),
+            ("block_stop", 3300, None, {"samples_count": 7}, "run", 100, 3300, 300, 448, False, "run_start"),
+            ("eval_start", 3300, None, {"epoch_num": 896}, "run", 100, 3300, 300, 896, False, "run_start eval_start"),
+            ("eval_accuracy", 3300, 0.5, {"epoch_num": 896}, "run", 100, 3300, 300, 896, True, "run_start eval_start"),
+            ("eval_stop", 3300, None, {"epoch_num": 896}, "run", 100, 3300, 300, 896, True, "run_start"),
+            ("eval_start", 3300, None, {"epoch_num": -1}, "run", 100, 3300, 300, 896, False, "run_start eval_start"),
+            ("run_stop", 63_000, None, {"status": "success"}, "done", 100, 63_000, 300, 896, False, "eval_start"),
+            ("eval_accuracy", 63_000, 0.9, {"epoch_num": 999}, "done", 100, 63_000, 300, 896, False, "eval_start"),
+        ],
+        start=1,
+    ):
+        assert (run.is_ended, run.status) == ((False, None) if line < 16 else (True, "success"))
+        run.add(Record(line, START_MS + ms, "", key, value, metadata))
+        times = [(time or 0) - START_MS for time in (run.start_ms, run.last_ms, run.init_start_ms)]
+        assert [run.phase, *times, run.counted_samples, run.is_evaluated, " ".join(run.open)] == expected, line
+    # The last init_stop counts, as the last run_stop does.
+    assert (run.init_seconds, run.seconds, run.accuracy, run.trains_to_end) == (2.8, 60.0, 0.5, True)
+    assert (run.epoch_nums, run.number_of_evaluations, run.resumed_samples) == ([896], 1, 0)
+
+
+@pytest.mark.parametrize(
+    ("start_ms", "stop_ms", "seconds"),
+    [
+        (START_MS, START_MS, 0.0),
+        (START_MS, START_MS - 1, None),
+        (FIRST_MS, FIRST_MS + 1, 0.001),
+        (FIRST_MS - 1, FIRST_MS, None),
+        (LAST_MS - 1, LAST_MS, None),
+    ],
+)
+def test_a_time_that_goes_back_or_has_another_unit_is_none(start_ms: int, stop_ms: int, seconds: float | None) -> None:
+    run = LoggedRun()
+    run.add(Record(1, start_ms, "", "run_start", None, {}))
+    assert run.seconds is None
+    run.add(Record(2, stop_ms, "", "run_stop", None, {}))
+    assert run.seconds == seconds

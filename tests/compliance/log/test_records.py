@@ -54,12 +54,13 @@ def test_lines_that_hold_no_record_are_skipped(tmp_path: Path) -> None:
     path.write_bytes(
         b'\xff\n[1]\n{"event": "other"}\n{"event": []}\n'
         + good
+        + good[:-1].ljust(MAX_LINE_BYTES - 1) + b"\n"
         + b"x" * MAX_LINE_BYTES + good  # the end of an overlong line is no record
         + b'{"event": "end", "status": "' + b"x" * 200_000 + b'"}'
         + b"\n" + b"[" * 60_000 + b"\n" + good + b'{"event": "step", "lo'
     )  # fmt: skip
     found = read_metrics(path)
-    assert found == records.Metrics(evaluations=[EvaluationRecord(1, 32)] * 2)
+    assert found == records.Metrics(evaluations=[EvaluationRecord(1, 32)] * 3)
     assert read_metrics(tmp_path / "missing") == read_metrics(tmp_path) == records.Metrics()
 
 
@@ -74,3 +75,13 @@ def test_a_file_is_read_up_to_its_bound(tmp_path: Path, monkeypatch: pytest.Monk
 @pytest.mark.parametrize("value", ["-1", "1e300", "1" + 400 * "0", "true", '"1"', "[]", "1.5"])
 def test_numbers_out_of_range_make_no_record(value: str) -> None:
     assert parse_record(f'{{"event": "step", "samples": 1, "step": {value}}}'.encode()) is None
+
+
+def test_the_error_of_an_accuracy_is_that_of_a_share() -> None:
+    found = {
+        (share, count): EvaluationRecord(1, 1, masked_lm_accuracy=share, count=count).error
+        for share in (-0.01, 0, 0.5, 1, 1.01)
+        for count in (0, 1, 100)
+    }
+    known = {(0, 1): 0, (0, 100): 0, (0.5, 1): 0.98, (0.5, 100): 0.098, (1, 1): 0, (1, 100): 0}
+    assert {at: error for at, error in found.items() if not math.isnan(error)} == pytest.approx(known)

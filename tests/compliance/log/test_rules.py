@@ -10,11 +10,13 @@ from hypothesis import strategies as st
 from mlperf_logging.compliance_checker import mlp_compliance
 
 from bert.log.mllog import MLLog, RuleViolation
-from compliance.check.checker import check_file
 from compliance.log import rules, schedule
+from compliance.log.findings import shown
+from compliance.log.order import left_open, unearned_success, violations
 from compliance.log.reader import read_log
-from tests.compliance.log_edits import epoch_nums, in_turn, move_before, without_metadata
-from tests.compliance.run_logs import CLOSED, counting_clock, initialise
+from compliance.log.record import Record
+from compliance.log.run import LoggedRun
+from tests.compliance.run_logs import CLOSED, START_MS, counting_clock, initialise
 
 OFFICIAL = Path(mlp_compliance.__file__).parent
 
@@ -102,6 +104,14 @@ def test_values_that_a_rule_takes(rule: rules.ValueRule, taken: list[object], re
     assert [value for value in refused if rule.accepts(value)] == []
 
 
+def test_values_are_shown_as_in_the_file_and_shortened() -> None:
+    for value, text in (
+        (None, "null"), (True, "true"), (1.5, "1.5"), ("\x1b\xe9", r"'\x1b\xe9'"), ([1], "[1]"),
+        (78 * "x", f"'{78 * 'x'}'"), (79 * "x", f"'{76 * 'x'}..."), (10**80, f"1{76 * '0'}..."),
+    ):  # fmt: skip
+        assert shown(value) == text
+
+
 def test_system_fields_are_those_of_the_official_checker() -> None:
     source = (OFFICIAL.parent / "system_desc_checker" / "system_desc_checker.py").read_text()
     listed = source.partition("required_fields = [")[2].partition("]")[0]
@@ -111,22 +121,6 @@ def test_system_fields_are_those_of_the_official_checker() -> None:
         assert f'"{status}"' in source
 
 
-# The order of records
-
-
-@pytest.fixture
-def path(tmp_path: Path, closed_log: str) -> Path:
-    path = tmp_path / "result_0.txt"
-    path.write_text(closed_log)
-    return path
-
-
-def test_settings_that_stand_below_the_evaluations_are_checked_all_the_same(path: Path) -> None:
-    late = in_turn(epoch_nums(150_080, 170_000), move_before("global_batch_size", "run_stop"))
-    path.write_text(late(path.read_text()))
-    assert "TR 24.4" in {finding.rule for finding in check_file(path).errors}
-
-
 def test_a_closed_run_of_its_own_settings_is_refused_before_its_clock_starts(tmp_path: Path) -> None:
     log = MLLog(tmp_path / "written.txt", clock_ms=counting_clock(10))
     with pytest.raises(RuleViolation, match="max_sequence_length: value 128 in a closed log"):
@@ -134,11 +128,62 @@ def test_a_closed_run_of_its_own_settings_is_refused_before_its_clock_starts(tmp
     assert "run_start" not in read_log(tmp_path / "written.txt").run.first
 
 
-@pytest.mark.parametrize(("ruleset", "verdict"), [("5.0.0", "pass"), ("3.0.0", "fail")])
-def test_a_count_of_samples_may_replace_epochs_in_later_rulesets(path: Path, ruleset: str, verdict: str) -> None:
-    names = ("first_epoch_num", "epoch_count")
-    edits = [without_metadata("block_start", name, nth) for name in names for nth in range(3)]
-    path.write_text(in_turn(*edits)(path.read_text()))
-    found = check_file(path, ruleset)
-    assert (found.official, found.ours) == (verdict, verdict)
-    assert {finding.key for finding in found.findings} == ({"block_start"} if verdict == "fail" else set())
+# The order of records, as this repository's writer keeps it
+
+
+def run_until(*keys: str, samples: int = 150_080, resumed: int = 0) -> LoggedRun:
+    """Return a closed run of batches of 448 whose last records have these keys and a count of sequences."""
+    run = LoggedRun()
+    run.resumed_samples = resumed
+    settings = {"submission_division": "closed", "global_batch_size": 448}
+    for line, key in enumerate(("init_start", *settings, "init_stop", "run_start", *keys), start=1):
+        count = {"epoch_num": samples} if line > 5 else {}
+        run.add(Record(line, START_MS, "", key, settings.get(key, 0.5), count))
+    return run
+
+
+SCHEDULE = "every 150000 samples, rounded up to a whole batch (TR 24.4)"
+EVALUATION = "(closed_bert.yaml, open_bert.yaml; TR 24.6)"
+NO_RESULT = f"the evaluation has no result, expected eval_accuracy first {EVALUATION}"
+BROKEN: list[tuple[LoggedRun, str, int, list[str]]] = [
+    (run_until(), "eval_start", 150_080, []),
+    (run_until(), "eval_start", 150_079, [f"evaluation at 150079 samples, expected evaluation 1 at 150080: {SCHEDULE}"]),
+    (run_until(), "eval_start", 0, [f"evaluation at 0 samples, expected evaluation 1 at 150080: {SCHEDULE}"]),
+    (run_until("eval_accuracy"), "eval_start", 300_160, []),
+    (run_until(resumed=150_080), "eval_start", 150_080, []),
+    (run_until(resumed=150_081), "eval_start", 300_160, []),
+    (run_until(), "eval_accuracy", 150_080, [f"no evaluation is open, expected eval_start first {EVALUATION}"]),
+    (run_until("eval_start"), "eval_accuracy", 150_080, []),
+    (
+        run_until("eval_start"), "eval_accuracy", 150_528,
+        [
+            f"epoch_num 150528, expected 150080, the samples of its eval_start {EVALUATION}",
+            f"evaluation at 150528 samples, expected evaluation 1 at 150080: {SCHEDULE}",
+        ],
+    ),
+    (
+        run_until("eval_start", "eval_accuracy"), "eval_accuracy", 150_080,
+        [
+            f"a second time for one evaluation, expected eval_stop {EVALUATION}",
+            f"evaluation at 150080 samples, expected evaluation 2 at 300160: {SCHEDULE}",
+        ],
+    ),
+    (run_until("eval_start"), "eval_stop", 150_080, [NO_RESULT]),
+    (run_until("eval_start", "eval_accuracy"), "eval_stop", 150_080, []),
+    (run_until("eval_start", "eval_accuracy"), "eval_stop", 150_079, ["150079 samples, expected at least 150080 (TR 11)"]),
+    (run_until(), "eval_stop", 150_080, ["nothing is open, expected eval_start first (TR 11)",
+                                         NO_RESULT]),
+    (run_until("eval_start"), "eval_start", 150_080, ["the one of line 6 is still open, expected eval_stop first (TR 11)"]),
+]  # fmt: skip
+
+
+def test_what_the_next_record_would_break() -> None:
+    for number, (run, key, samples, expected) in enumerate(BROKEN):
+        event = rules.KEYS[key].event_type
+        record = Record(9, START_MS, event, key, 0.5, {"epoch_num": samples})
+        assert [each.sentence for each in violations(run, record)] == [f"{key}: {each}" for each in expected], number
+    [unknown] = violations(run_until(), Record(9, START_MS, "POINT_IN_TIME", "eval_acuracy", 1, {}))
+    assert unknown.sentence.startswith("eval_acuracy: an unknown key, expected a key of the log")
+    [unearned] = unearned_success(run_until(), None)
+    assert unearned.sentence == "eval_accuracy: no evaluation, expected at least the target 0.72 (TR 24.2)"
+    assert [each.key for each in left_open(run_until("block_start", "eval_start"))] == ["block_start", "eval_start"]

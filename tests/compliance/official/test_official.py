@@ -1,4 +1,5 @@
 import json
+import logging
 import time
 from collections.abc import Callable
 
@@ -11,7 +12,7 @@ from compliance.log.record import TOKEN
 from compliance.official import checker as official
 from compliance.official import process
 from compliance.official.checker import Complaint, Opinion, opinion
-from compliance.official.worker import token_lines
+from compliance.official.worker import _shorten, judge_part, reference, token_lines
 from tests.compliance.log_edits import Edit, delete, in_turn, lines_of, swap, value
 from tests.programs import PATIENCE_S, python
 
@@ -110,6 +111,39 @@ def test_long_records_take_no_quadratic_time(ask: Ask) -> None:
     began = time.monotonic()
     assert ask(value("seed", "x" * 900_000)).outcome == "pass"  # the unmodified checker takes minutes
     assert time.monotonic() - began < 60
+
+
+def test_long_messages_keep_the_condition_that_failed() -> None:
+    assert _shorten(4000 * "x") == 4000 * "x"
+    assert _shorten(4001 * "x") == 2000 * "x"
+    assert _shorten(f"{4001 * 'x'}\nfailed test: v > 1\n{{}}") == f"{2000 * 'x'}\nfailed test: v > 1"
+
+
+def test_the_last_error_of_a_tool_is_its_message(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(logging.getLogger(), "handlers", [])
+
+    def tool(path: str, _ruleset: str) -> bool:
+        for level, text in ((logging.ERROR, "first"), (logging.ERROR, f" {path} "), (logging.WARNING, "no error")):
+            logging.log(level, text)
+        return path == "good"
+
+    assert judge_part(tool, "good", "5.0.0") == {"passed": True, "message": "good"}
+    assert judge_part(tool, 401 * "X", "5.0.0") == {"passed": False, "message": 400 * "X"}
+    crash = {"passed": False, "message": "it ends with ZeroDivisionError: integer division or modulo by zero"}
+    assert judge_part(lambda *_: bool(1 // 0), "", "5.0.0") == crash
+    assert judge_part(lambda *_: True, "", "5.0.0") == {"passed": True, "message": ""}
+
+
+def test_the_reference_of_a_batch_size_is_a_point_or_lies_between_two() -> None:
+    low, high, between = (reference(batch, "5.0.0") for batch in (448, 4608, 500))
+    figures = {"mean": 2_414_421, "stdev": 197_392, "minimum": 2_274_732}
+    assert {name: round(low[name]) for name in figures} == figures
+    assert (low["origin"], low["points"], low["largest"]) == ("exact", [448], 16_384)
+    assert (between["origin"], between["points"]) == ("interpolated", [448, 4608])
+    share = (500 - 448) / (4608 - 448)
+    assert between["mean"] == pytest.approx(low["mean"] + share * (high["mean"] - low["mean"]))
+    assert reference(64, "5.0.0") == low | {"origin": "smallest"}
+    assert reference(20_480, "5.0.0") == {"origin": "none", "points": [], "largest": 16_384}
 
 
 INTERRUPTED = """

@@ -4,7 +4,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from compliance.artefact import MAX_FILE_BYTES
 from compliance.package.command import _differences, make_package
 from compliance.package.tree import PackageRequest, tracked_source
 from tests.compliance.command import run as command
-from tests.compliance.log_edits import delete, metadata
+from tests.compliance.log_edits import Edit, delete, epoch_nums, metadata
 from tests.compliance.result_folders import describe_system, write_description, write_series
 from tests.compliance.run_logs import without_chain, write_run
 from tests.conftest import REPOSITORY
@@ -54,13 +54,19 @@ def package(folder: Path, **changes: Any) -> tuple[int, str, dict[str, str]]:
 
 @pytest.fixture(scope="module")
 def scaled(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """Package twelve runs. The command chooses ten, and scales their score. Return the folder and the output."""
+    """Package 14 runs, two without an end. The command chooses ten, and scales their score. Return folder and output."""
     folder = tmp_path_factory.mktemp("scaled")
     header = {"recipe": "tiny_cpu", "commit": "0123 \x1b[2J", "config.training.precision": "bf16"}
-    write_series(folder / "runs", [*SCALED, 20, 21], header=header)
+    write_series(folder / "runs", [*SCALED, 20, 21, 5, 5], header=header)
+    for number in (12, 13):
+        edit_log(folder / f"runs/result_{number}.txt", delete("run_stop"))
     status, said, verdicts = package(folder)
     assert (status, verdicts) == (0, dict.fromkeys(TOOLS, "pass")), said
     return folder, said
+
+
+def edit_log(path: Path, edit: Edit) -> None:
+    path.write_text(edit(without_chain(path.read_text())))
 
 
 @pytest.fixture(scope="module")
@@ -98,22 +104,55 @@ def test_the_tree(scaled: tuple[Path, str]) -> None:
     assert sorted(folder.rglob("*")) == before
 
 
-def test_one_aborted_run_is_the_slowest(tmp_path: Path) -> None:
-    write_series(tmp_path / "runs", PASSING, failed={3})
-    status, said, verdicts = package(tmp_path)
-    assert (status, verdicts) == (0, dict.fromkeys(TOOLS, "pass")), said
-    assert "1 of them not converged and dropped as the slowest" in said
-    assert not (tmp_path / "out/Example/results/node/bert/scaling.json").exists()
-    page = (tmp_path / "out/Example/README.md").read_text()
-    assert "| result_3.txt | result_3.txt | 1051 | no valid result |  |" in page
+@dataclass(frozen=True)
+class Series:
+    """Runs by their numbers of evaluations, changes of the description, and what the package command says of them."""
+
+    evaluations: list[int]
+    words: str
+    edit: Edit | None = None
+    failed: frozenset[int] = frozenset()
+    header: tuple[tuple[str, str], ...] = ()
+    description: tuple[tuple[str, str], ...] = ()
+    failing: tuple[str, ...] = ()
 
 
-def test_runs_that_converge_too_fast_fail(tmp_path: Path) -> None:
-    write_series(tmp_path / "runs", [15, 14, 15, 14, 15, 14, 15, 14, 15, 14])
-    status, said, verdicts = package(tmp_path)
-    failed = {name for name, verdict in verdicts.items() if verdict == "FAIL"}
-    assert (status, failed) == (1, {"package checker", "check of this repository"})
-    assert "minimum 2,274,732" in said
+CHECK = "check of this repository"
+SERIES = {
+    "one aborted": Series(PASSING, "1 of them not converged and dropped as the slowest", failed=frozenset({3})),
+    "too fast": Series([15, 14] * 5, "minimum 2,274,732", failing=("package checker", CHECK)),
+    "placeholders": Series(
+        [17] * 10, "train_samples counts the sequences of 10 logs", epoch_nums(*[1] * 17)
+    ),
+    "too fast behind placeholders": Series(
+        [11] * 10, "converges faster", epoch_nums(*[156_725_653] * 11), failing=("package checker", CHECK)
+    ),
+    "another system": Series(
+        PASSING, "value 'NVIDIA A100', expected what the heads of the logs say, 'NVIDIA H100 80GB HBM3'",
+        header=(("accelerator", "NVIDIA H100 80GB HBM3"), ("processes", "8 x 14 threads"), ("torch", "2.13.0+cu130")),
+        description=(("division", "Closed"), ("accelerator_model_name", "NVIDIA A100"), ("framework", "PyTorch 2.11")),
+        failing=(CHECK, "score, scaling, samples equal"),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SERIES)
+def test_the_tools_and_this_program_judge_a_package(tmp_path: Path, name: str) -> None:
+    series = SERIES[name]
+    for path in write_series(tmp_path / "runs", series.evaluations, failed=series.failed, header=dict(series.header)):
+        if series.edit:
+            edit_log(path, series.edit)
+    status, said, verdicts = package(tmp_path, **dict(series.description))
+    assert verdicts == {tool: "FAIL" if tool in series.failing else "pass" for tool in TOOLS}, said
+    assert status == bool(series.failing)
+    assert series.words in said
+    tree = tmp_path / "out/Example"
+    assert not (tree / "results/node/bert/scaling.json").exists()
+    row = "| result_3.txt | result_3.txt | 1051 | no valid result |  |"
+    assert (row in (tree / "README.md").read_text()) == bool(series.failed)
+    if name == "another system":
+        assert re.search(r"^error: .*node\.json: value 'Closed'", said, re.MULTILINE)
+        assert re.search(r"^warning: .*node\.json: value 'PyTorch 2\.11'", said, re.MULTILINE)
 
 
 def test_open_runs(tmp_path: Path) -> None:
@@ -138,20 +177,19 @@ def test_a_figure_that_the_summarizer_gives_otherwise_is_said(ten: Path, tmp_pat
 # Runs that cannot be submitted
 
 
-def edit_log(path: Path, edit: Callable[[str], str]) -> None:
-    path.write_text(edit(without_chain(path.read_text())))
-
-
 @pytest.mark.parametrize(
     ("edited", "edit", "match"),
     [
         ([9], delete("run_stop"), r"9 complete logs, expected 10"),
         ([2, 5], metadata("run_stop", "status", "aborted"), r"2 runs .*result_2\.txt.*aborted.*result_5\.txt"),
+        (
+            range(10),
+            delete("seed"),
+            r"10 runs are not valid results, .* one \(TR 12\): result_0.txt: .*seed: no record",
+        ),
     ],
 )
-def test_too_few_runs_are_refused(
-    ten: Path, tmp_path: Path, edited: list[int], edit: Callable[[str], str], match: str
-) -> None:
+def test_too_few_runs_are_refused(ten: Path, tmp_path: Path, edited: list[int], edit: Edit, match: str) -> None:
     shutil.copytree(ten / "runs", tmp_path / "runs")
     for number in edited:
         edit_log(tmp_path / f"runs/result_{number}.txt", edit)
@@ -170,27 +208,15 @@ def test_faults_that_the_official_tools_do_not_see_fail_the_package(ten: Path, t
     assert "'checkpoints/step_100'" in said
 
 
-def test_a_description_that_will_not_do(tmp_path: Path) -> None:
-    header = {"accelerator": "NVIDIA H100 80GB HBM3", "processes": "8 x 14 threads", "torch": "2.13.0+cu130"}
-    write_series(tmp_path / "runs", PASSING, header=header)
-    with pytest.raises(ValueError, match="submitter is empty, expected text: `python -m compliance system"):
-        make_package(request(tmp_path, submitter=" "))
-    changes = {"division": "Closed", "accelerator_model_name": "NVIDIA A100", "framework": "PyTorch 2.11"}
-    status, said, verdicts = package(tmp_path, **changes)
-    assert (status, verdicts["check of this repository"]) == (1, "FAIL")
-    for severity, words in (
-        ("error", "value 'Closed'"),
-        ("error", "value 'NVIDIA A100', expected .*'NVIDIA H100 80GB HBM3'"),
-        ("warning", "value 'PyTorch 2.11'"),
-    ):
-        assert re.search(rf"^{severity}: .*node\.json: {words}", said, re.MULTILINE), (words, said)
-
-
 def test_names_that_do_not_fit_are_refused(ten: Path, tmp_path: Path) -> None:
     other = shutil.copytree(ten / "runs", tmp_path / "results/old_node/bert")
     with pytest.raises(ValueError, match=r"old_node/bert .*'old_node'.*node\.json .*'node'"):
         make_package(request(tmp_path, other))
     assert not (tmp_path / "out").exists()
+    for name in ("submitter", "framework"):
+        changes: dict[str, Any] = {name: " "}
+        with pytest.raises(ValueError, match=f"{name} is empty, expected text: `python -m compliance system"):
+            make_package(request(tmp_path, ten / "runs", **changes))
     for name in ("../up", "with a space", ".hidden", ""):
         with pytest.raises(ValueError, match=r"org: .*expected letters, digits"):
             PackageRequest(name, Path("node.json"), Path("runs"), Path("out"))

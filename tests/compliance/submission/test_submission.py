@@ -1,6 +1,5 @@
 """Checks of folders and submissions: which files are found, which file a finding is about, and what passes."""
 
-import json
 import os
 import shutil
 from pathlib import Path
@@ -11,15 +10,17 @@ from mlperf_logging.compliance_checker import mlp_compliance
 from compliance import folders
 from compliance.folders import find
 from compliance.log.findings import Verdict
+from compliance.log.run import LoggedRun
 from compliance.official import process
 from compliance.official.package import Answer, ask, ask_about_folder
 from compliance.report.page import render
 from compliance.report.results import load_results
 from compliance.report.summary import as_json, as_markdown
-from compliance.submission.check import accepted, check_paths
-from tests.compliance.command import run
-from tests.compliance.log_edits import Edit, in_turn, metadata, value
-from tests.compliance.result_folders import SYSTEM, benchmark_folder, without_chain, write_description, write_log
+from compliance.submission.check import check_paths
+from compliance.submission.comparison import differing_settings
+from tests.compliance.log.test_logged_run import run_of
+from tests.compliance.log_edits import value
+from tests.compliance.result_folders import SYSTEM, benchmark_folder
 
 
 @pytest.fixture
@@ -45,45 +46,11 @@ LOGS = [f"results/{SYSTEM}/bert/result_{number}.txt" for number in range(10)]
 # Kinds of paths
 
 
-def test_a_submission_is_checked_whole(root: Path) -> None:
-    before = sorted(path for path in root.rglob("*"))
-    verdicts = check_paths([root])
-    assert names(verdicts, root) == [".", f"systems/{SYSTEM}.json", f"results/{SYSTEM}/bert", *LOGS]
-    assert [(verdict.official, verdict.ours) for verdict in verdicts] == [("pass", "pass")] * len(verdicts)
-    assert not any(verdict.findings for verdict in verdicts)
-    assert accepted(verdicts)
+def test_the_parts_of_a_submission_are_checked_and_no_file_is_left_behind(root: Path) -> None:
+    before = sorted(root.rglob("*"))
+    assert names(check_paths([root]), root) == [".", f"systems/{SYSTEM}.json", f"results/{SYSTEM}/bert", *LOGS]
     assert load_results(benchmark_folder(root)).description["system_name"] == SYSTEM
-    assert sorted(path for path in root.rglob("*")) == before  # scaling.json of the official checker is removed
-
-
-@pytest.mark.parametrize("part", ["results", f"results/{SYSTEM}", f"results/{SYSTEM}/bert"])
-def test_a_part_of_a_submission_belongs_to_it(root: Path, part: str) -> None:
-    (root / LOGS[0]).unlink()
-    verdicts = check_paths([root / part])
-    assert names(verdicts, root) == [f"systems/{SYSTEM}.json", f"results/{SYSTEM}/bert", *LOGS[1:]]
-    assert [finding.severity for finding in of_folder(verdicts).findings] == ["error"]
-    assert of_folder(verdicts).official == "fail"
-
-
-@pytest.mark.parametrize("part", [".", SYSTEM, f"{SYSTEM}/bert"])
-def test_bare_results_may_still_grow(bare: Path, part: str) -> None:
-    (bare / SYSTEM / "bert" / "result_9.txt").unlink()
-    verdicts = check_paths([bare / part])
-    assert names(verdicts, bare.parent) == [f"results/{SYSTEM}/bert", *LOGS[:9]]
-    found = [(finding.severity, finding.found.split(",")[0]) for finding in of_folder(verdicts).findings]
-    described = f"there is no systems/{SYSTEM}.json"
-    assert found == [("warning", "9 logs result_<n>.txt"), ("warning", described)]
-    assert accepted(verdicts)
-
-
-def test_descriptions_among_bare_results_are_read(bare: Path) -> None:
-    verdicts = check_paths([bare.parent])  # results/ without the other parts of a submission
-    assert names(verdicts, bare.parent) == [f"results/{SYSTEM}/bert", *LOGS]
-    write_description(bare, accelerators_per_node=8)
-    verdicts = check_paths([bare])
-    assert names(verdicts, bare)[0] == f"systems/{SYSTEM}.json"
-    assert [finding.key for finding in verdicts[0].findings] == ["accelerators_per_node"]
-    assert verdicts[0].official == "fail"  # the official checker ends with a traceback
+    assert sorted(root.rglob("*")) == before  # scaling.json of the official checker is removed
 
 
 @pytest.mark.parametrize("name", ["bert", "BERT", "Bert_large", "logs"])
@@ -138,63 +105,18 @@ def test_names_among_the_logs(tmp_path: Path) -> None:
     assert said == Path(__file__).with_name("names.txt").read_text()
 
 
-# Checks over several logs
-
-
-ABORT = in_turn(value("eval_accuracy", 0.7, -1), metadata("run_stop", "status", "aborted"))
-
-
-def change(log: Path, edit: Edit) -> None:
-    log.write_text(edit(log.read_text()))
-
-
-@pytest.mark.parametrize(
-    ("logs", "aborted", "severity", "said"),
-    [
-        (10, 1, "warning", "result_0.txt is not a valid result: it counts as the slowest run"),
-        (10, 2, "error", "2 of 10 logs are not valid results (result_0.txt, result_1.txt)"),
-        (10, 5, "error", "5 of 10 logs are not valid results (result_0.txt, result_1.txt, result_2.txt, ...)"),
-        (3, 1, "error", "result_0.txt is not a valid result, expected only valid logs before there are 10"),
-    ],
-)
-def test_what_failed_runs_mean(bare: Path, logs: int, aborted: int, severity: str, said: str) -> None:
-    folder = bare / SYSTEM / "bert"
-    for number in range(logs, 10):
-        (folder / f"result_{number}.txt").unlink()
-    for number in range(aborted):
-        change(folder / f"result_{number}.txt", ABORT)
-    status, text = run("check", folder, "--json")
-    verdict, *of_logs = json.loads(text)
-    [finding] = [finding for finding in verdict["findings"] if "valid result" in finding["found"]]
-    assert finding["severity"] == severity
-    assert finding["found"].startswith(said)
-    assert (status, verdict["official"]) == ((0, "pass") if severity == "warning" else (1, "fail"))
-    assert [entry["file"] for entry in of_logs] == [str(folder / f"result_{number}.txt") for number in range(logs)]
-    assert [entry["ours"] for entry in of_logs] == ["fail"] * aborted + ["pass"] * (logs - aborted)
-
-
-def test_open_logs_are_held_to_less(tmp_path: Path) -> None:
-    for number in range(10):
-        path = tmp_path / "results" / SYSTEM / "bert" / f"result_{number}.txt"
-        log = write_log(path, number, division="open", global_batch_size=32 if number else 64)
-        change(without_chain(log), value("seed", 1000))
-    verdicts = check_paths([tmp_path])
-    assert accepted(verdicts)
-    found = {(finding.key, finding.severity) for verdict in verdicts for finding in verdict.findings}
-    assert {("global_batch_size", "warning"), ("seed", "warning")} <= found
-
-
-def test_a_copy_of_a_log_is_one_error_that_names_both(tmp_path: Path) -> None:
-    folder = tmp_path / "results" / SYSTEM / "bert"
-    for number in range(3):
-        without_chain(write_log(folder / f"result_{number}.txt", number))
-    (folder / "result_2.txt").write_bytes(b"# a copy\n" + (folder / "result_1.txt").read_bytes())
-    verdicts = check_paths([folder])
-    [copy] = [verdict for verdict in verdicts if verdict.path.name.startswith("result_2")]
-    [error] = copy.errors
-    assert {copy.path.name, "result_1.txt"} <= set(error.found.replace(":", "").split())
-    assert [verdict.passed for verdict in verdicts[1:]] == [True, True, False]
-    assert not accepted(verdicts)
+def test_settings_that_differ_between_runs_are_named_with_the_value_of_every_run() -> None:
+    common = {"note": "x", "config.training.seed": "1", "config.plan.a": "1", "config.optimizer": "lamb"}
+    changes = {"note": "y", "config.training.seed": "2", "config.plan.a": "2"}
+    one, two = common | {"processes": "1", "config.a": "1"}, common | changes | {"processes": "2", "config.a": "2"}
+    headers = [LoggedRun(header) for header in (one, two, common | {"processes": "2"})]
+    assert differing_settings(headers) == {"processes": ["1", "2", "2"], "a": ["1", "2", "-"]}
+    many = [LoggedRun({f"config.{number}": word for number in range(101)}) for word in "xy"]
+    assert [*differing_settings(many)] == [str(number) for number in range(100)]
+    # Logs without such a header are compared by their records.
+    logged = [run_of(train_samples=1), run_of(opt_epsilon=[1]), run_of(opt_epsilon=[2], global_batch_size=448.0)]
+    assert differing_settings(logged) == {"opt_epsilon": ["-", "[1]", "[2]"]}
+    assert differing_settings([*headers[:1], *logged[1:]]) == {"opt_epsilon": ["-", "[1]", "[2]"]}
 
 
 # The official tools
@@ -205,7 +127,7 @@ def test_a_log_cannot_have_the_package_checker_run_code(root: Path, tmp_path: Pa
     (tmp_path / "evil_common.yaml").write_text(f"- BEGIN:\n    CODE: \"open('{made}', 'w')\"\n")
     rule_files = Path(mlp_compliance.__file__).parent / "training_5.0.0"
     division = f"{os.path.relpath(tmp_path, rule_files)}/evil"
-    change(root / LOGS[0], value("submission_division", division))
+    (root / LOGS[0]).write_text(value("submission_division", division)((root / LOGS[0]).read_text()))
     [folder] = find(root).benchmarks
     ask_about_folder(folder, {"division": "closed"}, "5.0.0")
     assert not made.exists()

@@ -1,0 +1,28 @@
+"""Verdicts on edited logs, as text that is compared as a whole."""
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from compliance.check.checker import check_file
+from tests.compliance.log_edits import original_verdict
+
+Tell = Callable[..., str]
+
+
+@pytest.fixture
+def tell(tmp_path: Path) -> Tell:
+    """Return a function that checks a log and returns the verdict with all findings, without positions in the tests."""
+
+    def told(content: str | bytes, ruleset: str = "5.0.0") -> str:
+        path = tmp_path / "result_0.txt"
+        path.write_bytes(content if isinstance(content, bytes) else content.encode())
+        verdict = check_file(path, ruleset)
+        assert verdict.official == original_verdict(path, verdict.ruleset)
+        assert verdict.official == "pass" or verdict.errors
+        said = "; ".join([f"official {verdict.official}, {verdict.summary}", *map(str, verdict.findings)])
+        return re.sub(r"; logged at tests/compliance/run_logs\.py:\d+(?=\])", "", said)
+
+    return told
