@@ -48,7 +48,7 @@ def test_the_forecast_is_that_of_the_page_and_comes_before_missing_inputs(capfd:
 
 
 def test_without_a_launcher_the_ranks_are_the_plans(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    times = {each: 0.0 for each in ("data_wait", "forward_backward", "reduce", "update", "other")}
+    times: dict[str, float] = dict.fromkeys(("data_wait", "forward_backward", "reduce", "update", "other"), 0.0)
     settings = settings_of(RECIPES["h100_1x8"]())
     write_plan(RunPlan("h100_1x8", "H100-SXM-80GB", 2, 8, settings, "", times, 1.0), tmp_path / "plan.json")
     for arguments, machines in (("--plan plan.json", "2 x 8"), ("h100_1x8", "1 x 8")):

@@ -32,8 +32,12 @@ def test_show_lists_the_sites(tmp_path: Path, cluster: Command) -> None:
         assert line in shown
         assert shown[-3:-1] == ["a: h0, h2", "b: h1, h3"]
         assert "10 MB/s between them" in (tmp_path / "c.html").read_text()
-    write_view(view_of("aaaa"), tmp_path / "c.json")
-    assert " sites " not in cluster("show", tmp_path / "c.json").stdout
+    for count, more in ((24, ""), (26, " and 2 more")):
+        write_view(view_of("a" * count), tmp_path / "c.json")
+        shown = cluster("show", tmp_path / "c.json").stdout.splitlines()
+        assert shown[1] == "no part is slower than the others"
+        assert shown[-2] == f"hosts: {', '.join(f'h{host}' for host in range(24))}{more}"
+        assert not any(" sites " in line for line in shown)
 
 
 def test_place_takes_the_hosts_of_one_site_if_they_suffice(tmp_path: Path, cluster: Command) -> None:

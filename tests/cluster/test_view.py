@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from cluster.display import MOST_CELLS, bandwidth, heat_map, render
+from cluster.display import MOST_CELLS, bandwidth, heading, heat_map
 from cluster.view import (
     Collective,
     ComputationTime,
@@ -54,43 +54,46 @@ def file(tmp_path: Path) -> Path:
 VIEW = made_up()
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"ranks": (replace(VIEW.ranks[0], host=4), *VIEW.ranks[1:])},
-        {"ranks": (replace(VIEW.ranks[0], host=1), *VIEW.ranks[1:])},
-        {"ranks": (replace(VIEW.ranks[0], place=1 << 62), *VIEW.ranks[1:])},
-        {"ranks": (replace(VIEW.ranks[0], place=1), *VIEW.ranks[1:])},
+def test_a_view_is_read_back_unless_its_parts_do_not_belong_together(file: Path) -> None:
+    assert read_view(file) == VIEW
+    first, *others = VIEW.ranks
+    changes: list[dict[str, Any]] = [
+        *({"ranks": (replace(first, **change), *others)} for change in ({"host": 4}, {"host": 1})),
+        *({"ranks": (replace(first, place=place), *others)} for place in (1, 1 << 62)),
         {"links": (Link(0, 8, 1e-5, 1e-9),)},
+        {"outliers": (replace(VIEW.outliers[0], ranks=(0, 8)),)},
         {"hosts": ()},
         {"hosts": (), "ranks": (), "links": (), "outliers": ()},
-    ],
-)
-def test_a_view_is_read_back_unless_its_parts_do_not_belong_together(changes: dict[str, Any], file: Path) -> None:
-    assert read_view(file) == VIEW
-    write_view(replace(VIEW, **changes), file)
-    with pytest.raises(ValueError, match="rank"):
-        read_view(file)
+    ]
+    for change in changes:
+        write_view(replace(VIEW, **change), file)
+        with pytest.raises(ValueError, match="rank"):
+            read_view(file)
+    for number in (-1, 0, 1 << 63):
+        all_reduce = replace(VIEW.collectives[0], points=((number, 1e-3, 1e-3),))
+        with pytest.raises(ValueError, match=r"Expected `int`"):
+            write_view(replace(VIEW, collectives=(all_reduce,)), file)
 
 
-@pytest.mark.parametrize("number", [-1, 0, 1 << 63])
-def test_a_size_that_no_message_has_is_refused(number: int, file: Path) -> None:
-    write_view(VIEW, file)
-    allreduce = replace(VIEW.collectives[0], points=((number, 1e-3, 1e-3),))
-    with pytest.raises(ValueError, match=r"Expected `int`"):
-        write_view(replace(VIEW, collectives=(allreduce,)), file)
+def test_a_file_that_no_probe_wrote_is_refused(file: Path, refused: Callable[..., str]) -> None:
+    written = json.loads(file.read_text())
+    for change, said in (
+        ({"version": 1}, "mlperf-bert cluster view 1, expected mlperf-bert cluster view 4"),
+        ({"content": [1]}, "edited or damaged"),
+    ):
+        file.write_text(json.dumps(written | change))
+        assert said in refused("show", file)
+        assert not file.with_suffix(".html").exists()
 
 
-@pytest.mark.parametrize(
-    ("values", "said"),
-    [({"version": 1}, "1, expected mlperf-bert cluster view 4"), ({"content": [1]}, "edited or damaged")],
-)
-def test_a_file_that_no_probe_wrote_is_refused(
-    values: dict[str, Any], said: str, file: Path, refused: Callable[..., str]
-) -> None:
-    file.write_text(json.dumps(json.loads(file.read_text()) | values))
-    assert said in refused("show", file)
-    assert not file.with_suffix(".html").exists()
+def test_a_finding_says_how_slow_and_how_certain_it_is() -> None:
+    slow = Outlier("rank 3", "latency", 1.5, 999.0, 0.0, (3,))
+    said = "latency, time 50 % above the others"
+    assert slow.sentence == f"SLOW  rank 3: {said} (999 deviations)"
+    assert replace(slow, deviations=999.1).finding == f"{said} (more than 999 deviations)"
+    assert replace(slow, step_share=0.021).finding == f"{said} (999 deviations, 2.1 % of a step)"
+    broken = replace(slow, ratio=0.0)
+    assert (broken.sentence, broken.finding) == ("BROKEN  rank 3", "latency")
 
 
 def test_show_prints_and_writes_a_page(file: Path, cluster: Command) -> None:
@@ -101,8 +104,7 @@ def test_show_prints_and_writes_a_page(file: Path, cluster: Command) -> None:
         0,
         [
             "4 hosts, 8 ranks, CPU, gloo, 2026-01-01T00:00:00+00:00",
-            "SLOW  network link of host node1, sending: bandwidth, time 200 % above the others "
-            "(40 deviations, 20.0 % of a step)",
+            VIEW.outliers[0].sentence,
             "product fp32 512 x 512: 268 GFLOP/s, slowest 134 GFLOP/s on rank 3 (100% longer)",
             "launch fp32: 1 us, slowest 1 us on rank 0 (0% longer)",
             "links between hosts: 222 MB/s (125 MB/s to 1 GB/s), latency 10 us, 48 directions",
@@ -118,6 +120,8 @@ def test_show_prints_and_writes_a_page(file: Path, cluster: Command) -> None:
     for said in ("network link of host node1, sending", "time 200 % above the others", "leaf1", "134 GFLOP/s"):
         assert said in page
     assert page.count("<rect") == 2 * 4 * 3 + 2 * 2, "a cell for each pair of hosts, and each pair of places"
+    names = (replace(rank, device=f"D{8 - number}") for number, rank in enumerate(VIEW.ranks))
+    assert heading(replace(VIEW, ranks=tuple(names))) == "4 hosts, 8 ranks, D1, D2, D3"
 
 
 def test_colours_compare_times_with_the_median_and_saturate() -> None:
@@ -134,14 +138,10 @@ def test_colours_compare_times_with_the_median_and_saturate() -> None:
     assert rates == ["0.001 MB/s", "0.999 MB/s", "1 MB/s", "1 GB/s", "2 TB/s"]
 
 
-def test_names_from_a_file_steer_neither_page_nor_terminal(file: Path, cluster: Command) -> None:
-    write_view(made_up(name="<script>\x1b[2J"), file)
+def test_a_page_of_many_hosts_stays_small_and_names_from_a_file_steer_nothing(file: Path, cluster: Command) -> None:
+    write_view(made_up(hosts=100, ranks=1, name="<script>\x1b[2J"), file)
     out, page = cluster("show", file).stdout, file.with_suffix(".html").read_text()
     assert "\x1b[2J" not in out + page
     assert "<script" not in page
-
-
-def test_a_page_of_many_hosts_stays_small() -> None:
-    page = render(made_up(hosts=100, ranks=1))
     assert page.count("<rect") <= 2 * MOST_CELLS**2
     assert "A cell stands for 1.04 hosts in a row" in page

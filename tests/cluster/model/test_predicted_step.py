@@ -2,6 +2,7 @@
 
 from dataclasses import astuple, replace
 from itertools import product
+from math import exp
 from typing import Any, get_args
 
 import numpy as np
@@ -18,7 +19,7 @@ from cluster.model.rates import ACCESSES, LAUNCHES, SEQUENCE_BYTES, Curve, Rates
 from cluster.model.step import least_step, predict_run, predict_step, through_stages
 from cluster.model.work import BUCKET_BYTES, TERMS, Computation, MicroBatches, Strategy, Work, parts_of, wikipedia_work
 from cluster.published.cost_model import TimedRun, run_time, step_parts
-from cluster.published.fitted import fitted_parameters, link_rate, network_rate
+from cluster.published.fitted import fitted_parameters, link_rate, network_rate, sequence_time
 from cluster.view import Contention, Operation, Scope
 from tests.cluster.test_view import made_up
 
@@ -103,46 +104,35 @@ def simple_rates(nodes: int, ranks: int, scale: float = 1.0, **changes: Any) -> 
     )
 
 
-WORLD, NODE = ("all-gather", "world"), ("all-gather", "node")
-IN_RAIL, SCATTER = ("all-reduce", "rail"), ("reduce-scatter", "node")
+REDUCTIONS = {
+    "flat": (1, "", "all-reduce world 1"),
+    "hierarchical": (1, "", "reduce-scatter node 1, all-reduce rail .5, all-gather node 1"),
+    "sharded": (2, "all-gather node 1", "reduce-scatter node 1, all-reduce rail .5"),
+    "sharded_world": (4, "all-gather world 1", "reduce-scatter world 1"),
+    "sharded_world in fp8": (4, "all-gather world 1", "reduce-scatter world 1"),
+    "flat of bf16": (1, "", "all-to-all world .5, all-gather world .5"),
+    "hierarchical of bf16": (1, "", "all-to-all node .5, all-to-all rail .25, all-gather rail .25, all-gather node .5"),
+}
+"""Shards of the optimizer state on two nodes of two ranks, and the part of the vector that each collective sends."""
 
 
-@pytest.mark.parametrize(
-    ("settings", "shards", "gathers", "sums"),
-    [
-        ({}, 1, [], [("all-reduce", "world", 1)]),
-        ({"reduction": "hierarchical"}, 1, [], [(*SCATTER, 1), (*IN_RAIL, 1 / 2), (*NODE, 1)]),
-        ({"reduction": "sharded"}, 2, [(*NODE, 1)], [(*SCATTER, 1), (*IN_RAIL, 1 / 2)]),
-        ({"reduction": "sharded_world"}, 4, [(*WORLD, 1)], [("reduce-scatter", "world", 1)]),
-        ({"reduction": "sharded_world", "precision": "fp8"}, 4, [(*WORLD, 1)], [("reduce-scatter", "world", 1)]),
-        ({"reduce_dtype": "bf16"}, 1, [], [("all-to-all", "world", 1 / 2), (*WORLD, 1 / 2)]),
-        (
-            {"reduce_dtype": "bf16", "reduction": "hierarchical"},
-            1,
-            [],
-            [
-                ("all-to-all", "node", 1 / 2),
-                ("all-to-all", "rail", 1 / 4),
-                ("all-gather", "rail", 1 / 4),
-                (*NODE, 1 / 2),
-            ],
-        ),
-    ],
-)
-def test_each_reduction_sends_its_part_of_the_vector(
-    settings: dict[str, Any], shards: int, gathers: list[Any], sums: list[Any]
-) -> None:
+@pytest.mark.parametrize("name", REDUCTIONS)
+def test_each_reduction_sends_its_part_of_the_vector(name: str) -> None:
     """All is in one bucket, so nothing overlaps: weights arrive before the forward pass, and sums follow the backward."""
+    shards, gathers, sums = REDUCTIONS[name]
 
-    def seconds(messages: list[Any], size: float) -> float:
-        return sum(1e-9 * NS_PER_BYTE[operation, scope] * part * size for operation, scope, part in messages)
+    def seconds(messages: str, size: float) -> float:
+        ways = [each.split() for each in messages.split(", ") if each]
+        return sum(1e-9 * NS_PER_BYTE[operation, scope] * float(part) * size for operation, scope, part in ways)  # type: ignore[index]
 
+    settings: dict[str, Any] = {"reduction": name.split()[0]}
+    settings |= {"precision": "fp8"} if "fp8" in name else {"reduce_dtype": name.split()[-1]} if "bf16" in name else {}
     alone = simple_rates(2, 2, micro_batch_s=0.03, costs={"lamb": (1e-3, 1e-5, 1e-9), "batch": (0.01, 0.001)})
     found = predict_step(TINY, Strategy(16, 2, bucket_bytes=2**30, **settings), alone, steps=1)
     vector, elements = 4 * 579_136, 579_136  # padded to a multiple of 16 for each of four ranks
     update = 1e-3 + (1e-5 * 42 + 1e-9 * elements) / shards + 2 * seconds(gathers, 16 * 42 * shards)
     gathering = seconds(gathers, vector)
-    in_update = gathering if "precision" in settings else 0.0
+    in_update = gathering if "fp8" in name else 0.0
     expected = (0.0, 0.06, gathering - in_update + seconds(sums, vector), update + in_update)
     assert astuple(found) == pytest.approx(expected)
 
@@ -154,7 +144,7 @@ def test_buckets_overlap_with_the_parts_that_fill_or_need_them(scale: float, ste
     alone = simple_rates(2, 2, scale, micro_batch_s=0.09)
     # The vector has the decoder's bias, the embeddings to 148,992, a layer to 347,264, the other to 545,536, and the heads.
     sizes, ends = (179_136, 179_136, 179_136, 41_728), (0.04, 0.02, 0.0, 0.0)
-    for reduction, gather in (("flat", None), ("sharded_world", WORLD)):
+    for reduction, gather in (("flat", False), ("sharded_world", True)):
         arrived, now, first = [0.0], 0.0, 0.0
         if gather:
             for size in reversed(sizes):
@@ -245,47 +235,52 @@ def test_a_data_group_has_the_links_of_its_rails() -> None:
     assert found.collective("all-gather", "node", 1e8)[0] == pytest.approx(2 / 3 * (1e-4 + 1e8 * 1e-9))
 
 
+def at_once(rates: Rates, operation: Operation = "all-gather") -> dict[str, float]:
+    """Return the seconds of a collective before its first byte in each scope, and the seconds that each byte adds."""
+    ways = {scope: [rates.collective(operation, scope, size)[0] for size in (0.0, 1e9)] for scope in get_args(Scope)}
+    waits = {f"{scope} wait": wait for scope, (wait, _) in ways.items()}
+    return waits | {scope: (seconds - wait) / 1e9 for scope, (wait, seconds) in ways.items()}
+
+
 @pytest.mark.parametrize("name", ["H100-SXM", "B200", "L40S", "Gaudi2"])
 def test_a_machine_whose_link_ends_at_the_node_has_its_rails_on_the_network(name: str) -> None:
     p, machine = fitted_parameters(), describe_machine(device_named(name), 4, 8)
     found, link, network = rates_of_machine(machine), link_rate(p, machine), network_rate(p, machine)
-    expected: dict[Scope, float] = {
-        "node": 7 / 8 / link,
-        "rail": 3 / 4 * 8 / network,
-        "world": 31 / 32 / min(link, network),
-    }
-    assert {scope: per_byte(found, scope) for scope in expected} == pytest.approx(expected)
-    assert per_byte(found.of_data_groups(2), "world") == pytest.approx(2 * 15 / 16 / min(link, network))
-
-
-def per_byte(rates: Rates, scope: Scope, operation: Operation = "all-gather") -> float:
-    return (rates.collective(operation, scope, 2e9)[0] - rates.collective(operation, scope, 1e9)[0]) / 1e9
+    buckets = 4 * 336.2e6 / BUCKET_BYTES
+    waits = {"node wait": exp(p["launch"]) / 1406}
+    waits |= dict.fromkeys(("rail wait", "world wait"), exp(p["network_latency"]) * 2 / buckets)
+    expected = {"node": 7 / 8 / link, "rail": 3 / 4 * 8 / network, "world": 31 / 32 / min(link, network)}
+    assert at_once(found) == pytest.approx(waits | expected)
+    doubled = {scope: 2 * per_byte for scope, per_byte in expected.items()}
+    assert at_once(found, "all-reduce") == pytest.approx(waits | doubled)
+    assert at_once(found.of_data_groups(2))["world"] == pytest.approx(2 * 15 / 16 / min(link, network))
+    update = 30 / (0.8e9 * machine.device.memory_gb_s)
+    assert (found.start_s, found.costs["lamb"]) == (exp(p["start"]), pytest.approx((0, 0, update)))
+    sequence = sum(sequence_time(p, machine.device, False))
+    assert found.micro_batch_s == pytest.approx(exp(p["launch"]) + exp(p["half_batch"]) * sequence)
 
 
 def test_a_rack_has_nodes_of_a_tray_and_its_link_joins_them() -> None:
     p, device = fitted_parameters(), device_named("GB200")
     rack, racks = describe_machine(device, 18, 4), describe_machine(device, 36, 4)
     slow_racks = describe_machine(device, 36, 4, networking="1x 100Gb/s Ethernet")
-    link = link_rate(p, rack)
-    found, two, two_slow = rates_of_machine(rack), rates_of_machine(racks), rates_of_machine(slow_racks)
+    found, two, two_slow = (rates_of_machine(each) for each in (rack, racks, slow_racks))
+    link, network, slow = link_rate(p, rack), network_rate(p, racks), network_rate(p, slow_racks)
     assert (found.nodes, found.ranks, two.nodes) == (18, 4, 36)
-    expected: dict[Scope, float] = {"node": 3 / 4 / link, "rail": 17 / 18 / link, "world": 71 / 72 / link}
-    assert {scope: per_byte(found, scope) for scope in expected} == pytest.approx(expected)
-    assert per_byte(two, "node") == pytest.approx(per_byte(found, "node"))
-    assert per_byte(two, "rail") == pytest.approx(35 / 36 * max(1 / link, 4 / network_rate(p, racks)))
-    assert per_byte(two, "world") == pytest.approx(143 / 144 * max(1 / link, 1 / network_rate(p, racks)))
-    for scope in get_args(Scope):
-        assert two.collective("all-gather", scope, 1e3)[0] >= found.collective("all-gather", scope, 1e3)[0], "latency"
-    assert per_byte(two_slow, "world") == pytest.approx(143 / 144 / network_rate(p, slow_racks))
-    assert per_byte(two_slow, "rail") == pytest.approx(4 * 35 / 36 / network_rate(p, slow_racks))
+    launch, latency = exp(p["launch"]) / 1406, exp(p["network_latency"]) / (4 * 336.2e6 / BUCKET_BYTES)
+    expected = {"node": 3 / 4 / link, "rail": 17 / 18 / link, "world": 71 / 72 / link}
+    waits = {"node wait": launch, "rail wait": launch, "world wait": 0.0}
+    assert at_once(found) == pytest.approx(expected | waits)
+    waits |= {"rail wait": latency + launch, "world wait": latency}
+    for rates, between in ((two, network), (two_slow, slow)):
+        across = {"rail": 35 / 36 * max(1 / link, 4 / between), "world": 143 / 144 * max(1 / link, 1 / between)}
+        assert at_once(rates) == pytest.approx(expected | across | waits)
     # Data groups have links of their own in a rack, and share the network between racks.
-    assert per_byte(found.of_data_groups(2), "world") == pytest.approx(35 / 36 / link)
-    assert per_byte(two.of_data_groups(4), "world") == pytest.approx(
-        35 / 36 * max(1 / link, 4 / network_rate(p, racks))
-    )
-    assert per_byte(two_slow.of_data_groups(2), "world") == pytest.approx(2 * 71 / 72 / network_rate(p, slow_racks))
+    assert at_once(found.of_data_groups(2))["world"] == pytest.approx(35 / 36 / link)
+    assert at_once(two.of_data_groups(4))["world"] == pytest.approx(35 / 36 * max(1 / link, 4 / network))
+    assert at_once(two_slow.of_data_groups(2))["world"] == pytest.approx(2 * 71 / 72 / slow)
     # Stages on different trays of a rack send at the speed of the link.
-    assert found.message_seconds(1, 8, 1e9) == pytest.approx(1e9 / link, rel=0.01)
+    assert found.message_seconds(1, 8, 1e9) == pytest.approx(launch + 1e9 / link)
 
 
 def test_parameters_are_those_of_the_program() -> None:

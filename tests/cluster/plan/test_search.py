@@ -124,28 +124,21 @@ def test_lines_are_in_order_and_agree(found: Found) -> None:
     assert {rival for rival in rivals if rival[0] in {batch for batch, _ in rows}} <= rows
 
 
-def test_a_plan_for_4096_ranks_is_one_that_a_run_takes(tmp_path: Path, cluster: Command) -> None:
+@pytest.mark.parametrize(("recipe", "nodes", "per_node"), [("dgxa100_8x8", 512, 8), ("gb200_18x4", 18, 4)])
+def test_a_plan_is_one_that_a_run_on_its_nodes_takes(
+    recipe: str, nodes: int, per_node: int, tmp_path: Path, cluster: Command
+) -> None:
     path = tmp_path / "plan.json"
-    assert cluster("plan", "dgxa100_8x8", "--gpus", 4096, "--out", path).returncode == 0
-    plan, config = read_plan(path), parse(["dgxa100_8x8", "--plan", str(path)])
-    assert (plan.nodes, plan.ranks_per_node, plan.recipe) == (512, 8, "dgxa100_8x8")
+    done = cluster("plan", recipe, "--gpus", nodes * per_node, "--out", path)
+    assert ("tensor 8" in done.stdout) == (per_node == 8), "a group of 8 would need two trays"
+    plan, config = read_plan(path), parse([recipe, "--plan", str(path)])
+    assert (plan.nodes, plan.ranks_per_node, plan.recipe) == (nodes, per_node, recipe)
     assert settings_of(config) == plan.settings
-    assert config.training.global_batch_size % 4096 == 0
-    assert config.optimizer != RECIPES["h100_8x8"]().optimizer, "of another batch"
-    assert sum(plan.step_seconds.values()) < 0.1
-
-
-def test_a_plan_for_a_rack_is_one_that_a_run_on_its_trays_takes(tmp_path: Path, cluster: Command) -> None:
-    path = tmp_path / "plan.json"
-    done = cluster("plan", "gb200_18x4", "--out", path)
-    assert done.stdout.startswith("gb200_18x4 on 18 nodes of 4 x GB200-186GB")
-    assert "tensor 4:" in done.stdout
-    assert "tensor 8" not in done.stdout, "a group would need two trays"
-    plan = read_plan(path)
-    plan.require_ranks(72, 4, path)
-    with pytest.raises(ValueError, match="18 nodes of 4 ranks"):
-        plan.require_ranks(72, 8, path)
-    assert settings_of(parse(["gb200_18x4", "--plan", str(path)])) == plan.settings
+    assert config.training.global_batch_size % (nodes * per_node) == 0
+    assert (config.optimizer == RECIPES[recipe]().optimizer) == (recipe == "gb200_18x4"), (
+        "4,096 ranks need another batch"
+    )
+    assert 0 < sum(plan.step_seconds.values()) < 0.1
 
 
 def test_a_view_is_planned_for_as_many_ranks_as_it_has(tmp_path: Path, refused: Callable[..., str]) -> None:

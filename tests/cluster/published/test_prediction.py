@@ -35,25 +35,29 @@ def predicted(name: str, nodes: int = 1, batch: int = 768) -> Prediction:
     return predict(TimedRun(describe_machine(device_named(name), nodes, 8), batch))
 
 
-def test_what_is_extrapolated_is_said_and_has_a_wider_interval() -> None:
-    runs = {name: predicted(name) for name in ("H100-SXM", "A100-SXM", "H200", "B200", "GB200", "MI300X")}
-    assert [name for name, run in runs.items() if run.extrapolates] == ["MI300X"]
-    widths = [run.high / run.low for run in runs.values()]
-    assert max(widths[:-1]) < widths[-1]
-    sibling = predicted("GH200")
-    assert sibling.extrapolates
-    assert sibling.high / sibling.low < widths[-1], "its chip is known from H100"
-    assert {result.run.machine.device.chip for result in sibling.near} == {"GH100"}
-    assert "MI300X" in runs["MI300X"].extrapolates[0]
-    assert "16,384" in predicted("H100", 1, 32768).extrapolates[0]
-    assert "4,096" in predicted("H100", 1024, 16384).extrapolates[0]
-
-
-def test_a_result_that_tells_little_about_its_device_is_marked(cluster: Command) -> None:
+def test_what_is_extrapolated_is_said_and_has_a_wider_interval(cluster: Command) -> None:
+    unknown = "by its data sheet alone"
+    notes = {
+        "MI300X": (f"no published result of MI300X with its vendor's software: {unknown}",),
+        "GH200": (f"no published result of GH200-96GB: {unknown}",),
+        "MI325X": (f"no published result of MI325X: {unknown}",),
+    } | dict.fromkeys(("H100-SXM", "A100-SXM", "H200", "B200", "GB200"), ())
+    runs = {name: predicted(name) for name in notes}
+    assert {name: run.extrapolates for name, run in runs.items()} == notes
+    widths = {name: run.high / run.low for name, run in runs.items()}
+    assert max(width for name, width in widths.items() if name[:2] != "MI") < widths["MI300X"], "GH200 has a known chip"
+    assert {result.run.machine.device.chip for result in runs["GH200"].near} == {"GH100"}
+    assert predicted("H100", 512, 16384).extrapolates == ()
+    assert predicted("H100", 513, 16385).extrapolates == (
+        "no published result of more than 4,096 accelerators",
+        "no published result of a global batch size above 16,384",
+    )
+    lines = cluster("predict", "--accelerator", "B200", "--nodes", 9).stdout.splitlines()
+    assert lines[-1] == "note: the network is assumed: 8 ports of 400 Gbit/s a node (set --networking)"
     lines = cluster("predict", "--accelerator", "MI300X", "--batch", "1024").stdout.splitlines()
-    assert [line for line in lines if "tinybox" in line and "tinygrad" in line]
-    assert [line for line in lines if "data sheet" in line and "vendor's software" in line]
-    assert "vendor's software" not in predicted("MI325X").extrapolates[0]
+    assert lines[-2:] == ["", f"note: {notes['MI300X'][0]}"]
+    assert lines[-5].endswith("tinycorp tinybox_8xMI300X (v5.0), with tinygrad, not used for predictions")
+    assert not any("tinygrad" in line for line in lines[-4:])
 
 
 def test_the_nearest_result_of_a_published_system_is_one_of_its_kind() -> None:
