@@ -10,7 +10,7 @@ import pytest
 import tyro
 
 from console.commands import Commands
-from console.extras import needed
+from console.extras import needed, require_extra
 from console.program import RaisingParser, parsed, say
 from console.version import version_line
 
@@ -88,11 +88,23 @@ def test_a_command_ends_with_its_status_or_with_one_line_about_its_error(
         parser.parse_args(["--txet=a"])
     with pytest.raises(ValueError, match=r"^argument --text: expected one argument$"):
         parser.parse_args(["--text"])
+
+
+def test_a_program_without_its_extra_ends_with_the_command_that_installs_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert needed("bert") == "bert is not installed by pip: run this command in the root of a clone"
+    monkeypatch.setattr("sys.argv", ["program"])
+    require_extra("plots", "absent")  # imported by another program
+    monkeypatch.setattr("sys.argv", ["-m", "words"])
+    require_extra("plots", "json", "re")
+    with pytest.raises(SystemExit, match="2"):
+        require_extra("plots", "json", "absent", "absent_too")
+    said = "error: absent is not installed: pip install '.[plots]' in the repository's root\n"
+    assert capsys.readouterr() == ("", said)
 
 
 def test_a_signal_while_options_are_parsed_is_no_wrong_option() -> None:
-    with pytest.raises(SystemExit, match="143"):
-        parsed(lambda: sys.exit(143))
-    with pytest.raises(ValueError, match=r"^$"):
-        parsed(lambda: sys.exit(2))
+    for status, kind, said in ((143, SystemExit, "143"), (2, ValueError, r"^$")):
+        with pytest.raises(kind, match=said):
+            parsed(lambda status=status: sys.exit(status))
