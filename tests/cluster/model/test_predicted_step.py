@@ -225,16 +225,6 @@ def test_an_evaluation_is_a_forward_pass_of_its_batches(world: int, pipeline: in
     assert run.total == pytest.approx(sum(run.parts.values()))
 
 
-def test_a_data_group_has_the_links_of_its_rails() -> None:
-    """Two data groups share a node's network, so each gets half of its bandwidth. Links inside a node are not shared."""
-    found = rates(2, 4).of_data_groups(2)
-    assert (found.ranks, found.world_size) == (2, 4)
-    ring = (1 - 1 / 4) / (1 - 1 / 8)
-    assert found.collective("all-reduce", "world", 1e8)[0] == pytest.approx(ring * (1e-4 + 2e8 * 1e-9))
-    assert found.collective("all-reduce", "rail", 1e8)[0] == pytest.approx(1e-4 + 1e8 * 1e-9)
-    assert found.collective("all-gather", "node", 1e8)[0] == pytest.approx(2 / 3 * (1e-4 + 1e8 * 1e-9))
-
-
 def at_once(rates: Rates, operation: Operation = "all-gather") -> dict[str, float]:
     """Return the seconds of a collective before its first byte in each scope, and the seconds that each byte adds."""
     ways = {scope: [rates.collective(operation, scope, size)[0] for size in (0.0, 1e9)] for scope in get_args(Scope)}
@@ -253,7 +243,14 @@ def test_a_machine_whose_link_ends_at_the_node_has_its_rails_on_the_network(name
     assert at_once(found) == pytest.approx(waits | expected)
     doubled = {scope: 2 * per_byte for scope, per_byte in expected.items()}
     assert at_once(found, "all-reduce") == pytest.approx(waits | doubled)
-    assert at_once(found.of_data_groups(2))["world"] == pytest.approx(2 * 15 / 16 / min(link, network))
+    # Two data groups of four ranks a node share its network, and their rings are shorter.
+    shorter = {"node": 6 / 7, "rail": 1, "world": 30 / 31}
+    halved = {scope: shorter[scope.split()[0]] * seconds for scope, seconds in (waits | expected).items()}
+    assert at_once(found.of_data_groups(2)) == pytest.approx(halved | {"world": 2 * halved["world"]})
+    alone = describe_machine(device_named("A30"), 2, 1, networking="8x 400Gb/s")
+    assert at_once(rates_of_machine(alone))["world"] == pytest.approx(1 / 2 / network_rate(p, alone)), (
+        "no link in the node"
+    )
     update = 30 / (0.8e9 * machine.device.memory_gb_s)
     assert (found.start_s, found.costs["lamb"]) == (exp(p["start"]), pytest.approx((0, 0, update)))
     sequence = sum(sequence_time(p, machine.device, False))
@@ -353,6 +350,12 @@ def test_costs_come_from_what_a_probe_timed() -> None:
     noisy = replace(contention, alone_s=0.03, mean_s=0.021, last_s=0.019)
     own = rates_of_view(replace(made_up(), contention=noisy, backend="nccl"))
     assert (own.memory_bytes, own.demand, own.sharing, own.mean, own.last) == (2**38, 0, 1, 1, 1)
+
+
+def test_a_curve_is_constant_below_its_points_interpolated_and_continued_and_never_falls() -> None:
+    curve = Curve(((10.0, 1.0), (20.0, 3.0), (40.0, 2.0), (50.0, 6.0)))
+    seconds = {0: 1.0, 10: 1.0, 15: 2.0, 20: 3.0, 30: 3.0, 41: 2.4, 50: 6.0, 60: 10.0}
+    assert {size: curve.seconds(size) for size in seconds} == pytest.approx(seconds)
 
 
 def test_ranks_that_do_not_fit_are_refused() -> None:

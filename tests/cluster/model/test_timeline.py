@@ -26,3 +26,8 @@ def test_on_shared_processors_nothing_comes_for_nothing() -> None:
     # A message that needs a quarter of the processors gets them at once and slows computing down accordingly.
     computed, _, _ = simulate([Activity(1.0), Activity(1.5)], [Activity(1.0, needs=1, share=0.25)], demand=1.0)
     assert computed == pytest.approx(2.75)
+    # Computing needs a quarter of the processors, so a message that could use all gets the others.
+    found = simulate([Activity(1.0), Activity(4.0)], [Activity(1.5, needs=1, share=1.0)], demand=0.25)
+    assert found == pytest.approx((5.0, 5.0, 0.0))
+    found = simulate([Activity(1.0)], [Activity(1.5, needs=1, share=1.0)], demand=0.25)
+    assert found == pytest.approx((1.0, 2.5, 0.0)), "alone, a message has all processors"

@@ -38,8 +38,7 @@ def chosen(sites: str, slower: float, steps: int = 128, recipe: str = "tiny_cpu"
 
 
 @pytest.mark.parametrize(
-    ("sites", "pieces"),
-    [("ab", 1), ("aabb", 1 / 2), ("aaaabbcc", 2 * 1 / 2), ("aaabbccc", 2 * 2 / 3), ("aaaaaaab", 1)],
+    ("sites", "pieces"), [("ab", 1), ("aabb", 1 / 2), ("aaaabbcc", 2 * 1 / 2), ("aaabbccc", 2 * 2 / 3), ("aaaaaaab", 1)]
 )
 def test_the_steps_hide_the_exchange_of_a_slow_link(sites: str, pieces: float) -> None:
     """``pieces`` is the part of the model that a host of the smallest site sends."""
@@ -93,6 +92,11 @@ def test_a_site_of_several_hosts_has_rings_over_its_own_paths() -> None:
         ring = BUCKET_BYTES * 1e-8 * share + waits * 1e-5
         assert found.collective("all-gather", "world", BUCKET_BYTES)[0] == pytest.approx(ring)
         assert found.nodes == len(sites) / 2
+    # Two ranks on each host have a card each, and two rings along rails at once. A ring of four sends 3/4 of a vector.
+    found = rates_in_site(rates(4, 2, 1e-6), view_of("aabb", between=1e-6, inside=1e-8, ranks=2))
+    for scope, share in (("world", 3 / 4 / 2), ("rail", 1 / 2)):
+        ring = BUCKET_BYTES * 1e-8 * share + 1e-5
+        assert found.collectives["all-gather", scope].seconds(BUCKET_BYTES) == pytest.approx(ring)  # type: ignore[index]
 
 
 def test_no_copy_of_the_model_spans_sites() -> None:

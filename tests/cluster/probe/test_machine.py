@@ -6,8 +6,10 @@ from pathlib import Path
 
 import msgspec
 import numpy as np
+import psutil
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from bert.parallel.mesh import Mesh
 from cluster.probe import computations, computing
@@ -68,13 +70,27 @@ def test_a_machine_is_busy_if_others_take_a_tenth_of_it(busy: float, own: float,
     assert busy_machines(spent_R3, every) == ({} if share is None else {"a": pytest.approx(share)})
 
 
-def test_processor_seconds_grow_with_work() -> None:
-    before, start = processor_seconds(), time.process_time()
-    while time.process_time() - start < 0.2:
-        pass
-    busy, whole, own = processor_seconds() - before
-    assert own >= 0.2
-    assert 0.1 < busy <= whole + 0.1, "the counters move in ticks"
+def test_processor_seconds_are_busy_and_whole_and_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fields are powers of two. Guests' time is part of the user's time, and waiting for a disk is idle."""
+    names = ("user", "nice", "system", "idle", "iowait", "irq", "softirq", "steal", "guest", "guest_nice")
+    times = psutil.cpu_times()._replace(**{name: 2.0**place for place, name in enumerate(names)})
+    monkeypatch.setattr(psutil, "cpu_times", lambda: times)
+    before = time.process_time()
+    busy, whole, own = processor_seconds()
+    assert (busy, whole) == (255 - 8 - 16, 255)
+    assert before <= own <= time.process_time()
+
+
+def test_cells_of_a_gpu_state_their_sizes_and_how_often_they_run() -> None:
+    with FakeTensorMode():
+        cells = computing.cells_of(torch.device("cuda"))
+    assert [(cell.quantity, cell.dtype, cell.size, cell.times) for cell in cells] == [
+        ("product", "bf16", 8192, 1),
+        ("copy", "fp32", 2**28, 1),
+        ("launch", "fp32", 1, 1000),
+        ("to device", "fp32", 2**26, 1),
+        ("from device", "fp32", 2**26, 1),
+    ]
 
 
 @pytest.mark.parametrize(("seconds", "turns", "window"), [(600.5, 3, 100), (0.57, 2, 0.015), (0.5, 1, 0.015)])

@@ -1,5 +1,6 @@
 """Outlier detection reports nothing in noise of any distribution, and reports parts that are slow."""
 
+import itertools
 import math
 from collections.abc import Callable
 
@@ -30,18 +31,6 @@ def test_even_parts_are_not_named(noise: Noise, parts: int) -> None:
     assert named <= 1
 
 
-@pytest.mark.parametrize(("parts", "least"), [(4, 0.7), (8, 0.95), (64, 0.99)])
-@pytest.mark.parametrize("noise", [NOISES["bell-shaped"], NOISES["heavy-tailed"], NOISES["bursts that hit all"]])
-def test_a_part_at_half_speed_is_named_and_no_other(noise: Noise, parts: int, least: float) -> None:
-    rng = np.random.default_rng(parts)
-    right = 0
-    for _ in range(100):
-        times = noise(rng, (TURNS, parts))
-        times[:, 2] += np.log(2)
-        right += list(np.flatnonzero(judge(times, 4 * parts).is_outlier)) == [2]
-    assert right >= 100 * least
-
-
 @pytest.mark.parametrize("parts", [5, 11])
 @pytest.mark.parametrize("fitted", [1, 3])
 @pytest.mark.parametrize("noise", [0.001, 0.05, 0.4])
@@ -68,21 +57,15 @@ def test_deviations_and_limits_are_those_of_the_formula(parts: int, fitted: int,
         assert judgement.is_outlier[-1] == (factor < 1), (comparisons, factor)
 
 
-@pytest.mark.parametrize(("excess", "is_outlier"), [(0.0009, False), (0.0011, True), (-0.5, False)])
-def test_an_excess_below_a_thousandth_is_the_clocks(excess: float, is_outlier: bool) -> None:
-    for parts in (3, 8):
+def test_an_excess_below_a_thousandth_is_the_clocks_and_two_parts_cannot_be_compared() -> None:
+    """The other parts have equal times, so that a part's deviation is without bounds."""
+    for parts, excess in itertools.product((1, 2, 3, 8), (0.0009, 0.0011, -0.5)):
         times = np.zeros((3, parts))
-        times[:, 1] = excess
+        times[:, 0] = excess
         judgement = judge(times, 1)
-        assert judgement.is_outlier.tolist() == [False, is_outlier, *[False] * (parts - 2)]
-        assert judgement.deviations.tolist() == [0, math.copysign(1e6, excess), *[0] * (parts - 2)]
-
-
-@pytest.mark.parametrize(("turns", "parts"), [(10, 1), (10, 2), (2, 30)])
-def test_too_little_to_compare_names_nobody(turns: int, parts: int) -> None:
-    times = np.zeros((turns, parts))
-    times[:, 0] = 5.0
-    assert not judge(times, 1).is_outlier.any()
+        assert judgement.is_outlier.tolist() == [parts > 2 and excess == 0.0011, *[False] * (parts - 1)]
+        if parts > 2:
+            assert judgement.deviations.tolist() == [math.copysign(1e6, excess), *[0] * (parts - 1)]
 
 
 def paths(hosts: int) -> tuple[np.ndarray, np.ndarray]:

@@ -48,6 +48,8 @@ def test_runs_and_machines_that_nobody_has_are_refused() -> None:
     for batch in (7, 8 * 16384 + 1):
         with pytest.raises(ValueError, match=f"global batch size {batch:,} on 8 accelerators"):
             TimedRun(describe_machine(device, 1, 8), batch)
+    with pytest.raises(ValueError, match=f"^round is '{'x' * 20}', expected one such as v3.1$"):
+        TimedRun(describe_machine(device, 1, 8), 8, "x" * 21)
     assert describe_machine(device, 2**20, 1).accelerators == 2**20
     for nodes, per_node in ((0, 8), (-1, 8), (1, 0), (2**20 + 1, 1), (2**10, 2**10 + 1)):
         with pytest.raises(ValueError, match=r"expected 1 to 1,048,576"):

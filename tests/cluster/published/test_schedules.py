@@ -8,7 +8,7 @@ import pytest
 from bert.configuration.recipes import RECIPES
 from cluster.devices import describe_machine, device_named
 from cluster.published.cost_model import TimedRun
-from cluster.published.results import _distance, closed_rows, machine_of_row, usual_batches
+from cluster.published.results import _distance, closed_rows, machine_of_row, results, results_of_devices, usual_batches
 from cluster.published.schedules import schedules
 from tests.programs import REPOSITORY
 
@@ -58,6 +58,14 @@ def test_the_benchmark_has_schedules_from_recipes_and_published_results() -> Non
     assert (known.base_learning_rate, known.learning_rate_training_steps) == (3e-4, 13_900)
     assert (known.beta_1, known.beta_2) == (float(row["opt_lamb_beta_1"]), float(row["opt_lamb_beta_2"]))
     assert (known.weight_decay_rate, known.num_warmup_steps) == (0.01, 0)
+
+
+def test_results_have_their_seconds_and_the_samples_that_logs_state() -> None:
+    assert (len(results()), len(results_of_devices())) == (206, 201)
+    assert {each.run.machine.device.model for each in results() if each.samples is None} == {"Gaudi2"}
+    first = results()[0]
+    assert (first.seconds, first.samples, first.run.batch, first.company) == (60 * 25.0759, 2_655_206, 448, "ASUSTEK")
+    assert {each.company for each in results() if each.submitter.upper() == "GIGACOMPUTING"} == {"GIGABYTE"}
 
 
 def test_usual_batches_are_those_of_the_scales_beside() -> None:
