@@ -62,12 +62,12 @@ def test_switches_come_from_the_environment_of_a_task_or_from_what_scontrol_prin
     assert switches_of(["No topology information available"]) == ()
 
 
-@pytest.mark.parametrize(("busy", "own", "share"), [(40.0, 19.0, None), (40.0, 12.0, 0.16), (0.0, 19.0, None)])
-def test_a_machine_is_busy_if_others_take_a_tenth_of_it(busy: float, own: float, share: float | None) -> None:
-    """Host "a" has two ranks. On host "b", only its rank uses the processor."""
-    spent_R3 = np.array([[busy, 100.0, own]] * 2 + [[20.0, 100.0, 19.5]])
-    every = [Facts(machine, Host(host, 4, 2**30, (), ()), "cpu", 0, "") for host, machine in ("ax", "ax", "by")]
-    assert busy_machines(spent_R3, every) == ({} if share is None else {"a": pytest.approx(share)})
+def test_a_machine_is_busy_if_others_take_a_tenth_of_it() -> None:
+    """Host "a" has two ranks. Only their rank uses the processor of host "b", and the counters of "c" do not move."""
+    every = [Facts(host, Host(host, 4, 2**30, (), ()), "cpu", 0, "") for host in "aabc"]
+    for busy, own, share in ((40.0, 12.0, 0.16), (40.0, 15.0, None), (40.0, 14.0, 0.12), (0.0, 19.0, None)):
+        spent_R3 = np.array([[busy, 100.0, own]] * 2 + [[20.0, 100.0, 19.5], [0.0, 0.0, 0.0]])
+        assert busy_machines(spent_R3, every) == ({} if share is None else {"a": pytest.approx(share)})
 
 
 def test_processor_seconds_are_busy_and_whole_and_own(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -81,6 +81,7 @@ def test_processor_seconds_are_busy_and_whole_and_own(monkeypatch: pytest.Monkey
     assert before <= own <= time.process_time()
 
 
+@pytest.mark.slow
 def test_cells_of_a_gpu_state_their_sizes_and_how_often_they_run() -> None:
     with FakeTensorMode():
         cells = computing.cells_of(torch.device("cuda"))

@@ -3,6 +3,7 @@
 import contextlib
 import io
 import itertools
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
 
@@ -15,6 +16,7 @@ from cluster.probe import collectives, command, computations, computing, links
 from cluster.probe.machine import Facts
 from cluster.view import ComputationTime, Contention, Host, Link, Operation, Outlier, Rank, Rate, read_view
 from tests.cluster.probe.forks import clock, on_forks
+from tests.cluster.test_view import made_up
 
 STEPS = (1 / 32, 1 / 32, 1 / 32, 1 / 16)
 """Step of each rank's clock. Rank 3 seems to take twice as long for everything."""
@@ -102,17 +104,24 @@ def test_a_probe_of_four_ranks_finds_what_its_clocks_say(tmp_path: Path, monkeyp
     assert view.contention == Contention(4, 1, 1 / 32, 3 * sum(STEPS) / 4, sum(STEPS) / 4, 1 / 16)
 
 
-def test_a_lost_rank_ends_the_probe_and_too_short_a_time_does_not_begin_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_probe_says_what_it_wrote_or_why_it_did_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    out = tmp_path / "cluster.json"
+    for hosts, said in ((2, "too few parts to compare"), (3, "no part is slower than the others")):
+        view = replace(made_up(hosts, 1), outliers=())
+        monkeypatch.setattr(command, "_measure", lambda *_, view=view: view)
+        assert command.probe(out, seconds=1.0, limit=1.0) == 0
+        lines = [f"{hosts} hosts, {hosts} ranks, gloo, measured in 12 s", said, str(out)]
+        assert (capsys.readouterr().out.splitlines(), read_view(out)) == (lines, view)
+
     def lost(*_: object) -> None:
         raise RuntimeError("Connection closed by peer\nand more")
 
     monkeypatch.setattr(command, "_measure", lost)
-    with pytest.raises(
-        ValueError, match=r"^rank 0: another rank was lost, or the device failed \(Connection closed by peer\)$"
-    ):
-        command.probe(tmp_path / "cluster.json", seconds=1.0, limit=1.0)
+    said = r"^rank 0: another rank was lost, or the device failed \(Connection closed by peer\)$"
+    with pytest.raises(ValueError, match=said):
+        command.probe(out, seconds=1.0, limit=1.0)
     for seconds, limit in ((0.99, 60.0), (60.0, 0.99)):
         with pytest.raises(ValueError, match=f"--seconds is {seconds:g} and --limit is {limit:g}, expected at least 1"):
-            command.probe(tmp_path / "cluster.json", seconds, limit)
+            command.probe(out, seconds, limit)
