@@ -74,7 +74,7 @@ def judge(times_TP: Array, comparisons: int, chance: int = CHANCE, fitted: int =
     few = _TO_SIGMA * _MEDIAN_ERROR * residual * turns / (turns - _OWN_MEDIAN)
     # A part's few times may agree by luck, so assume at least the typical error of all parts.
     repeated_P = few * np.maximum(np.median(rest_TP, axis=0), np.median(rest_TP)) / np.sqrt(turns)
-    small_sample = _SMALL_SAMPLE.get(parts, parts / (parts - 0.8))
+    small_sample = _SMALL_SAMPLE.get(parts) or parts / (parts - 0.8)
     between = _TO_SIGMA * small_sample * np.median(np.abs(excess_P)) * residual
     # Variance between parts in excess of the measurement error.
     beyond_P = np.maximum(0.0, between**2 - repeated_P**2)

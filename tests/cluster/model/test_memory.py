@@ -163,14 +163,8 @@ def test_stages_hold_their_layers_and_talk_to_their_neighbours() -> None:
         assert [(each.has_embeddings, each.has_last, each.inner, each.neighbours) for each in shares] == parts
         assert [each.copied for each in shares] == [0] * (pipeline - 1) + [1024 * 128 * (pipeline > 1)]
     first, last = model_shares(config, 1, 2, 2)
-    assert first.ends == (
-        *(embeddings + n * layer for n in range(3)),
-        0,
-        0,
-        *(embeddings + n * layer for n in (3, 4)),
-        0,
-        0,
-    )
+    ends = [embeddings + n * layer for n in range(5)]
+    assert first.ends == (*ends[:3], 0, 0, *ends[3:], 0, 0)
     assert [last.ends[n + 1] - last.ends[n] for n in (3, 7)] == [layer, layer]
     # LAMB sees query, key and value apart. Tensor groups share positions, segments, norms, and the biases of both outputs.
     assert (first.segments, first.shared) == (5 + 4 * 14, 130 * 128 + 256 + 4 * 6 * 128)

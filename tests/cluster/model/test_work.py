@@ -22,24 +22,17 @@ def numbers(sizes: MicroBatches) -> list[float]:
 def test_micro_batches_have_the_tokens_pairs_and_lengths_of_their_sequences() -> None:
     work = Work(MODEL, LENGTHS, MASKED)
     # A masked token and [CLS] of each sequence attend to all of its tokens in the last layer.
-    assert numbers(work.micro_batches(Strategy(4), 1, 0)) == [
-        4,
-        15,
-        5,
-        25 + 25 + 9 + 4,
-        2 * 5 + 3 * 5 + 2 * 3 + 2 * 2,
-        3,
-        10,
-    ]
+    pairs, last_pairs = 25 + 25 + 9 + 4, 2 * 5 + 3 * 5 + 2 * 3 + 2 * 2
+    assert numbers(work.micro_batches(Strategy(4), 1, 0)) == [4, 15, 5, pairs, last_pairs, 3, 10]
     assert numbers(work.typical(8, lengths=2.5)) == [8, 30, 10, 126, 70, 2.5, 0]
     # Two copies of the model on four ranks have a micro-batch of one sequence in each of two passes.
     sizes = work.micro_batches(Strategy(4, 2, tensor=2), 4, 0)
     assert sizes.tokens_AR.shape == (2, 2)
     assert numbers(sizes) == [1, 15, 5, 63, 35, 4, 0]
     assert work.distinct_lengths == 3
-    for empty in (Work, lambda *arguments: Work(*arguments, evaluation_sequences=0)):
+    for train, evaluation in ((0, 1), (4, 0)):
         with pytest.raises(ValueError, match="set is empty"):
-            empty(MODEL, *((LENGTHS, MASKED) if empty is not Work else (LENGTHS[:0], MASKED[:0])))
+            Work(MODEL, LENGTHS[:train], MASKED[:train], evaluation)
     with pytest.raises(ValueError, match="max_position_embeddings is 4, but the data have a sequence of 5"):
         Work(ModelConfig(2, 128, 4, 512, 1000, 4), LENGTHS, MASKED)
 
@@ -66,16 +59,8 @@ def test_a_layer_has_products_norms_and_attention_of_its_rows(tensor: int) -> No
     assert counts(layer) == [*products((15, 128, 3 * D)), tuple(attention), *rest(15)]
     attention = ["attention", [4, (15 + 9) / 2 * D, 35 * heads, 35 * D]]
     outputs = products((4 / tensor, 128, 128), (4 / tensor, 128, 2), (5 / tensor, 128, 128))
-    assert counts(last) == [
-        *products((15, 128, 2 * D), (9, 128, D)),
-        tuple(attention),
-        *rest(9),
-        *outputs,
-        ("gelu", [1, 5 * D]),
-        ("norm", [1, 5 * D]),
-        *products((5, 128, V)),
-        ("loss", [1, 5 * V]),
-    ]
+    heads_rest = [("gelu", [1, 5 * D]), ("norm", [1, 5 * D]), *products((5, 128, V)), ("loss", [1, 5 * V])]
+    assert counts(last) == [*products((15, 128, 2 * D), (9, 128, D)), tuple(attention), *rest(9), *outputs, *heads_rest]
     assert [each.in_encoder for each in layer if each.kind == "linear"] == [True] * 4
     assert not any(each.in_encoder for each in last)
 
@@ -88,13 +73,13 @@ def test_a_strategy_names_its_stages_and_refuses_batches_that_ranks_cannot_share
         Strategy(6, 2, tensor=2).sequences(4)
 
 
-@pytest.mark.parametrize(("count", "shape"), [(1, (1, 1)), (8, (1, 8)), (24, (3, 8)), (0, None), (12, None)])
-def test_a_target_has_whole_nodes(count: int, shape: tuple[int, int] | None) -> None:
-    if shape is None:
+def test_a_target_has_whole_nodes() -> None:
+    device = device_named("A100")
+    for count, shape in {1: (1, 1), 8: (1, 8), 24: (3, 8)}.items():
+        target = target_of_devices(device, count, 8)
+        assert (target.nodes, target.ranks_per_node, target.world_size) == (*shape, count)
+        assert ({*target.rates}, {*target.missing}, target.on_gpu) == ({"bf16"}, {"fp32", "fp8"}, True)
+        assert target.rates["bf16"].memory_bytes == 80e9, "GB, and not GiB"
+    for count in (0, 12):
         with pytest.raises(ValueError, match=f"--gpus is {count}, expected"):
-            target_of_devices(device_named("A100"), count, 8)
-        return
-    target = target_of_devices(device_named("A100"), count, 8)
-    assert (target.nodes, target.ranks_per_node, target.world_size) == (*shape, count)
-    assert ({*target.rates}, {*target.missing}, target.on_gpu) == ({"bf16"}, {"fp32", "fp8"}, True)
-    assert target.rates["bf16"].memory_bytes == 80e9, "GB, and not GiB"
+            target_of_devices(device, count, 8)

@@ -14,7 +14,7 @@ from bert.configuration.run_plan import read_plan, settings_of, write_plan
 from bert.train import parse
 from cluster.model.memory import USABLE_MEMORY, memory_of_rank
 from cluster.model.rates import Target, device_of, target_of, target_of_devices
-from cluster.model.step import predict_run, predict_step
+from cluster.model.step import least_step, predict_run, predict_step
 from cluster.model.work import REPEATED, Strategy, Work, wikipedia_work
 from cluster.plan.search import Candidate, Found, as_lines, run_plan, search
 from cluster.view import write_view
@@ -54,12 +54,10 @@ def test_the_best_is_the_fastest_of_all_ways_to_run_its_batch(found: Found, targ
     best = found.best[0]
     assert [each.seconds for each in found.best] == sorted(each.seconds for each in found.best)
     work = replace(work, samples=best.run.samples)
-    others = []
-    for precision, reduction, dtype, accumulation in product(
-        ("bf16", "fp8"), ("flat", "sharded_world"), ("fp32", "bf16"), (1, 2)
-    ):
-        batch = best.strategy.global_batch_size
-        strategy = Strategy(batch, accumulation, precision, reduction, reduce_dtype=dtype)
+    others, batch = [], best.strategy.global_batch_size
+    ways = product((1, 2), ("bf16", "fp8"), ("flat", "sharded_world"), ("fp32", "bf16"))
+    for strategy in (Strategy(batch, *way) for way in ways):
+        precision = strategy.precision
         rates = target.rates[precision]
         if sum(memory_of_rank(work, strategy, 1, 8, on_gpu=True).values()) <= USABLE_MEMORY * rates.memory_bytes:
             step = predict_step(work, strategy, rates)
@@ -70,8 +68,10 @@ def test_the_best_is_the_fastest_of_all_ways_to_run_its_batch(found: Found, targ
 
 def test_what_is_found_fits_and_divides(found: Found, target: Target, work: Work) -> None:
     for each in found.ranked:
-        assert each.memory <= USABLE_MEMORY * target.rates[each.strategy.precision].memory_bytes
+        rates = target.rates[each.strategy.precision]
+        assert each.memory <= USABLE_MEMORY * rates.memory_bytes
         assert each.strategy.sequences(target.world_size) >= 1
+        assert least_step(work, each.strategy, rates).total <= 1.01 * each.step.total, "of a mean batch"
     assert any("does not fit" in each.reason for each in found.refusals)
     assert found.best[0].strategy.copy_ranks == 1
     assert {each.strategy.tensor for each in found.ranked} == {1, 2, 4, 8}, "each is predicted at least once"

@@ -32,25 +32,21 @@ def test_what_is_late_lost_or_out_of_place_is_wrong(operation: Operation, size: 
         assert not any(torch.equal(*pair) for pair in combinations(right[0].chunk(4), 2))
 
 
-@pytest.mark.parametrize(
-    ("seconds", "repeats"),
-    [(0.0, (3, 3, 3)), (22.9, (5, 3, 3)), (23.1, (5, 3, 3, 3)), (45.1, (5, 5, 3, 3)), (1e9, (5,) * 4)],
-)
-def test_sizes_grow_until_the_next_would_take_too_long(
-    seconds: float, repeats: tuple[int, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_sizes_grow_until_the_next_would_take_too_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each repetition takes a second by the clock, so the next size is expected to take 4 s, and at least 3 repetitions."""
-    time = clock(1.0)
-    monkeypatch.setattr(collectives, "time", time)
     monkeypatch.setattr(collectives, "_LARGEST_BYTES", 2**22)
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    repeats = {0.0: (3, 3, 3), 22.9: (5, 3, 3), 23.1: (5, 3, 3, 3), 45.1: (5, 5, 3, 3), 1e9: (5,) * 4}
     try:
         assert dist.group.WORLD is not None
-        mesh = Mesh(0, 1, 0, torch.device("cpu"))
-        points, wrong = collectives._times(mesh, dist.group.WORLD, "all-reduce", seconds)
+        for seconds, expected in repeats.items():
+            time = clock(1.0)
+            monkeypatch.setattr(collectives, "time", time)
+            mesh = Mesh(0, 1, 0, torch.device("cpu"))
+            points, wrong = collectives._times(mesh, dist.group.WORLD, "all-reduce", seconds)
+            sizes = [2**16, 2**18, 2**20, 2**22][: len(expected)]
+            assert (points, wrong) == ([(size, 1.0, pytest.approx(8.0)) for size in sizes], [])
+            # Each repetition reads the clock twice, and once before the first, which connects the ranks.
+            assert time.perf_counter() == sum(2 * each + 1 for each in expected)
     finally:
         dist.destroy_process_group()
-    sizes = [2**16, 2**18, 2**20, 2**22][: len(repeats)]
-    assert (points, wrong) == ([(size, 1.0, pytest.approx(8.0)) for size in sizes], [])
-    # Each repetition reads the clock twice, and once before the first, which connects the ranks.
-    assert time.perf_counter() == sum(2 * each + 1 for each in repeats)

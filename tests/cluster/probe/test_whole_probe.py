@@ -25,8 +25,8 @@ HOSTS = tuple(Host(name, 2, 1 << 33, ("v0",), ("top", leaf), site) for name, lea
 FACTS = [Facts(host.name, host, "CPU", 1 << 32, "v0") for host in HOSTS for _ in range(2)]
 
 
-def probe(rank: int, out: Path, patch: pytest.MonkeyPatch) -> tuple[int, list[str], list[str], list[tuple[int, ...]]]:
-    """Return a probe's status, output and errors, and the shapes of the rates that were searched for outliers."""
+def probe(rank: int, out: Path, patch: pytest.MonkeyPatch) -> tuple[int, list[str], list[str], list[Any], list[Any]]:
+    """Return a probe's status, output and errors, shapes of the rates searched for outliers, and seconds of each part."""
     shared = clock(STEPS[rank])
     for module in (command, computing, computations, collectives, links):
         patch.setattr(module, "time", shared if module in (computing, computations) else clock(STEPS[rank]))
@@ -46,11 +46,19 @@ def probe(rank: int, out: Path, patch: pytest.MonkeyPatch) -> tuple[int, list[st
         searched.append(measured.rates_RTC.shape)
         return search(measured, *arguments, **named)
 
+    spent: list[tuple[str, float]] = []
+
+    def record(name: str) -> None:
+        real = getattr(command, name)
+        patch.setattr(command, name, lambda *given: (spent.append((name, given[-1])), real(*given))[1])
+
+    for name in ("rates", "paths", "contention", "computations", "collectives"):
+        record(f"measure_{name}")
     patch.setattr(dist, "all_reduce", wrong)
     patch.setattr(command, "find_outliers", find_outliers)
     with contextlib.redirect_stdout(io.StringIO()) as said, contextlib.redirect_stderr(io.StringIO()) as errors:
-        status = command.probe(out, seconds=1.0, limit=60.0)
-    return status, said.getvalue().splitlines(), errors.getvalue().splitlines(), searched
+        status = command.probe(out, seconds=2.0, limit=60.0)
+    return status, said.getvalue().splitlines(), errors.getvalue().splitlines(), searched, spent
 
 
 @pytest.mark.slow
@@ -66,6 +74,9 @@ def test_a_probe_of_four_ranks_finds_what_its_clocks_say(tmp_path: Path, monkeyp
         Outlier(found[0], "wrong result", 0.0, 0.0, 0.0, (1,)),
         Outlier(found[1], "product fp32 512^3", 2.0, 1e6, pytest.approx(share), (3,)),  # type: ignore[arg-type]
     )
+    parts = [("rates", 0.5), ("paths", 0.2), ("paths", 0.3)] * 2
+    parts += [("contention", 0.2), ("computations", 0.4), ("collectives", 0.4)]
+    spent = [(f"measure_{name}", seconds) for name, seconds in parts]
     assert main == (
         1,
         [
@@ -81,8 +92,9 @@ def test_a_probe_of_four_ranks_finds_what_its_clocks_say(tmp_path: Path, monkeyp
             "are too low. Probe again when it is idle"
         ],
         [(4, 5, 2), (4, 10, 2)],
+        spent,
     )
-    assert others == [(1, [], [], [])] * 3
+    assert others == [(1, [], [], [], spent)] * 3
     assert (view.backend, view.seconds, view.switches_from, view.sites_stated) == ("gloo", 1 / 32, "slurm", True)
     assert view.hosts == HOSTS
     assert view.ranks == tuple(
