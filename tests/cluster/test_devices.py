@@ -1,18 +1,14 @@
 """Data-sheet figures of accelerators, and recognition of accelerators by name."""
 
-import csv
 import json
 import re
 
 import pytest
 
 from cluster.devices import describe_machine, device_named, devices
-from cluster.published.results import TABLE
+from cluster.published.prediction import PARTS
 from tests.cluster.conftest import Command
 from tests.programs import REPOSITORY
-
-NOT_DESCRIBED = {"TPU-v4", "Graphcore Bow IPU", "Habana Gaudi", "N/A"}
-"""Accelerators in published results that have no entry in devices.toml."""
 
 
 def test_rates_are_dense_links_one_way_and_names_unique() -> None:
@@ -56,13 +52,6 @@ def test_the_page_states_the_facts() -> None:
         joined = device.link_domain or device.per_node
         facts = f"| {rates} | {memory} | {device.link_gb_s} GB/s | {device.per_node} | {joined} |"
         assert re.search(rf"^\| {name}\b[^|]* {re.escape(facts)}$", page, re.MULTILINE), name
-
-
-def test_published_accelerators_are_known_or_named_here() -> None:
-    with TABLE.open(encoding="utf-8", newline="") as file:
-        names = {row["accelerator"] for row in csv.DictReader(file)}
-    for name in names - NOT_DESCRIBED:
-        device_named(name)
 
 
 NEAREST = {
@@ -118,6 +107,9 @@ def test_a_node_has_as_many_devices_as_vendors_put_into_it(cluster: Command) -> 
             done = cluster("predict", "--accelerator", name, "--nodes", 18, *options, "--json")
             document = json.loads(done.stdout)
             assert (document["nodes"], document["accelerators_per_node"]) == (18, expected)
+            minutes = document["minutes"]
+            assert document["low"] < minutes < document["high"]
+            assert (sum(document["parts"].values()), {*document["parts"]}) == (pytest.approx(minutes), {*PARTS})
 
 
 def test_the_list_has_the_figures_of_each_device(cluster: Command) -> None:

@@ -92,6 +92,8 @@ def test_all_runs_count_but_the_extremes_of_five(tmp_path: Path) -> None:
     notes = measured(0, "3 of 5 runs, without the fastest and the slowest").notes
     found = measured(49 / 3, "", notes=(*notes, "result_4.txt: did not reach 0.720"))
     assert read_measured(str(tmp_path / "failed")) == found
+    write_runs(tmp_path / "two", (16, 17, 20, 20, 20), failed=(2, 3, 4))
+    assert read_measured(str(tmp_path / "two")).minutes == measured(33 / 2, "").minutes
     for name, evaluations in (("three", (15, 16, 20)), ("four", (15, 16, 20, 17))):
         write_runs(tmp_path / name, evaluations)
         count = len(evaluations)
