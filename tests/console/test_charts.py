@@ -40,13 +40,12 @@ def test_ticks_are_few_round_numbers_around_the_range() -> None:
     }
 
 
-@pytest.mark.parametrize(
-    ("lines", "dots", "points", "drawn"),
-    [(1, False, 240, 240), (1, False, 241, 121), (7, False, 215, 108), (7, True, 240, 240), (300, False, 9, 5)],
-)
-def test_lines_of_many_points_are_thinned(lines: int, dots: bool, points: int, drawn: int) -> None:
-    chart = line_chart([Line("l", [(float(x), 0.0) for x in range(points)])] * lines, AXES, dots=dots)
-    assert [str(path["d"]).count("L") + 1 for path in Page(chart).of("path", "stroke")] == [drawn] * lines
+def test_lines_of_many_points_are_thinned() -> None:
+    """The keys are lines, whether there are dots, and the points of each line; the values are points drawn."""
+    cases = {(1, False, 240): 240, (1, False, 241): 121, (7, False, 215): 108, (7, True, 240): 240, (300, False, 9): 5}
+    for (lines, dots, points), drawn in cases.items():
+        chart = line_chart([Line("l", [(float(x), 0.0) for x in range(points)])] * lines, AXES, dots=dots)
+        assert [str(path["d"]).count("L") + 1 for path in Page(chart).of("path", "stroke")] == [drawn] * lines
 
 
 def test_thinned_lines_keep_their_height_and_their_end() -> None:
