@@ -26,11 +26,15 @@ FACTS = [Facts(host.name, host, "CPU", 1 << 32, "v0") for host in HOSTS for _ in
 
 
 def probe(rank: int, out: Path, patch: pytest.MonkeyPatch) -> tuple[int, list[str], list[str], list[Any], list[Any]]:
-    """Return a probe's status, output and errors, shapes of the rates searched for outliers, and seconds of each part."""
+    """Return a probe's status, output and errors, sizes of what was searched for outliers, and seconds of each part.
+
+    There is time for all turns of the paths between hosts, and too little for more than three turns within hosts.
+    """
     shared = clock(STEPS[rank])
     for module in (command, computing, computations, collectives, links):
         patch.setattr(module, "time", shared if module in (computing, computations) else clock(STEPS[rank]))
     patch.setitem(links._LARGEST_BYTES, "cpu", 2**20)
+    patch.setattr(command, "_PATHS_BETWEEN", 20.0)
     loads = iter(([0.0, 0.0, 0.0], [10.0, 10.0, 2.0 + rank]))
     patch.setattr(command, "processor_seconds", lambda: np.array(next(loads)))
     patch.setattr(command, "facts_of", lambda _: FACTS[rank])
@@ -43,7 +47,7 @@ def probe(rank: int, out: Path, patch: pytest.MonkeyPatch) -> tuple[int, list[st
             tensor[:7] += 1
 
     def find_outliers(measured: Any, *arguments: Any, **named: Any) -> list[Outlier]:
-        searched.append(measured.rates_RTC.shape)
+        searched.append((measured.rates_RTC.shape, *(len(paths.latency_TE) for paths in measured.layers)))
         return search(measured, *arguments, **named)
 
     spent: list[tuple[str, float]] = []
@@ -74,7 +78,7 @@ def test_a_probe_of_four_ranks_finds_what_its_clocks_say(tmp_path: Path, monkeyp
         Outlier(found[0], "wrong result", 0.0, 0.0, 0.0, (1,)),
         Outlier(found[1], "product fp32 512^3", 2.0, 1e6, pytest.approx(share), (3,)),  # type: ignore[arg-type]
     )
-    parts = [("rates", 0.5), ("paths", 0.2), ("paths", 0.3)] * 2
+    parts = [("rates", 0.5), ("paths", 0.2), ("paths", 40.0)] * 2
     parts += [("contention", 0.2), ("computations", 0.4), ("collectives", 0.4)]
     spent = [(f"measure_{name}", seconds) for name, seconds in parts]
     assert main == (
@@ -91,7 +95,7 @@ def test_a_probe_of_four_ranks_finds_what_its_clocks_say(tmp_path: Path, monkeyp
             "warning: host h10 is busy: other programs took 50% of its processors during the probe, so its measured rates "
             "are too low. Probe again when it is idle"
         ],
-        [(4, 5, 2), (4, 10, 2)],
+        [((4, 5, 2), 5, 3), ((4, 10, 2), 10, 6)],
         spent,
     )
     assert others == [(1, [], [], [], spent)] * 3
@@ -128,10 +132,10 @@ def test_a_probe_says_what_it_wrote_or_why_it_did_not(
         assert (capsys.readouterr().out.splitlines(), read_view(out)) == (lines, view)
 
     def lost(*_: object) -> None:
-        raise RuntimeError("Connection closed by peer\nand more")
+        raise RuntimeError("c" * 201 + "\nand more")
 
     monkeypatch.setattr(command, "_measure", lost)
-    said = r"^rank 0: another rank was lost, or the device failed \(Connection closed by peer\)$"
+    said = r"^rank 0: another rank was lost, or the device failed \(c{200}\)$"
     with pytest.raises(ValueError, match=said):
         command.probe(out, seconds=1.0, limit=1.0)
     for seconds, limit in ((0.99, 60.0), (60.0, 0.99)):
