@@ -68,8 +68,8 @@ def test_marks_lie_where_their_values_say() -> None:
     single = line_chart([Line("a<b", [(0.0, 0.0)])], AXES)
     assert ('class="dots"' in single, "a&lt;b" in single, "nan" in single) == (True, True, False)
     # The axes reach to guides beyond the points, and to zero if asked.
-    high = Page(line_chart([Line("l", [(1.0, 8.0)])], replace(AXES, guides=[Guide("t", "", 9.0)], from_zero=True)))
-    assert high.of("path", "stroke")[0]["d"] == "M1000.0 200.0"
+    high = Page(line_chart([Line("l", [(1.0, 2.0)])], replace(AXES, guides=[Guide("t", "", 3.0)], from_zero=True)))
+    assert high.of("path", "stroke")[0]["d"] == "M1000.0 333.3"
 
 
 def test_columns_stand_on_zero_and_dots_do_not_and_many_have_few_names() -> None:

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from console import interruption
-from console.program import complain, drop_lost_output, say, say_document, say_json
+from console.program import complain, drop_lost_output, say, say_annotation, say_document, say_json
 from console.text import annotation, json_document, visible
 from tests.conftest import SmallRun
 from tests.hostile import NAME, assert_harmless
@@ -89,7 +89,9 @@ def test_everything_that_is_said_is_harmless(capsys: pytest.CaptureFixture[str])
     assert out.split("\n")[:5] == [f"{shown}: done", r"a\x1b[2J", "", r"\x3a:error::b", "{"]
     document = '{\n  "\\u00e9": [\n    "b##[\\\\udcff",\n    1.5\n  ]\n}'
     assert json_document({"é": ["b##[\udcff", 1.5]}) == document
-    assert out.endswith("}\n")
+    assert json_document("\ud7ff\ud800\udfff\ue000") == r'"\ud7ff\\ud800\\udfff\ue000"'
+    say_annotation("notice", "a", {"line": 3})
+    assert capsys.readouterr().out == "::notice line=3::a\n"
 
 
 LOGS_AND_WARNS = """import logging, warnings; from console.program import accept_any_text; from tests.hostile import NAME

@@ -1,7 +1,11 @@
 """Running a program: output, failure and time limit."""
 
+import contextlib
+import signal
 import sys
 from pathlib import Path
+
+import pytest
 
 from console.processes import run
 from tests.programs import is_alive, wait_for
@@ -23,11 +27,22 @@ def test_output_is_read_and_bytes_of_names_survive_and_a_failure_has_no_answer()
         assert (run([program]).trouble, run([program]).answer) == (trouble, "")
 
 
-def test_a_program_that_hangs_is_killed_with_its_children(tmp_path: Path) -> None:
-    number = tmp_path / "child"
-    number.touch()
-    hanging = f"sleep 600 & echo $! > {number}; wait"
-    done = run(["bash", "-c", hanging], timeout_s=0.5)
-    assert done.trouble == "bash gave no answer within 0.5 s"
-    if child := number.read_text():  # a busy machine may be too slow to start the child in time
-        wait_for(lambda: not is_alive(int(child)))
+def interrupt(*_: object) -> None:
+    raise KeyboardInterrupt
+
+
+def test_a_program_that_hangs_or_is_interrupted_is_killed_with_its_children(tmp_path: Path) -> None:
+    numbers, before = tmp_path / "numbers", signal.signal(signal.SIGALRM, interrupt)
+    hanging = ["bash", "-c", f"sleep 600 & echo $$ $! > {numbers}; wait"]
+    try:
+        for timeout_s in (0.3, None):
+            numbers.write_text("")
+            signal.setitimer(signal.ITIMER_REAL, 0 if timeout_s else 0.3)
+            with contextlib.nullcontext() if timeout_s else pytest.raises(KeyboardInterrupt):
+                assert run(hanging, timeout_s=timeout_s).trouble == "bash gave no answer within 0.3 s"
+            if text := numbers.read_text():  # a busy machine may be too slow to start the child in time
+                program, child = map(int, text.split())
+                assert not Path(f"/proc/{program}").exists(), "its parent has waited for it"
+                wait_for(lambda child=child: not is_alive(child))
+    finally:
+        signal.signal(signal.SIGALRM, before)

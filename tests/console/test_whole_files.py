@@ -1,6 +1,7 @@
 """Files appear whole or not at all, are read within a limit, and are locked for one holder."""
 
 import contextlib
+import itertools
 import os
 import secrets
 import socket
@@ -106,15 +107,20 @@ def test_a_file_is_read_up_to_the_limit_and_neither_a_folder_nor_a_pipe(tmp_path
             files.read_json(path, 1 << 20, "mend it")
 
 
-def test_a_folder_is_private_if_no_other_user_can_write_or_replace_it() -> None:
+def test_a_folder_is_private_if_no_other_user_can_write_or_replace_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other users can write to a folder that only this user can enter, unless it belongs to somebody else: to root."""
+    modes = {(0o755, 0o755): True, (0o755, 0o770): False, (0o755, 0o1777): False, (0o777, 0o755): False}
+    modes |= {(0o1777, 0o755): True, (0o700, 0o777): True}
+    user = os.geteuid()
     with tempfile.TemporaryDirectory(dir="/tmp") as place:  # other users cannot enter pytest's own folders
         outer, inner = Path(place), Path(place) / "inner"
         inner.mkdir()
-        modes = {(0o755, 0o755): True, (0o755, 0o770): False, (0o755, 0o1777): False, (0o777, 0o755): False}
-        for (of_outer, of_inner), private in (modes | {(0o1777, 0o755): True, (0o700, 0o777): True}).items():
+        for stranger, ((of_outer, of_inner), private) in itertools.product((False, True), modes.items()):
+            monkeypatch.setattr(os, "geteuid", lambda stranger=stranger: user + stranger)
             outer.chmod(of_outer)
             inner.chmod(of_inner)
-            assert files.is_private(inner) == private, (oct(of_outer), oct(of_inner))
+            expected = private and (not stranger or (user == 0 and of_outer != 0o700))
+            assert files.is_private(inner) == expected, (oct(of_outer), oct(of_inner), stranger)
 
 
 def test_a_lock_names_its_holder_until_it_is_released(tmp_path: Path) -> None:

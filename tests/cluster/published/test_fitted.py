@@ -74,6 +74,9 @@ def test_rates_of_links_and_networks_are_bytes_a_second_of_a_device_and_of_a_gro
         assert network_rate(p, switched) == pytest.approx(ports * 0.8 * 100e9 / 8)
     rack = describe_machine(device_named("GB200"), 36, 4)
     assert network_rate(p, rack) == pytest.approx(0.8 * 72 * 400e9 / 8), "a port for each device"
+    assert (smooth_minimum(1.0, 1.0), smooth_minimum(0.0, 1.0)) == (pytest.approx(2 ** (-1 / 8)), 0.0), (
+        "nothing to hide"
+    )
     gaudi = describe_machine(device_named("Gaudi2"), 2, 8)
     assert network_rate(p, gaudi) == pytest.approx(0.8e9 * 8 * (gaudi.device.network_gb_s or 0))
 
@@ -130,8 +133,3 @@ def test_a_run_has_the_parts_of_its_steps(nodes: int, batch: int, micro_batches:
 def evaluation_samples(batch: int) -> float:
     """Return the interval of the rules: 0.05 x (230.23 x batch + 3,000,000) samples, rounded down to 25,000."""
     return 0.05 * (230.23 * batch + 3e6) // 25_000 * 25_000
-
-
-def test_two_equal_limits_are_a_little_less_than_either() -> None:
-    assert smooth_minimum(1.0, 1.0) == pytest.approx(2 ** (-1 / 8))
-    assert smooth_minimum(0.0, 1.0) == 0.0, "nothing to hide"
