@@ -15,7 +15,7 @@ from cluster.plan.sites import choose_site_steps, rates_in_site
 from cluster.view import write_view
 from tests.cluster.conftest import Command
 from tests.cluster.model.test_predicted_step import TINY, rates
-from tests.cluster.test_site_views import view_of
+from tests.cluster.test_view import view_of
 
 INSIDE = 1e-9
 """Seconds per byte within a site."""

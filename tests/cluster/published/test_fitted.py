@@ -106,6 +106,11 @@ def test_samples_grow_with_batch_accumulation_duration_and_age() -> None:
         assert samples(1792, accelerators, old_recipe=0.1) == samples(1792)
 
 
+def evaluation_samples(batch: int) -> float:
+    """Return the interval of the rules: 0.05 x (230.23 x batch + 3,000,000) samples, rounded down to 25,000."""
+    return 0.05 * (230.23 * batch + 3e6) // 25_000 * 25_000
+
+
 @pytest.mark.parametrize(("nodes", "batch", "micro_batches"), [(1, 768, 1), (4, 768, 1), (1, 4096, 2)])
 def test_a_run_has_the_parts_of_its_steps(nodes: int, batch: int, micro_batches: int) -> None:
     """H100s hold 256 sequences of 16 and 8 bits. The reduction sends 2 bytes for each of 336.2 million parameters."""
@@ -128,8 +133,3 @@ def test_a_run_has_the_parts_of_its_steps(nodes: int, batch: int, micro_batches:
     once = (evaluations * (-(-10_000 // (8 * nodes)) * sequence + launch) / 3, 0.7)
     assert tuple(found.parts.values()) == pytest.approx((*(1e6 / batch * part for part in (*parts, update)), *once))
     assert found.steps == 1e6 / batch
-
-
-def evaluation_samples(batch: int) -> float:
-    """Return the interval of the rules: 0.05 x (230.23 x batch + 3,000,000) samples, rounded down to 25,000."""
-    return 0.05 * (230.23 * batch + 3e6) // 25_000 * 25_000
