@@ -195,6 +195,8 @@ def test_what_is_divided_and_what_is_not() -> None:
         strategy = replace(Strategy(16, bucket_bytes=2**30), **cast(Any, changes))
         held = held_by_rank(work, strategy, max(1, nodes), 4 if nodes else 1)
         assert held == pytest.approx(whole | none | expected), changes
+    apart, share = Strategy(16, reduction="sharded", pipeline=2), model_shares(work.model, 1, 2)[0]
+    assert held_by_rank(work, apart, 4, 1)["moments"] == 8 * share.padded(2), "a node has no second copy to share with"
 
 
 def test_a_stage_stores_the_largest_micro_batches_that_are_under_way_at_once() -> None:

@@ -1,14 +1,17 @@
 """Sizes of micro-batches and counts of computations, added up by hand, and machines that targets describe."""
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
 from bert.configuration.sections import ModelConfig
+from bert.train import parse
 from cluster.devices import device_named
 from cluster.model.rates import target_of_devices
-from cluster.model.work import Computation, MicroBatches, Strategy, Work, parts_of
+from cluster.model.work import Computation, MicroBatches, Strategy, Work, parts_of, strategy_of, work_to_plan
+from tests.conftest import SmallRun
 
 LENGTHS, MASKED = np.array([5, 5, 3, 2], np.uint16), np.array([1, 2, 1, 1], np.uint16)
 MODEL = ModelConfig(2, 128, 4, 512, 1000, 8)
@@ -35,6 +38,16 @@ def test_micro_batches_have_the_tokens_pairs_and_lengths_of_their_sequences() ->
             Work(MODEL, LENGTHS[:train], MASKED[:train], evaluation)
     with pytest.raises(ValueError, match="max_position_embeddings is 4, but the data have a sequence of 5"):
         Work(ModelConfig(2, 128, 4, 512, 1000, 4), LENGTHS, MASKED)
+
+
+def test_a_run_has_the_work_of_its_data_and_the_strategy_of_its_settings(small_run: SmallRun, tmp_path: Path) -> None:
+    config = parse(small_run.arguments(tmp_path, training__max_steps=9, evaluation__batch_size=50))
+    work, strategy = work_to_plan(config), strategy_of(config)
+    assert (work.model, work.lengths.tolist()) == (config.model, small_run.train.lengths.tolist())
+    assert work.masked_counts.tolist() == small_run.train.masked_counts.tolist()
+    assert (work.evaluation_sequences, work.evaluation_batch_size) == (len(small_run.evaluation.lengths), 50)
+    assert (work.samples, work.interval_samples, work.seed) == (9 * 16, 80, 7)
+    assert (strategy.global_batch_size, strategy.precision, strategy.reduction) == (16, "fp32", "flat")
 
 
 @pytest.mark.parametrize("tensor", [1, 2])
