@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from cluster.published.calibration import calibration
+from cluster.published.fitted import CALIBRATION
 from tests.cluster.conftest import Command
 from tests.programs import REPOSITORY
 
@@ -38,3 +40,10 @@ def test_a_command_prints_what_its_page_shows(
     done = cluster(*shlex.split(command))
     assert (done.returncode, done.stderr) == (0, "")
     assert_shown(done.stdout, "cluster.md")
+
+
+def test_calibrate_writes_the_shipped_file(cluster: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    out, shipped = tmp_path / "calibration.json", calibration()
+    monkeypatch.setattr("cluster.published.calibration.calibrate", lambda: (shipped, {}))  # which takes half a minute
+    assert cluster("calibrate", "--out", out).stdout == f"{out}: {len(shipped.parameters)} parameters\n"
+    assert out.read_bytes() == CALIBRATION.read_bytes()

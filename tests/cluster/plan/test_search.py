@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from bert.configuration.config import Config
 from bert.configuration.recipes import RECIPES
 from bert.configuration.run_plan import read_plan, settings_of, write_plan
 from bert.train import parse
@@ -16,7 +15,7 @@ from cluster.model.memory import USABLE_MEMORY, memory_of_rank
 from cluster.model.rates import Target, device_of, target_of, target_of_devices
 from cluster.model.step import least_step, predict_run, predict_step
 from cluster.model.work import REPEATED, Strategy, Work, wikipedia_work
-from cluster.plan.search import Candidate, Found, as_lines, run_plan, search
+from cluster.plan.search import Found, as_lines, run_plan, search
 from cluster.view import write_view
 from tests.cluster.conftest import Command
 from tests.cluster.test_view import made_up
@@ -41,12 +40,6 @@ def found(target: Target, work: Work) -> Found:
 
 def with_memory(target: Target, size: float) -> Target:
     return replace(target, rates={name: replace(rates, memory_bytes=size) for name, rates in target.rates.items()})
-
-
-def follow(config: Config, target: Target, best: Candidate, folder: Path) -> Config:
-    """Write a plan file, and return the configuration of a run with ``--plan``."""
-    write_plan(run_plan(config, target, best), folder / "plan.json")
-    return parse([config.recipe, "--plan", str(folder / "plan.json")])
 
 
 def test_the_best_is_the_fastest_of_all_ways_to_run_its_batch(found: Found, target: Target, work: Work) -> None:
@@ -105,7 +98,8 @@ def test_copies_are_shared_only_if_nothing_else_fits(
     best = search(config, work, with_memory(target, memory)).best[0]
     strategy = best.strategy
     assert strategy.tensor > 1 if per_host > 1 else strategy.gradient_accumulation_steps >= strategy.pipeline > 1
-    planned = follow(config, target, best, tmp_path)
+    write_plan(run_plan(config, target, best), tmp_path / "plan.json")
+    planned = parse([config.recipe, "--plan", str(tmp_path / "plan.json")])
     assert (planned.parallel, planned.training.cuda_graphs) == (strategy.parallel, strategy.pipeline == 1)
     if per_host > 1:
         few = replace(config, training=replace(config.training, global_batch_size=4, max_samples=40))
@@ -135,9 +129,8 @@ def test_a_plan_is_one_that_a_run_on_its_nodes_takes(
     assert (plan.nodes, plan.ranks_per_node, plan.recipe) == (nodes, per_node, recipe)
     assert settings_of(config) == plan.settings
     assert config.training.global_batch_size % (nodes * per_node) == 0
-    assert (config.optimizer == RECIPES[recipe]().optimizer) == (recipe == "gb200_18x4"), (
-        "4,096 ranks need another batch"
-    )
+    is_own = config.optimizer == RECIPES[recipe]().optimizer
+    assert is_own == (recipe == "gb200_18x4"), "4,096 ranks need another batch"
     assert 0 < sum(plan.step_seconds.values()) < 0.1
 
 
