@@ -99,10 +99,8 @@ def test_a_real_model_keeps_what_is_predicted(
     shape: tuple[int, ...], tensor: int, dropout: float, precision: Precision, fake_group: dist.ProcessGroup
 ) -> None:
     config = ModelConfig(*shape, hidden_dropout=dropout, attention_dropout=dropout)
-    whole = BertForPreTraining(config)
-    model = (
-        whole if tensor == 1 else BertForPreTraining(config, TensorParallel(config, fake_group, Stopwatch()).placement)
-    )
+    placement = TensorParallel(config, fake_group, Stopwatch()).placement if tensor > 1 else None
+    model = BertForPreTraining(config, placement)
     initialize_(model, torch.Generator().manual_seed(0))
     flat = FlatParameters.of(model)
     work, samples = work_and_samples(config)
@@ -144,9 +142,8 @@ def test_a_stage_keeps_what_is_predicted(place: int) -> None:
     # The first stage stores its output too, which the second stage gets.
     assert predicted - (0 if place else given.nbytes) == pytest.approx(kept, abs=8)
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
-        assert place or cast(Any, forward(batch_of(samples))).dtype == pipeline.hidden_dtype(), (
-            "which neighbours expect"
-        )
+        sent = cast(Any, forward(batch_of(samples)))
+        assert place or sent.dtype == pipeline.hidden_dtype(), "which neighbours expect"
         assert hidden_bytes("bf16", on_gpu=False) == pipeline.hidden_dtype().itemsize
 
 

@@ -30,11 +30,9 @@ COSTS = KINDS | {"linear fp32": (1e-6, 1e-10, 1e-9, 1e-9), "linear bf16": (1e-6,
 
 
 def rates(nodes: int = 2, ranks: int = 2, seconds_per_byte: float = 1e-9, **changes: object) -> Rates:
-    operations: tuple[Operation, ...] = ("all-reduce", "reduce-scatter", "all-gather", "all-to-all")
-    scopes: tuple[Scope, ...] = ("world", "node", "rail")
     curve = Curve(((0.0, 1e-4), (1e9, 1e-4 + 1e9 * seconds_per_byte)), share=0.5)
-    base = Rates(nodes, ranks, 1e9, COSTS, {(each, scope): curve for each in operations for scope in scopes})
-    return replace(base, **changes)  # type: ignore[arg-type]
+    curves = dict.fromkeys(product(get_args(Operation), get_args(Scope)), curve)
+    return replace(Rates(nodes, ranks, 1e9, COSTS, curves), **changes)  # type: ignore[arg-type]
 
 
 def test_what_was_timed_in_16_bits_counts_where_a_run_computes_in_them() -> None:
@@ -67,12 +65,10 @@ def test_ranks_that_share_a_copy_divide_its_products_and_pay_for_what_they_excha
     # Each rank has all of positions, segments, norms, and output biases, and the pooler, transform and classifier.
     shared = 130 * 128 + 256 + 2 * 6 * 128 + 2 * 128**2 + 258 + 4 * 128 + 14
     assert dear.update - free.update == pytest.approx(1e-6 * ring * 4 * shared)
-    full = predict_step(TINY, replace(strategy, recompute="full"), rates(1, 4, 1e-6), steps=1)
-    again = predict_step(TINY, replace(strategy, recompute="full"), rates(1, 4, 0.0), steps=1)
+    full = replace(strategy, recompute="full")
+    free, dear = (predict_step(TINY, full, rates(1, 4, each), steps=1).forward_backward for each in (0.0, 1e-6))
     # The layer's two all-gathers and two reduce-scatters of the forward pass run once more.
-    assert full.forward_backward - again.forward_backward == pytest.approx(
-        1e-6 * ring * (exchanged + 4 * tokens * 4 * 128)
-    )
+    assert dear - free == pytest.approx(1e-6 * ring * (exchanged + 4 * tokens * 4 * 128))
 
 
 @pytest.mark.parametrize("virtual_stages", [1, 2])
@@ -99,9 +95,8 @@ NS_PER_BYTE = dict(zip(product(get_args(Operation), get_args(Scope)), PRIMES, st
 def simple_rates(nodes: int, ranks: int, scale: float = 1.0, **changes: Any) -> Rates:
     """Return rates of ranks that need only ``changes`` to compute, and nanoseconds to send a byte: a prime for each way."""
     curves = {way: Curve(((0.0, 0.0), (1e9, scale * each)), share=0.5) for way, each in NS_PER_BYTE.items()}
-    return replace(
-        Rates(nodes, ranks, 1e9, NOTHING, curves), **{**changes, "costs": NOTHING | changes.get("costs", {})}
-    )
+    changes["costs"] = NOTHING | changes.get("costs", {})
+    return replace(Rates(nodes, ranks, 1e9, NOTHING, curves), **changes)
 
 
 REDUCTIONS = {
@@ -208,23 +203,22 @@ def test_a_pipeline_fills_and_drains_and_sums_at_its_end(
     assert least_step(work, strategy, alone).total == pytest.approx(0.04)
 
 
-@pytest.mark.parametrize(
-    ("world", "pipeline", "batches", "calls"), [(1, 1, 4, 121 / 4), (4, 1, 1, 50), (2, 2, 4, 121 / 4)]
-)
+EVALUATIONS = [(1, 1, 4, 121 / 4), (4, 1, 1, 50), (2, 2, 4, 121 / 4)]
+
+
+@pytest.mark.parametrize(("world", "pipeline", "batches", "calls"), EVALUATIONS)
 def test_an_evaluation_is_a_forward_pass_of_its_batches(world: int, pipeline: int, batches: int, calls: float) -> None:
     """Of 200 sequences, a rank evaluates batches of at most 64, of equal size, in which each length occurs once."""
     assert TINY.distinct_lengths == 121
     costs = {"embedding": (0.0, 1e-6 / 128, 0.0), "attention": (1e-3, 0.0, 0.0, 0.0)}
     alone = simple_rates(1, world, 0.0, micro_batch_s=0.02, start_s=7.0, costs=costs)
-    run = predict_run(
-        replace(TINY, interval_samples=1000), Strategy(16, pipeline, pipeline=pipeline), alone, samples=9_001
-    )
+    work, strategy = replace(TINY, interval_samples=1000), Strategy(16, pipeline, pipeline=pipeline)
+    run = predict_run(work, strategy, alone, samples=9_001)
     # The last layer calls attention for each sequence.
     first, last = 1e-6 * 50 * float(LENGTHS.mean()) + 1e-3 * calls, 1e-3 * 50
     seconds = batches * (0.02 + first + last)
-    if (
-        pipeline == 2
-    ):  # the stage that takes longer computes all the time, and the other one before it begins or after it ends
+    if pipeline == 2:
+        # The stage that takes longer computes all the time, and the other one before it begins or after it ends.
         longer, shorter = sorted((0.02 + first, 0.02 + last), reverse=True)
         seconds = batches * longer + shorter
     assert run.parts["evaluation"] == pytest.approx(10 * seconds / 3)
