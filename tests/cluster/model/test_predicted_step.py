@@ -170,9 +170,7 @@ def test_ranks_wait_for_data_and_for_the_slowest_of_them(demand: float, sharing:
     found = predict_step(TINY, Strategy(16), crowded, steps=1)
     expected = (0.0 if demand == 1 else 1.0 - work.mean(), 0.9 * work.mean(), last - 0.9 * work.mean(), 0.0)
     assert astuple(found) == pytest.approx(expected)
-    assert predict_step(TINY, Strategy(4), replace(crowded, nodes=1, ranks=1), steps=1).reduce == 0, (
-        "nobody to wait for"
-    )
+    assert predict_step(TINY, Strategy(4), replace(crowded, nodes=1, ranks=1), steps=1).reduce == 0, "alone"
 
 
 @pytest.mark.parametrize(("virtual", "neighbours"), [(1, 2), (2, 4)])
@@ -249,9 +247,7 @@ def test_a_machine_whose_link_ends_at_the_node_has_its_rails_on_the_network(name
     halved = {scope: shorter[scope.split()[0]] * seconds for scope, seconds in (waits | expected).items()}
     assert at_once(found.of_data_groups(2)) == pytest.approx(halved | {"world": 2 * halved["world"]})
     alone = describe_machine(device_named("A30"), 2, 1, networking="8x 400Gb/s")
-    assert at_once(rates_of_machine(alone))["world"] == pytest.approx(1 / 2 / network_rate(p, alone)), (
-        "no link in the node"
-    )
+    assert at_once(rates_of_machine(alone))["world"] == pytest.approx(1 / 2 / network_rate(p, alone))  # no link
     update = 30 / (0.8e9 * machine.device.memory_gb_s)
     assert (found.start_s, found.costs["lamb"]) == (exp(p["start"]), pytest.approx((0, 0, update)))
     sequence = sum(sequence_time(p, machine.device, False))

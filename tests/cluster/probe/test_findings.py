@@ -24,9 +24,8 @@ def paths(rng: np.random.Generator, ranks: list[int], seconds_per_byte: float) -
     pairs = [(ranks[a], ranks[b]) for pairs in rounds_of_pairs(len(ranks)) for a, b in pairs]
     source, target = np.array([*pairs, *(pair[::-1] for pair in pairs)]).T
     shape = (TURNS, len(source))
-    return Paths(
-        source, target, 1e-5 * np.exp(rng.normal(0, 0.1, shape)), seconds_per_byte * np.exp(rng.normal(0, 0.03, shape))
-    )
+    latency, rate = (np.exp(rng.normal(0, deviation, shape)) for deviation in (0.1, 0.03))
+    return Paths(source, target, 1e-5 * latency, seconds_per_byte * rate)
 
 
 def cluster(hosts: int = 4, size: int = 2, seed: int = 0) -> Measured:
@@ -75,27 +74,25 @@ def slow_card(measured: Measured, factor: float = 3, latency: float = 1) -> None
         slow_paths(measured.between_hosts, *ends, factor, latency)
 
 
-@pytest.mark.parametrize(
-    ("fault", "expected"),
-    [
-        (lambda measured: slow_ranks(measured, 3), "rank 3 on host h1"),
-        (lambda measured: slow_ranks(measured, 2, 3), "host h1"),
-        (lambda measured: slow_paths(measured.between_hosts, 4, None, 3), "network link of host h2, card v0, sending"),
-        (
-            lambda measured: slow_paths(measured.between_hosts, None, 4, 3),
-            "network link of host h2, card v0, receiving",
-        ),
-        (slow_card, "network link of host h2, card v0, both directions"),
-        (lambda m: [slow_paths(m.in_hosts, *ends, 2) for ends in ((10, 11), (11, 10))], "links in host h5"),
-        (lambda m: slow_paths(m.between_hosts, 0, 6, 3), "path from rank 0 on host h0 to rank 6 on host h3"),
-        # A rank with a slow processor also has slow paths, but only the rank is reported.
-        (lambda m: (slow_ranks(m, 4), slow_card(m, 1.9, latency=30)), "rank 4 on host h2"),
-    ],
-)
-def test_the_part_is_named(fault: Callable[[Measured], object], expected: str) -> None:
+CARD = "network link of host h2, card v0"
+FAULTS: dict[str, Callable[[Measured], object]] = {
+    "rank 3 on host h1": lambda measured: slow_ranks(measured, 3),
+    "host h1": lambda measured: slow_ranks(measured, 2, 3),
+    f"{CARD}, sending": lambda measured: slow_paths(measured.between_hosts, 4, None, 3),
+    f"{CARD}, receiving": lambda measured: slow_paths(measured.between_hosts, None, 4, 3),
+    f"{CARD}, both directions": slow_card,
+    "links in host h5": lambda m: [slow_paths(m.in_hosts, *ends, 2) for ends in ((10, 11), (11, 10))],
+    "path from rank 0 on host h0 to rank 6 on host h3": lambda m: slow_paths(m.between_hosts, 0, 6, 3),
+    # A rank with a slow processor also has slow paths, but only the rank is reported.
+    "rank 4 on host h2": lambda m: (slow_ranks(m, 4), slow_card(m, 1.9, latency=30)),
+}
+
+
+@pytest.mark.parametrize("expected", FAULTS)
+def test_the_part_is_named(expected: str) -> None:
     for seed in range(5):
         measured = cluster(hosts=8, seed=seed)
-        fault(measured)
+        FAULTS[expected](measured)
         assert names(measured) == [expected]
         assert find_leaves(measured) == ([()] * 8, "unknown")
 

@@ -81,32 +81,23 @@ def test_a_probe_of_four_ranks_finds_what_its_clocks_say(tmp_path: Path, monkeyp
     parts = [("rates", 0.5), ("paths", 0.2), ("paths", 40.0)] * 2
     parts += [("contention", 0.2), ("computations", 0.4), ("collectives", 0.4)]
     spent = [(f"measure_{name}", seconds) for name, seconds in parts]
-    assert main == (
-        1,
-        [
-            "2 hosts, 4 ranks, gloo, measured in 0 s",
-            f"BROKEN  {found[0]}",
-            f"SLOW  {found[1]}: product fp32 512^3, time 100 % above the others (more than 999 deviations, "
-            f"{100 * share:.1f} % of a step)",
-            "2 sites as stated: s0 (h10 (!)), s1 (h9 (!)); 25.2 MB/s between them",
-            str(out),
-        ],
-        [
-            "warning: host h10 is busy: other programs took 50% of its processors during the probe, so its measured rates "
-            "are too low. Probe again when it is idle"
-        ],
-        [((4, 5, 2), 5, 3), ((4, 10, 2), 10, 6)],
-        spent,
-    )
+    slower = "time 100 % above the others (more than 999 deviations"
+    said = [
+        "2 hosts, 4 ranks, gloo, measured in 0 s",
+        f"BROKEN  {found[0]}",
+        f"SLOW  {found[1]}: product fp32 512^3, {slower}, {100 * share:.1f} % of a step)",
+        "2 sites as stated: s0 (h10 (!)), s1 (h9 (!)); 25.2 MB/s between them",
+        str(out),
+    ]
+    took = "other programs took 50% of its processors during the probe"
+    warning = f"warning: host h10 is busy: {took}, so its measured rates are too low. Probe again when it is idle"
+    assert main == (1, said, [warning], [((4, 5, 2), 5, 3), ((4, 10, 2), 10, 6)], spent)
     assert others == [(1, [], [], [], spent)] * 3
     assert (view.backend, view.seconds, view.switches_from, view.sites_stated) == ("gloo", 1 / 32, "slurm", True)
     assert view.hosts == HOSTS
-    assert view.ranks == tuple(
-        Rank(
-            r // 2, r % 2, "CPU", 1 << 32, "v0", (Rate("product", "fp32", 512, step), Rate("copy", "fp32", 2**25, step))
-        )
-        for r, step in enumerate(STEPS)
-    )
+    for rank, step in enumerate(STEPS):
+        rates = (Rate("product", "fp32", 512, step), Rate("copy", "fp32", 2**25, step))
+        assert view.ranks[rank] == Rank(rank // 2, rank % 2, "CPU", 1 << 32, "v0", rates)
     # The host h9 precedes h10. The first rank of a pair measures the latency, and the receiver the rate.
     pairs = [(2, 0), (0, 2), (0, 1), (1, 0), (2, 3), (3, 2)]
     assert view.links == tuple(Link(one, other, 1 / 64, per_byte[other]) for one, other in pairs)

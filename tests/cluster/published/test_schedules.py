@@ -84,10 +84,14 @@ def test_the_distance_of_two_runs_counts_devices_then_doublings() -> None:
 
 
 def test_recipes_have_the_hyperparameters_of_published_results() -> None:
-    names = [
-        f"opt_{each}" for each in ("base_learning_rate", "lamb_beta_1", "lamb_beta_2", "learning_rate_training_steps")
-    ]
-    columns = ("global_batch_size", *names, "opt_lamb_weight_decay_rate")
+    names = (
+        "base_learning_rate",
+        "lamb_beta_1",
+        "lamb_beta_2",
+        "learning_rate_training_steps",
+        "lamb_weight_decay_rate",
+    )
+    columns = ("global_batch_size", *(f"opt_{name}" for name in names))
     published = {tuple(float(row[column]) for column in columns) for row in closed_rows()}
     for config in (recipe() for recipe in RECIPES.values()):
         own, [first, *more] = config.optimizer, schedules(config)

@@ -98,9 +98,7 @@ def test_a_file_that_is_no_table_and_other_options_are_refused(
         source.write_bytes(content)
         line = refused("predict", "--table", source)
         assert line.startswith(f"error: {source}: {said}")
-        assert line.endswith(
-            "; expected a CSV file in UTF-8 with the columns of cluster/published/published_results.csv"
-        )
+        assert line.endswith("expected a CSV file in UTF-8 with the columns of cluster/published/published_results.csv")
     source.write_text(f"{HEADER}\nH100,1,8\n")
     assert cluster("predict", "--table", source).stdout.count("\n") == 2
     for options in ("--accelerator H100", "--nodes 2", "--batch 8", "--measured 6", "--json", "--round v3.1"):
