@@ -115,8 +115,5 @@ def test_a_node_has_as_many_devices_as_vendors_put_into_it(cluster: Command) -> 
 def test_the_list_has_the_figures_of_each_device(cluster: Command) -> None:
     lines = [line.split(";")[0].split() for line in cluster("devices").stdout.splitlines()]
     assert len(lines) == 1 + len(devices())
-    for figures in (
-        "A100-SXM-80GB 312 - 80 2039 300 32 400 8 NVLink 3, NVSwitch",
-        "GB200-186GB 2500 5000 186 8000 900 450 1200 4 NVLink 5, NVSwitch",
-    ):
-        assert figures.split() in lines
+    for figures in ("A100-SXM-80GB 312 - 80 2039 300 32 400 8", "GB200-186GB 2500 5000 186 8000 900 450 1200 4"):
+        assert figures.split() in [line[:9] for line in lines]

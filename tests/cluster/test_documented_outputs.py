@@ -33,9 +33,7 @@ def assert_shown(output: str, page: str) -> None:
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_a_command_prints_what_its_page_shows(
-    command: str, cluster: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_the_page_is_current(command: str, cluster: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)  # for plan.json
     done = cluster(*shlex.split(command))
     assert (done.returncode, done.stderr) == (0, "")

@@ -1,7 +1,6 @@
 """A probe's file is read back unchanged or rejected with a one-line error. ``show`` prints it as lines and as a page."""
 
 import json
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,7 @@ from cluster.view import (
     write_view,
 )
 from console.documents import FileKind
-from tests.cluster.conftest import Command
+from tests.cluster.conftest import Command, Refused
 
 
 def made_up(hosts: int = 4, ranks: int = 2, name: str = "node") -> View:
@@ -74,7 +73,7 @@ def test_a_view_is_read_back_unless_its_parts_do_not_belong_together(file: Path)
             write_view(replace(VIEW, collectives=(all_reduce,)), file)
 
 
-def test_a_file_that_no_probe_wrote_is_refused(file: Path, refused: Callable[..., str]) -> None:
+def test_a_file_that_no_probe_wrote_is_refused(file: Path, refused: Refused) -> None:
     written = json.loads(file.read_text())
     version = "mlperf-bert cluster view 1, expected mlperf-bert cluster view 4"
     for change, said in (({"version": 1}, version), ({"content": [1]}, "edited or damaged")):

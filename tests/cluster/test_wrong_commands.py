@@ -1,9 +1,10 @@
 """Invalid command lines cause a one-line error before anything is written."""
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+
+from tests.cluster.conftest import Refused
 
 
 @pytest.mark.parametrize(
@@ -30,7 +31,7 @@ import pytest
     ],
 )
 def test_a_wrong_command_line_is_refused(
-    command: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: Callable[..., str]
+    command: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: Refused
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert said in refused(*command.split())

@@ -60,7 +60,7 @@ def end(how: str) -> int:
     raise {"wrong": errors[0], "full": errors[1], "absent": errors[2], "odd": ModuleNotFoundError(name="json.x")}[how]
 
 
-def test_a_command_ends_with_its_status_or_with_one_line_about_its_error(
+def test_a_command_ends_with_its_own_status(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     program = Commands()
@@ -90,9 +90,7 @@ def test_a_command_ends_with_its_status_or_with_one_line_about_its_error(
         parser.parse_args(["--text"])
 
 
-def test_a_program_without_its_extra_ends_with_the_command_that_installs_it(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     assert needed("bert") == "bert is not installed by pip: run this command in the root of a clone"
     monkeypatch.setattr("sys.argv", ["program"])
     require_extra("plots", "absent")  # imported by another program

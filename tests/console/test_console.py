@@ -115,11 +115,8 @@ def test_what_modules_log_and_warn_of_is_harmless() -> None:
     assert lines[0].startswith("x\\n")
     assert lines[0].endswith(" is ignored")
     assert lines[1].startswith("warning: <string>:5: UserWarning: x\\n")
-    assert lines[3:] == [
-        "Traceback (most recent call last):",
-        '  File "<string>", line 7, in <module>',
-        r"ValueError: odd\x1b[2J",
-    ]
+    traceback = ["Traceback (most recent call last):", '  File "<string>", line 7, in <module>']
+    assert lines[3:] == [*traceback, r"ValueError: odd\x1b[2J"]
 
 
 @pytest.mark.parametrize(

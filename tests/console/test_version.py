@@ -12,9 +12,11 @@ from console import version
 from tests.conftest import REPOSITORY
 from tests.programs import git
 
+CommitOf = Callable[[Path], str]
+
 
 @pytest.fixture
-def commit_of(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Path], str]]:
+def commit_of(monkeypatch: pytest.MonkeyPatch) -> Iterator[CommitOf]:
     """Return a function that returns the commit of a program in a given folder."""
 
     def commit(folder: Path) -> str:
@@ -26,9 +28,7 @@ def commit_of(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Path], str]
     version.commit.cache_clear()
 
 
-def test_a_checkout_names_its_own_commit_and_changes(
-    commit_of: Callable[[Path], str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_checkout_names_its_commit(commit_of: CommitOf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("one")
     git(tmp_path, "init", "--quiet")
     git(tmp_path, "add", "file")
@@ -43,9 +43,7 @@ def test_a_checkout_names_its_own_commit_and_changes(
     assert version.version_line() == f"mlperf-bert 1.2.3 (commit {revision[:7]} with local changes)"
 
 
-def test_where_there_is_no_git_the_image_names_the_commit_for_both(
-    commit_of: Callable[[Path], str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_image_names_its_commit(commit_of: CommitOf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "launch").mkdir()
     for name in ("pyproject.toml", "launch/environment.sh"):
         shutil.copy(REPOSITORY / name, tmp_path / name)

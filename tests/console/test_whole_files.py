@@ -32,9 +32,7 @@ def test_a_file_is_on_disk_before_it_gets_its_name(tmp_path: Path, monkeypatch: 
     assert [(path.name, path.read_bytes()) for path in tmp_path.iterdir()] == [("new", b"content")]
 
 
-def test_unfinished_files_are_private_vanish_with_what_failed_and_follow_no_link(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unfinished_files_vanish_and_follow_no_link(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An attacker who guesses the random name cannot make the program write through a symbolic link."""
     names = set()
     for make in (Path.mkdir, Path.touch):
@@ -95,9 +93,8 @@ def test_a_file_is_read_up_to_the_limit_and_neither_a_folder_nor_a_pipe(tmp_path
         assert files.read_bounded(path, 4096, "cut it") == b"x" * size
     path.write_bytes(b"x" * 4097)
     reasons = {path: "4,097 bytes, expected at most 4,096", pipe: "a pipe or a device, expected a file"}
-    for place, reason in (
-        reasons | {tmp_path: "Is a directory", tmp_path / "none": "No such file or directory"}
-    ).items():
+    reasons |= {tmp_path: "Is a directory", tmp_path / "none": "No such file or directory"}
+    for place, reason in reasons.items():
         with pytest.raises(ValueError, match=f"^{place}: {reason}; cut it$"):
             files.read_bounded(place, 4096, "cut it")
     assert (files.shown("x" * 200), files.shown("x" * 201)) == ("x" * 200, "x" * 197 + "...")

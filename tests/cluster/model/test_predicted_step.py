@@ -177,9 +177,7 @@ def test_ranks_wait_for_data_and_for_the_slowest_of_them(demand: float, sharing:
 @pytest.mark.parametrize(
     ("precision", "demand", "size"), [("fp32", 0.0, 4), ("bf16", 0.0, 2), ("bf16", 0.5, 4), ("fp32", 1.0, 4)]
 )
-def test_a_pipeline_fills_and_drains_and_sums_at_its_end(
-    virtual: int, neighbours: int, precision: Any, demand: float, size: int
-) -> None:
+def test_pipelines_fill_drain_and_sum(virtual: int, neighbours: int, precision: Any, demand: float, size: int) -> None:
     """Eight ranks on four nodes hold two copies of four stages, which compute 10 ms for each of eight micro-batches."""
     work = Work(replace(tiny_model(), num_hidden_layers=8), LENGTHS, LENGTHS // 8 + 1)
     costs = {"lamb": (1e-3, 1e-5, 1e-9), "batch": (0.0, 0.01)}

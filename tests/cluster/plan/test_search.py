@@ -1,7 +1,6 @@
 """The planner's plans are feasible, its best plan is the fastest, and a run accepts the plan file."""
 
 import re
-from collections.abc import Callable
 from dataclasses import replace
 from itertools import product, takewhile
 from pathlib import Path
@@ -17,7 +16,7 @@ from cluster.model.step import least_step, predict_run, predict_step
 from cluster.model.work import REPEATED, Strategy, Work, wikipedia_work
 from cluster.plan.search import Found, as_lines, run_plan, search
 from cluster.view import write_view
-from tests.cluster.conftest import Command
+from tests.cluster.conftest import Command, Refused
 from tests.cluster.test_view import made_up
 
 pytestmark = pytest.mark.slow
@@ -87,9 +86,7 @@ def test_smaller_memory_takes_other_ways_or_none(work: Work) -> None:
 
 
 @pytest.mark.parametrize(("ranks", "per_host", "memory"), [(8, 8, 3e9), (4, 1, 4.2e9)], ids=["tensor", "pipeline"])
-def test_copies_are_shared_only_if_nothing_else_fits(
-    ranks: int, per_host: int, memory: float, work: Work, tmp_path: Path
-) -> None:
+def test_copies_are_shared_only_if_needed(ranks: int, per_host: int, memory: float, work: Work, tmp_path: Path) -> None:
     """The planner must use pipeline parallelism if hosts have one rank, because tensor parallelism needs several."""
     config, work = RECIPES["h100_1x8"](), replace(work, samples=1e6)
     config = replace(config, log=replace(config.log, division="open"))  # only the recipe's batch size
@@ -119,9 +116,7 @@ def test_lines_are_in_order_and_agree(found: Found) -> None:
 
 
 @pytest.mark.parametrize(("recipe", "nodes", "per_node"), [("dgxa100_8x8", 512, 8), ("gb200_18x4", 18, 4)])
-def test_a_plan_is_one_that_a_run_on_its_nodes_takes(
-    recipe: str, nodes: int, per_node: int, tmp_path: Path, cluster: Command
-) -> None:
+def test_a_run_can_take_its_plan(recipe: str, nodes: int, per_node: int, tmp_path: Path, cluster: Command) -> None:
     path = tmp_path / "plan.json"
     done = cluster("plan", recipe, "--gpus", nodes * per_node, "--out", path)
     assert ("tensor 8" in done.stdout) == (per_node == 8), "a group of 8 would need two trays"
@@ -134,7 +129,7 @@ def test_a_plan_is_one_that_a_run_on_its_nodes_takes(
     assert 0 < sum(plan.step_seconds.values()) < 0.1
 
 
-def test_a_view_is_planned_for_as_many_ranks_as_it_has(tmp_path: Path, refused: Callable[..., str]) -> None:
+def test_a_view_is_planned_for_as_many_ranks_as_it_has(tmp_path: Path, refused: Refused) -> None:
     path = tmp_path / "cluster.json"
     write_view(replace(made_up(hosts=1, ranks=2), collectives=(), outliers=()), path)
     assert "has 2 ranks, but --gpus is 4" in refused("plan", "tiny_cpu", "--cluster", path, "--gpus", 4)

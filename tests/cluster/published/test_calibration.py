@@ -35,9 +35,7 @@ def test_the_shipped_calibration_is_what_the_command_makes(made: tuple[Calibrati
 
 
 @pytest.mark.parametrize("name", GROUPS)
-def test_errors_of_results_that_were_left_out_are_bounded_and_intervals_hold_what_they_promise(
-    name: str, made: tuple[Calibration, dict[str, list[Held]]]
-) -> None:
+def test_errors_and_intervals_of_left_out_results(name: str, made: tuple[Calibration, dict[str, list[Held]]]) -> None:
     held = made[1][name]
     assert len(held) == len(results_of_devices())
     assert not any(each.model_seen for each in made[1]["accelerator"])

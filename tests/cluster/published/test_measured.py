@@ -1,7 +1,6 @@
 """Measured minutes against their prediction: a number, and made-up results folders."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,7 @@ from cluster.devices import describe_machine, device_named
 from cluster.published.cost_model import TimedRun
 from cluster.published.measured import Measured, compare, read_measured
 from cluster.published.prediction import Prediction, predict
-from tests.cluster.conftest import Command
+from tests.cluster.conftest import Command, Refused
 from tests.compliance.result_folders import write_log, write_series
 from tests.compliance.run_logs import without_chain
 
@@ -126,9 +125,7 @@ def test_metrics_name_the_part_that_exceeds_its_prediction_most(tmp_path: Path, 
         assert bool(read_measured(str(log)).parts) == metrics, seconds
 
 
-def test_a_log_of_other_software_needs_the_options_for_its_machine(
-    tmp_path: Path, cluster: Command, refused: Callable[..., str]
-) -> None:
+def test_other_software_needs_options_for_its_machine(tmp_path: Path, cluster: Command, refused: Refused) -> None:
     [log] = write_runs(tmp_path, (16,), header={})
     log.write_text(without_chain(log.read_text()))
     assert "no --accelerator given" in refused("predict", "--measured", log)
@@ -136,20 +133,18 @@ def test_a_log_of_other_software_needs_the_options_for_its_machine(
     assert cluster("predict", "--measured", log, "--accelerator", "H100-SXM").returncode == 0
 
 
-def test_options_that_contradict_the_logs_are_refused(tmp_path: Path, refused: Callable[..., str]) -> None:
+def test_options_that_contradict_the_logs_are_refused(tmp_path: Path, refused: Refused) -> None:
     [log] = write_runs(tmp_path, (16,))
     for options in (("--accelerator", "A100"), ("--nodes", 2), ("--gpus-per-node", 3), ("--batch", 1536)):
         assert options[0] in refused("predict", "--measured", log, *options)
 
 
-def test_what_is_neither_minutes_nor_a_folder_is_refused(refused: Callable[..., str]) -> None:
+def test_what_is_neither_minutes_nor_a_folder_is_refused(refused: Refused) -> None:
     for text in ("0", "-3", "nan", "inf", "6,1", "6.1 min", "1e9", "no/such/folder", "٣"):
         assert "--measured" in refused("predict", *H100, "--measured", text)
 
 
-def test_a_folder_without_a_finished_run_of_the_benchmark_is_refused(
-    tmp_path: Path, refused: Callable[..., str]
-) -> None:
+def test_a_folder_without_a_finished_run_of_the_benchmark_is_refused(tmp_path: Path, refused: Refused) -> None:
     for name in ("empty", "open", "failed", "cut", "two", "mixed"):
         (tmp_path / name).mkdir()
     write_log(tmp_path / "open" / "result_0.txt", 0, division="open")

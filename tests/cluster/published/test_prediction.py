@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -12,7 +11,7 @@ from cluster.published.calibration import calibration
 from cluster.published.cost_model import TimedRun
 from cluster.published.prediction import Prediction, machine_of, minutes_in_digits, predict
 from cluster.view import Link, Rank, View, write_view
-from tests.cluster.conftest import Command
+from tests.cluster.conftest import Command, Refused
 from tests.cluster.test_view import made_up
 
 
@@ -55,9 +54,7 @@ def probed(device: str, hosts: int = 4, gbit_s: float = 300.0) -> View:
     return dataclasses.replace(made_up(hosts, 1), **changes)
 
 
-def test_a_probed_machine_has_its_devices_and_its_measured_network(
-    tmp_path: Path, cluster: Command, refused: Callable[..., str]
-) -> None:
+def test_a_probed_machine_has_its_devices_and_network(tmp_path: Path, cluster: Command, refused: Refused) -> None:
     name = "NVIDIA H100 80GB HBM3"
     machine = machine_of(probed(name))
     assert (machine.device.name, machine.nodes, machine.per_node) == ("H100-SXM-80GB", 4, 8)

@@ -2,7 +2,6 @@
 
 import csv
 import io
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -10,7 +9,7 @@ import pytest
 from cluster.devices import describe_machine, device_named
 from cluster.published.prediction import predict, usual_run
 from cluster.published.results import TABLE, results
-from tests.cluster.conftest import Command
+from tests.cluster.conftest import Command, Refused
 
 HEADER = "accelerator,nodes,accelerators_per_node"
 
@@ -90,9 +89,7 @@ FAULTS = {
 }
 
 
-def test_a_file_that_is_no_table_and_other_options_are_refused(
-    tmp_path: Path, refused: Callable[..., str], cluster: Command
-) -> None:
+def test_what_is_no_table_and_other_options_are_refused(tmp_path: Path, refused: Refused, cluster: Command) -> None:
     source = tmp_path / "table.csv"
     for content, said in FAULTS.items():
         source.write_bytes(content)
