@@ -115,15 +115,21 @@ def test_a_window_has_whole_actions_and_lasts_at_least_its_seconds(monkeypatch: 
         monkeypatch.setattr(computing, "time", clock(1.0))
         assert computing.time_in_window(lambda done=done: done.append(1), seconds, torch.device("cpu")) == 1.0
         assert len(done) == actions
+    for group in (0, 2):  # every rank enters as many barriers as there are groups, and measures in its own
+        cells = [computing.Cell("copy", "fp32", 1, int, times=4), computing.Cell("launch", "fp32", 1, int)]
+        found = computing.measure_rates(Mesh(0, 1, 0, torch.device("cpu")), cells, group, turns=2, seconds=1.0)
+        assert found.tolist() == [[0.25, 1.0]] * 2
 
 
 def test_the_facts_of_a_processor_name_its_interface(monkeypatch: pytest.MonkeyPatch) -> None:
     mesh = Mesh(0, 1, 0, torch.device("cpu"))
     monkeypatch.setattr("socket.gethostname", lambda: "n" * 200)
+    monkeypatch.setattr("cluster.probe.machine.processor_name", lambda: "d" * 200)
     for cards, stated, expected in ((["a", "b"], "b,c", "b"), (["a", "b"], "c", "a"), ([], "b", "")):
         monkeypatch.setattr("cluster.probe.machine.network_cards", lambda _, cards=cards: cards)
         monkeypatch.setenv("GLOO_SOCKET_IFNAME", stated)
         facts = facts_of(mesh)
-        assert (facts.card, facts.host.cards, facts.host.name) == (expected, tuple(cards), "n" * 128)
+        assert (facts.card, facts.host.cards) == (expected, tuple(cards))
+        assert (facts.host.name, facts.device) == ("n" * 128, "d" * 128)
     assert (facts.host.cores, facts.device_memory) == (os.cpu_count(), facts.host.memory_bytes)
     assert facts.device_memory == os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), "bytes"

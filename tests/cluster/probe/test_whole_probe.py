@@ -26,7 +26,7 @@ FACTS = [Facts(host.name, host, "CPU", 1 << 32, "v0") for host in HOSTS for _ in
 
 
 def probe(rank: int, out: Path, patch: pytest.MonkeyPatch) -> tuple[int, list[str], list[str], list[Any], list[Any]]:
-    """Return a probe's status, output and errors, sizes of what was searched for outliers, and seconds of each part.
+    """Return a probe's status, output and errors, sizes of what was searched for outliers, and numbers given to each part.
 
     There is time for all turns of the paths between hosts, and too little for more than three turns within hosts.
     """
@@ -50,11 +50,16 @@ def probe(rank: int, out: Path, patch: pytest.MonkeyPatch) -> tuple[int, list[st
         searched.append((measured.rates_RTC.shape, *(len(paths.latency_TE) for paths in measured.layers)))
         return search(measured, *arguments, **named)
 
-    spent: list[tuple[str, float]] = []
+    called: list[list[Any]] = []
 
     def record(name: str) -> None:
         real = getattr(command, name)
-        patch.setattr(command, name, lambda *given: (spent.append((name, given[-1])), real(*given))[1])
+
+        def measure(*given: Any) -> Any:
+            called.append([name, *(each for each in given if isinstance(each, int | float))])
+            return real(*given)
+
+        patch.setattr(command, name, measure)
 
     for name in ("rates", "paths", "contention", "computations", "collectives"):
         record(f"measure_{name}")
@@ -62,7 +67,7 @@ def probe(rank: int, out: Path, patch: pytest.MonkeyPatch) -> tuple[int, list[st
     patch.setattr(command, "find_outliers", find_outliers)
     with contextlib.redirect_stdout(io.StringIO()) as said, contextlib.redirect_stderr(io.StringIO()) as errors:
         status = command.probe(out, seconds=2.0, limit=60.0)
-    return status, said.getvalue().splitlines(), errors.getvalue().splitlines(), searched, spent
+    return status, said.getvalue().splitlines(), errors.getvalue().splitlines(), searched, called
 
 
 @pytest.mark.slow
@@ -78,9 +83,11 @@ def test_a_probe_of_four_ranks_finds_what_its_clocks_say(tmp_path: Path, monkeyp
         Outlier(found[0], "wrong result", 0.0, 0.0, 0.0, (1,)),
         Outlier(found[1], "product fp32 512^3", 2.0, 1e6, pytest.approx(share), (3,)),  # type: ignore[arg-type]
     )
-    parts = [("rates", 0.5), ("paths", 0.2), ("paths", 40.0)] * 2
-    parts += [("contention", 0.2), ("computations", 0.4), ("collectives", 0.4)]
-    spent = [(f"measure_{name}", seconds) for name, seconds in parts]
+    called = []
+    for rank in range(4):  # both ranks of a host take turns, for all five turns
+        parts = [["rates", rank % 2, 5, 0.5], ["paths", 5, 0.2], ["paths", 5, 40.0]] * 2
+        parts += [["contention", 4, 0.2], ["computations", 4, 0.4], ["collectives", 0.4]]
+        called.append([[f"measure_{name}", *numbers] for name, *numbers in parts])
     slower = "time 100 % above the others (more than 999 deviations"
     said = [
         "2 hosts, 4 ranks, gloo, measured in 0 s",
@@ -91,8 +98,8 @@ def test_a_probe_of_four_ranks_finds_what_its_clocks_say(tmp_path: Path, monkeyp
     ]
     took = "other programs took 50% of its processors during the probe"
     warning = f"warning: host h10 is busy: {took}, so its measured rates are too low. Probe again when it is idle"
-    assert main == (1, said, [warning], [((4, 5, 2), 5, 3), ((4, 10, 2), 10, 6)], spent)
-    assert others == [(1, [], [], [], spent)] * 3
+    assert main == (1, said, [warning], [((4, 5, 2), 5, 3), ((4, 10, 2), 10, 6)], called[0])
+    assert others == [(1, [], [], [], called[rank]) for rank in (1, 2, 3)]
     assert (view.backend, view.seconds, view.switches_from, view.sites_stated) == ("gloo", 1 / 32, "slurm", True)
     assert view.hosts == HOSTS
     for rank, step in enumerate(STEPS):
