@@ -19,8 +19,8 @@ HEADER = {"accelerator": "NVIDIA H100 80GB HBM3", "processes": "8 x 1 threads, d
 EVALUATIONS = (17, 15, 16, 16, 16)
 
 
-def prediction(name: str = "H100-SXM", batch: int = 768) -> Prediction:
-    return predict(TimedRun(describe_machine(device_named(name), 1, 8), batch))
+def prediction(name: str = "H100-SXM") -> Prediction:
+    return predict(TimedRun(describe_machine(device_named(name), 1, 8), 768))
 
 
 def write_runs(folder: Path, evaluations: tuple[int, ...] = EVALUATIONS, **options: Any) -> list[Path]:
@@ -29,10 +29,10 @@ def write_runs(folder: Path, evaluations: tuple[int, ...] = EVALUATIONS, **optio
     return write_series(folder, evaluations, **options)
 
 
-def measured(evaluations: float, note: str, metrics: int = 0, **changes: Any) -> Measured:
+def measured(evaluations: float, note: str, **changes: Any) -> Measured:
     """Return what the logs of `write_runs` state, of which the first evaluation is after 32 s."""
     minutes, samples = pytest.approx((20 * evaluations + 12) / 60), pytest.approx(150_000 * evaluations, rel=2e-4)
-    notes = (f"mean of {note}; {metrics} with metrics of the run",)
+    notes = (f"mean of {note}; 0 with metrics of the run",)
     stated = {"minutes": minutes, "accelerator": "H100-SXM-80GB", "ranks": 8, "samples": samples, "notes": notes}
     return Measured(batch=768, **stated | changes)
 
