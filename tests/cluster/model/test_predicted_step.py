@@ -16,7 +16,7 @@ from bert.optimizer import lamb_segments
 from cluster.devices import describe_machine, device_named
 from cluster.model.memory import model_shares
 from cluster.model.rates import ACCESSES, LAUNCHES, SEQUENCE_BYTES, Curve, Rates, rates_of_machine, rates_of_view
-from cluster.model.step import least_step, predict_run, predict_step, through_stages
+from cluster.model.step import Activity, least_step, predict_run, predict_step, simulate, through_stages
 from cluster.model.work import BUCKET_BYTES, TERMS, Computation, MicroBatches, Strategy, Work, parts_of, wikipedia_work
 from cluster.published.cost_model import TimedRun, run_time, step_parts
 from cluster.published.fitted import fitted_parameters, link_rate, network_rate, sequence_time
@@ -130,6 +130,28 @@ def test_each_reduction_sends_its_part_of_the_vector(name: str) -> None:
     in_update = gathering if "fp8" in name else 0.0
     expected = (0.0, 0.06, gathering - in_update + seconds(sums, vector), update + in_update)
     assert astuple(found) == pytest.approx(expected)
+
+
+def test_messages_hide_behind_what_is_computed_and_share_its_processors() -> None:
+    def message(seconds: float, share: float) -> list[Activity]:
+        return [Activity(seconds, needs=1, share=share)]
+
+    two, alone = [Activity(1.0), Activity(2.0)], [Activity(1.0)]
+    waiting = [Activity(0.0, needs=1), Activity(1.0, needs=1), Activity(1.0, needs=2)]
+    for computations, messages, demand, expected in (
+        (two, message(1.5, 0.0), 0.0, (3.0, 3.0, 0.0)),
+        (two, [*message(2.5, 0.0), Activity(1.0, needs=2)], 0.0, (3.0, 4.5, 0.0)),
+        # Pieces wait for the messages that they need, the second one after it has computed.
+        (waiting, [Activity(2.0), Activity(3.0)], 0.0, (6.0, 6.0, 2.0)),
+        # Both demand all processors, so each gets half of them until one is done.
+        ([*alone, *alone], message(1.0, 1.0), 1.0, (3.0, 3.0, 0.0)),
+        # A message that needs a quarter of the processors gets them at once and slows computing down accordingly.
+        ([*alone, Activity(1.5)], message(1.0, 0.25), 1.0, (2.75, 2.75, 0.0)),
+        # Computing needs a quarter of the processors, so a message that could use all gets the others.
+        ([*alone, Activity(4.0)], message(1.5, 1.0), 0.25, (5.0, 5.0, 0.0)),
+        (alone, message(1.5, 1.0), 0.25, (1.0, 2.5, 0.0)),
+    ):
+        assert simulate(computations, messages, demand) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("scale", [0.001, 0.01, 0.05, 1.0])
