@@ -2,7 +2,6 @@
 
 from collections import Counter
 from itertools import combinations
-from pathlib import Path
 from typing import get_args
 
 import pytest
@@ -75,10 +74,11 @@ def test_what_is_late_lost_or_out_of_place_is_wrong(operation: Operation, size: 
         assert not any(torch.equal(*pair) for pair in combinations(right[0].chunk(4), 2))
 
 
-def test_sizes_grow_until_the_next_would_take_too_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.slow
+def test_sizes_grow_until_the_next_would_take_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each repetition takes a second by the clock, so the next size is expected to take 4 s, and at least 3 repetitions."""
     monkeypatch.setattr(collectives, "_LARGEST_BYTES", 2**22)
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     repeats = {0.0: (3, 3, 3), 22.9: (5, 3, 3), 23.1: (5, 3, 3, 3), 45.1: (5, 5, 3, 3), 1e9: (5,) * 4}
     try:
         assert dist.group.WORLD is not None
