@@ -106,7 +106,7 @@ def test_a_computation_takes_its_part_of_a_window(monkeypatch: pytest.MonkeyPatc
         # The median of every other call's time.
         expected = [("a", (1.0,), 6.0 * turns), ("b", (2.0,), 1.5 * (turns + 1))]
         assert [(each.kind, each.counts, each.seconds) for each in found] == expected
-        assert windows == [pytest.approx(window)] * 2 * turns
+        assert windows == [pytest.approx(window, rel=1e-9)] * 2 * turns
 
 
 def test_a_window_has_whole_actions_and_lasts_at_least_its_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
