@@ -60,7 +60,7 @@ def test_ranks_that_share_a_copy_divide_its_products_and_pay_for_what_they_excha
     # Processors implement a reduce-scatter as an all-to-all.
     for demand, scatter in ((0.0, "reduce-scatter"), (0.5, "all-to-all")):
         found = predict_step(TINY, strategy, simple_rates(1, 4, demand=demand), steps=1).forward_backward
-        by_byte = 1e-9 * (NS_PER_BYTE["all-gather", "world"] + NS_PER_BYTE[scatter, "world"])  # type: ignore[index]
+        by_byte = 1e-9 * (NS_PER_BYTE["all-gather", "world"] + NS_PER_BYTE[scatter, "world"])
         assert found == pytest.approx(ring * exchanged / 2 * by_byte)
     # Each rank has all of positions, segments, norms, and output biases, and the pooler, transform and classifier.
     shared = 130 * 128 + 256 + 2 * 6 * 128 + 2 * 128**2 + 258 + 4 * 128 + 14
@@ -89,7 +89,7 @@ def test_equal_stages_are_idle_while_they_are_filled_and_drained(micro_batches: 
 NOTHING = {kind: (0.0,) * len(terms) for kind, terms in TERMS.items() if kind != "linear"}
 NOTHING |= {f"linear {precision}": (0.0,) * 4 for precision in ("fp32", "bf16", "fp8")}
 PRIMES = (2, 3, 5, 7, 11, 13, 17, 19, 23, 29, 31, 37)
-NS_PER_BYTE = dict(zip(product(get_args(Operation), get_args(Scope)), PRIMES, strict=True))
+NS_PER_BYTE: dict[Any, int] = dict(zip(product(get_args(Operation), get_args(Scope)), PRIMES, strict=True))
 
 
 def simple_rates(nodes: int, ranks: int, scale: float = 1.0, **changes: Any) -> Rates:
@@ -118,7 +118,7 @@ def test_each_reduction_sends_its_part_of_the_vector(name: str) -> None:
 
     def seconds(messages: str, size: float) -> float:
         ways = [each.split() for each in messages.split(", ") if each]
-        return sum(1e-9 * NS_PER_BYTE[operation, scope] * float(part) * size for operation, scope, part in ways)  # type: ignore[index]
+        return sum(1e-9 * NS_PER_BYTE[operation, scope] * float(part) * size for operation, scope, part in ways)
 
     settings: dict[str, Any] = {"reduction": name.split()[0]}
     settings |= {"precision": "fp8"} if "fp8" in name else {"reduce_dtype": name.split()[-1]} if "bf16" in name else {}
