@@ -102,9 +102,9 @@ def test_a_probe_of_four_ranks_finds_what_its_clocks_say(tmp_path: Path, monkeyp
     assert others == [(1, [], [], [], called[rank]) for rank in (1, 2, 3)]
     assert (view.backend, view.seconds, view.switches_from, view.sites_stated) == ("gloo", 1 / 32, "slurm", True)
     assert view.hosts == HOSTS
-    for rank, step in enumerate(STEPS):
+    for place, (rank, step) in enumerate(zip(view.ranks, STEPS, strict=True)):
         rates = (Rate("product", "fp32", 512, step), Rate("copy", "fp32", 2**25, step))
-        assert view.ranks[rank] == Rank(rank // 2, rank % 2, "CPU", 1 << 32, "v0", rates)
+        assert rank == Rank(place // 2, place % 2, "CPU", 1 << 32, "v0", rates)
     # The host h9 precedes h10. The first rank of a pair measures the latency, and the receiver the rate.
     pairs = [(2, 0), (0, 2), (0, 1), (1, 0), (2, 3), (3, 2)]
     assert view.links == tuple(Link(one, other, 1 / 64, per_byte[other]) for one, other in pairs)
