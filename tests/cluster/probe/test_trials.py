@@ -1,19 +1,26 @@
-"""Trials of a probe: what work each states, in which order computations run, and which results of collectives are wrong."""
+"""Trials of a probe: the work and order of computations, wrong results of collectives, and pairs of ranks for paths."""
 
+import math
 from collections import Counter
 from itertools import combinations
+from pathlib import Path
 from typing import get_args
 
 import pytest
 import torch
 import torch.distributed as dist
+from hypothesis import example, given
+from hypothesis import strategies as st
 from torch import Tensor
 
 from bert.parallel.mesh import Mesh
 from cluster.probe import collectives
 from cluster.probe.collectives import Trial
+from cluster.probe.command import _schedules
 from cluster.probe.computations import _COPIES, _backward_of, trials_of
-from cluster.view import Operation
+from cluster.probe.links import SAMPLED, rounds_of_pairs
+from cluster.probe.machine import Facts
+from cluster.view import Host, Operation
 from tests.cluster.probe.forks import clock
 
 
@@ -75,10 +82,10 @@ def test_what_is_late_lost_or_out_of_place_is_wrong(operation: Operation, size: 
 
 
 @pytest.mark.slow
-def test_sizes_grow_until_the_next_would_take_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sizes_grow_until_the_next_would_take_too_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each repetition takes a second by the clock, so the next size is expected to take 4 s, and at least 3 repetitions."""
     monkeypatch.setattr(collectives, "_LARGEST_BYTES", 2**22)
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     repeats = {0.0: (3, 3, 3), 22.9: (5, 3, 3), 23.1: (5, 3, 3, 3), 45.1: (5, 5, 3, 3), 1e9: (5,) * 4}
     try:
         assert dist.group.WORLD is not None
@@ -93,3 +100,32 @@ def test_sizes_grow_until_the_next_would_take_too_long(monkeypatch: pytest.Monke
             assert time.perf_counter() == sum(2 * each + 1 for each in expected)
     finally:
         dist.destroy_process_group()
+
+
+@given(st.integers(1, 700))
+@example(4095)
+@example(4096)
+def test_pairs_are_disjoint_and_every_node_has_as_many(nodes: int) -> None:
+    rounds = rounds_of_pairs(nodes)
+    partners: list[set[int]] = [set() for _ in range(nodes)]
+    for pairs in rounds:
+        busy = [node for pair in pairs for node in pair]
+        assert len(busy) == len(set(busy))
+        for one, other in pairs:
+            assert 0 <= one < other < nodes
+            assert other not in partners[one], "a pair comes twice"
+            partners[one].add(other)
+            partners[other].add(one)
+    assert len(rounds) <= 3 * (math.log2(nodes) + SAMPLED) if nodes > 1 else not rounds
+    assert len({len(each) for each in partners}) == 1, "all nodes are judged by as many paths"
+    assert all((node + 1) % nodes in partners[node] for node in range(nodes)) or nodes == 1, "neighbours are measured"
+    if 1 < nodes <= 8:
+        assert len(partners[0]) == nodes - 1
+
+
+def test_rounds_keep_all_hosts_and_all_cards_busy_and_pair_hosts_in_the_order_of_their_names() -> None:
+    """The first rank at each card represents it: ranks 0 and 2 on host h10, and ranks 3 and 5 on host h9."""
+    every = [Facts("", Host(name, 8, 0, (), ()), "CPU", 0, card) for name in ("h10", "h9") for card in "aab"]
+    inside = [[(0, 1), (3, 4)], [(1, 2), (4, 5)], [(0, 2), (3, 5)]]
+    assert _schedules([(0, 1, 2), (3, 4, 5)], every) == (inside, [[(3, 0), (5, 2)]])
+    assert _schedules([(0,)], every) == ([], []), "one rank has nobody to send to"
