@@ -80,7 +80,7 @@ def _predict(
             complain(f"{table}: no prediction of {refused} of {counted(rows, 'row')}; the column reason says why")
         return int(refused > 0)
     found = None if measured is None else read_measured(measured)
-    stated = found or Measured(0.0)  # which states nothing
+    stated = found or Measured()  # which states nothing
     if cluster is not None:
         from cluster.view import read_view
 
@@ -94,7 +94,7 @@ def _predict(
             raise ValueError("no --accelerator given; `python -m cluster devices` lists the known ones")
         device = device_named(name)
         per_node = min(device.per_node, stated.ranks or device.per_node) if gpus_per_node is None else gpus_per_node
-        nodes = max(1, (stated.ranks or 0) // max(1, per_node)) if nodes is None else nodes
+        nodes = -(-(stated.ranks or 1) // max(1, per_node)) if nodes is None else nodes
         machine = describe_machine(device, nodes, per_node, interconnect, networking)
     agreed("--nodes and --gpus-per-node: accelerators", machine.accelerators, stated.ranks)
     batch = agreed("--batch", batch, stated.batch)

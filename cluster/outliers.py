@@ -31,7 +31,6 @@ CHANCE = 1000
 """One in this many probes reports a false outlier, if noise is normally distributed."""
 FEWEST_PARTNERS = 3
 """Minimum number of measured partners of a rank. With fewer, a slow path is not attributed to the rank itself."""
-_FEWEST_TURNS = 3
 _TO_SIGMA = 1.4826
 """Ratio of a normal distribution's standard deviation to its median absolute deviation."""
 _MEDIAN_ERROR = 1.2533
@@ -60,7 +59,7 @@ class Judgement:
 
 
 def judge(times_TP: Array, comparisons: int, chance: int = CHANCE, fitted: int = 1) -> Judgement:
-    """Compare parts P by the logarithms of their times in turns T.
+    """Compare parts P by the logarithms of their times in turns T, of which there are at least three.
 
     In one of ``chance`` probes, one of ``comparisons`` comparisons reports a false outlier. ``fitted`` is the number of
     parameters that were fitted to the times, because fitting makes the residuals smaller.
@@ -71,11 +70,11 @@ def judge(times_TP: Array, comparisons: int, chance: int = CHANCE, fitted: int =
     excess_P = excess_P - np.median(excess_P)
     rest_TP = np.abs(centred_TP - np.median(centred_TP, axis=0))
     free = max(1, parts - fitted)
-    residual = np.sqrt(max(1, parts - 1) / free)
-    few = _TO_SIGMA * _MEDIAN_ERROR * residual * turns / (turns - _OWN_MEDIAN if turns > 2 else 1)
+    residual = np.sqrt((parts - 1) / free)
+    few = _TO_SIGMA * _MEDIAN_ERROR * residual * turns / (turns - _OWN_MEDIAN)
     # A part's few times may agree by luck, so assume at least the typical error of all parts.
     repeated_P = few * np.maximum(np.median(rest_TP, axis=0), np.median(rest_TP)) / np.sqrt(turns)
-    small_sample = _SMALL_SAMPLE.get(parts, parts / (parts - 0.8) if parts > 1 else 1.0)
+    small_sample = _SMALL_SAMPLE.get(parts) or parts / (parts - 0.8)
     between = _TO_SIGMA * small_sample * np.median(np.abs(excess_P)) * residual
     # Variance between parts in excess of the measurement error.
     beyond_P = np.maximum(0.0, between**2 - repeated_P**2)
@@ -85,9 +84,8 @@ def judge(times_TP: Array, comparisons: int, chance: int = CHANCE, fitted: int =
         # Degrees of freedom of a sum of two variances (Welch-Satterthwaite), or NaN if both variances are 0.
         freedom_P = scale_P**4 / (repeated_P**4 / repeats + beyond_P**2 / free)
         deviations_P = np.where(excess_P == 0, 0.0, excess_P / scale_P)
-    enough = turns >= _FEWEST_TURNS and parts > 2
     # A one-sided test, with the chance divided by the number of comparisons (Bonferroni).
-    limit_P = -stdtrit(np.fmax(1.0, freedom_P), 1 / (chance * max(1, comparisons))) if enough else np.inf
+    limit_P = -stdtrit(np.fmax(1.0, freedom_P), 1 / (chance * comparisons)) if parts > 2 else np.inf
     # If all other parts have equal times, the clock's last digit could make an outlier. So require an excess of 0.1 %.
     is_outlier = (deviations_P > limit_P) & (excess_P > 1e-3)
     return Judgement(np.exp(excess_P), np.clip(deviations_P, -1e6, 1e6), is_outlier)
@@ -156,7 +154,7 @@ def leaves_of(times_TE: Array, one_E: NDArray[np.int64], other_E: NDArray[np.int
     gap between the lengths at which groups join separates the leaves. The leaves are accepted only if, for the middle half
     of both kinds, paths between groups are longer than paths within groups by more than the measurement error.
     """
-    if not 4 <= hosts <= _LARGEST or not times_TE.size:
+    if hosts > _LARGEST:
         return None
     # Average the paths of each pair of hosts over both directions and all rails.
     pairs, place_E = np.unique(

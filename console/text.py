@@ -75,7 +75,7 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     """Return the end of a message that suggests a known name like ``name``, or an empty text."""
     known = [each for each in known if each != name]
     ending = f".{name.removeprefix('--')}"
-    close = difflib.get_close_matches(name, known, n=1) or [each for each in known if each.endswith(ending)][:1]
+    close = difflib.get_close_matches(name, known) or [each for each in known if each.endswith(ending)]
     return f"; did you mean {close[0]}?" if close else ""
 
 

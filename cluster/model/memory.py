@@ -137,8 +137,7 @@ def _largest_micro_batch(work: Work, strategy: Strategy, ranks: int, on_gpu: boo
     share = model_shares(work.model, strategy.tensor, strategy.pipeline, strategy.virtual_stages)[place]
     kept_at_once = under_way(strategy, place)
     whole = math.ceil(kept_at_once)  # interleaved stages keep a fraction of a micro-batch
-    largest = (0.0, 0.0, 0.0)
-    rows = 0.0
+    found, rows = [], []
     for step in range(_STEPS):
         sizes = work.micro_batches(strategy, ranks, step)
         kept_AR = kept_by_forward(work, strategy, sizes, on_gpu, share)
@@ -153,13 +152,14 @@ def _largest_micro_batch(work: Work, strategy: Strategy, ranks: int, on_gpu: boo
         # Add the largest micro-batches that the same rank may have in flight at the same time.
         others = np.sort(kept_AR[:, worst[1]])[-whole:-1].sum() if whole > 1 else 0.0
         kept = (float(kept_AR[worst]) + float(others)) * kept_at_once / whole
-        largest = max(largest, (kept, float(logits_AR[worst]), recomputed), key=sum)
-        rows = max(rows, float(sizes.tokens_AR.max()) / strategy.tensor)
-    found: dict[str, float] = dict(zip(("activations", "logits", "recomputed"), largest, strict=True))
+        found.append((kept, float(logits_AR[worst]), recomputed))
+        rows.append(float(sizes.tokens_AR.max()) / strategy.tensor)
+    parts: dict[str, float] = dict(zip(("activations", "logits", "recomputed"), max(found, key=sum), strict=True))
     if strategy.pipeline > 1:  # PyTorch's schedules allocate a buffer for each micro-batch and neighbour
         buffers = strategy.gradient_accumulation_steps * share.neighbours
-        found["stage buffers"] = buffers * rows * work.model.hidden_size * hidden_bytes(strategy.precision, on_gpu)
-    return found
+        row_bytes = work.model.hidden_size * hidden_bytes(strategy.precision, on_gpu)
+        parts["stage buffers"] = buffers * max(rows) * row_bytes
+    return parts
 
 
 def held_by_rank(

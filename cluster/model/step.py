@@ -352,7 +352,7 @@ def predict_run(
     if samples is None:
         p, gigabytes = fitted_parameters(), rates.memory_bytes / 1e9
         samples = math.exp(log_samples(p, batch, rates.world_size, gigabytes, batch / step.total, False))
-    evaluations = max(1, math.ceil(samples / (work.interval_samples or evaluation_interval(batch))))
+    evaluations = math.ceil(samples / (work.interval_samples or evaluation_interval(batch)))
     evaluation = evaluations * _evaluation(work, strategy.precision, strategy.parallel, rates)
     once = {"evaluation": evaluation, "start": rates.start_s}
     return RunTime.of(samples, math.ceil(samples / batch), step.parts, **once)

@@ -36,7 +36,7 @@ CAUSES = {
 class Measured:
     """Measured minutes. If they come from logs: what the logs state, samples to the target, and minutes by part."""
 
-    minutes: float
+    minutes: float = 0.0
     batch: int | None = None
     accelerator: str | None = None
     ranks: int | None = None

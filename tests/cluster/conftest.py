@@ -8,6 +8,7 @@ import pytest
 from cluster.__main__ import main
 
 Command = Callable[..., CompletedProcess[str]]
+Refused = Callable[..., str]
 
 
 @pytest.fixture
@@ -23,7 +24,7 @@ def cluster(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str])
 
 
 @pytest.fixture
-def refused(cluster: Command) -> Callable[..., str]:
+def refused(cluster: Command) -> Refused:
     """Return a function that runs an invalid command, checks for a one-line error, and returns that line."""
 
     def run(*arguments: object) -> str:

@@ -9,8 +9,10 @@ from pathlib import Path
 import pytest
 
 from bert.configuration.recipes import RECIPES
+from bert.configuration.run_plan import RunPlan, settings_of, write_plan
 from bert.configuration.sections import ModelConfig
 from cluster import dry_run
+from tests.cluster.test_documented_outputs import assert_shown
 from tests.conftest import SmallRun
 from tests.programs import python
 
@@ -36,34 +38,35 @@ def _without_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "environ", os.environ.copy())
 
 
-def test_without_data_the_forecast_comes_before_the_missing_inputs(capfd: pytest.CaptureFixture[str]) -> None:
-    assert dry_run.main(["gb200_18x4"]) == 2
+def test_the_forecast_is_that_of_the_page_and_comes_before_missing_inputs(capfd: pytest.CaptureFixture[str]) -> None:
+    assert dry_run.main(["bert_3_9b_8x8"]) == 2
     said = capfd.readouterr()
-    first, *_, last = said.out.splitlines()
-    assert (
-        first
-        == "gb200_18x4: data/wikipedia/train is missing, so the forecast uses the lengths of the benchmark's Wikipedia"
-    )
-    assert re.fullmatch(r"gb200_18x4: a step is predicted to take \d+ ms on 18 x 4 GB200-186GB: .*", last)
-    for name in ("train", "evaluation", "vocab.txt", "phase1.safetensors"):
-        assert f"data/wikipedia/{name}" in said.err
+    assert_shown(said.out, "scaling.md")
+    folder = "data/wikipedia"
+    missing = f"data.train {folder}/train, data.evaluation {folder}/evaluation, data.vocab {folder}/vocab.txt"
+    assert said.err.startswith(f"error: missing: {missing}. ")
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        ("h100_1x8 --training.global-batch-size 769", "make it a multiple of 8"),
-        ("tiny_cpu --parallel.tensor 2", "parallel.tensor is 2"),
-        ("h100_1x8 --plan missing.json", "missing.json"),
-    ],
-)
-def test_a_wrong_setting_is_named_before_missing_data(
-    arguments: str, said: str, capfd: pytest.CaptureFixture[str]
-) -> None:
-    assert dry_run.main(arguments.split()) == 2
-    shown = capfd.readouterr()
-    assert (shown.out, shown.err.count("\n")) == ("", 1)
-    assert said in shown.err
+def test_without_a_launcher_the_ranks_are_the_plans(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    times: dict[str, float] = dict.fromkeys(("data_wait", "forward_backward", "reduce", "update", "other"), 0.0)
+    settings = settings_of(RECIPES["h100_1x8"]())
+    write_plan(RunPlan("h100_1x8", "H100-SXM-80GB", 2, 8, settings, "", times, 1.0), tmp_path / "plan.json")
+    for arguments, machines in (("--plan plan.json", "2 x 8"), ("h100_1x8", "1 x 8")):
+        assert dry_run.main(arguments.split()) == 2
+        assert f" ms on {machines} H100-SXM-80GB: forward backward " in capfd.readouterr().out
+        del os.environ["WORLD_SIZE"]
+
+
+def test_a_wrong_setting_is_named_before_missing_data(capfd: pytest.CaptureFixture[str]) -> None:
+    for arguments, said in {
+        "h100_1x8 --training.global-batch-size 769": "make it a multiple of 8",
+        "tiny_cpu --parallel.tensor 2": "parallel.tensor is 2",
+        "h100_1x8 --plan missing.json": "missing.json",
+    }.items():
+        os.environ.pop("WORLD_SIZE", None)  # which the previous run set
+        assert dry_run.main(arguments.split()) == 2
+        shown = capfd.readouterr()
+        assert (shown.out, shown.err.count("\n"), said in shown.err) == ("", 1, True)
 
 
 def forecast(world_size: int, local_size: int = 0, recipe: str = "h100_1x8") -> list[str]:
@@ -75,14 +78,12 @@ def forecast(world_size: int, local_size: int = 0, recipe: str = "h100_1x8") -> 
     return list(dry_run.memory_and_step(small, world_size, local_size))
 
 
-@pytest.mark.parametrize(
-    ("world", "local", "machines"),
-    [(4, 0, "1 x 4"), (16, 0, "2 x 8"), (12, 0, "3 x 4"), (12, 5, "3 x 4"), (16, 4, "4 x 4"), (8, 8, "1 x 8")],
-)
-def test_nodes_are_those_of_the_launcher_or_as_large_as_usual(world: int, local: int, machines: str) -> None:
-    *_, modes, step = forecast(world, local)
-    assert re.search(rf"take (\d+) ms on {machines} H100-SXM-80GB: forward backward \d+", step)
-    assert re.match(r"training.recompute is none; selective would hold .*, full would hold ", modes)
+def test_nodes_are_those_of_the_launcher_or_as_large_as_usual() -> None:
+    ranks = {(4, 0): "1 x 4", (16, 0): "2 x 8", (12, 0): "3 x 4", (12, 5): "3 x 4", (16, 4): "4 x 4", (8, 8): "1 x 8"}
+    for (world, local), machines in ranks.items():
+        *_, modes, step = forecast(world, local)
+        assert re.search(rf"take (\d+) ms on {machines} H100-SXM-80GB: forward backward \d+", step)
+        assert re.match(r"training.recompute is none; selective would hold .*, full would hold ", modes)
 
 
 def test_without_a_known_device_there_is_no_step(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,9 +1,10 @@
 """Invalid command lines cause a one-line error before anything is written."""
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+
+from tests.cluster.conftest import Refused
 
 
 @pytest.mark.parametrize(
@@ -15,7 +16,10 @@ import pytest
         ("plan h100_8x8 --gpus 70 --accelerator GB200", "--gpus is 70, expected whole nodes of 4"),
         ("plan h100_1x8 --gpus 262144", "global batch size 262,144 on 262,144 accelerators: expected at least one"),
         ("plan h100_1x8 --cluster x.json --accelerator H100", "omit --accelerator and --networking"),
-        ("predict", "--accelerator"),
+        ("plan h100_1x8 --out no/such/plan.json", "no/such/plan.json cannot be written"),
+        ("scale h100_1x8 --out no/such/page.html", "no/such/page.html cannot be written"),
+        ("place no/such/cluster.json --tasks-per-node 0", "--tasks-per-node is 0, expected at least 1"),
+        ("predict", "no --accelerator given"),
         ("predict --accelerator Z9000", "Z9000"),
         ("predict --accelerator H100 --nodes 0", "nodes: 0"),
         ("predict --accelerator H100 --gpus-per-node 0", "GPUs per node: 0"),
@@ -27,7 +31,7 @@ import pytest
     ],
 )
 def test_a_wrong_command_line_is_refused(
-    command: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: Callable[..., str]
+    command: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: Refused
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert said in refused(*command.split())

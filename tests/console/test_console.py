@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from console import interruption
-from console.program import complain, drop_lost_output, say, say_document, say_json
+from console.program import complain, drop_lost_output, say, say_annotation, say_document, say_json
 from console.text import annotation, json_document, visible
 from tests.conftest import SmallRun
 from tests.hostile import NAME, assert_harmless
@@ -79,19 +79,19 @@ def test_a_document_is_ascii_that_every_parser_takes(document: object) -> None:
 def test_everything_that_is_said_is_harmless(capsys: pytest.CaptureFixture[str]) -> None:
     say(f"{NAME}: done")
     say_document("a\x1b[2J\n\n::error::b\n")
-    complain(ValueError(NAME))
-    complain(OSError(2, "No such file", NAME))
-    complain(FileNotFoundError(2, "No such file", os.fsencode(NAME)))
+    for error in (ValueError(NAME), *(OSError(2, "No such file", name) for name in (NAME, os.fsencode(NAME)))):
+        complain(error)
     say_json({NAME: [NAME]})
     out, err = capsys.readouterr()
-    assert_harmless(out)
-    assert_harmless(err)
-    assert err.count("\n") == 3
-    assert err.count("error: ") == 3
-    assert out.split("\n")[1:4] == [r"a\x1b[2J", "", r"\x3a:error::b"]
+    assert_harmless(out + err)
+    shown = visible(NAME)
+    assert err.splitlines() == [f"error: {shown}", *[f"error: {shown}: No such file"] * 2]
+    assert out.split("\n")[:5] == [f"{shown}: done", r"a\x1b[2J", "", r"\x3a:error::b", "{"]
     document = '{\n  "\\u00e9": [\n    "b##[\\\\udcff",\n    1.5\n  ]\n}'
     assert json_document({"é": ["b##[\udcff", 1.5]}) == document
-    assert out.endswith("}\n")
+    assert json_document("\ud7ff\ud800\udfff\ue000") == r'"\ud7ff\\ud800\\udfff\ue000"'
+    say_annotation("notice", "a", {"line": 3})
+    assert capsys.readouterr().out == "::notice line=3::a\n"
 
 
 LOGS_AND_WARNS = """import logging, warnings; from console.program import accept_any_text; from tests.hostile import NAME
@@ -115,11 +115,8 @@ def test_what_modules_log_and_warn_of_is_harmless() -> None:
     assert lines[0].startswith("x\\n")
     assert lines[0].endswith(" is ignored")
     assert lines[1].startswith("warning: <string>:5: UserWarning: x\\n")
-    assert lines[3:] == [
-        "Traceback (most recent call last):",
-        '  File "<string>", line 7, in <module>',
-        r"ValueError: odd\x1b[2J",
-    ]
+    traceback = ["Traceback (most recent call last):", '  File "<string>", line 7, in <module>']
+    assert lines[3:] == [*traceback, r"ValueError: odd\x1b[2J"]
 
 
 @pytest.mark.parametrize(
@@ -187,24 +184,24 @@ def test_a_reader_that_has_seen_enough_is_no_error(program: list[str], small_run
     assert process.returncode == 1
 
 
-@pytest.mark.parametrize(
-    ("closed", "words", "status"), [(">&-", "check results/cpu_2cores", 0), ("2>&-", "check none", 2)]
-)
-def test_a_stream_that_the_caller_has_closed_loses_what_is_written(closed: str, words: str, status: int) -> None:
-    command = f'"$0" -m compliance {words} {closed}'
-    done = subprocess.run(["bash", "-c", command, sys.executable], cwd=REPOSITORY, capture_output=True, text=True)
-    assert (done.returncode, done.stdout, done.stderr) == (status, "", "")
+def test_a_stream_that_the_caller_has_closed_loses_what_is_written() -> None:
+    for closed, words, status in ((">&-", "check results/cpu_2cores", 0), ("2>&-", "check none", 2)):
+        command = f'"$0" -m compliance {words} {closed}'
+        done = subprocess.run(["bash", "-c", command, sys.executable], cwd=REPOSITORY, capture_output=True, text=True)
+        assert (done.returncode, done.stdout, done.stderr) == (status, "", "")
 
 
 def test_output_that_is_lost_is_noted_once_and_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     notes: list[str] = []
-    with Path("/dev/full").open("w") as output, Path("/dev/full").open("w") as errors:
-        monkeypatch.setattr(sys, "stdout", output)
-        monkeypatch.setattr(sys, "stderr", errors)
-        drop_lost_output(notes.append)
-        for number in range(1000):
-            say(number)
-            complain("x" * number)
-    assert len(notes) == 2
-    for name, note in zip(("output", "error"), notes, strict=True):
-        assert note.startswith(f"standard {name} failed (No space left on device)")
+    read, write = os.pipe2(os.O_NONBLOCK)  # a terminal without room is no failure
+    with Path("/dev/full").open("w") as output, Path("/dev/full").open("w") as errors, os.fdopen(write, "w") as crowded:
+        for streams in ((output, errors), (crowded, errors)):
+            for name, stream in zip(("stdout", "stderr"), streams, strict=True):
+                monkeypatch.setattr(sys, name, stream)
+            drop_lost_output(notes.append)
+            for number in range(1000):
+                say("x" * 1000)
+                complain("x" * number)
+    os.close(read)
+    dropped = "failed (No space left on device): what it cannot take is dropped"
+    assert notes == [f"standard output {dropped}", *[f"standard error {dropped}"] * 2]

@@ -1,7 +1,11 @@
 """Running a program: output, failure and time limit."""
 
+import contextlib
+import signal
 import sys
 from pathlib import Path
+
+import pytest
 
 from console.processes import run
 from tests.programs import is_alive, wait_for
@@ -13,15 +17,31 @@ def test_output_is_read_and_bytes_of_names_survive_and_a_failure_has_no_answer()
     assert (done.answer, done.errors, done.trouble) == ("a\udcff\n", "why\n", "")
     done = run([sys.executable, "-c", "print('half'); raise SystemExit('error: disk full')"])
     assert (done.text, done.answer, done.complaint) == ("half\n", "", "disk full")
-    assert "status 1" in done.trouble
-    assert "program" in run(["/nonexistent/program"]).trouble
+    assert done.trouble == f"{Path(sys.executable).name} failed with status 1"
+    done = run(["bash", "-c", "echo $WORD $PWD; exit 3"], folder=Path("/"), environment={"WORD": "a"})
+    assert (done.text, done.answer, done.complaint) == ("a /\n", "", "bash failed with status 3")
+    assert [run([program]).trouble for program in ("/no/program", "/etc")] == [
+        "no command program here",
+        "etc cannot be started: Permission denied",
+    ]
 
 
-def test_a_program_that_hangs_is_killed_with_its_children(tmp_path: Path) -> None:
-    number = tmp_path / "child"
-    number.touch()
-    hanging = f"sleep 600 & echo $! > {number}; wait"
-    done = run(["bash", "-c", hanging], timeout_s=0.5)
-    assert "0.5 s" in done.trouble
-    if child := number.read_text():  # a busy machine may be too slow to start the child in time
-        wait_for(lambda: not is_alive(int(child)))
+def interrupt(*_: object) -> None:
+    raise KeyboardInterrupt
+
+
+def test_a_program_that_hangs_or_is_interrupted_is_killed_with_its_children(tmp_path: Path) -> None:
+    numbers, before = tmp_path / "numbers", signal.signal(signal.SIGALRM, interrupt)
+    hanging = ["bash", "-c", f"sleep 600 & echo $$ $! > {numbers}; wait"]
+    try:
+        for timeout_s in (0.3, None):
+            numbers.write_text("")
+            signal.setitimer(signal.ITIMER_REAL, 0 if timeout_s else 0.3)
+            with contextlib.nullcontext() if timeout_s else pytest.raises(KeyboardInterrupt):
+                assert run(hanging, timeout_s=timeout_s).trouble == "bash gave no answer within 0.3 s"
+            if text := numbers.read_text():  # a busy machine may be too slow to start the child in time
+                program, child = map(int, text.split())
+                assert not Path(f"/proc/{program}").exists(), "its parent has waited for it"
+                wait_for(lambda child=child: not is_alive(child))
+    finally:
+        signal.signal(signal.SIGALRM, before)

@@ -16,19 +16,10 @@ def test_times_have_the_unit_that_fits_and_a_time_left_may_have_one_end() -> Non
 
 
 def test_counts_have_the_right_plural_and_names_a_likely_neighbour() -> None:
-    words = {
-        (0, "process"): "0 processes",
-        (1, "process"): "1 process",
-        (2, "copy"): "2 copies",
-        (1000, "way"): "1,000 ways",
-    }
-    words |= {(2, "key"): "2 keys", (2, "boy"): "2 boys", (999, "rank"): "999 ranks", (1, "copy"): "1 copy"}
+    words = {(0, "process"): "0 processes", (1, "process"): "1 process", (2, "copy"): "2 copies", (1, "copy"): "1 copy"}
+    words |= {(1000, "way"): "1,000 ways", (2, "key"): "2 keys", (2, "boy"): "2 boys", (999, "rank"): "999 ranks"}
     assert {each: counted(*each) for each in words} == words
     known = ["--batch", "--loader.validation.size", "--dataset.training.size"]
-    guesses = {
-        "--btach": "; did you mean --batch?",
-        "--size": "; did you mean --loader.validation.size?",
-        "--batch": "",
-        "x": "",
-    }
-    assert {name: did_you_mean(name, known) for name in guesses} == guesses
+    guesses = {"--btach": "--batch", "--size": "--loader.validation.size", "--batch": "", "x": ""}
+    found = {name: f"; did you mean {likely}?" if likely else "" for name, likely in guesses.items()}
+    assert {name: did_you_mean(name, known) for name in guesses} == found

@@ -12,9 +12,11 @@ from console import version
 from tests.conftest import REPOSITORY
 from tests.programs import git
 
+CommitOf = Callable[[Path], str]
+
 
 @pytest.fixture
-def commit_of(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Path], str]]:
+def commit_of(monkeypatch: pytest.MonkeyPatch) -> Iterator[CommitOf]:
     """Return a function that returns the commit of a program in a given folder."""
 
     def commit(folder: Path) -> str:
@@ -26,36 +28,33 @@ def commit_of(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Path], str]
     version.commit.cache_clear()
 
 
-def test_a_checkout_names_its_own_commit_and_changes(
-    commit_of: Callable[[Path], str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv("MLPERF_BERT_COMMIT", raising=False)
-    assert commit_of(tmp_path) == "unknown"
-    monkeypatch.setenv("MLPERF_BERT_COMMIT", "abc")  # as the container image does
-    assert commit_of(tmp_path) == "abc"
+def test_a_checkout_names_its_commit(commit_of: CommitOf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("one")
     git(tmp_path, "init", "--quiet")
     git(tmp_path, "add", "file")
+    monkeypatch.setenv("MLPERF_BERT_COMMIT", "abc")
+    assert commit_of(tmp_path) == "abc", "a folder without a commit, or the container's"
     git(tmp_path, "commit", "--quiet", "--message", "one")
     revision = git(tmp_path, "rev-parse", "HEAD")
     assert commit_of(tmp_path) == revision
     (tmp_path / "file").write_text("two")
+    (tmp_path / "pyproject.toml").write_text('[project]\nversion = "1.2.3"\n')
     assert commit_of(tmp_path) == f"{revision} with local changes"
+    assert version.version_line() == f"mlperf-bert 1.2.3 (commit {revision[:7]} with local changes)"
 
 
-@pytest.mark.parametrize(("revision", "known"), [("", ""), ("unknown", ""), ("0123456789abcdef", " (commit 0123456)")])
-def test_where_there_is_no_git_the_image_names_the_commit_for_both(
-    commit_of: Callable[[Path], str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, revision: str, known: str
-) -> None:
+def test_an_image_names_its_commit(commit_of: CommitOf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "launch").mkdir()
     for name in ("pyproject.toml", "launch/environment.sh"):
         shutil.copy(REPOSITORY / name, tmp_path / name)
-    monkeypatch.setenv("MLPERF_BERT_COMMIT", revision or "unknown")
-    if not revision:
-        monkeypatch.delenv("MLPERF_BERT_COMMIT")
-    commit_of(tmp_path)
-    line = version.version_line()
-    assert re.fullmatch(r"mlperf-bert \d+\.\d+\.\d+" + re.escape(known), line)
-    shell = "source launch/environment.sh; usage any --version"
-    done = subprocess.run(["bash", "-c", shell], cwd=tmp_path, capture_output=True, text=True, check=True)
-    assert done.stdout == f"{line}\n"
+    for revision, known in ((None, ""), ("unknown", ""), ("0123456789abcdef", " (commit 0123456)")):
+        if revision is None:
+            monkeypatch.delenv("MLPERF_BERT_COMMIT", raising=False)
+        else:
+            monkeypatch.setenv("MLPERF_BERT_COMMIT", revision)
+        assert commit_of(tmp_path) == (revision or "unknown")
+        line = version.version_line()
+        assert re.fullmatch(r"mlperf-bert \d+\.\d+\.\d+" + re.escape(known), line)
+        shell = "source launch/environment.sh; usage any --version"
+        done = subprocess.run(["bash", "-c", shell], cwd=tmp_path, capture_output=True, text=True, check=True)
+        assert done.stdout == f"{line}\n"

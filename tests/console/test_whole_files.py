@@ -1,6 +1,7 @@
 """Files appear whole or not at all, are read within a limit, and are locked for one holder."""
 
 import contextlib
+import itertools
 import os
 import secrets
 import socket
@@ -31,22 +32,8 @@ def test_a_file_is_on_disk_before_it_gets_its_name(tmp_path: Path, monkeypatch: 
     assert [(path.name, path.read_bytes()) for path in tmp_path.iterdir()] == [("new", b"content")]
 
 
-def test_a_link_under_the_name_of_the_unfinished_file_is_not_followed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unfinished_files_vanish_and_follow_no_link(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An attacker who guesses the random name cannot make the program write through a symbolic link."""
-    victim, known = tmp_path / "victim", "0123456789abcdef"
-    victim.write_text("of somebody else")
-    (tmp_path / f".new.{known}.partial").symlink_to(victim)
-    files.write_atomically(tmp_path / "new", b"content")
-    monkeypatch.setattr(secrets, "token_hex", lambda _: known)
-    with pytest.raises(FileExistsError):
-        files.write_atomically(tmp_path / "new", b"other")
-    assert victim.read_text() == "of somebody else"
-    assert (tmp_path / "new").read_bytes() == b"content"
-
-
-def test_unfinished_names_differ_and_vanish_with_what_failed(tmp_path: Path) -> None:
     names = set()
     for make in (Path.mkdir, Path.touch):
         with contextlib.suppress(RuntimeError), files.atomic_path(tmp_path / "new") as unfinished:
@@ -55,23 +42,19 @@ def test_unfinished_names_differ_and_vanish_with_what_failed(tmp_path: Path) -> 
             raise RuntimeError
     assert len(names) == 2
     assert list(tmp_path.iterdir()) == []
-
-
-def test_files_have_the_modes_that_the_user_has_asked_for(tmp_path: Path) -> None:
     before = os.umask(0o027)
     try:
-        files.write_atomically(tmp_path / "new", b"")
+        files.write_atomically(tmp_path / "new", b"content")
     finally:
         os.umask(before)
     assert (tmp_path / "new").stat().st_mode & 0o777 == 0o640
-
-
-@pytest.mark.parametrize("content", ["[" * 100_000, "1" * 100_000, "{", "\ud800"])
-def test_strange_json_is_a_line_with_the_file(tmp_path: Path, content: str) -> None:
-    path = tmp_path / "file.json"
-    path.write_bytes(content.encode(errors="surrogatepass"))
-    with pytest.raises(ValueError, match=f"{path}: damaged or of another kind .*; mend it"):
-        files.read_json(path, 1 << 20, "mend it")
+    victim, known = tmp_path / "victim", "0123456789abcdef"
+    victim.write_text("of somebody else")
+    (tmp_path / f".new.{known}.partial").symlink_to(victim)
+    monkeypatch.setattr(secrets, "token_hex", lambda _: known)
+    with pytest.raises(FileExistsError):
+        files.write_atomically(tmp_path / "new", b"other")
+    assert (victim.read_text(), (tmp_path / "new").read_bytes()) == ("of somebody else", b"content")
 
 
 def fail(path: Path, error: OSError | None) -> None:
@@ -110,23 +93,31 @@ def test_a_file_is_read_up_to_the_limit_and_neither_a_folder_nor_a_pipe(tmp_path
         assert files.read_bounded(path, 4096, "cut it") == b"x" * size
     path.write_bytes(b"x" * 4097)
     reasons = {path: "4,097 bytes, expected at most 4,096", pipe: "a pipe or a device, expected a file"}
-    for place, reason in (
-        reasons | {tmp_path: "Is a directory", tmp_path / "none": "No such file or directory"}
-    ).items():
+    reasons |= {tmp_path: "Is a directory", tmp_path / "none": "No such file or directory"}
+    for place, reason in reasons.items():
         with pytest.raises(ValueError, match=f"^{place}: {reason}; cut it$"):
             files.read_bounded(place, 4096, "cut it")
     assert (files.shown("x" * 200), files.shown("x" * 201)) == ("x" * 200, "x" * 197 + "...")
+    for content in ("[" * 100_000, "1" * 100_000, "{", "\ud800"):
+        path.write_bytes(content.encode(errors="surrogatepass"))
+        with pytest.raises(ValueError, match=f"^{path}: damaged or of another kind .*; mend it$"):
+            files.read_json(path, 1 << 20, "mend it")
 
 
-def test_a_folder_is_private_if_no_other_user_can_write_or_replace_it() -> None:
+def test_a_folder_is_private_if_no_other_user_can_write_or_replace_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other users can write to a folder that only this user can enter, unless it belongs to somebody else: to root."""
+    modes = {(0o755, 0o755): True, (0o755, 0o770): False, (0o755, 0o1777): False, (0o777, 0o755): False}
+    modes |= {(0o1777, 0o755): True, (0o700, 0o777): True}
+    user = os.geteuid()
     with tempfile.TemporaryDirectory(dir="/tmp") as place:  # other users cannot enter pytest's own folders
         outer, inner = Path(place), Path(place) / "inner"
         inner.mkdir()
-        modes = {(0o755, 0o755): True, (0o755, 0o770): False, (0o755, 0o1777): False, (0o777, 0o755): False}
-        for (of_outer, of_inner), private in (modes | {(0o1777, 0o755): True, (0o700, 0o777): True}).items():
+        for stranger, ((of_outer, of_inner), private) in itertools.product((False, True), modes.items()):
+            monkeypatch.setattr(os, "geteuid", lambda stranger=stranger: user + stranger)
             outer.chmod(of_outer)
             inner.chmod(of_inner)
-            assert files.is_private(inner) == private, (oct(of_outer), oct(of_inner))
+            expected = private and (not stranger or (user == 0 and of_outer != 0o700))
+            assert files.is_private(inner) == expected, (oct(of_outer), oct(of_inner), stranger)
 
 
 def test_a_lock_names_its_holder_until_it_is_released(tmp_path: Path) -> None:

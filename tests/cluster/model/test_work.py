@@ -1,14 +1,17 @@
 """Sizes of micro-batches and counts of computations, added up by hand, and machines that targets describe."""
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
 from bert.configuration.sections import ModelConfig
+from bert.train import parse
 from cluster.devices import device_named
 from cluster.model.rates import target_of_devices
-from cluster.model.work import Computation, MicroBatches, Strategy, Work, parts_of
+from cluster.model.work import Computation, MicroBatches, Strategy, Work, parts_of, strategy_of, work_to_plan
+from tests.conftest import SmallRun
 
 LENGTHS, MASKED = np.array([5, 5, 3, 2], np.uint16), np.array([1, 2, 1, 1], np.uint16)
 MODEL = ModelConfig(2, 128, 4, 512, 1000, 8)
@@ -22,26 +25,29 @@ def numbers(sizes: MicroBatches) -> list[float]:
 def test_micro_batches_have_the_tokens_pairs_and_lengths_of_their_sequences() -> None:
     work = Work(MODEL, LENGTHS, MASKED)
     # A masked token and [CLS] of each sequence attend to all of its tokens in the last layer.
-    assert numbers(work.micro_batches(Strategy(4), 1, 0)) == [
-        4,
-        15,
-        5,
-        25 + 25 + 9 + 4,
-        2 * 5 + 3 * 5 + 2 * 3 + 2 * 2,
-        3,
-        10,
-    ]
+    pairs, last_pairs = 25 + 25 + 9 + 4, 2 * 5 + 3 * 5 + 2 * 3 + 2 * 2
+    assert numbers(work.micro_batches(Strategy(4), 1, 0)) == [4, 15, 5, pairs, last_pairs, 3, 10]
     assert numbers(work.typical(8, lengths=2.5)) == [8, 30, 10, 126, 70, 2.5, 0]
     # Two copies of the model on four ranks have a micro-batch of one sequence in each of two passes.
     sizes = work.micro_batches(Strategy(4, 2, tensor=2), 4, 0)
     assert sizes.tokens_AR.shape == (2, 2)
     assert numbers(sizes) == [1, 15, 5, 63, 35, 4, 0]
     assert work.distinct_lengths == 3
-    for empty in (Work, lambda *arguments: Work(*arguments, evaluation_sequences=0)):
+    for train, evaluation in ((0, 1), (4, 0)):
         with pytest.raises(ValueError, match="set is empty"):
-            empty(MODEL, *((LENGTHS, MASKED) if empty is not Work else (LENGTHS[:0], MASKED[:0])))
+            Work(MODEL, LENGTHS[:train], MASKED[:train], evaluation)
     with pytest.raises(ValueError, match="max_position_embeddings is 4, but the data have a sequence of 5"):
         Work(ModelConfig(2, 128, 4, 512, 1000, 4), LENGTHS, MASKED)
+
+
+def test_a_run_has_the_work_of_its_data_and_the_strategy_of_its_settings(small_run: SmallRun, tmp_path: Path) -> None:
+    config = parse(small_run.arguments(tmp_path, training__max_steps=9, evaluation__batch_size=50))
+    work, strategy = work_to_plan(config), strategy_of(config)
+    assert (work.model, work.lengths.tolist()) == (config.model, small_run.train.lengths.tolist())
+    assert work.masked_counts.tolist() == small_run.train.masked_counts.tolist()
+    assert (work.evaluation_sequences, work.evaluation_batch_size) == (len(small_run.evaluation.lengths), 50)
+    assert (work.samples, work.interval_samples, work.seed) == (9 * 16, 80, 7)
+    assert (strategy.global_batch_size, strategy.precision, strategy.reduction) == (16, "fp32", "flat")
 
 
 @pytest.mark.parametrize("tensor", [1, 2])
@@ -66,16 +72,8 @@ def test_a_layer_has_products_norms_and_attention_of_its_rows(tensor: int) -> No
     assert counts(layer) == [*products((15, 128, 3 * D)), tuple(attention), *rest(15)]
     attention = ["attention", [4, (15 + 9) / 2 * D, 35 * heads, 35 * D]]
     outputs = products((4 / tensor, 128, 128), (4 / tensor, 128, 2), (5 / tensor, 128, 128))
-    assert counts(last) == [
-        *products((15, 128, 2 * D), (9, 128, D)),
-        tuple(attention),
-        *rest(9),
-        *outputs,
-        ("gelu", [1, 5 * D]),
-        ("norm", [1, 5 * D]),
-        *products((5, 128, V)),
-        ("loss", [1, 5 * V]),
-    ]
+    heads_rest = [("gelu", [1, 5 * D]), ("norm", [1, 5 * D]), *products((5, 128, V)), ("loss", [1, 5 * V])]
+    assert counts(last) == [*products((15, 128, 2 * D), (9, 128, D)), tuple(attention), *rest(9), *outputs, *heads_rest]
     assert [each.in_encoder for each in layer if each.kind == "linear"] == [True] * 4
     assert not any(each.in_encoder for each in last)
 
@@ -88,13 +86,13 @@ def test_a_strategy_names_its_stages_and_refuses_batches_that_ranks_cannot_share
         Strategy(6, 2, tensor=2).sequences(4)
 
 
-@pytest.mark.parametrize(("count", "shape"), [(1, (1, 1)), (8, (1, 8)), (24, (3, 8)), (0, None), (12, None)])
-def test_a_target_has_whole_nodes(count: int, shape: tuple[int, int] | None) -> None:
-    if shape is None:
+def test_a_target_has_whole_nodes() -> None:
+    device = device_named("A100")
+    for count, shape in {1: (1, 1), 8: (1, 8), 24: (3, 8)}.items():
+        target = target_of_devices(device, count, 8)
+        assert (target.nodes, target.ranks_per_node, target.world_size) == (*shape, count)
+        assert ({*target.rates}, {*target.missing}, target.on_gpu) == ({"bf16"}, {"fp32", "fp8"}, True)
+        assert target.rates["bf16"].memory_bytes == 80e9, "GB, and not GiB"
+    for count in (0, 12):
         with pytest.raises(ValueError, match=f"--gpus is {count}, expected"):
-            target_of_devices(device_named("A100"), count, 8)
-        return
-    target = target_of_devices(device_named("A100"), count, 8)
-    assert (target.nodes, target.ranks_per_node, target.world_size) == (*shape, count)
-    assert ({*target.rates}, {*target.missing}, target.on_gpu) == ({"bf16"}, {"fp32", "fp8"}, True)
-    assert target.rates["bf16"].memory_bytes == 80e9, "GB, and not GiB"
+            target_of_devices(device, count, 8)

@@ -1,24 +1,22 @@
 """The planner's plans are feasible, its best plan is the fastest, and a run accepts the plan file."""
 
 import re
-from collections.abc import Callable
 from dataclasses import replace
 from itertools import product, takewhile
 from pathlib import Path
 
 import pytest
 
-from bert.configuration.config import Config
 from bert.configuration.recipes import RECIPES
 from bert.configuration.run_plan import read_plan, settings_of, write_plan
 from bert.train import parse
 from cluster.model.memory import USABLE_MEMORY, memory_of_rank
 from cluster.model.rates import Target, device_of, target_of, target_of_devices
-from cluster.model.step import predict_run, predict_step
+from cluster.model.step import least_step, predict_run, predict_step
 from cluster.model.work import REPEATED, Strategy, Work, wikipedia_work
-from cluster.plan.search import Candidate, Found, as_lines, run_plan, search
+from cluster.plan.search import Found, as_lines, run_plan, search
 from cluster.view import write_view
-from tests.cluster.conftest import Command
+from tests.cluster.conftest import Command, Refused
 from tests.cluster.test_view import made_up
 
 pytestmark = pytest.mark.slow
@@ -43,23 +41,15 @@ def with_memory(target: Target, size: float) -> Target:
     return replace(target, rates={name: replace(rates, memory_bytes=size) for name, rates in target.rates.items()})
 
 
-def follow(config: Config, target: Target, best: Candidate, folder: Path) -> Config:
-    """Write a plan file, and return the configuration of a run with ``--plan``."""
-    write_plan(run_plan(config, target, best), folder / "plan.json")
-    return parse([config.recipe, "--plan", str(folder / "plan.json")])
-
-
 def test_the_best_is_the_fastest_of_all_ways_to_run_its_batch(found: Found, target: Target, work: Work) -> None:
     """Predict all ways to run the best plan's batch, even ways that the search skips. No way may be faster than the plan."""
     best = found.best[0]
     assert [each.seconds for each in found.best] == sorted(each.seconds for each in found.best)
     work = replace(work, samples=best.run.samples)
-    others = []
-    for precision, reduction, dtype, accumulation in product(
-        ("bf16", "fp8"), ("flat", "sharded_world"), ("fp32", "bf16"), (1, 2)
-    ):
-        batch = best.strategy.global_batch_size
-        strategy = Strategy(batch, accumulation, precision, reduction, reduce_dtype=dtype)
+    others, batch = [], best.strategy.global_batch_size
+    ways = product((1, 2), ("bf16", "fp8"), ("flat", "sharded_world"), ("fp32", "bf16"))
+    for strategy in (Strategy(batch, *way) for way in ways):
+        precision = strategy.precision
         rates = target.rates[precision]
         if sum(memory_of_rank(work, strategy, 1, 8, on_gpu=True).values()) <= USABLE_MEMORY * rates.memory_bytes:
             step = predict_step(work, strategy, rates)
@@ -70,8 +60,10 @@ def test_the_best_is_the_fastest_of_all_ways_to_run_its_batch(found: Found, targ
 
 def test_what_is_found_fits_and_divides(found: Found, target: Target, work: Work) -> None:
     for each in found.ranked:
-        assert each.memory <= USABLE_MEMORY * target.rates[each.strategy.precision].memory_bytes
+        rates = target.rates[each.strategy.precision]
+        assert each.memory <= USABLE_MEMORY * rates.memory_bytes
         assert each.strategy.sequences(target.world_size) >= 1
+        assert least_step(work, each.strategy, rates).total <= 1.01 * each.step.total, "of a mean batch"
     assert any("does not fit" in each.reason for each in found.refusals)
     assert found.best[0].strategy.copy_ranks == 1
     assert {each.strategy.tensor for each in found.ranked} == {1, 2, 4, 8}, "each is predicted at least once"
@@ -94,9 +86,7 @@ def test_smaller_memory_takes_other_ways_or_none(work: Work) -> None:
 
 
 @pytest.mark.parametrize(("ranks", "per_host", "memory"), [(8, 8, 3e9), (4, 1, 4.2e9)], ids=["tensor", "pipeline"])
-def test_copies_are_shared_only_if_nothing_else_fits(
-    ranks: int, per_host: int, memory: float, work: Work, tmp_path: Path
-) -> None:
+def test_copies_are_shared_only_if_needed(ranks: int, per_host: int, memory: float, work: Work, tmp_path: Path) -> None:
     """The planner must use pipeline parallelism if hosts have one rank, because tensor parallelism needs several."""
     config, work = RECIPES["h100_1x8"](), replace(work, samples=1e6)
     config = replace(config, log=replace(config.log, division="open"))  # only the recipe's batch size
@@ -105,7 +95,8 @@ def test_copies_are_shared_only_if_nothing_else_fits(
     best = search(config, work, with_memory(target, memory)).best[0]
     strategy = best.strategy
     assert strategy.tensor > 1 if per_host > 1 else strategy.gradient_accumulation_steps >= strategy.pipeline > 1
-    planned = follow(config, target, best, tmp_path)
+    write_plan(run_plan(config, target, best), tmp_path / "plan.json")
+    planned = parse([config.recipe, "--plan", str(tmp_path / "plan.json")])
     assert (planned.parallel, planned.training.cuda_graphs) == (strategy.parallel, strategy.pipeline == 1)
     if per_host > 1:
         few = replace(config, training=replace(config.training, global_batch_size=4, max_samples=40))
@@ -124,31 +115,21 @@ def test_lines_are_in_order_and_agree(found: Found) -> None:
     assert {rival for rival in rivals if rival[0] in {batch for batch, _ in rows}} <= rows
 
 
-def test_a_plan_for_4096_ranks_is_one_that_a_run_takes(tmp_path: Path, cluster: Command) -> None:
+@pytest.mark.parametrize(("recipe", "nodes", "per_node"), [("dgxa100_8x8", 512, 8), ("gb200_18x4", 18, 4)])
+def test_a_run_can_take_its_plan(recipe: str, nodes: int, per_node: int, tmp_path: Path, cluster: Command) -> None:
     path = tmp_path / "plan.json"
-    assert cluster("plan", "dgxa100_8x8", "--gpus", 4096, "--out", path).returncode == 0
-    plan, config = read_plan(path), parse(["dgxa100_8x8", "--plan", str(path)])
-    assert (plan.nodes, plan.ranks_per_node, plan.recipe) == (512, 8, "dgxa100_8x8")
+    done = cluster("plan", recipe, "--gpus", nodes * per_node, "--out", path)
+    assert ("tensor 8" in done.stdout) == (per_node == 8), "a group of 8 would need two trays"
+    plan, config = read_plan(path), parse([recipe, "--plan", str(path)])
+    assert (plan.nodes, plan.ranks_per_node, plan.recipe) == (nodes, per_node, recipe)
     assert settings_of(config) == plan.settings
-    assert config.training.global_batch_size % 4096 == 0
-    assert config.optimizer != RECIPES["h100_8x8"]().optimizer, "of another batch"
-    assert sum(plan.step_seconds.values()) < 0.1
+    assert config.training.global_batch_size % (nodes * per_node) == 0
+    is_own = config.optimizer == RECIPES[recipe]().optimizer
+    assert is_own == (recipe == "gb200_18x4"), "4,096 ranks need another batch"
+    assert 0 < sum(plan.step_seconds.values()) < 0.1
 
 
-def test_a_plan_for_a_rack_is_one_that_a_run_on_its_trays_takes(tmp_path: Path, cluster: Command) -> None:
-    path = tmp_path / "plan.json"
-    done = cluster("plan", "gb200_18x4", "--out", path)
-    assert done.stdout.startswith("gb200_18x4 on 18 nodes of 4 x GB200-186GB")
-    assert "tensor 4:" in done.stdout
-    assert "tensor 8" not in done.stdout, "a group would need two trays"
-    plan = read_plan(path)
-    plan.require_ranks(72, 4, path)
-    with pytest.raises(ValueError, match="18 nodes of 4 ranks"):
-        plan.require_ranks(72, 8, path)
-    assert settings_of(parse(["gb200_18x4", "--plan", str(path)])) == plan.settings
-
-
-def test_a_view_is_planned_for_as_many_ranks_as_it_has(tmp_path: Path, refused: Callable[..., str]) -> None:
+def test_a_view_is_planned_for_as_many_ranks_as_it_has(tmp_path: Path, refused: Refused) -> None:
     path = tmp_path / "cluster.json"
     write_view(replace(made_up(hosts=1, ranks=2), collectives=(), outliers=()), path)
     assert "has 2 ranks, but --gpus is 4" in refused("plan", "tiny_cpu", "--cluster", path, "--gpus", 4)

@@ -15,7 +15,7 @@ from cluster.plan.sites import choose_site_steps, rates_in_site
 from cluster.view import write_view
 from tests.cluster.conftest import Command
 from tests.cluster.model.test_predicted_step import TINY, rates
-from tests.cluster.test_site_views import view_of
+from tests.cluster.test_view import view_of
 
 INSIDE = 1e-9
 """Seconds per byte within a site."""
@@ -37,16 +37,16 @@ def chosen(sites: str, slower: float, steps: int = 128, recipe: str = "tiny_cpu"
     return found, best, "\n".join(lines)
 
 
-@pytest.mark.parametrize(
-    ("sites", "pieces"),
-    [("ab", 1), ("aabb", 1 / 2), ("aaaabbcc", 2 * 1 / 2), ("aaabbccc", 2 * 2 / 3), ("aaaaaaab", 1)],
-)
-def test_the_steps_hide_the_exchange_of_a_slow_link(sites: str, pieces: float) -> None:
-    """``pieces`` is the part of the model that a host of the smallest site sends."""
+PIECES = {"ab": 1, "aabb": 1 / 2, "aaaabbcc": 2 * 1 / 2, "aaabbccc": 2 * 2 / 3, "aaaaaaab": 1}
+"""Part of the model that a host of the smallest site sends."""
+
+
+@pytest.mark.parametrize("sites", PIECES)
+def test_the_steps_hide_the_exchange_of_a_slow_link(sites: str) -> None:
     [share] = model_shares(TINY.model)
     for slower in (50, 100, 400):
         found, best, said = chosen(sites, slower)
-        seconds = 1.015625 * share.elements * pieces * INSIDE * slower
+        seconds = 1.015625 * share.elements * PIECES[sites] * INSIDE * slower
         enough = [each for each in (2, 4, 8, 16, 32, 64, 128) if max(1, each // 2) * best.step.total >= seconds]
         assert best.strategy.site_steps == enough[0]
         assert best.step.total < found.best[0].step.total / 1.1
@@ -54,19 +54,15 @@ def test_the_steps_hide_the_exchange_of_a_slow_link(sites: str, pieces: float) -
         assert f"training.site_steps {enough[0]}" in said
 
 
-def test_a_fast_link_or_a_closed_run_has_one_step() -> None:
+def test_a_fast_link_a_closed_run_or_odd_evaluations_have_fewer_steps() -> None:
     found, best, said = chosen("aaaabbbb", 1.01)
     assert (best, best.strategy.site_steps) == (found.best[0], 1)
-    assert said.startswith(
-        f"2 sites: a step over all ranks takes {1000 * best.step.total:.2f} ms, a step within a site "
-    )
+    step = f"{1000 * best.step.total:.2f} ms"
+    assert said.startswith(f"2 sites: a step over all ranks takes {step}, a step within a site ")
     assert said.endswith("training.site_steps stays 1")
     found, best, said = chosen("aabb", 100, recipe="h100_1x8")
     assert best == found.best[0]
     assert said.endswith("training.site_steps stays 1, because more needs the open division")
-
-
-def test_steps_divide_the_steps_between_evaluations() -> None:
     _, best, said = chosen("aabb", 400, steps=4 * 25)
     assert best.strategy.site_steps == 4
     assert f"training.site_steps 32 needs a multiple of 32 x {BATCH} samples between evaluations" in said
@@ -93,6 +89,11 @@ def test_a_site_of_several_hosts_has_rings_over_its_own_paths() -> None:
         ring = BUCKET_BYTES * 1e-8 * share + waits * 1e-5
         assert found.collective("all-gather", "world", BUCKET_BYTES)[0] == pytest.approx(ring)
         assert found.nodes == len(sites) / 2
+    # Two ranks on each host have a card each, and two rings along rails at once. A ring of four sends 3/4 of a vector.
+    found = rates_in_site(rates(4, 2, 1e-6), view_of("aabb", between=1e-6, inside=1e-8, ranks=2))
+    for scope, share in (("world", 3 / 4 / 2), ("rail", 1 / 2)):
+        ring = BUCKET_BYTES * 1e-8 * share + 1e-5
+        assert found.collectives["all-gather", scope].seconds(BUCKET_BYTES) == pytest.approx(ring)  # type: ignore[index]
 
 
 def test_no_copy_of_the_model_spans_sites() -> None:

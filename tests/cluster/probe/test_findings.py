@@ -1,12 +1,12 @@
-"""Reported outliers: which part is slow, by how much, and what it costs per step. Measurements are synthetic."""
+"""Reported outliers and sites: what is slow, by how much, and what it costs per step. Measurements are synthetic."""
 
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import product
 
 import numpy as np
 import pytest
 
-from cluster.probe.collectives import WrongResult
 from cluster.probe.computing import Cell
 from cluster.probe.findings import Measured, find_leaves, find_outliers
 from cluster.probe.links import Paths, rounds_of_pairs
@@ -24,9 +24,8 @@ def paths(rng: np.random.Generator, ranks: list[int], seconds_per_byte: float) -
     pairs = [(ranks[a], ranks[b]) for pairs in rounds_of_pairs(len(ranks)) for a, b in pairs]
     source, target = np.array([*pairs, *(pair[::-1] for pair in pairs)]).T
     shape = (TURNS, len(source))
-    return Paths(
-        source, target, 1e-5 * np.exp(rng.normal(0, 0.1, shape)), seconds_per_byte * np.exp(rng.normal(0, 0.03, shape))
-    )
+    latency, rate = (np.exp(rng.normal(0, deviation, shape)) for deviation in (0.1, 0.03))
+    return Paths(source, target, 1e-5 * latency, seconds_per_byte * rate)
 
 
 def cluster(hosts: int = 4, size: int = 2, seed: int = 0) -> Measured:
@@ -53,7 +52,8 @@ def test_an_even_cluster_has_no_outliers(hosts: int, size: int) -> None:
         measured = cluster(hosts, size, seed)
         measured.rates_RTC[size:] *= 3
         newer = [replace(each, device="newer") if rank >= size else each for rank, each in enumerate(measured.facts)]
-        assert names(replace(measured, facts=newer)) == []
+        even = replace(measured, facts=newer)
+        assert (find_leaves(even)[1], names(even)) == ("unknown", [])
 
 
 def slow_ranks(measured: Measured, *ranks: int) -> None:
@@ -74,23 +74,25 @@ def slow_card(measured: Measured, factor: float = 3, latency: float = 1) -> None
         slow_paths(measured.between_hosts, *ends, factor, latency)
 
 
-@pytest.mark.parametrize(
-    ("fault", "expected"),
-    [
-        (lambda measured: slow_ranks(measured, 3), "rank 3 on host h1"),
-        (lambda measured: slow_ranks(measured, 2, 3), "host h1"),
-        (lambda measured: slow_paths(measured.between_hosts, 4, None, 3), "network link of host h2, card v0, sending"),
-        (slow_card, "network link of host h2, card v0, both directions"),
-        (lambda m: [slow_paths(m.in_hosts, *ends, 2) for ends in ((10, 11), (11, 10))], "links in host h5"),
-        (lambda m: slow_paths(m.between_hosts, 0, 6, 3), "path from rank 0 on host h0 to rank 6 on host h3"),
-        # A rank with a slow processor also has slow paths, but only the rank is reported.
-        (lambda m: (slow_ranks(m, 4), slow_card(m, 1.9, latency=30)), "rank 4 on host h2"),
-    ],
-)
-def test_the_part_is_named(fault: Callable[[Measured], object], expected: str) -> None:
+CARD = "network link of host h2, card v0"
+FAULTS: dict[str, Callable[[Measured], object]] = {
+    "rank 3 on host h1": lambda measured: slow_ranks(measured, 3),
+    "host h1": lambda measured: slow_ranks(measured, 2, 3),
+    f"{CARD}, sending": lambda measured: slow_paths(measured.between_hosts, 4, None, 3),
+    f"{CARD}, receiving": lambda measured: slow_paths(measured.between_hosts, None, 4, 3),
+    f"{CARD}, both directions": slow_card,
+    "links in host h5": lambda m: [slow_paths(m.in_hosts, *ends, 2) for ends in ((10, 11), (11, 10))],
+    "path from rank 0 on host h0 to rank 6 on host h3": lambda m: slow_paths(m.between_hosts, 0, 6, 3),
+    # A rank with a slow processor also has slow paths, but only the rank is reported.
+    "rank 4 on host h2": lambda m: (slow_ranks(m, 4), slow_card(m, 1.9, latency=30)),
+}
+
+
+@pytest.mark.parametrize("expected", FAULTS)
+def test_the_part_is_named(expected: str) -> None:
     for seed in range(5):
         measured = cluster(hosts=8, seed=seed)
-        fault(measured)
+        FAULTS[expected](measured)
         assert names(measured) == [expected]
         assert find_leaves(measured) == ([()] * 8, "unknown")
 
@@ -103,7 +105,6 @@ def test_the_cost_of_a_step_is_that_of_its_part() -> None:
     reduce = 2 * 7 / 8 * 4 * 336e6 * 1e-9
     assert link.step_share == pytest.approx(2 * reduce / (compute + update + reduce), rel=0.1)
     assert cluster(hosts=1, size=8).step["bandwidth"] == pytest.approx(2 * 7 / 8 * 4 * 336e6 * 1e-10, rel=0.05)
-    assert {type(number) for number in (link.ratio, link.deviations, link.step_share)} == {float}, "a view is JSON"
     assert link.sentence.startswith("SLOW  network link of host h2, card v0, sending: bandwidth, time ")
 
 
@@ -111,16 +112,69 @@ def test_switches_are_slurms_or_found_by_bandwidth_or_by_latency() -> None:
     measured = cluster(hosts=4)
     told = replace(measured, facts=[facts(host, ("top", f"leaf{host % 2}")) for host in measured.host_of])
     assert find_leaves(told) == ([("top", "leaf0"), ("top", "leaf1")] * 2, "slurm")
-    for quantity in ("seconds_per_byte_TE", "latency_TE"):
-        measured = cluster(hosts=8)
+    for quantity, (hosts, size) in product(("seconds_per_byte_TE", "latency_TE"), ((4, 2), (12, 3), (64, 8))):
+        measured = cluster(hosts, 1)
         assert measured.between_hosts
-        far = measured.between_hosts.source_E // 8 != measured.between_hosts.target_E // 8
-        getattr(measured.between_hosts, quantity)[:, far] *= 2
-        assert find_leaves(measured) == ([("leaf 0",)] * 4 + [("leaf 1",)] * 4, "measured")
-        assert names(measured) == []
+        far = measured.between_hosts.source_E // size != measured.between_hosts.target_E // size
+        getattr(measured.between_hosts, quantity)[:, far] *= 1.5
+        leaves = [(f"leaf {host // size}",) for host in range(hosts)]
+        assert (find_leaves(measured), names(measured)) == ((leaves, "measured"), [])
 
 
-def test_a_wrong_result_names_its_rank() -> None:
-    [found] = find_outliers(cluster(), [()] * 4, [WrongResult("all-gather", "world", 1, 7)])
-    assert found.sentence == "BROKEN  rank 1 on host h0 got 7 wrong elements from all-gather (world)"
-    assert found.ranks == (1,)
+def in_sites(*sizes: int, slower: float = 50, one_way: float = 1, seed: int = 0, stated: bool = False) -> Measured:
+    """Return measurements of hosts whose paths between sites are slow, and even slower one way."""
+    measured, of = cluster(sum(sizes), seed=seed), np.repeat(np.arange(len(sizes)), sizes)
+    paths = measured.between_hosts
+    assert paths
+    source, target = (of[np.array(measured.host_of)[ends]] for ends in (paths.source_E, paths.target_E))
+    paths.seconds_per_byte_TE[:, source != target] *= slower
+    paths.seconds_per_byte_TE[:, source < target] *= one_way
+    paths.latency_TE[:, source != target] *= 100
+    if not stated:
+        return measured
+    facts = zip(measured.facts, measured.host_of, strict=True)
+    return replace(measured, facts=[replace(each, host=replace(each.host, site=f"s{of[h]}")) for each, h in facts])
+
+
+@pytest.mark.parametrize("sizes", [(2, 2), (4, 2, 3), (8, 8)])
+def test_groups_of_hosts_that_slow_paths_join_are_sites_and_no_outliers(sizes: tuple[int, ...]) -> None:
+    expected = [f"site{site}" for site, size in enumerate(sizes) for _ in range(size)]
+    for seed in range(5):
+        measured = in_sites(*sizes, seed=seed)
+        assert (measured.sites, names(measured)) == (expected, [])
+        assert find_leaves(measured) == ([()] * sum(sizes), "unknown"), "sites are not found again as leaves"
+
+
+@pytest.mark.parametrize("sizes", [(1, 1), (1, 1, 1), (3, 1), (2, 2, 1)])
+def test_a_host_alone_is_no_site(sizes: tuple[int, ...]) -> None:
+    measured = in_sites(*sizes)
+    assert {*measured.sites} == {""}
+    slow = ["network link of host h3, card v0, both directions"] if sizes == (3, 1) else []
+    assert names(measured) == slow
+
+
+def test_paths_that_are_a_little_slower_or_do_not_divide_the_hosts_make_no_sites() -> None:
+    assert {*in_sites(4, 4, slower=3).sites} == {""}
+    for one, other in ((1, 2), (2, 1)):  # the fast paths join all hosts, but other paths are slow
+        measured = in_sites(2, 2)
+        paths = measured.between_hosts
+        assert paths
+        paths.seconds_per_byte_TE[:, (paths.source_E == 2 * one) & (paths.target_E == 2 * other)] /= 50
+        paths.seconds_per_byte_TE[:, (paths.source_E == 2 * other) & (paths.target_E == 2 * one)] /= 50
+        assert {*measured.sites} == {""}
+
+
+@pytest.mark.parametrize("sizes", [(1, 1), (3, 1), (1, 1, 2), (4, 2, 3)])
+def test_stated_sites_are_taken_and_their_paths_compared_only_with_each_other(sizes: tuple[int, ...]) -> None:
+    expected = [f"s{site}" for site, size in enumerate(sizes) for _ in range(size)]
+    for slower in (1, 50):
+        measured = in_sites(*sizes, slower=slower, one_way=3, stated=True)
+        assert (measured.sites, names(measured)) == (expected, [])
+
+
+def test_a_slow_link_in_a_site_is_named() -> None:
+    for stated in (False, True):
+        measured = in_sites(4, 4, stated=stated)
+        slow_card(measured, 3)
+        assert names(measured) == ["network link of host h2, card v0, both directions"]
+        assert len({*measured.sites}) == 2

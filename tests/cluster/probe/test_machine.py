@@ -6,8 +6,10 @@ from pathlib import Path
 
 import msgspec
 import numpy as np
+import psutil
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from bert.parallel.mesh import Mesh
 from cluster.probe import computations, computing
@@ -45,9 +47,7 @@ def test_facts_travel() -> None:
     assert len(msgspec.json.encode(facts)) <= 4096, "all ranks send as many bytes"
 
 
-def test_switches_come_from_the_environment_of_a_task_or_from_what_scontrol_prints(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_switches_come_from_the_environment_of_a_task_or_from_scontrol(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SLURM_TOPOLOGY_ADDR", "core.leaf3.node7")
     monkeypatch.setenv("SLURM_TOPOLOGY_ADDR_PATTERN", "switch.switch.node")
     assert slurm_switches() == ("core", "leaf3")
@@ -60,27 +60,35 @@ def test_switches_come_from_the_environment_of_a_task_or_from_what_scontrol_prin
     assert switches_of(["No topology information available"]) == ()
 
 
-@pytest.mark.parametrize(("busy", "own", "share"), [(40.0, 19.0, None), (40.0, 12.0, 0.16), (0.0, 19.0, None)])
-def test_a_machine_is_busy_if_others_take_a_tenth_of_it(busy: float, own: float, share: float | None) -> None:
-    """Host "a" has two ranks. On host "b", only its rank uses the processor."""
-    spent_R3 = np.array([[busy, 100.0, own]] * 2 + [[20.0, 100.0, 19.5]])
-    every = [Facts(machine, Host(host, 4, 2**30, (), ()), "cpu", 0, "") for host, machine in ("ax", "ax", "by")]
-    assert busy_machines(spent_R3, every) == ({} if share is None else {"a": pytest.approx(share)})
+def test_a_machine_is_busy_if_others_take_a_tenth_of_it() -> None:
+    """Host "a" has two ranks. Only their rank uses the processor of host "b", and the counters of "c" do not move."""
+    every = [Facts(host, Host(host, 4, 2**30, (), ()), "cpu", 0, "") for host in "aabc"]
+    for busy, own, share in ((40.0, 12.0, 0.16), (40.0, 15.0, None), (40.0, 14.0, 0.12), (0.0, 19.0, None)):
+        spent_R3 = np.array([[busy, 100.0, own]] * 2 + [[20.0, 100.0, 19.5], [0.0, 0.0, 0.0]])
+        assert busy_machines(spent_R3, every) == ({} if share is None else {"a": pytest.approx(share)})
 
 
-def test_processor_seconds_grow_with_work() -> None:
-    before, start = processor_seconds(), time.process_time()
-    while time.process_time() - start < 0.2:
-        pass
-    busy, whole, own = processor_seconds() - before
-    assert own >= 0.2
-    assert 0.1 < busy <= whole + 0.1, "the counters move in ticks"
+def test_processor_seconds_are_busy_and_whole_and_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fields are powers of two. Guests' time is part of the user's time, and waiting for a disk is idle."""
+    names = ("user", "nice", "system", "idle", "iowait", "irq", "softirq", "steal", "guest", "guest_nice")
+    times = psutil.cpu_times()._replace(**{name: 2.0**place for place, name in enumerate(names)})
+    monkeypatch.setattr(psutil, "cpu_times", lambda: times)
+    before = time.process_time()
+    busy, whole, own = processor_seconds()
+    assert (busy, whole) == (255 - 8 - 16, 255)
+    assert before <= own <= time.process_time()
 
 
-@pytest.mark.parametrize(("seconds", "turns", "window"), [(600.5, 3, 100), (0.57, 2, 0.015), (0.5, 1, 0.015)])
-def test_a_computation_takes_its_part_of_a_window(
-    seconds: float, turns: int, window: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.slow
+def test_cells_of_a_gpu_state_their_sizes_and_how_often_they_run() -> None:
+    with FakeTensorMode():
+        cells = computing.cells_of(torch.device("cuda"))
+    expected = [("product", "bf16", 8192, 1), ("copy", "fp32", 2**28, 1), ("launch", "fp32", 1, 1000)]
+    expected += [(f"{way} device", "fp32", 2**26, 1) for way in ("to", "from")]
+    assert [(cell.quantity, cell.dtype, cell.size, cell.times) for cell in cells] == expected
+
+
+def test_a_computation_takes_its_part_of_a_window(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first calls take half a second. Of the rest, two computations have three turns, or windows of a time slice."""
     windows: list[float] = []
 
@@ -91,14 +99,16 @@ def test_a_computation_takes_its_part_of_a_window(
     trials = [computations.Trial("a", (1.0,), int, times=1), computations.Trial("b", (2.0,), int, times=4)]
     monkeypatch.setattr(computations, "trials_of", lambda _: trials)
     monkeypatch.setattr(computations, "time_in_window", time_in_window)
-    monkeypatch.setattr(computations, "time", clock(0.5))
-    found = computations.measure_computations(Mesh(0, 1, 0, torch.device("cpu")), 1, seconds)
-    # The median of every other call's time.
-    assert [(each.kind, each.counts, each.seconds) for each in found] == [
-        ("a", (1.0,), 6.0 * turns),
-        ("b", (2.0,), 1.5 * (turns + 1)),
-    ]
-    assert windows == [pytest.approx(window)] * 2 * turns
+    for seconds, turns, window in ((600.5, 3, 100), (0.57, 2, 0.015), (0.5, 1, 0.015)):
+        windows.clear()
+        time = clock(0.5)
+        time.perf_counter()  # the clock has not just begun
+        monkeypatch.setattr(computations, "time", time)
+        found = computations.measure_computations(Mesh(0, 1, 0, torch.device("cpu")), 1, seconds)
+        # The median of every other call's time.
+        expected = [("a", (1.0,), 6.0 * turns), ("b", (2.0,), 1.5 * (turns + 1))]
+        assert [(each.kind, each.counts, each.seconds) for each in found] == expected
+        assert windows == [pytest.approx(window, rel=1e-9)] * 2 * turns
 
 
 def test_a_window_has_whole_actions_and_lasts_at_least_its_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -107,15 +117,21 @@ def test_a_window_has_whole_actions_and_lasts_at_least_its_seconds(monkeypatch: 
         monkeypatch.setattr(computing, "time", clock(1.0))
         assert computing.time_in_window(lambda done=done: done.append(1), seconds, torch.device("cpu")) == 1.0
         assert len(done) == actions
+    for group in (0, 2):  # every rank enters as many barriers as there are groups, and measures in its own
+        cells = [computing.Cell("copy", "fp32", 1, int, times=4), computing.Cell("launch", "fp32", 1, int)]
+        found = computing.measure_rates(Mesh(0, 1, 0, torch.device("cpu")), cells, group, turns=2, seconds=1.0)
+        assert found.tolist() == [[0.25, 1.0]] * 2
 
 
 def test_the_facts_of_a_processor_name_its_interface(monkeypatch: pytest.MonkeyPatch) -> None:
     mesh = Mesh(0, 1, 0, torch.device("cpu"))
     monkeypatch.setattr("socket.gethostname", lambda: "n" * 200)
+    monkeypatch.setattr("cluster.probe.machine.processor_name", lambda: "d" * 200)
     for cards, stated, expected in ((["a", "b"], "b,c", "b"), (["a", "b"], "c", "a"), ([], "b", "")):
         monkeypatch.setattr("cluster.probe.machine.network_cards", lambda _, cards=cards: cards)
         monkeypatch.setenv("GLOO_SOCKET_IFNAME", stated)
         facts = facts_of(mesh)
-        assert (facts.card, facts.host.cards, facts.host.name) == (expected, tuple(cards), "n" * 128)
+        assert (facts.card, facts.host.cards) == (expected, tuple(cards))
+        assert (facts.host.name, facts.device) == ("n" * 128, "d" * 128)
     assert (facts.host.cores, facts.device_memory) == (os.cpu_count(), facts.host.memory_bytes)
     assert facts.device_memory == os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), "bytes"

@@ -1,5 +1,6 @@
 """Outlier detection reports nothing in noise of any distribution, and reports parts that are slow."""
 
+import itertools
 import math
 from collections.abc import Callable
 
@@ -7,8 +8,7 @@ import numpy as np
 import pytest
 import scipy.stats
 
-from cluster.outliers import judge, leaves_of, take_apart
-from cluster.probe.links import rounds_of_pairs
+from cluster.outliers import judge
 
 Noise = Callable[[np.random.Generator, tuple[int, int]], np.ndarray]
 NOISES: dict[str, Noise] = {
@@ -30,19 +30,7 @@ def test_even_parts_are_not_named(noise: Noise, parts: int) -> None:
     assert named <= 1
 
 
-@pytest.mark.parametrize(("parts", "least"), [(4, 0.7), (8, 0.95), (64, 0.99)])
-@pytest.mark.parametrize("noise", [NOISES["bell-shaped"], NOISES["heavy-tailed"], NOISES["bursts that hit all"]])
-def test_a_part_at_half_speed_is_named_and_no_other(noise: Noise, parts: int, least: float) -> None:
-    rng = np.random.default_rng(parts)
-    right = 0
-    for _ in range(100):
-        times = noise(rng, (TURNS, parts))
-        times[:, 2] += np.log(2)
-        right += list(np.flatnonzero(judge(times, 4 * parts).is_outlier)) == [2]
-    assert right >= 100 * least
-
-
-@pytest.mark.parametrize("parts", [5, 11])
+@pytest.mark.parametrize("parts", [3, 5, 11])
 @pytest.mark.parametrize("fitted", [1, 3])
 @pytest.mark.parametrize("noise", [0.001, 0.05, 0.4])
 def test_deviations_and_limits_are_those_of_the_formula(parts: int, fitted: int, noise: float) -> None:
@@ -52,15 +40,15 @@ def test_deviations_and_limits_are_those_of_the_formula(parts: int, fitted: int,
     noises = np.where(excess == 0, 0.0, noise)
     noises[-1] *= 2
     times = excess + signs * noises * np.sign(excess) / 4
-    residual = math.sqrt((parts - 1) / (parts - fitted))
+    free = max(1, parts - fitted)
+    residual = math.sqrt((parts - 1) / free)
     repeated = 1.4826 * 1.2533 * residual * 4 / 2.6 * np.maximum(noises / 4, noise / 4) / 2
-    between = 1.4826 * {5: 1.206, 11: 11 / 10.2}[parts] * np.median(np.abs(excess)) * residual
+    between = 1.4826 * {3: 1.495, 5: 1.206, 11: 11 / 10.2}[parts] * np.median(np.abs(excess)) * residual
     scale = np.maximum(repeated, between)
     found = judge(times, 1, fitted=fitted)
     np.testing.assert_allclose(found.ratios, np.exp(excess))
     np.testing.assert_allclose(found.deviations, excess / scale, atol=1e-12)
     beyond = np.maximum(0.0, between**2 - repeated**2)
-    free = parts - fitted
     freedom = scale**4 / (repeated**4 / max(1.0, 0.37 * free * 3) + beyond**2 / free)
     chance = scipy.stats.t.sf(excess[-1] / scale[-1], np.maximum(1.0, freedom[-1]))
     for comparisons, factor in ((1, 0.999), (1, 1.001), (4, 0.999), (4, 1.001)):
@@ -68,53 +56,12 @@ def test_deviations_and_limits_are_those_of_the_formula(parts: int, fitted: int,
         assert judgement.is_outlier[-1] == (factor < 1), (comparisons, factor)
 
 
-@pytest.mark.parametrize(("excess", "is_outlier"), [(0.0009, False), (0.0011, True), (-0.5, False)])
-def test_an_excess_below_a_thousandth_is_the_clocks(excess: float, is_outlier: bool) -> None:
-    for parts in (3, 8):
+def test_an_excess_below_a_thousandth_is_the_clocks_and_two_parts_cannot_be_compared() -> None:
+    """The other parts have equal times, so that a part's deviation is without bounds."""
+    for parts, excess in itertools.product((1, 2, 3, 8), (0.0009, 0.0011, -0.5)):
         times = np.zeros((3, parts))
-        times[:, 1] = excess
+        times[:, 0] = excess
         judgement = judge(times, 1)
-        assert judgement.is_outlier.tolist() == [False, is_outlier, *[False] * (parts - 2)]
-        assert judgement.deviations.tolist() == [0, math.copysign(1e6, excess), *[0] * (parts - 2)]
-
-
-@pytest.mark.parametrize(("turns", "parts"), [(10, 1), (10, 2), (2, 30)])
-def test_too_little_to_compare_names_nobody(turns: int, parts: int) -> None:
-    times = np.zeros((turns, parts))
-    times[:, 0] = 5.0
-    assert not judge(times, 1).is_outlier.any()
-
-
-def paths(hosts: int) -> tuple[np.ndarray, np.ndarray]:
-    pairs = [pair for pairs in rounds_of_pairs(hosts) for pair in pairs]
-    source, target = np.array([*pairs, *(pair[::-1] for pair in pairs)]).T
-    return source, target
-
-
-@pytest.mark.parametrize("hosts", [4, 7, 16, 100])
-def test_a_slow_end_is_told_from_a_slow_path_and_by_its_direction(hosts: int) -> None:
-    source, target = paths(hosts)
-    rng = np.random.default_rng(hosts)
-    for fault in ("sending", "receiving", "rest"):
-        times = rng.normal(0, 0.02, (TURNS, len(source)))
-        slow = {"sending": source == 1, "receiving": target == 1, "rest": np.arange(len(source)) == 1}[fault]
-        times[:, slow] += np.log(3)
-        ends = take_apart(times, source, target, hosts)
-        parts = {"sending": ends.sending_TN, "receiving": ends.receiving_TN, "rest": ends.rest_TE}
-        for name, part in parts.items():
-            fitted = 2 * hosts - 1 if name == "rest" else 1
-            found = np.flatnonzero(judge(part, 4 * len(source), fitted=fitted).is_outlier).tolist()
-            assert found == ([1] if name == fault else []), (fault, name)
-
-
-@pytest.mark.parametrize(
-    ("hosts", "size", "noise"),
-    [(4, 2, 0.01), (12, 3, 0.01), (64, 8, 0.01), (256, 32, 0.01), (4, 4, 0.1), (64, 64, 0.001), (256, 256, 0.1)],
-)
-def test_hosts_under_one_leaf_are_found_and_an_even_network_has_no_leaves(hosts: int, size: int, noise: float) -> None:
-    source, target = paths(hosts)
-    times = np.random.default_rng(1).normal(0, noise, (5, len(source)))
-    times[:, source // size != target // size] += np.log(1.5)
-    rest_TE = take_apart(times, source, target, hosts).rest_TE
-    expected = [host // size for host in range(hosts)] if size < hosts else None
-    assert leaves_of(rest_TE, source, target, hosts) == expected
+        assert judgement.is_outlier.tolist() == [parts > 2 and excess == 0.0011, *[False] * (parts - 1)]
+        if parts > 2:
+            assert judgement.deviations.tolist() == [math.copysign(1e6, excess), *[0] * (parts - 1)]

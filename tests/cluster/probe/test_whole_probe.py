@@ -3,6 +3,7 @@
 import contextlib
 import io
 import itertools
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
 
@@ -15,6 +16,7 @@ from cluster.probe import collectives, command, computations, computing, links
 from cluster.probe.machine import Facts
 from cluster.view import ComputationTime, Contention, Host, Link, Operation, Outlier, Rank, Rate, read_view
 from tests.cluster.probe.forks import clock, on_forks
+from tests.cluster.test_view import made_up
 
 STEPS = (1 / 32, 1 / 32, 1 / 32, 1 / 16)
 """Step of each rank's clock. Rank 3 seems to take twice as long for everything."""
@@ -23,12 +25,16 @@ HOSTS = tuple(Host(name, 2, 1 << 33, ("v0",), ("top", leaf), site) for name, lea
 FACTS = [Facts(host.name, host, "CPU", 1 << 32, "v0") for host in HOSTS for _ in range(2)]
 
 
-def probe(rank: int, out: Path, patch: pytest.MonkeyPatch) -> tuple[int, list[str], list[str], list[tuple[int, ...]]]:
-    """Return a probe's status, output and errors, and the shapes of the rates that were searched for outliers."""
+def probe(rank: int, out: Path, patch: pytest.MonkeyPatch) -> tuple[int, list[str], list[str], list[Any], list[Any]]:
+    """Return a probe's status, output and errors, sizes of what was searched for outliers, and numbers given to each part.
+
+    There is time for all turns of the paths between hosts, and too little for more than three turns within hosts.
+    """
     shared = clock(STEPS[rank])
     for module in (command, computing, computations, collectives, links):
         patch.setattr(module, "time", shared if module in (computing, computations) else clock(STEPS[rank]))
     patch.setitem(links._LARGEST_BYTES, "cpu", 2**20)
+    patch.setattr(command, "_PATHS_BETWEEN", 20.0)
     loads = iter(([0.0, 0.0, 0.0], [10.0, 10.0, 2.0 + rank]))
     patch.setattr(command, "processor_seconds", lambda: np.array(next(loads)))
     patch.setattr(command, "facts_of", lambda _: FACTS[rank])
@@ -41,14 +47,27 @@ def probe(rank: int, out: Path, patch: pytest.MonkeyPatch) -> tuple[int, list[st
             tensor[:7] += 1
 
     def find_outliers(measured: Any, *arguments: Any, **named: Any) -> list[Outlier]:
-        searched.append(measured.rates_RTC.shape)
+        searched.append((measured.rates_RTC.shape, *(len(paths.latency_TE) for paths in measured.layers)))
         return search(measured, *arguments, **named)
 
+    called: list[list[Any]] = []
+
+    def record(name: str) -> None:
+        real = getattr(command, name)
+
+        def measure(*given: Any) -> Any:
+            called.append([name, *(each for each in given if isinstance(each, int | float))])
+            return real(*given)
+
+        patch.setattr(command, name, measure)
+
+    for name in ("rates", "paths", "contention", "computations", "collectives"):
+        record(f"measure_{name}")
     patch.setattr(dist, "all_reduce", wrong)
     patch.setattr(command, "find_outliers", find_outliers)
     with contextlib.redirect_stdout(io.StringIO()) as said, contextlib.redirect_stderr(io.StringIO()) as errors:
-        status = command.probe(out, seconds=1.0, limit=60.0)
-    return status, said.getvalue().splitlines(), errors.getvalue().splitlines(), searched
+        status = command.probe(out, seconds=2.0, limit=60.0)
+    return status, said.getvalue().splitlines(), errors.getvalue().splitlines(), searched, called
 
 
 @pytest.mark.slow
@@ -64,31 +83,28 @@ def test_a_probe_of_four_ranks_finds_what_its_clocks_say(tmp_path: Path, monkeyp
         Outlier(found[0], "wrong result", 0.0, 0.0, 0.0, (1,)),
         Outlier(found[1], "product fp32 512^3", 2.0, 1e6, pytest.approx(share), (3,)),  # type: ignore[arg-type]
     )
-    assert main == (
-        1,
-        [
-            "2 hosts, 4 ranks, gloo, measured in 0 s",
-            f"BROKEN  {found[0]}",
-            f"SLOW  {found[1]}: product fp32 512^3, time 100 % above the others (more than 999 deviations, "
-            f"{100 * share:.1f} % of a step)",
-            "2 sites as stated: s0 (h10 (!)), s1 (h9 (!)); 25.2 MB/s between them",
-            str(out),
-        ],
-        [
-            "warning: host h10 is busy: other programs took 50% of its processors during the probe, so its measured rates "
-            "are too low. Probe again when it is idle"
-        ],
-        [(4, 5, 2), (4, 10, 2)],
-    )
-    assert others == [(1, [], [], [])] * 3
+    called = []
+    for rank in range(4):  # both ranks of a host take turns, for all five turns
+        parts = [["rates", rank % 2, 5, 0.5], ["paths", 5, 0.2], ["paths", 5, 40.0]] * 2
+        parts += [["contention", 4, 0.2], ["computations", 4, 0.4], ["collectives", 0.4]]
+        called.append([[f"measure_{name}", *numbers] for name, *numbers in parts])
+    slower = "time 100 % above the others (more than 999 deviations"
+    said = [
+        "2 hosts, 4 ranks, gloo, measured in 0 s",
+        f"BROKEN  {found[0]}",
+        f"SLOW  {found[1]}: product fp32 512^3, {slower}, {100 * share:.1f} % of a step)",
+        "2 sites as stated: s0 (h10 (!)), s1 (h9 (!)); 25.2 MB/s between them",
+        str(out),
+    ]
+    took = "other programs took 50% of its processors during the probe"
+    warning = f"warning: host h10 is busy: {took}, so its measured rates are too low. Probe again when it is idle"
+    assert main == (1, said, [warning], [((4, 5, 2), 5, 3), ((4, 10, 2), 10, 6)], called[0])
+    assert others == [(1, [], [], [], called[rank]) for rank in (1, 2, 3)]
     assert (view.backend, view.seconds, view.switches_from, view.sites_stated) == ("gloo", 1 / 32, "slurm", True)
     assert view.hosts == HOSTS
-    assert view.ranks == tuple(
-        Rank(
-            r // 2, r % 2, "CPU", 1 << 32, "v0", (Rate("product", "fp32", 512, step), Rate("copy", "fp32", 2**25, step))
-        )
-        for r, step in enumerate(STEPS)
-    )
+    for place, (rank, step) in enumerate(zip(view.ranks, STEPS, strict=True)):
+        rates = (Rate("product", "fp32", 512, step), Rate("copy", "fp32", 2**25, step))
+        assert rank == Rank(place // 2, place % 2, "CPU", 1 << 32, "v0", rates)
     # The host h9 precedes h10. The first rank of a pair measures the latency, and the receiver the rate.
     pairs = [(2, 0), (0, 2), (0, 1), (1, 0), (2, 3), (3, 2)]
     assert view.links == tuple(Link(one, other, 1 / 64, per_byte[other]) for one, other in pairs)
@@ -102,17 +118,24 @@ def test_a_probe_of_four_ranks_finds_what_its_clocks_say(tmp_path: Path, monkeyp
     assert view.contention == Contention(4, 1, 1 / 32, 3 * sum(STEPS) / 4, sum(STEPS) / 4, 1 / 16)
 
 
-def test_a_lost_rank_ends_the_probe_and_too_short_a_time_does_not_begin_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_probe_says_what_it_wrote_or_why_it_did_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    out = tmp_path / "cluster.json"
+    for hosts, said in ((2, "too few parts to compare"), (3, "no part is slower than the others")):
+        view = replace(made_up(hosts, 1), outliers=())
+        monkeypatch.setattr(command, "_measure", lambda *_, view=view: view)
+        assert command.probe(out, seconds=1.0, limit=1.0) == 0
+        lines = [f"{hosts} hosts, {hosts} ranks, gloo, measured in 12 s", said, str(out)]
+        assert (capsys.readouterr().out.splitlines(), read_view(out)) == (lines, view)
+
     def lost(*_: object) -> None:
-        raise RuntimeError("Connection closed by peer\nand more")
+        raise RuntimeError("c" * 201 + "\nand more")
 
     monkeypatch.setattr(command, "_measure", lost)
-    with pytest.raises(
-        ValueError, match=r"^rank 0: another rank was lost, or the device failed \(Connection closed by peer\)$"
-    ):
-        command.probe(tmp_path / "cluster.json", seconds=1.0, limit=1.0)
+    said = r"^rank 0: another rank was lost, or the device failed \(c{200}\)$"
+    with pytest.raises(ValueError, match=said):
+        command.probe(out, seconds=1.0, limit=1.0)
     for seconds, limit in ((0.99, 60.0), (60.0, 0.99)):
         with pytest.raises(ValueError, match=f"--seconds is {seconds:g} and --limit is {limit:g}, expected at least 1"):
-            command.probe(tmp_path / "cluster.json", seconds, limit)
+            command.probe(out, seconds, limit)

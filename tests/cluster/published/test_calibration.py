@@ -4,12 +4,10 @@ import hashlib
 import statistics
 from dataclasses import replace
 
-import msgspec
 import pytest
 
 from cluster.published.calibration import GROUPS, INTERVAL, Calibration, Held, calibrate, calibration, fit, prior_of
 from cluster.published.cost_model import run_time
-from cluster.published.fitted import CALIBRATION
 from cluster.published.results import TABLE, results_of_devices
 
 pytestmark = pytest.mark.slow
@@ -34,13 +32,10 @@ def test_the_shipped_calibration_is_what_the_command_makes(made: tuple[Calibrati
         assert again.interval(result.run) == pytest.approx(shipped.interval(result.run), rel=0.02)
     assert again.models == shipped.models
     assert shipped.source == hashlib.sha256(TABLE.read_bytes()).hexdigest()
-    assert msgspec.json.encode(shipped) + b"\n" == CALIBRATION.read_bytes()
 
 
 @pytest.mark.parametrize("name", GROUPS)
-def test_errors_of_results_that_were_left_out_are_bounded_and_intervals_hold_what_they_promise(
-    name: str, made: tuple[Calibration, dict[str, list[Held]]]
-) -> None:
+def test_errors_and_intervals_of_left_out_results(name: str, made: tuple[Calibration, dict[str, list[Held]]]) -> None:
     held = made[1][name]
     assert len(held) == len(results_of_devices())
     assert not any(each.model_seen for each in made[1]["accelerator"])

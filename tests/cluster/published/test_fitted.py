@@ -57,10 +57,8 @@ def test_rates_of_links_and_networks_are_bytes_a_second_of_a_device_and_of_a_gro
     # Gbit/s are eighths of GB/s.
     assert network_rate(p, node) == pytest.approx(0.8 * 8 * 200e9 / 8)
     a30 = device_named("A30")
-    plain, bridged, four = (
-        describe_machine(a30, 1, count, interconnect=text)
-        for count, text in ((2, "PCIe"), (2, "bridge"), (4, "bridge"))
-    )
+    cards = ((2, "PCIe"), (2, "bridge"), (4, "bridge"))
+    plain, bridged, four = (describe_machine(a30, 1, count, interconnect=text) for count, text in cards)
     assert a30.bridge_gb_s is not None
     rates = [link_rate(p, each) for each in (plain, bridged, four)]
     assert rates == pytest.approx([0.25e9 * a30.link_gb_s, 0.5e9 * a30.bridge_gb_s, 0.25e9 * a30.link_gb_s])
@@ -74,6 +72,7 @@ def test_rates_of_links_and_networks_are_bytes_a_second_of_a_device_and_of_a_gro
         assert network_rate(p, switched) == pytest.approx(ports * 0.8 * 100e9 / 8)
     rack = describe_machine(device_named("GB200"), 36, 4)
     assert network_rate(p, rack) == pytest.approx(0.8 * 72 * 400e9 / 8), "a port for each device"
+    assert [smooth_minimum(each, 1.0) for each in (1.0, 0.0)] == [pytest.approx(2 ** (-1 / 8)), 0.0]
     gaudi = describe_machine(device_named("Gaudi2"), 2, 8)
     assert network_rate(p, gaudi) == pytest.approx(0.8e9 * 8 * (gaudi.device.network_gb_s or 0))
 
@@ -84,9 +83,8 @@ def test_samples_grow_with_batch_accumulation_duration_and_age() -> None:
     def samples(batch: int, accelerators: int = 8, rate: float = 1e9, old: bool = False, **p: float) -> float:
         return exp(log_samples(ONES | p, batch, accelerators, 80.0, rate, old))
 
-    assert [samples(each) for each in (100, 448, 2528, 32768)] == pytest.approx(
-        [reference, reference, (reference + 2_798_080) / 2, 2 * 5_505_422 - 5_505_422 + 16384 * 860_089 / 3328]
-    )
+    expected = [reference, reference, (reference + 2_798_080) / 2, 5_505_422 + 16384 * 860_089 / 3328]
+    assert [samples(each) for each in (100, 448, 2528, 32768)] == pytest.approx(expected)
     # Practice is interpolated in the logarithm of the batch, and stays the same beyond the largest batch.
     halfway = round((448 * 768) ** 0.5)
     assert samples(halfway, practice_768=0.2) / samples(halfway) == pytest.approx(exp(0.1), rel=1e-3)
@@ -101,6 +99,11 @@ def test_samples_grow_with_batch_accumulation_duration_and_age() -> None:
         found = samples(1792, accelerators, old=True, old_recipe=0.1, old_recipe_growth=0.05) / samples(1792)
         assert found == pytest.approx(exp((0.1 + 0.05 * 2) * decay))
         assert samples(1792, accelerators, old_recipe=0.1) == samples(1792)
+
+
+def evaluation_samples(batch: int) -> float:
+    """Return the interval of the rules: 0.05 x (230.23 x batch + 3,000,000) samples, rounded down to 25,000."""
+    return 0.05 * (230.23 * batch + 3e6) // 25_000 * 25_000
 
 
 @pytest.mark.parametrize(("nodes", "batch", "micro_batches"), [(1, 768, 1), (4, 768, 1), (1, 4096, 2)])
@@ -125,13 +128,3 @@ def test_a_run_has_the_parts_of_its_steps(nodes: int, batch: int, micro_batches:
     once = (evaluations * (-(-10_000 // (8 * nodes)) * sequence + launch) / 3, 0.7)
     assert tuple(found.parts.values()) == pytest.approx((*(1e6 / batch * part for part in (*parts, update)), *once))
     assert found.steps == 1e6 / batch
-
-
-def evaluation_samples(batch: int) -> float:
-    """Return the interval of the rules: 0.05 x (230.23 x batch + 3,000,000) samples, rounded down to 25,000."""
-    return 0.05 * (230.23 * batch + 3e6) // 25_000 * 25_000
-
-
-def test_two_equal_limits_are_a_little_less_than_either() -> None:
-    assert smooth_minimum(1.0, 1.0) == pytest.approx(2 ** (-1 / 8))
-    assert smooth_minimum(0.0, 1.0) == 0.0, "nothing to hide"

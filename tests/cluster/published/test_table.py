@@ -2,7 +2,6 @@
 
 import csv
 import io
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -10,7 +9,7 @@ import pytest
 from cluster.devices import describe_machine, device_named
 from cluster.published.prediction import predict, usual_run
 from cluster.published.results import TABLE, results
-from tests.cluster.conftest import Command
+from tests.cluster.conftest import Command, Refused
 
 HEADER = "accelerator,nodes,accelerators_per_node"
 
@@ -25,15 +24,13 @@ def test_the_table_of_published_results_is_predicted(cluster: Command) -> None:
     assert [{name: row[name] for name in before[0]} for row in after] == before
     unknown = [row for row in after if row["reason"]]
     assert len(after) - len(unknown) >= len(results())
-    assert all(bool(row["reason"]) != bool(row["predicted_minutes"]) for row in after)
     assert done.returncode == bool(unknown)
     assert f"{len(unknown)} of {len(after)} rows" in done.stderr
     for row in after:
         if not row["reason"]:
-            assert float(row["ratio"]) == pytest.approx(
-                float(row["minutes"]) / float(row["predicted_minutes"]), rel=1e-4
-            )
-            assert float(row["low_minutes"]) < float(row["predicted_minutes"]) < float(row["high_minutes"])
+            minutes = float(row["predicted_minutes"])
+            assert float(row["ratio"]) == pytest.approx(float(row["minutes"]) / minutes, rel=1e-4)
+            assert float(row["low_minutes"]) < minutes < float(row["high_minutes"])
 
 
 def test_the_export_of_a_spreadsheet_is_read_and_its_cells_are_kept(tmp_path: Path, cluster: Command) -> None:
@@ -51,60 +48,55 @@ def test_the_export_of_a_spreadsheet_is_read_and_its_cells_are_kept(tmp_path: Pa
     assert second["ratio"] == ""
 
 
-@pytest.mark.parametrize(
-    ("row", "reason"),
-    [
-        ("Z9000,1,8,,,", "Z9000"),
-        ("H100,x,8,,,", "nodes"),
-        ("H100,,8,,,", "nodes"),
-        ("H100,1,0,,,", "GPUs per node"),
-        ("H100,1,8,4,,", "global batch size 4"),
-        ("H100,1,8,,2023,", "round"),
-        ("H100,1,8,,,-2", "minutes"),
-        ("H100,1,8,,,nan", "minutes"),
-        ("H100,1,8,,,1,more", "7 cells"),
-    ],
-)
-def test_a_row_without_a_prediction_stays_with_its_reason(
-    row: str, reason: str, tmp_path: Path, cluster: Command
-) -> None:
+REASONS = {
+    "Z9000,1,8,,,": "accelerator 'Z9000' is unknown",
+    "H100,x,8,,,": "nodes is 'x', expected a whole number",
+    "H100,,8,,,": "nodes is '', expected a whole number",
+    "H100,1,0,,,": "GPUs per node: 0, expected 1 to 1,048,576",
+    "H100,1,8,4,,": "global batch size 4 on 8 accelerators: expected at least one sequence on each",
+    "H100,1,8,,2023,": "round is '2023', expected one such as v3.1",
+    "H100,1,8,,,-2": "minutes is '-2', expected minutes such as 6.1",
+    "H100,1,8,,,nan": "minutes is 'nan', expected minutes such as 6.1",
+    "H100,1,8,,,1,more": "7 cells, expected 6",
+}
+"""Reason in the output for each row without a prediction."""
+
+
+def test_a_row_without_a_prediction_stays_with_its_reason(tmp_path: Path, cluster: Command) -> None:
     source = tmp_path / "table.csv"
-    source.write_text(f"{HEADER},global_batch_size,round,minutes\n{row}\nH100,1,8\n")
+    source.write_text("\n".join((f"{HEADER},global_batch_size,round,minutes", *REASONS, "H100,1,8", "")))
     done = cluster("predict", "--table", source)
-    assert done.returncode == 1
-    assert "1 of 2 rows" in done.stderr
-    first, second = csv.reader(done.stdout.splitlines()[1:])
-    assert first[:6] == row.split(",")[:6]
-    assert first[11:] == row.split(",")[6:], "cells beyond the header are kept"
-    assert reason in first[10]
-    assert second[6]
-    assert not second[10]
+    said = f"error: {source}: no prediction of 9 of 10 rows; the column reason says why\n"
+    assert (done.returncode, done.stderr) == (1, said)
+    *refused, last = csv.reader(done.stdout.splitlines()[1:])
+    assert [",".join(row[:6] + row[11:]) for row in refused] == [*REASONS], "cells beyond the header are kept"
+    for row, reason in zip(refused, REASONS.values(), strict=True):
+        assert (row[6:10], row[10].startswith(reason)) == ([""] * 4, True), row
+    minutes = predict(usual_run(describe_machine(device_named("H100"), 1, 8))).minutes
+    assert (last[6], last[9:]) == (f"{minutes:.6g}", ["", ""])
 
 
-@pytest.mark.parametrize(
-    ("content", "said"),
-    [
-        (b"", "accelerator"),
-        (HEADER.encode() + b"\n\n", "no rows"),
-        (b"accelerators,nodes,accelerators_per_node\nH100,1,8\n", "did you mean accelerators?"),
-        (f"{HEADER},nodes\nH100,1,8,2\n".encode(), "nodes would be there twice"),
-        (f"{HEADER},reason\nH100,1,8,x\n".encode(), "reason"),
-        (f'{HEADER}\n"H100,1,8\n'.encode(), "end of data"),
-        (f"{HEADER}\nH100,1,8\n".encode("utf-16"), "UTF-16"),
-        (f"{HEADER}\nH100 Zürich,1,8\n".encode("latin-1"), "UTF-8"),
-        (b"\x7fELF\0\0", "binary"),
-        (b"a" * (16 << 20) + b"\n", "16,777,216"),
-    ],
-    ids=lambda value: value if isinstance(value, str) else "",
-)
-def test_a_file_that_is_no_table_is_refused(
-    content: bytes, said: str, tmp_path: Path, refused: Callable[..., str]
-) -> None:
+FAULTS = {
+    b"": "no column accelerator",
+    HEADER.encode() + b"\n\n": "no rows below the header",
+    b"accelerators,nodes,accelerators_per_node\nH100,1,8\n": "no column accelerator; did you mean accelerators?",
+    f"{HEADER},nodes\nH100,1,8,2\n".encode(): "the column nodes would be there twice",
+    f"{HEADER},reason\nH100,1,8,x\n".encode(): "the column reason would be there twice",
+    f'{HEADER}\n"H100,1,8\n'.encode(): "unexpected end of data",
+    f"{HEADER}\nH100,1,8\n".encode("utf-16"): "binary data, or text in UTF-16",
+    f"{HEADER}\nH100 Zürich,1,8\n".encode("latin-1"): "'utf-8' codec can't decode byte 0xfc",
+    b"a" * ((16 << 20) + 1): "16,777,217 bytes, expected at most 16,777,216",
+}
+
+
+def test_what_is_no_table_and_other_options_are_refused(tmp_path: Path, refused: Refused, cluster: Command) -> None:
     source = tmp_path / "table.csv"
-    source.write_bytes(content)
-    assert said in refused("predict", "--table", source)
-
-
-@pytest.mark.parametrize("options", ["--accelerator H100", "--nodes 2", "--measured 6", "--json", "--round v3.1"])
-def test_a_table_excludes_the_options_for_one_machine(options: str, refused: Callable[..., str]) -> None:
-    assert "--table" in refused("predict", "--table", TABLE, *options.split())
+    for content, said in FAULTS.items():
+        source.write_bytes(content)
+        line = refused("predict", "--table", source)
+        assert line.startswith(f"error: {source}: {said}")
+        assert line.endswith("expected a CSV file in UTF-8 with the columns of cluster/published/published_results.csv")
+    source.write_text(f"{HEADER}\nH100,1,8\n")
+    assert cluster("predict", "--table", source).stdout.count("\n") == 2
+    for options in ("--accelerator H100", "--nodes 2", "--batch 8", "--measured 6", "--json", "--round v3.1"):
+        assert "--table describes the machines" in refused("predict", "--table", TABLE, *options.split())
