@@ -9,6 +9,7 @@ from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from bert.checkpoints.trained import stated_evaluation
@@ -20,14 +21,14 @@ from bert.predict import GapFiller, predict
 from bert.run import run as train
 from bert.train import parse, run_command
 from compliance.log.records import EvaluationRecord
-from dataloading.dataset.folder import open_dataset
+from dataloading.dataset.folder import Dataset, open_dataset
 from dataloading.options import OwnText
-from dataloading.preparation.own_text import write_own_text
+from dataloading.shards.samples import SampleBuilder
 from dataloading.text.vocabulary import Vocabulary
 from tests.bert.conftest import Clock
+from tests.conftest import write_small_dataset
 
 WORDS = ["river", "water", "stone", "bridge", "forest", "garden", "mountain", "valley", "island", "meadow"]
-DATA = ["--vocab-size", "100", "--max-seq-length", "48", "--dupe-factor", "2"]
 
 
 @pytest.fixture
@@ -77,28 +78,31 @@ def test_one_command_makes_a_model_and_continues_after_an_interruption(
 ) -> None:
     """A step of 32 samples takes 3 s, so 15 s are enough for 160 samples, or 145 beside evaluations."""
     out, own = tmp_path / "out", OwnText(vocab_size=100, max_seq_length=48, dupe_factor=2)
+    lines, texts = text.read_text().splitlines(keepends=True), tuple(tmp_path / f"text{n}.txt" for n in range(5))
+    for number, path in enumerate(texts):
+        path.write_text("".join(lines[60 * number : 60 * number + 60]))
     in_process += [
         lambda *_: None,
         lambda _, number: number == 1 and signal.raise_signal(signal.SIGINT),
         lambda *_: None,
     ]
     with pytest.raises(SystemExit) as ended:
-        own_text((text,), out, 0.25, None, own)
+        own_text(texts, out, 0.25, None, own)
     assert ended.value.code == 130
     data = out / "data"
     places = {"data.train": data / "train", "data.evaluation": data / "evaluation", "data.vocab": data / "vocab.txt"}
     results = {"log.results": out / "results", "checkpoint.folder": out / "checkpoints"}
-    texts = {"recipe": "own_text_cpu"} | places | results | {"save_checkpoint": out / "trained.safetensors"}
+    names = {"recipe": "own_text_cpu"} | places | results | {"save_checkpoint": out / "trained.safetensors"}
     numbers = {"training.seed": own.seed, "training.max_samples": 128, "log.interval_steps": 2}
-    lines = [f'{name} = "{value}"' for name, value in texts.items()] + [f"{name} = {n}" for name, n in numbers.items()]
+    lines = [f'{name} = "{value}"' for name, value in names.items()] + [f"{name} = {n}" for name, n in numbers.items()]
     assert sorted((out / "run.toml").read_text().splitlines()) == sorted(lines)
     said = capsys.readouterr().out.splitlines()
     assert said[-1] == f"to go on: the same command ({out})"
     assert "end: aborted after 128 samples and 12.0 s" in said  # the trial: at 6 s, 9 s had not passed
     assert said.count("==> short trial, to measure the speed") == 1
     with pytest.raises(ValueError, match=r"out was made from other text or with other settings: name another --out"):
-        own_text((text,), out, 0.26, None, own)
-    own_text((text,), out, 0.25, None, own)
+        own_text(texts, out, 0.26, None, own)
+    own_text(texts, out, 0.25, None, own)
     said = capsys.readouterr().out.splitlines()
     assert "2 steps of 32 sequences, 1 evaluation of 77: about 0:07" in said
     assert not in_process
@@ -108,11 +112,24 @@ def test_one_command_makes_a_model_and_continues_after_an_interruption(
     share = f"{found.masked_lm_accuracy:.1%} (± {found.error:.1%}) of the masked tokens right"
     assert f"held-out text: {share}, perplexity {found.perplexity:.1f}" in said
     assert said[-1].startswith("The training took each of its 276 samples 0.5 times. It was too short to tell")
-    assert len([line for line in said if "; the text has: " in line]) == 3
+    assert [line.count("%") for line in said if "; the text has: " in line] == [3, 3, 3]
     card = (out / "model" / "README.md").read_text()
-    assert "A BERT with 2 layers of 128, trained on 128 samples from text.txt.\n" in card
-    asked = "the [MASK] lies near the [MASK] ."
-    gaps = GapFiller(out / "model", None)(asked, 2)
+    assert "A BERT with 2 layers of 128, trained on 128 samples from 5 files.\n" in card
+    assert (
+        f"| masked tokens filled in correctly | {share.partition(')')[0].replace('(', '')} of {found.count:,} |\n"
+        in card
+    )
+    assert f"| perplexity of masked tokens | {found.perplexity:.1f} |\n" in card
+    example = said[said.index(f"held-out text: {share}, perplexity {found.perplexity:.1f}") + 1].strip()
+    assert f'print(fill("{example}"))\n' in card
+    asked, filler = "the [MASK] lies near the [MASK] .", GapFiller(out / "model", None)
+    gaps, whole = filler(asked, 2), filler("[MASK] " + "the " * 45, 1000)
+    assert ([len(gap) for gap in whole], sum(share for _, share in whole[0])) == (
+        [filler.vocabulary.size],
+        pytest.approx(1),
+    )
+    with pytest.raises(ValueError, match="the text has 49 tokens, the model 48 positions"):
+        filler("[MASK] " + "the " * 46, 1)
     capsys.readouterr()
     predict(out / "model", asked, top=2)
     words = [", ".join(f"{word} {100 * share:.1f} %" for word, share in gap) for gap in gaps]
@@ -122,7 +139,7 @@ def test_one_command_makes_a_model_and_continues_after_an_interruption(
         with pytest.raises(ValueError, match=message):
             predict(out / "model", wrong, top=top)
     with pytest.raises(ValueError, match=r"model exists, so this training is complete: name another --out"):
-        own_text((text,), out, 0.25, None, own)
+        own_text(texts, out, 0.25, None, own)
 
 
 @pytest.mark.parametrize(
@@ -158,34 +175,72 @@ def test_a_model_to_start_from_brings_its_vocabulary(tmp_path: Path) -> None:
     assert _starting_point("tiny_cpu", chosen) == (data.initial_checkpoint, chosen)
 
 
-def test_examples_are_held_out_text_with_a_gap(text: Path, tmp_path: Path) -> None:
-    options = OwnText(vocab_size=100, max_seq_length=48, dupe_factor=2)
-    made = write_own_text((text,), options, tmp_path / "data")
-    vocabulary = Vocabulary.read(tmp_path / "data" / "vocab.txt")
-    examples = list(examples_of(open_dataset(tmp_path / "data" / "evaluation"), vocabulary))
-    held_out = [" ".join(document) for document in made.split.evaluation]
-    assert len({gap for gap, _ in examples}) == 3
-    for gap, word in examples:
-        assert word in WORDS
-        assert any(gap.replace("[MASK]", word) in document for document in held_out)
+def held_out(folder: Path, texts: list[str]) -> tuple[Dataset, Vocabulary]:
+    """Write texts of tokens as samples whose first token is masked."""
+    special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+    words = dict.fromkeys(token for text in texts for token in text.split() if token not in special)
+    folder.mkdir()
+    (folder / "vocab.txt").write_text("\n".join([*special, *words]))
+    vocabulary, builder = Vocabulary.from_file(folder / "vocab.txt"), SampleBuilder()
+    for text in texts:
+        first, *ids = (vocabulary.ids[token] for token in f"{text} [SEP]".split())
+        row = [vocabulary.ids["[CLS]"], vocabulary.ids["[MASK]"], *ids]
+        columns = (row, "<u2"), ([0] * len(row), "u1"), ([1], "<u2"), ([first], "<u2")
+        builder.add(*(np.array(column, kind).tobytes() for column, kind in columns), next_sentence_label=0)
+    write_small_dataset(folder / "data", builder.samples(), folder / "vocab.txt")
+    return open_dataset(folder / "data"), vocabulary
 
 
-def evaluations(*accuracies: float) -> list[EvaluationRecord]:
-    return [
-        EvaluationRecord(step, 100 * step, masked_lm_accuracy=accuracy, count=10_000)
-        for step, accuracy in enumerate(accuracies, 1)
-    ]
+LINE = " ".join(letter * 9 for letter in "abcdefg")
+"""Seven words that fill a line of 70 characters, with a space after each."""
 
 
 @pytest.mark.parametrize(
-    ("accuracies", "best", "said"),
+    ("texts", "examples"),
     [
-        ((0.1, 0.2, 0.3, 0.35), 4, "brought 15.0 points"),
-        ((0.1, 0.3, 0.25, 0.2), 2, "best after 200: longer training would not help"),
-        ((0.1, 0.3, 0.302, 0.301), 3, "no measurable gain"),
-        ((0.3,), 1, "too short to tell"),
+        (["the [UNK] lies near it", "four words are few", "12 34 56 78 90"], []),
+        (
+            ["the river flow ##s past 1234567 .", "##ing is near two stones"],
+            [("the [MASK] flows past 1234567 .", "river"), ("ing is near two [MASK]", "stones")],
+        ),
+        (
+            [f"{LINE} h", f"{LINE} ##h", LINE],
+            [(f"[MASK] {LINE[10:]}", "a" * 9), (f"[MASK] {LINE[10:-10]}", "a" * 9)],
+        ),
+        (
+            [f"{word} b c d eight" for word in "efgh"],
+            [(f"{word} b c d [MASK]", "eight") for word in "efg"],
+        ),
     ],
 )
-def test_the_outlook_follows_the_held_out_accuracy(accuracies: tuple[float, ...], best: int, said: str) -> None:
-    records = evaluations(*accuracies)
-    assert said in outlook(records, records[best - 1], samples=200)
+def test_examples_are_beginnings_of_held_out_text_with_a_gap(
+    texts: list[str], examples: list[tuple[str, str]], tmp_path: Path
+) -> None:
+    """Each has a whole word in its gap, and fills at most a line. At most three that differ are shown."""
+    assert list(examples_of(*held_out(tmp_path / "made", texts))) == examples
+
+
+@pytest.mark.parametrize(
+    ("accuracies", "best", "times", "said"),
+    [
+        ((0.1, 0.2, 0.3, 0.35), 4, 2.0, "Its second half brought 15.0 points: longer training should bring more."),
+        ((0.1, 0.3, 0.25, 0.2), 2, 2.0, "It was best after 200: longer training would not help, more text would."),
+        (
+            (0.1, 0.3, 0.302, 0.301),
+            3,
+            2.0,
+            "Its second half brought no measurable gain: longer training may not help, ",
+        ),
+        ((0.3,), 1, 0.5, "It was too short to tell what longer training would bring."),
+        ((), 1, 0.0, "It was too short to tell what longer training would bring."),
+    ],
+)
+def test_the_outlook_follows_the_held_out_accuracy(
+    accuracies: tuple[float, ...], best: int, times: float, said: str
+) -> None:
+    records = [
+        EvaluationRecord(step, 100 * step, masked_lm_accuracy=accuracy, count=10_000)
+        for step, accuracy in enumerate(accuracies, 1)
+    ]
+    found = outlook(records, (records or [EvaluationRecord(1, 100)])[best - 1], samples=200)
+    assert found.startswith(f"The training took each of its 200 samples {times:.1f} times. {said}")

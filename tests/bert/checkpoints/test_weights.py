@@ -1,6 +1,7 @@
 """Saved weights load unchanged, and a file that does not fit is rejected with one clear line."""
 
 import json
+import math
 import os
 import shutil
 import sys
@@ -93,30 +94,24 @@ def test_a_file_says_which_model_it_holds_and_is_not_guessed_at(tmp_path: Path):
     assert open_source(bare, 4).model.num_attention_heads == 4
 
 
-@pytest.mark.parametrize(
-    "stated",
-    [
-        "{",
-        "[" * 100_000,
-        "null",
-        json.dumps(asdict(CONFIG) | {"hidden_size": True}),
-        json.dumps(asdict(CONFIG) | {"num_attention_heads": 3}),
-    ],
-)
-def test_a_statement_that_makes_no_sense(tmp_path: Path, stated: str):
-    save_file(drawn_model(CONFIG, 0).state_dict(), tmp_path / "odd.safetensors", {"model": stated})
-    with pytest.raises(ValueError, match=r"odd\.safetensors does not state its model as this program does"):
-        load_initial_weights(drawn_model(CONFIG, 1), tmp_path / "odd.safetensors")
-
-
-def rewritten(name: str, tensor: Tensor | None) -> Callable[[Path], object]:
-    """Return a function that replaces or removes a tensor in a file."""
+def rewritten(name: str, tensor: Tensor | None, **metadata: str) -> Callable[[Path], object]:
+    """Return a function that replaces or removes a tensor in a file, and replaces some of its metadata."""
 
     def act(path: Path) -> None:
         tensors = load_file(path) | {name: tensor}
-        save_file({name: each for name, each in tensors.items() if each is not None}, path, read_header(path)[1])
+        stated = read_header(path)[1] | metadata
+        save_file({name: each for name, each in tensors.items() if each is not None}, path, stated)
 
     return act
+
+
+def stating(model: str) -> tuple[Callable[[Path], object], dict[str, int], str]:
+    spoil = rewritten("pooler.bias", torch.ones(8), model=model)
+    return spoil, {}, r"weights\.safetensors does not state its model as this program does"
+
+
+def spoiled(tensor: Tensor | None, message: str) -> tuple[Callable[[Path], object], dict[str, int], str]:
+    return rewritten("pooler.bias", tensor), {}, rf"weights\.safetensors{message}"
 
 
 @pytest.mark.parametrize(
@@ -126,13 +121,33 @@ def rewritten(name: str, tensor: Tensor | None) -> Callable[[Path], object]:
         (lambda path: path.write_bytes(path.read_bytes()[:-1]), {}, "not a whole safetensors file"),
         (lambda path: torch.save({}, path), {}, "pickle file"),
         (Path.unlink, {}, r"weights\.safetensors: no such file"),
-        (rewritten("pooler.bias", None), {}, r"weights\.safetensors lacks pooler\.bias"),
-        (rewritten("pooler.bias", torch.zeros(4)), {}, r"pooler\.bias has the shape \(4,\), expected \(8,\)"),
-        (rewritten("pooler.bias", torch.ones(8, dtype=torch.int32)), {}, r"pooler\.bias as torch\.int32"),
-        (rewritten("pooler.bias", torch.ones(8).to(torch.float8_e4m3fn)), {}, r"pooler\.bias as torch\.float8"),
-        (rewritten("pooler.bias", torch.full((8,), torch.nan)), {}, r"safetensors: pooler\.bias has NaN or inf"),
-        (rewritten("pooler.bias", torch.full((8,), 1e300, dtype=torch.float64)), {}, r"pooler\.bias has NaN or inf"),
+        spoiled(None, " lacks pooler\\.bias: expected BERT's encoder and pooler with the masked-LM and next-sentence"),
+        spoiled(torch.zeros(4), r": pooler\.bias has the shape \(4,\), expected \(8,\) by the other weights"),
+        spoiled(
+            torch.ones(8, dtype=torch.int32), r" holds pooler\.bias as torch\.int32: expected weights in fp32, fp64"
+        ),
+        spoiled(torch.ones(8).to(torch.float8_e4m3fn), r" holds pooler\.bias as torch\.float8"),
+        spoiled(torch.full((8,), torch.nan), r": pooler\.bias has NaN or infinity in fp32"),
+        spoiled(torch.full((8,), 1e300, dtype=torch.float64), r": pooler\.bias has NaN or infinity in fp32"),
+        (
+            lambda path: keep(path, "embeddings"),
+            {},
+            r"lacks pooler.weight, pooler.bias, next_sentence.weight and 6 more:",
+        ),
+        (
+            rewritten("embeddings.segment", torch.ones(8)),
+            {},
+            r"2 layers and tables of shapes .*\(8,\)\], expected a BERT",
+        ),
         (Path.stat, {"vocab_size": 31}, r"of 30 tokens, but model\.vocab_size is 31"),
+        *map(stating, ("{", "[" * 100_000, "null")),
+        stating(json.dumps(asdict(CONFIG) | {"hidden_size": True})),
+        stating(json.dumps(asdict(CONFIG) | {"num_attention_heads": 3})),
+        (
+            rewritten("pooler.bias", torch.ones(8), model=json.dumps(asdict(CONFIG) | {"intermediate_size": 17})),
+            {},
+            "its metadata states intermediate_size 17, but the weights in .* have 16",
+        ),
     ],
 )
 def test_what_does_not_fit_is_refused(
@@ -141,6 +156,10 @@ def test_what_does_not_fit_is_refused(
     spoil(saved)
     with pytest.raises(ValueError, match=message):
         load_initial_weights(drawn_model(replace(CONFIG, **change), 1), saved)
+
+
+def keep(path: Path, prefix: str) -> None:
+    save_file({name: each for name, each in load_file(path).items() if name.startswith(prefix)}, path)
 
 
 @pytest.mark.slow
@@ -218,49 +237,6 @@ def test_a_folder_that_transformers_saved(theirs: Path, tmp_path: Path):
             torch.testing.assert_close(ours, expected, rtol=1e-3 * index, atol=1e-6 * index)  # also compares the dtype
 
 
-@pytest.mark.parametrize("other", [torch.ones(30, 8), torch.ones(0, 8)])
-def test_an_untied_decoder_is_refused(theirs: Path, other: Tensor):
-    rewritten("cls.predictions.decoder.weight", other)(theirs / "model.safetensors")
-    with pytest.raises(ValueError, match=r"decoder\.weight is not bert\.embeddings"):
-        open_source(theirs)
-
-
-def test_a_decoder_that_is_not_finite_is_no_untied_one(theirs: Path):
-    for name in ("cls.predictions.decoder.weight", "bert.embeddings.word_embeddings.weight"):
-        rewritten(name, torch.full((30, 8), torch.nan))(theirs / "model.safetensors")
-    with pytest.raises(ValueError, match=r"model\.safetensors: .*\.weight has NaN or infinity"):
-        open_source(theirs)
-
-
-@pytest.mark.parametrize(
-    ("config", "message"),
-    [
-        ("[" * 100_000, "config.json"),
-        (" " * 2_000_000 + "{}", "config.json: 2,000,002 bytes, expected at most"),
-        ("[]", "config.json"),
-        ("{}", "num_attention_heads"),
-        ('{"num_attention_heads": 3}', "num_attention_heads 3"),
-        ('{"num_attention_heads": true}', "num_attention_heads"),
-        ('{"num_attention_heads": 2, "hidden_size": "8"}', "hidden_size"),
-        ('{"num_attention_heads": 2, "hidden_size": 16}', "states hidden_size 16, but the weights in .* have 8"),
-        ('{"num_attention_heads": 2, "layer_norm_eps": NaN}', "config.json"),
-        ('{"num_attention_heads": 2, "model_type": "roberta"}', "model_type"),
-        ('{"num_attention_heads": 2, "position_embedding_type": "relative_key"}', "position_embedding_type"),
-        ('{"num_attention_heads": 2, "hidden_act": "relu"}', "hidden_act"),
-        ('{"num_attention_heads": 2, "hidden_act": ["\\u001b"]}', "hidden_act"),
-        ('{"num_attention_heads": 2, "hidden_act": "gelu_10"}', "hidden_act"),
-        ('{"num_attention_heads": 2, "is_decoder": true}', "is_decoder is True"),
-        ('{"num_attention_heads": 2, "is_decoder": 1}', "is_decoder"),
-        ('{"num_attention_heads": 2, "add_cross_attention": true}', "add_cross_attention is True"),
-        ('{"num_attention_heads": 2, "quantization_config": {"quant_method": "fp8"}}', "quantization_config is"),
-    ],
-)
-def test_a_configuration_that_does_not_fit(theirs: Path, config: str, message: str):
-    (theirs / "config.json").write_text(config)
-    with pytest.raises(ValueError, match=message):
-        open_source(theirs)
-
-
 def renamed(path: Path, rename: Callable[[str], str]) -> None:
     save_file({rename(name): tensor for name, tensor in load_file(path).items()}, path, read_header(path)[1])
 
@@ -278,13 +254,6 @@ def test_prefixes_of_wrappers_are_taken_off(saved: Path, theirs: Path, prefix: s
         model = drawn_model(CONFIG, 1)
         assert load_initial_weights(model, path) == []
         assert all(map(torch.equal, model.parameters(), drawn_model(CONFIG, 0).parameters()))
-
-
-@pytest.mark.parametrize("other", ["module.bert.pooler.dense.bias", "pooler.dense.bias"])
-def test_one_weight_under_two_names_is_refused(theirs: Path, other: str):
-    rewritten(other, torch.ones(8))(theirs / "model.safetensors")
-    with pytest.raises(ValueError, match=r"holds the same weight as .*pooler\.dense\.bias and as "):
-        open_source(theirs)
 
 
 @pytest.fixture
@@ -313,44 +282,110 @@ def test_weights_in_several_files(sharded: Path, tmp_path: Path, named: str):
     assert open_source(sharded).digest() == expected.digest()  # transformers prefers the single file, too
 
 
-def misplaced(folder: Path, **changes: Any) -> None:
-    """Change the files in which the index looks for weights."""
-    index = json.loads((folder / INDEX).read_text())
-    (folder / INDEX).write_text(json.dumps(index | {"weight_map": index["weight_map"] | changes}))
+def misplaced(file: str) -> Callable[[Path], object]:
+    """Return a function that makes the index look for one more weight in a file."""
+
+    def act(folder: Path) -> None:
+        index = json.loads((folder / INDEX).read_text())
+        (folder / INDEX).write_text(json.dumps({"weight_map": index["weight_map"] | {"more": file}}))
+
+    return act
+
+
+def stated(**changes: object) -> Callable[[Path], object]:
+    return lambda folder: (folder / "config.json").write_text(json.dumps({"num_attention_heads": 2} | changes))
+
+
+def stored(name: str, tensor: Tensor) -> Callable[[Path], object]:
+    return lambda folder: rewritten(name, tensor)(folder / "model.safetensors")
+
+
+def with_content(name: str, content: str) -> Callable[[Path], object]:
+    return lambda folder: (folder / name).write_text(content)
+
+
+WORD, DECODER = "bert.embeddings.word_embeddings.weight", "cls.predictions.decoder.weight"
+NAN = torch.full((30, 8), torch.nan)
+OF_ONE_FILE = [
+    (stored(DECODER, torch.ones(30, 8)), r"decoder\.weight is not bert\.embeddings.*, but this model has the two tied"),
+    (stored(DECODER, torch.ones(0, 8)), r"decoder\.weight is not bert\.embeddings"),
+    (lambda folder: (stored(DECODER, NAN)(folder), stored(WORD, NAN)(folder)), r"s: .*\.weight has NaN or infinity"),
+    (stored("module.bert.pooler.dense.bias", torch.ones(8)), r"the same weight as .*pooler\.dense\.bias and as "),
+    (stored("pooler.dense.bias", torch.ones(8)), r"holds the same weight as .*pooler\.dense\.bias and as "),
+    (with_content("config.json", "[" * 100_000), "config.json"),
+    (with_content("config.json", " " * 2_000_000 + "{}"), "config.json: 2,000,002 bytes, expected at most"),
+    (with_content("config.json", "[]"), "config.json"),
+    (with_content("config.json", "{}"), "num_attention_heads"),
+    (stated(num_attention_heads=3), "model.hidden_size is 8, expected a multiple of model.num_attention_heads 3"),
+    (stated(num_attention_heads=True), "num_attention_heads"),
+    (stated(hidden_size="8"), "hidden_size"),
+    (stated(hidden_size=16), "config.json states hidden_size 16, but the weights in .* have 8"),
+    (stated(layer_norm_eps=math.nan), "config.json"),
+    (stated(model_type="roberta"), "model_type"),
+    (stated(position_embedding_type="relative_key"), "position_embedding_type"),
+    (stated(hidden_act="relu"), "hidden_act"),
+    (stated(hidden_act=["\x1b"]), "hidden_act"),
+    (stated(hidden_act="gelu_10"), "hidden_act"),
+    (stated(is_decoder=True), "is_decoder is True, expected an encoder"),
+    (stated(is_decoder=1), "is_decoder"),
+    (stated(add_cross_attention=True), "add_cross_attention is True"),
+    (stated(quantization_config={"quant_method": "fp8"}), "quantization_config is"),
+]
+OF_SEVERAL_FILES = [
+    (lambda folder: max(folder.glob("model-0*")).unlink(), r"index\.json names files that are missing \(model-0"),
+    (lambda folder: os.truncate(max(folder.glob("model-0*")), 50), "not a whole safetensors file"),
+    (
+        misplaced("model-00001-of-00003.safetensors"),
+        "00001-of-00003.safetensors lacks more, which .*json expects there",
+    ),
+    (misplaced("../theirs/model.safetensors"), "is not the name of a safetensors file"),
+    (misplaced("/etc/passwd"), "is not the name of a safetensors file"),
+    (misplaced(f"{'x' * 300}.safetensors"), "is not the name of a safetensors file"),
+    (with_content(INDEX, '{"weight_map": {"more": 3}}'), "index.json"),
+    (with_content(INDEX, '{"weight_map": {}}'), "index.json lacks bert"),
+    (with_content(INDEX, "{}"), "weight_map"),
+    (with_content(INDEX, "[" * 100_000), "index.json"),
+    (with_content(INDEX, " " * 2_000_000), "2,000,000 bytes, expected at most"),
+]
 
 
 @pytest.mark.parametrize(
-    ("spoil", "message"),
-    [
-        (
-            lambda folder: max(folder.glob("model-0*")).unlink(),
-            r"index\.json names files that are missing \(model-0",
-        ),
-        (lambda folder: os.truncate(max(folder.glob("model-0*")), 50), "not a whole safetensors file"),
-        (lambda folder: misplaced(folder, more=min(folder.glob("model-0*")).name), "safetensors lacks more, which"),
-        (lambda folder: misplaced(folder, more="../theirs/model.safetensors"), "is not the name of a safetensors file"),
-        (lambda folder: misplaced(folder, more="/etc/passwd"), "is not the name of a safetensors file"),
-        (lambda folder: misplaced(folder, more=f"{'x' * 300}.safetensors"), "is not the name of a safetensors file"),
-        (lambda folder: misplaced(folder, more=3), "index.json"),
-        (lambda folder: (folder / INDEX).write_text('{"weight_map": {}}'), "index.json lacks bert"),
-        (lambda folder: (folder / INDEX).write_text("{}"), "weight_map"),
-        (lambda folder: (folder / INDEX).write_text("[" * 100_000), "index.json"),
-        (lambda folder: (folder / INDEX).write_text(" " * 2_000_000), "2,000,000 bytes, expected at most"),
-    ],
+    ("folder", "spoil", "message"),
+    [("theirs", *case) for case in OF_ONE_FILE] + [("sharded", *case) for case in OF_SEVERAL_FILES],
 )
-def test_a_folder_of_several_files_that_is_damaged(sharded: Path, spoil: Callable[[Path], object], message: str):
-    spoil(sharded)
+def test_a_folder_that_is_damaged_or_does_not_fit(
+    request: pytest.FixtureRequest, folder: str, spoil: Callable[[Path], object], message: str
+):
+    made = request.getfixturevalue(folder)
+    spoil(made)
     with pytest.raises(ValueError, match=message):
-        open_source(sharded)
+        open_source(made)
 
 
-@pytest.mark.parametrize("content", [b"PK\x03\x04" + bytes(99), b"\x80\x02" + bytes(99)], ids=["zip", "pickle"])
-@pytest.mark.parametrize("name", ["pytorch_model.bin", "pytorch_model-00001-of-00002.bin"])
-def test_pickles_are_refused(tmp_path: Path, content: bytes, name: str):
-    (tmp_path / name).write_bytes(content)
-    for path in (tmp_path, tmp_path / name):
-        with pytest.raises(ValueError, match="is a pickle file, which can run any code"):
-            open_source(path)
+def test_pickles_are_refused_by_their_content_and_by_their_name(tmp_path: Path):
+    for name, content in (
+        *(
+            (f"pytorch_model{part}.bin", content)
+            for part in ("", "-00001-of-00002")
+            for content in (b"PK\3\4", b"\x80\2")
+        ),
+        ("pytorch_model.bin", b"other"),
+        ("weights", b"PK\3\4"),
+        ("weights.pt", b"other"),
+    ):
+        path = tmp_path / name
+        path.write_bytes(content + bytes(99))
+        for source in (path, tmp_path) if path.suffix == ".bin" else (path,):
+            with pytest.raises(ValueError, match="is a pickle file, which can run any code"):
+                open_source(source)
+        path.unlink()
+    (tmp_path / "weights").write_bytes(b"other" + bytes(99))
+    for source, message in (
+        (tmp_path / "weights", "is neither a safetensors file"),
+        (tmp_path, "holds no model.safetensors$"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            open_source(source)
 
 
 @pytest.mark.parametrize("kind", ["file", "folder", "dangling link"])
@@ -368,12 +403,16 @@ def test_the_command(saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
     out = tmp_path / "new" / "weights.safetensors"
     assert run(BUNDLES / "tf1", "--to", "safetensors", "--out", out, "--num-attention-heads", 2) == 0
-    printed = capsys.readouterr().out
-    for expected in ("(TF1)", "1,776 parameters", "2 layers", "30 vocabulary rows"):
-        assert expected in printed
+    kind = "TensorFlow checkpoint (TF1), not the benchmark's published file by size and MD5 of its index"
+    digest = open_source(BUNDLES / "tf1", 2).digest()
+    assert capsys.readouterr().out.splitlines() == [
+        f"{kind}: 1,776 parameters",
+        "2 layers, hidden size 8, intermediate size 16, 2 heads, 12 positions",
+        "30 vocabulary rows, not the benchmark's 30,522: set model.vocab_size, and data.vocab to a vocabulary of that size",
+        digest,
+        f"wrote {out}",
+    ]
+    assert read_header(out)[1] == {"source": kind, "source_digest": digest} | model_metadata(CONFIG)
     assert run(saved, "--to", "safetensors", "--out", saved / "below a file") == 2
     [error] = capsys.readouterr().err.splitlines()
     assert error.startswith("error: ")
-    metadata = read_header(out)[1]
-    assert metadata["source"].startswith("TensorFlow checkpoint (TF1)")
-    assert "sha256 of the index" in metadata["source_digest"]

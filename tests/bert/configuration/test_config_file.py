@@ -7,30 +7,31 @@ import pytest
 
 from bert.configuration.config import flattened
 from bert.configuration.config_file import arguments_of
-from bert.configuration.recipes import RECIPES
+from bert.configuration.recipes import RECIPES, tiny_cpu
 from bert.log.mllog import MLLog
 from bert.train import main, parse
 from tests.conftest import REPOSITORY
 
 
 def test_settings_from_toml(tmp_path: Path) -> None:
+    """The command line takes precedence over the file."""
     file = tmp_path / "mine.toml"
     file.write_text(
-        'recipe = "tiny_cpu"\n[training]\nmax_samples = 6400\nautotune = false\n'
-        'reduction = "sharded"\nshard_gradients = true\n'
-        '[training.implementations]\ndense_gelu = "reference"\n'
+        'recipe = "tiny_cpu"\ndry_run = false\n[training]\nmax_samples = 6400\nautotune = false\n'
+        'reduction = "sharded"\nshard_gradients = true\n[training.implementations]\ndense_gelu = "reference"\n'
         '[data]\ntrain = "my data"\n[log]\ncache_cleared = true\n'
     )
-    config = parse(["--config", str(file), "--training.max-samples", "9600"])
-    assert config.recipe == "tiny_cpu"
-    assert config.training.max_samples == 9600  # the command line takes precedence
-    assert not config.training.autotune
-    assert config.training.shard_gradients
-    assert config.training.implementations == {"dense_gelu": "reference"}
-    assert config.data.train == Path("my data")
-    assert config.log.cache_cleared
-    for given in (["tiny_cpu", f"--config={file}"], ["--config", str(file), "tiny_cpu", "--data.prefetch", "4"]):
-        assert parse(given).training.max_samples == 6400
+    recipe = tiny_cpu()
+    own = {"autotune": False, "reduction": "sharded", "shard_gradients": True, "max_samples": 6400}
+    training = replace(recipe.training, implementations={"dense_gelu": "reference"}, **own)
+    data, log = replace(recipe.data, train=Path("my data")), replace(recipe.log, cache_cleared=True)
+    expected = replace(recipe, training=training, data=data, log=log)
+    for given in (["tiny_cpu", f"--config={file}"], ["--config", str(file), "tiny_cpu"], ["--config", str(file)]):
+        assert parse(given) == expected
+    more = parse(["--config", str(file), "--training.max-samples", "9600"])
+    assert more == replace(expected, training=replace(training, max_samples=9600))
+    with pytest.raises(ValueError, match=r"mine\.toml is of the recipe tiny_cpu, expected h100_1x1: name tiny_cpu, or"):
+        parse(["h100_1x1", "--config", str(file)])
 
 
 @pytest.mark.parametrize("recipe", ["tiny_cpu", "own_text_cpu", "h100_8x8"])
@@ -49,8 +50,8 @@ def test_a_result_file_configures_its_run_once_more(recipe: str, tmp_path: Path)
 
 def test_a_result_file_of_an_earlier_version_does_so_too() -> None:
     """A result file may have settings that were renamed or removed since."""
-    config = parse(["--config", str(REPOSITORY / "results/cpu_2cores/bert/result_0.txt")])
-    assert (config.log.system, config.training.reduce_dtype) == ("cpu_2cores", "fp32")
+    config, recipe = parse(["--config", str(REPOSITORY / "results/cpu_2cores/bert/result_0.txt")]), tiny_cpu()
+    assert flattened("", config) == flattened("", replace(recipe, log=replace(recipe.log, system="cpu_2cores")))
 
 
 def test_printed_settings_configure_the_same_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -65,6 +66,10 @@ def test_printed_settings_configure_the_same_run(tmp_path: Path, capsys: pytest.
     assert not (tmp_path / "a b").exists()
 
 
+TINY = 'recipe = "tiny_cpu"\n'
+HEADER = "# config.recipe: tiny_cpu\n# config."
+
+
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
@@ -73,24 +78,26 @@ def test_printed_settings_configure_the_same_run(tmp_path: Path, capsys: pytest.
         ("a.toml", "recipe = " + "7" * 5000, "is no TOML"),
         ("a.toml", f"[{'x' * 3000}]\n" * 2, "is no TOML"),
         ("a.toml", "recipe = 1" + "0" * 4000, r"names the recipe '1000"),
-        ("result_0.txt", f"# config.recipe: tiny_cpu\n# config.training.seed: {'7' * 5000}\n", r"training\.seed"),
-        (
-            "result_0.txt",
-            "# config.recipe: tiny_cpu\n# config.evaluation.target: null\n",
-            r"evaluation\.target is 'null'",
-        ),
         ("a.toml", "", r"names no recipe: .* put it before --config '?/.*a\.toml"),
-        ("a.toml", 'recipe = "tiny"', r"names the recipe 'tiny'"),
-        ("a.toml", 'recipe = "tiny_cpu"\n[training]\nmax_sample = 1', r"did you mean training\.max_samples\?"),
-        ("a.toml", 'recipe = "tiny_cpu"\n[training]\nmax_samples = "many"', r"training\.max-samples"),
-        ("a.toml", 'recipe = "tiny_cpu"\n[training.implementations]\n"a b" = "triton"', r"implementations holds 'a b'"),
-        ("a.toml", 'recipe = "tiny_cpu"\n[training]\nseed = -1', r"training\.seed"),
-        ("result_0.txt", "# config.recipe: tiny_cpu\n# config.training.moon: full\n", r"no setting training\.moon"),
+        (
+            "a.toml",
+            'recipe = "tiny"',
+            r"names the recipe 'tiny': expected recipe = one of tiny_cpu, own_text_cpu, h100",
+        ),
+        ("a.toml", TINY + "[training]\nmax_sample = 1", r"did you mean training\.max_samples\?"),
+        ("a.toml", TINY + '[training]\nmax_samples = "many"', r"training\.max-samples"),
+        ("a.toml", TINY + '[training.implementations]\n"a b" = "triton"', r"implementations holds 'a b'"),
+        ("a.toml", TINY + "[training]\nseed = -1", r"training\.seed"),
+        ("result_0.txt", f"{HEADER}training.seed: {'7' * 5000}\n", r"training\.seed"),
+        ("result_0.txt", f"{HEADER}evaluation.target: null\n", r"evaluation\.target is 'null'"),
+        ("result_0.txt", f"{HEADER}training.moon: full\n", r"no setting training\.moon"),
         ("result_0.txt", ":::MLLOG {}", "neither a .toml file nor a result file"),
+        ("result_0.txt", None, r"result_0\.txt: No such file"),
     ],
 )
-def test_a_file_that_cannot_be_used(name: str, content: str, message: str, tmp_path: Path) -> None:
-    (tmp_path / name).write_text(content)
+def test_a_file_that_cannot_be_used(name: str, content: str | None, message: str, tmp_path: Path) -> None:
+    if content is not None:
+        (tmp_path / name).write_text(content)
     with pytest.raises(ValueError, match=message) as caught:
         parse(["--config", str(tmp_path / name)])
     assert "\n" not in str(caught.value)

@@ -98,6 +98,7 @@ def test_the_largest_model_has_3_9_billion_parameters_and_fits_its_gpus() -> Non
     sequences = config.training.global_batch_size / (8 * config.training.gradient_accumulation_steps)
     optimizer = config.optimizer
     assert (sequences, optimizer.learning_rate_training_steps / optimizer.num_warmup_steps) == (8, 10)
+    assert (config.parallel.tensor, config.parallel.pipeline, optimizer.base_learning_rate) == (4, 2, 4e-4)
     assert 0.97 < optimizer.learning_rate_training_steps * 1024 / config.training.max_samples < 0.98
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from bert.evaluation import Evaluator
+from bert.evaluation import Accuracy, Evaluator
 from bert.execution.cuda_graphs import CudaCapturer
 from bert.model import BertForPreTraining
 from bert.parallel.mesh import Mesh
@@ -68,6 +68,7 @@ def test_accuracy_is_counted_exactly_and_captured_in_few_graphs(
     assert 0 < found.value == correct / found.count < 1
     assert found.loss == pytest.approx(loss, rel=1e-6)
     assert found.perplexity == pytest.approx(math.exp(loss / found.count), rel=1e-5)
+    assert Accuracy(0, 2, 1e9).perplexity == math.exp(100), "finite for a diverged model"
     captured, capturer = evaluator(dataset, batch_size), Recording()
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     with monkeypatch.context() as patch:

@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import pytest
 from msgspec.structs import replace
 
 from bert.reporting.reporter import StepLines
@@ -40,23 +39,34 @@ def display(*records: StepRecord | EvaluationRecord, **settings: Any) -> StepLin
     return made
 
 
-@pytest.mark.parametrize(
-    ("width", "step"),
-    [
-        (80, "step     20    100.0 ms     320.0 seq/s  loss 5.5000  eta 0:18"),
-        (60, "step     20     320.0 seq/s  loss 5.5000  eta 0:18"),
-    ],
-)
-def test_lines_fit_a_narrow_terminal(width: int, step: str) -> None:
+def test_lines_fit_a_narrow_terminal() -> None:
+    """A line that is exactly as wide as the terminal stays whole."""
+    whole = {
+        "  tok/s": "step     20  samples       640    100.0 ms     320.0 seq/s      28000 tok/s  wait  5.0 %  loss 5.5000  "
+        "lr 1.00e-03  eta 0:18",
+        "  wait": "step     20  samples       640    100.0 ms     320.0 seq/s  wait  5.0 %  loss 5.5000  lr 1.00e-03  "
+        "eta 0:18",
+        "  lr": "step     20  samples       640    100.0 ms     320.0 seq/s  loss 5.5000  lr 1.00e-03  eta 0:18",
+        "  samples": "step     20  samples       640    100.0 ms     320.0 seq/s  loss 5.5000  eta 0:18",
+        " ms": "step     20    100.0 ms     320.0 seq/s  loss 5.5000  eta 0:18",
+        "": "step     20     320.0 seq/s  loss 5.5000  eta 0:18",
+    }
     lines: list[str] = []
-    sink = display(width=width, target=None)
+    sink = display(width=None, target=None)
     sink.put = lines.append
-    sink.write(replace(EVALUATION, perplexity=123.45))
-    sink.write(STEP)
-    assert lines[1] == step
-    assert max(map(len, lines)) <= width
-    assert "accuracy 0.2500" in lines[0]
-    assert "perplexity 123.5  best 0.2500" in lines[0]
+    for line in (None, *whole.values()):
+        sink.width = None if line is None else len(line)
+        sink.write(STEP)
+    sink.width = 1
+    sink.write(replace(STEP, skipped_steps=2))
+    skipped = f"{whole['']}  WARNING: 2 skipped, gradients not finite"
+    assert lines == [whole["  tok/s"], *whole.values(), skipped]
+    lines.clear()
+    evaluation = "eval     20  samples       640  accuracy 0.2500  (25/100)  perplexity 123.5  best 0.2500  0.50 s"
+    for sink.width in (None, len(evaluation), len(evaluation) - 1, 1):
+        sink.write(replace(EVALUATION, perplexity=123.45))
+    without = evaluation.replace("  samples       640", "")
+    assert lines == [evaluation, evaluation, without, without.replace("  (25/100)", "").replace("  0.50 s", "")]
 
 
 def test_time_left_is_a_range_once_there_is_a_curve_and_counts_the_samples_of_this_run_alone() -> None:
@@ -74,5 +84,6 @@ def test_time_left_is_a_range_once_there_is_a_curve_and_counts_the_samples_of_th
     assert display(*rising, later).eta == "0:06 to 0:38"
     assert display(*rising, replace(later, samples=6400, time_s=64.0)).eta == "0:00 to 0:00"
     assert display(*rising, later, target=None).eta == "0:38"  # without a target, the run ends at its end
+    assert display(replace(STEP, samples=656, time_s=6560.0), target=None, max_samples=650).eta == "0:00"
     flat = [replace(evaluation, masked_lm_accuracy=0.1) for evaluation in rising]
     assert display(*flat, later).eta == "at most 0:38"
