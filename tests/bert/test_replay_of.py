@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,38 +13,38 @@ from bert.execution.cuda_graphs import replay_of
 DEVICE = torch.device("cpu")
 
 
-class Graph:
-    def reset(self) -> None:
-        pass
-
-    def replay(self) -> None:
-        pass
-
-
-class Stream:
-    device = DEVICE
-
-    def wait_stream(self, _: "Stream") -> None:
-        pass
+def nothing(*_: object) -> None:
+    pass
 
 
 class FakeCuda:
     """Stand-ins for ``torch.cuda`` with the state that a failed capture leaves in PyTorch 2.11."""
 
-    def __init__(self) -> None:
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.streams = 0
-        self.default = self.current = Stream()
-        self.capturing = self.draws_fail = False
-        self.used: list[Stream] = []
+        self.default = self.current = SimpleNamespace(wait_stream=nothing)
+        self.draws_fail = False
+        self.used: list[object] = []
         """Streams of the captures, in their order."""
+        patch.setattr(cuda_graphs, "_spare_streams", {})
+        patch.setattr(cuda_graphs, "_failed", [])
+        for name, stand_in in {
+            "Stream": self.new_stream,
+            "current_stream": lambda _: self.current,
+            "stream": self.on,
+            "graph": self.capture,
+            "graph_pool_handle": nothing,
+            "CUDAGraph": lambda: SimpleNamespace(reset=nothing, replay=nothing),
+        }.items():
+            patch.setattr(torch.cuda, name, stand_in)
 
-    def new_stream(self, _: torch.device, priority: int = 0) -> Stream:
+    def new_stream(self, _: torch.device = DEVICE, priority: int = 0) -> SimpleNamespace:
         assert priority < 0, "streams of the default priority belong to training"
         self.streams += 1
-        return Stream()
+        return SimpleNamespace(device=DEVICE, wait_stream=nothing)
 
     @contextmanager
-    def stream(self, stream: Stream) -> Iterator[None]:
+    def on(self, stream: object) -> Iterator[None]:
         before, self.current = self.current, stream
         try:
             yield
@@ -51,44 +52,24 @@ class FakeCuda:
             self.current = before
 
     @contextmanager
-    def graph(self, _: Graph, stream: Stream, **__: object) -> Iterator[None]:
+    def capture(self, _: object, stream: object, **__: object) -> Iterator[None]:
         self.used.append(stream)
-        before, self.current = self.current, stream
-        self.capturing = self.draws_fail = True
-        try:
-            yield
-        except RuntimeError:
-            raise RuntimeError("operation failed due to a previous error during capture") from None
-        finally:
-            self.capturing = False
-        self.draws_fail = False
-        self.current = before
+        before, self.current, self.draws_fail = self.current, stream, True
+        yield  # an error in the block leaves the stream current
+        self.current, self.draws_fail = before, False
 
 
 @pytest.fixture
 def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
-    fake = FakeCuda()
-    monkeypatch.setattr(cuda_graphs, "_spare_streams", {})
-    monkeypatch.setattr(cuda_graphs, "_failed", [])
-    monkeypatch.setattr(torch.cuda, "Stream", fake.new_stream)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: fake.current)
-    for name in ("stream", "graph"):
-        monkeypatch.setattr(torch.cuda, name, getattr(fake, name))
-    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
-    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
-    return fake
-
-
-def nothing() -> None:
-    pass
+    return FakeCuda(monkeypatch)
 
 
 def test_draws_work_after_a_failed_capture(cuda: FakeCuda) -> None:
     def synchronize() -> None:
-        if cuda.capturing:
+        if cuda.draws_fail:
             raise RuntimeError("operation not permitted when stream is capturing")
 
-    with pytest.raises(RuntimeError, match="previous error during capture"):
+    with pytest.raises(RuntimeError, match="operation not permitted when stream is capturing"):
         replay_of(DEVICE, synchronize)
     assert not cuda.draws_fail
     assert cuda.current is cuda.default

@@ -27,6 +27,7 @@ from bert.guards.data_guard import DataGuard
 from bert.guards.interruption import Interrupted, Interruption
 from bert.guards.preflight import batch_plan
 from bert.log.mllog import MLLog
+from bert.reporting.intervals import Stragglers
 from bert.run import run
 from bert.step import TrainingStep
 from bert.train import parse
@@ -156,9 +157,12 @@ def test_a_run_up_to_its_limit_and_from_one_of_its_checkpoints(
     assert resumed.log[-4:-1] == [*done.log[-4:-2], ("eval_samples", 50, {})]
 
 
-def test_the_log_states_the_settings_and_the_counts(start: Start) -> None:
+def test_the_log_states_the_settings_and_the_counts(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank's own work, by which stragglers are found, is without exchanges with ranks of the same copy."""
+    own_seconds = []
+    monkeypatch.setattr(Stragglers, "add", lambda _, seconds: own_seconds.append(seconds) or [])
     done = start(
-        lambda *_: None,
+        lambda step, _: setattr(step.stopwatch, "exchanged", step.stopwatch.exchanged + 0.25),
         "--log.cache-cleared",
         log__organization="own", log__platform="machine", log__status="cloud",
         optimizer__beta_1=0.8, optimizer__beta_2=0.99, optimizer__epsilon=2e-6, optimizer__weight_decay_rate=0.02,
@@ -190,6 +194,7 @@ def test_the_log_states_the_settings_and_the_counts(start: Start) -> None:
     assert last.next_sentence_loss == pytest.approx(math.log(2), rel=0.05)
     assert last.loss == pytest.approx(last.masked_lm_loss + last.next_sentence_loss)
     assert (evaluation.time_s, evaluation.eval_s, evaluation.samples) == (29.5, 7.0, 48)
+    assert (last.site_bytes, own_seconds) == (0, [[0.0], [6.25]])
 
 
 def test_a_target_that_is_just_reached_ends_the_run(start: Start, tmp_path: Path) -> None:
@@ -246,6 +251,7 @@ def test_gradients_that_stay_bad_end_the_run_and_are_not_in_a_checkpoint(start: 
         " #  lr 1.00e-04  eta at most 4:12  WARNING: 1 skipped, gradients not finite",
         " #  lr 1.00e-04  eta at most 4:08  WARNING: 1 skipped, gradients not finite",
     ]
+    assert "  lr 0.00e+00  eta " in start(lambda step, _: spoil(step, 9), training__max_steps=3).output[2]
     assert done.output[-3:-1] == [
         "warning at step 5: ending the run: no step of the last 2 intervals had finite gradients",
         "end: aborted after 80 samples and 22.5 s",

@@ -81,12 +81,11 @@ def input_and_upstream() -> tuple[Tensor, Tensor]:
 
 
 def trained(
-    run: Callable[[Tensor], Tensor], x: Tensor, upstream: Tensor, parameters: Sequence[Tensor], state: Fp8State | None
+    run: Callable[[Tensor], Tensor], x: Tensor, upstream: Tensor, parameters: Sequence[Tensor], state: Fp8State
 ) -> list[Tensor]:
-    """Return the output and the gradients of ``x`` and ``parameters``, after calibrating ``state`` if it is given."""
-    if state is not None:
-        for _ in state.calibration_():
-            run(x).backward(upstream)
+    """Return the output and the gradients of ``x`` and ``parameters``, after calibrating ``state``."""
+    for _ in state.calibration_():
+        run(x).backward(upstream)
     for tensor in (x, *parameters):
         tensor.grad = None
     output = run(x)
@@ -138,23 +137,6 @@ def test_a_feed_forward_half_is_the_products_of_what_was_rounded() -> None:
         assert distance(one, exact) < 1e-3
 
 
-@pytest.mark.parametrize(("kind", "times"), [("input", 4), ("weight", 4), ("gradient", 16)])
-def test_what_grows_in_one_step_is_rounded_as_before(kind: str, times: int) -> None:
-    """Scales come from the previous step, so they leave headroom. Without it, errors would be 0.16 to 0.7 here."""
-    state, products, (dense,) = made((64, 64))
-    x, upstream = input_and_upstream()
-    for _ in state.calibration_():
-        products.product(x, dense, dense.bias).backward(upstream)
-    with torch.no_grad():
-        {"input": x, "weight": dense.weight, "gradient": upstream}[kind].mul_(times)
-    state.refresh_weights_()
-    found = trained(partial(products.product, dense=dense, bias=dense.bias), x, upstream, (dense.weight,), None)
-    exact_x, exact_weight = (tensor.detach().double().requires_grad_() for tensor in (x, dense.weight))
-    exact = partial(F.linear, weight=exact_weight, bias=dense.bias.detach().double())
-    for one, other in zip(found, trained(exact, exact_x, upstream.double(), (exact_weight,), None), strict=True):
-        assert distance(one, other) < 0.09
-
-
 def test_only_sums_over_a_layers_width_are_left_to_the_tensor_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
 
@@ -204,19 +186,6 @@ def test_magnitudes_are_collected_over_micro_batches() -> None:
         scales.append(state.scale_S.clone())
     assert not torch.equal(scales[0], scales[1])
     assert torch.equal(torch.minimum(scales[0], scales[1]), scales[2])
-
-
-def test_a_bad_step_leaves_the_scales() -> None:
-    model, state, batch = calibrated()
-    before = state.scale_S.clone()
-    masked_lm_loss, _ = model(batch).mean_losses(batch)
-    (masked_lm_loss * float("nan")).backward()
-    gradient = state.denses[0].gradient_site
-    assert not gradient.amax.isfinite()
-    state.update_()
-    assert torch.equal(state.scale_S[2::3], before[2::3])
-    forward_backward(model, batch)
-    assert gradient.amax.isfinite()
 
 
 def test_under_autocast_products_are_bf16_and_gradients_of_parameters_fp32() -> None:
