@@ -22,7 +22,10 @@ class FakeCuda:
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.streams = 0
-        self.default = self.current = SimpleNamespace(wait_stream=nothing)
+        self.waits: list[tuple[object, object]] = []
+        """Streams that have waited, each with the stream that it has waited for."""
+        self.resets = 0
+        self.default = self.current = self._stream()
         self.draws_fail = False
         self.used: list[object] = []
         """Streams of the captures, in their order."""
@@ -34,14 +37,22 @@ class FakeCuda:
             "stream": self.on,
             "graph": self.capture,
             "graph_pool_handle": nothing,
-            "CUDAGraph": lambda: SimpleNamespace(reset=nothing, replay=nothing),
+            "CUDAGraph": lambda: SimpleNamespace(reset=self.reset, replay=nothing),
         }.items():
             patch.setattr(torch.cuda, name, stand_in)
 
     def new_stream(self, _: torch.device = DEVICE, priority: int = 0) -> SimpleNamespace:
         assert priority < 0, "streams of the default priority belong to training"
         self.streams += 1
-        return SimpleNamespace(device=DEVICE, wait_stream=nothing)
+        return self._stream()
+
+    def _stream(self) -> SimpleNamespace:
+        stream = SimpleNamespace(device=DEVICE)
+        stream.wait_stream = lambda other: self.waits.append((stream, other))
+        return stream
+
+    def reset(self) -> None:
+        self.resets += 1
 
     @contextmanager
     def on(self, stream: object) -> Iterator[None]:
@@ -73,9 +84,11 @@ def test_draws_work_after_a_failed_capture(cuda: FakeCuda) -> None:
         replay_of(DEVICE, synchronize)
     assert not cuda.draws_fail
     assert cuda.current is cuda.default
-    assert len(cuda_graphs._failed) == 1, "PyTorch still refers to the graph"
+    assert (cuda.resets, len(cuda_graphs._failed)) == (1, 1), "PyTorch still refers to the graph"
+    cuda.waits.clear()
     replay_of(DEVICE, nothing)
     assert cuda.streams == 1, "the stream is used again"
+    assert cuda.waits == [(cuda.used[0], cuda.default), (cuda.default, cuda.used[0])]
 
 
 def test_only_replays_that_are_alive_together_need_several_streams(cuda: FakeCuda) -> None:

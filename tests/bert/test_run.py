@@ -79,6 +79,7 @@ def start(small_run: SmallRun, tmp_path: Path, clock: Clock, monkeypatch: pytest
     """Return a function that trains."""
     guards: list[DataGuard] = []
     monkeypatch.setattr(bert.run, "DataGuard", lambda folders: guards.append(DataGuard(folders)) or guards[-1])
+    monkeypatch.setattr(bert.run, "require_private_cache", None)  # only Triton on a GPU needs it
 
     def train(
         at_update: Callable[[TrainingStep, int], object] = lambda *_: None, *flags: str, **changes: object
@@ -232,9 +233,18 @@ def test_a_signal_ends_the_run_after_the_interval_with_a_checkpoint(start: Start
     assert done.output[-3] == "end: aborted after 32 samples and 9.0 s"
     assert done.output[-1].startswith("to go on: python -m bert.train tiny_cpu --model.num-hidden-layers 2 ")
     assert done.output[-1].endswith("--training.gradient-accumulation-steps 2 --checkpoint.folder TMP/c --resume TMP/c")
+    again = start(resume=folder, training__seed=None, training__gradient_accumulation_steps=4, training__max_steps=3)
+    assert ("seed", 7, {}) in again.log
+    assert ("gradient_accumulation_steps", 4, {}) in again.log, "as the user asks"
+    shares = "1 rank on 1 host, a step of each with at most"
+    line = f"shares of the global batch: {shares} 4 x 4 sequences; before {shares} 2 x 8 sequences"
+    assert again.output[1] == line
+    assert f"# {line}\n" in again.result.read_text()
+    alone = start(lambda _, step: step == 1 and signal.raise_signal(number))
+    assert alone.output[-1] == "aborted: TMP/r/tiny_cpu/bert/result_2.txt"
     with pytest.raises(Interrupted, match=f"stopped by {signal.Signals(number).name}"):
         start(lambda _, step: step == 3 and [signal.raise_signal(number) for _ in range(2)])
-    log = read_log(tmp_path / "r/tiny_cpu/bert/result_1.txt")
+    log = read_log(tmp_path / "r/tiny_cpu/bert/result_3.txt")
     assert [record.key for record in log.records][-4:] == ["block_stop", "train_samples", "eval_samples", "run_stop"]
 
 
@@ -309,6 +319,7 @@ def test_steps_of_sites_need_sites_unless_they_may_have_been_lost(
     with pytest.raises(ValueError, match=r"site_steps is 2, but all ranks are at one site: set MLPERF_BERT_SITE"):
         start(**ways)
     monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
+    ways["training__gradient_accumulation_steps"] = 3  # shares may be uneven, too
     assert start(**ways).output[0] == "one site: its ranks sum the gradients of every step until another site joins"
 
 
@@ -326,6 +337,9 @@ def test_data_are_released_on_all_ranks_once_the_clock_is_in_the_log(
     monkeypatch.setattr(DataGuard, "release", lambda guard: (told.append("release"), release(guard)))
     start(training__max_steps=3)
     order = ["init_stop", "require_untouched", "barrier", "run_start", "barrier", "release", "block_start"]
+    assert told[:3] == ["barrier", "cache_clear", "init_start"], (
+        "no rank creates files before all have passed their checks"
+    )
     assert told[told.index("init_stop") :][: len(order)] == order
 
 
@@ -359,6 +373,7 @@ def test_an_error_ends_all_ranks_with_its_status_and_a_fault_is_in_the_log(
 def test_a_rank_that_ends_for_other_ranks_waits_for_a_signal_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """The replaced ``all_reduce_`` returns the sum over two ranks, of which the other rank has got a signal."""
     interruption = Interruption()
+    assert not bert.run._stopped_for_others(interruption, CPU), "no rank has got a signal"
     monkeypatch.setattr(bert.run, "all_reduce_", lambda signals: signals + 1)
     monkeypatch.setattr(bert.run, "_OWN_SIGNAL_S", 0.15)
     assert bert.run._stopped_for_others(interruption, CPU)

@@ -18,12 +18,13 @@ from torch import Tensor
 from bert.checkpoints.hugging_face import to_hugging_face
 from bert.checkpoints.initial_model import load_initial_weights
 from bert.checkpoints.sources import open_source
-from bert.checkpoints.weights import model_metadata, read_header, save_weights
+from bert.checkpoints.weights import model_metadata, read_header, save_weights, text_metadata
 from bert.configuration.sections import ModelConfig
 from bert.convert import convert
 from bert.optimizer import FlatParameters
 from bert.predict import GapFiller
 from bert.train import run_command
+from dataloading.options import Normalization, NormalizationOptions
 from dataloading.text.vocabulary import Vocabulary
 from tests.bert.checkpoints.tf_bundles.expected import BUNDLES, bundle_weights
 from tests.bert.small_models import drawn_model
@@ -85,6 +86,19 @@ def test_a_file_says_which_model_it_holds_and_is_not_guessed_at(tmp_path: Path):
     convert(ours, "safetensors", again)
     convert(again, "hugging-face", theirs)
     assert open_source(ours).model == open_source(again).model == open_source(theirs).model == FOUR_HEADS
+    special = {f"{name}_token": f"[{name.upper()}]" for name in ("pad", "unk", "cls", "sep", "mask")}
+    names = {
+        "hidden_dropout_prob": 0.2,
+        "attention_probs_dropout_prob": 0.1,
+        "hidden_act": "gelu_new",
+        "pad_token_id": 0,
+    }
+    sizes = {name: value for name, value in asdict(FOUR_HEADS).items() if "dropout" not in name}
+    kinds = {"architectures": ["BertForPreTraining"], "model_type": "bert", "tie_word_embeddings": True}
+    settings = {"tokenizer_class": "BertTokenizer", **asdict(Normalization()), "model_max_length": 12}
+    for name, content in (("config", kinds | sizes | names), ("tokenizer_config", settings | special)):
+        text = (theirs / f"{name}.json").read_text()
+        assert (json.loads(text), text) == (content, json.dumps(json.loads(text), indent=2) + "\n")
     with pytest.raises(ValueError, match="holds a model with 4 attention heads: leave --num-attention-heads 2 out"):
         open_source(ours, 2)
     bare = tmp_path / "bare.safetensors"
@@ -140,6 +154,21 @@ def spoiled(tensor: Tensor | None, message: str) -> tuple[Callable[[Path], objec
             r"2 layers and tables of shapes .*\(8,\)\], expected a BERT",
         ),
         (Path.stat, {"vocab_size": 31}, r"of 30 tokens, but model\.vocab_size is 31"),
+        (
+            Path.stat,
+            {"num_attention_heads": 4},
+            "_heads 2, but model.num_attention_heads is 4: set --model.num-attention-",
+        ),
+        (
+            Path.stat,
+            {"type_vocab_size": 3},
+            "a model with type_vocab_size 2, but model.type_vocab_size is 3: set --model",
+        ),
+        (
+            Path.stat,
+            {"layer_norm_eps": 1e-7},
+            "_eps 1e-12, but model.layer_norm_eps is 1e-07: set --model.layer-norm-eps",
+        ),
         *map(stating, ("{", "[" * 100_000, "null")),
         stating(json.dumps(asdict(CONFIG) | {"hidden_size": True})),
         stating(json.dumps(asdict(CONFIG) | {"num_attention_heads": 3})),
@@ -184,7 +213,7 @@ def test_an_exported_folder_fills_masks_as_the_model_does(tmp_path: Path):
         assert [word for word, _ in GapFiller(tmp_path / checkpoint, None)(text, top=1)[1]] == [gaps[1][0][0]]
 
 
-def test_a_vocabulary_is_asked_for_and_must_be_the_models(tmp_path: Path):
+def test_a_vocabulary_is_asked_for_and_must_be_the_models(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     digest = write_vocabulary(tmp_path / "words")
     save_weights(drawn_model(CONFIG, 0), tmp_path / "ours.safetensors", {"vocabulary_sha256": digest})
     out = tmp_path / "theirs"
@@ -193,6 +222,21 @@ def test_a_vocabulary_is_asked_for_and_must_be_the_models(tmp_path: Path):
     write_vocabulary(tmp_path / "vocab.txt", 24)
     with pytest.raises(ValueError, match=r"vocab\.txt is not the vocabulary that the model was trained with"):
         convert(tmp_path / "ours.safetensors", "hugging-face", out)
+    padded = replace(CONFIG, vocab_size=32)
+    stated = text_metadata(digest, Normalization(False, False))
+    save_weights(drawn_model(padded, 0), tmp_path / "ours.safetensors", stated)
+    (tmp_path / "words").rename(tmp_path / "vocab.txt")
+    convert(tmp_path / "ours.safetensors", "hugging-face", tmp_path / "padded")
+    rows = f"the word embedding table has 2 rows of padding more than {tmp_path}/vocab.txt has tokens"
+    assert capsys.readouterr().out.splitlines()[0] == rows
+    (tmp_path / "tokenizer_config.json").write_text('{"do_lower_case": true}')
+    with pytest.raises(
+        ValueError, match=r"ours.safetensors was trained on text with capital letters kept, accents kept"
+    ):
+        convert(tmp_path / "ours.safetensors", "hugging-face", out)
+    given = NormalizationOptions(do_lower_case=True, strip_accents=True)
+    convert(tmp_path / "ours.safetensors", "hugging-face", tmp_path / "given", normalization=given)
+    (tmp_path / "tokenizer_config.json").unlink()
     save_weights(drawn_model(CONFIG, 0), tmp_path / "ours.safetensors")  # without a digest
     for words in (24, 26):  # a table of 30 rows is not padded to a multiple of 8
         write_vocabulary(tmp_path / "vocab.txt", words)

@@ -158,6 +158,18 @@ def test_the_list_describes_every_recipe(capsys: pytest.CaptureFixture[str]) -> 
     assert lines[-1].endswith("on 8 nodes of 8 A100 with 40 GB each; global batch 1,024, bf16")
 
 
+def test_an_error_names_the_rank_on_whose_machine_it_is(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for rank, name in (("0", "error: "), ("1", "error: rank 1: ")):
+        for variable, value in (("RANK", rank), ("WORLD_SIZE", "2"), ("LOCAL_RANK", rank), ("LOCAL_WORLD_SIZE", "2")):
+            monkeypatch.setenv(variable, value)
+        assert bert.train.main(["tiny"]) == 2
+        assert capsys.readouterr().err.startswith(
+            f"{name}unknown recipe 'tiny': expected one of tiny_cpu, own_text_cpu, "
+        )
+
+
 def test_an_older_pytorch_is_refused_before_any_check(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

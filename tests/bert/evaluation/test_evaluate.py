@@ -7,6 +7,7 @@ import pytest
 from bert import evaluate
 from bert.checkpoints.weights import save_weights
 from bert.evaluation import Accuracy, Evaluator
+from bert.guards import triton
 from dataloading.dataset.folder import open_dataset
 from dataloading.text.vocabulary import Vocabulary
 from tests.bert.small_models import CPU, OF_SMALL_RUN, PLAIN, drawn_model
@@ -30,7 +31,8 @@ def accuracy(small_run: SmallRun) -> Accuracy:
 
 
 @pytest.fixture
-def settings(small_run: SmallRun, tmp_path: Path, checkpoint: Path) -> list[str]:
+def settings(small_run: SmallRun, tmp_path: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    monkeypatch.setattr(triton, "require_private_cache", None)  # only Triton on a GPU needs it
     return small_run.arguments(tmp_path / "r", data__initial_checkpoint=checkpoint, evaluation__batch_size=2)
 
 
