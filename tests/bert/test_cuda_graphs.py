@@ -81,9 +81,7 @@ def test_replayed_steps_are_the_steps(small_run: SmallRun, precision: Literal["f
 
 
 @pytest.mark.parametrize("capturer", [None, Recording()], ids=["run", "captured"])
-def test_fp8_starts_with_the_scales_of_the_weights_that_it_starts_from(
-    small_run: SmallRun, capturer: CudaCapturer | None
-) -> None:
+def test_fp8_starts_with_the_scales_of_its_first_weights(small_run: SmallRun, capturer: CudaCapturer | None) -> None:
     """Scales fit the initial weights and real gradients, although the warm-up trains and uses empty batches."""
     step = step_of("fp8", capturer=capturer)
     step.warm_up(global_batches(small_run, 1)[0], 3, SHAPE_BUCKETS)

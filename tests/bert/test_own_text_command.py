@@ -203,19 +203,11 @@ LINE = " ".join(letter * 9 for letter in "abcdefg")
             ["the river flow ##s past 1234567 .", "##ing is near two stones"],
             [("the [MASK] flows past 1234567 .", "river"), ("ing is near two [MASK]", "stones")],
         ),
-        (
-            [f"{LINE} h", f"{LINE} ##h", LINE],
-            [(f"[MASK] {LINE[10:]}", "a" * 9), (f"[MASK] {LINE[10:-10]}", "a" * 9)],
-        ),
-        (
-            [f"{word} b c d eight" for word in "efgh"],
-            [(f"{word} b c d [MASK]", "eight") for word in "efg"],
-        ),
+        ([f"{LINE} h", f"{LINE} ##h", LINE], [(f"[MASK] {LINE[10:]}", "a" * 9), (f"[MASK] {LINE[10:-10]}", "a" * 9)]),
+        ([f"{word} b c d eight" for word in "efgh"], [(f"{word} b c d [MASK]", "eight") for word in "efg"]),
     ],
 )
-def test_examples_are_beginnings_of_held_out_text_with_a_gap(
-    texts: list[str], examples: list[tuple[str, str]], tmp_path: Path
-) -> None:
+def test_examples_are_text_with_a_gap(texts: list[str], examples: list[tuple[str, str]], tmp_path: Path) -> None:
     """Each has a whole word in its gap, and fills at most a line. At most three that differ are shown."""
     assert list(examples_of(*held_out(tmp_path / "made", texts))) == examples
 
@@ -225,19 +217,12 @@ def test_examples_are_beginnings_of_held_out_text_with_a_gap(
     [
         ((0.1, 0.2, 0.3, 0.35), 4, 2.0, "Its second half brought 15.0 points: longer training should bring more."),
         ((0.1, 0.3, 0.25, 0.2), 2, 2.0, "It was best after 200: longer training would not help, more text would."),
-        (
-            (0.1, 0.3, 0.302, 0.301),
-            3,
-            2.0,
-            "Its second half brought no measurable gain: longer training may not help, ",
-        ),
+        ((0.1, 0.3, 0.302, 0.301), 3, 2.0, "Its second half brought no measurable gain: longer tr"),
         ((0.3,), 1, 0.5, "It was too short to tell what longer training would bring."),
         ((), 1, 0.0, "It was too short to tell what longer training would bring."),
     ],
 )
-def test_the_outlook_follows_the_held_out_accuracy(
-    accuracies: tuple[float, ...], best: int, times: float, said: str
-) -> None:
+def test_the_outlook_follows_the_accuracy(accuracies: tuple[float, ...], best: int, times: float, said: str) -> None:
     records = [
         EvaluationRecord(step, 100 * step, masked_lm_accuracy=accuracy, count=10_000)
         for step, accuracy in enumerate(accuracies, 1)

@@ -114,9 +114,7 @@ def eval_line(step: int, rest: str = "target 0.9000") -> str:
     return f"eval {step:>6}  samples {16 * step:>9}  accuracy #  ( #/173)  {rest}  7.00 s"
 
 
-def test_a_run_up_to_its_limit_and_from_one_of_its_checkpoints(
-    start: Start, small_run: SmallRun, tmp_path: Path
-) -> None:
+def test_a_run_up_to_its_limit_and_from_its_checkpoint(start: Start, small_run: SmallRun, tmp_path: Path) -> None:
     """The run that continues has the same steps, and ends with the same weights to the last bit."""
     ways = {"checkpoint__folder": tmp_path / "c", "checkpoint__every_steps": 4, "save_checkpoint": tmp_path / "whole"}
     done = start(**ways)
@@ -268,9 +266,7 @@ def test_gradients_that_stay_bad_end_the_run_and_are_not_in_a_checkpoint(start: 
     ]
 
 
-def test_a_restarted_run_goes_on_by_itself_with_shares_that_fit(
-    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_restarted_run_goes_on_by_itself(start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Either the count of restarts or the job of the checkpoints shows a restart. Under torchrun, an orderly end is 0."""
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job")
     first = start(training__max_steps=3, checkpoint__folder=tmp_path / "c", checkpoint__every_steps=2)
@@ -290,9 +286,7 @@ def test_a_restarted_run_goes_on_by_itself_with_shares_that_fit(
         assert ("gradient_accumulation_steps", 2, {}) in done.log
 
 
-def test_seeds_are_drawn_from_31_bits_and_the_log_is_told_to_the_launcher(
-    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_seeds_have_31_bits_and_the_log_is_told(start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MLPERF_BERT_CLAIM", str(tmp_path / "claim"))
     monkeypatch.setattr(os, "urandom", lambda _: b"\xff\x01\x00\xff")
     done = start(training__seed=None, training__max_steps=1, evaluation__interval_samples=16)
@@ -312,9 +306,7 @@ def test_a_dry_run_only_says_that_it_is_ready(start: Start, monkeypatch: pytest.
             start(print, "--dry-run", training__device="cuda")
 
 
-def test_steps_of_sites_need_sites_unless_they_may_have_been_lost(
-    start: Start, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_steps_of_sites_need_sites_unless_these_may_be_lost(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     ways = {"training__site_steps": 2, "evaluation__interval_samples": 32, "training__max_steps": 2}
     with pytest.raises(ValueError, match=r"site_steps is 2, but all ranks are at one site: set MLPERF_BERT_SITE"):
         start(**ways)
@@ -323,9 +315,7 @@ def test_steps_of_sites_need_sites_unless_they_may_have_been_lost(
     assert start(**ways).output[0] == "one site: its ranks sum the gradients of every step until another site joins"
 
 
-def test_data_are_released_on_all_ranks_once_the_clock_is_in_the_log(
-    start: Start, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_data_are_released_on_all_ranks_once_the_clock_is_logged(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     """No rank may open data before rank 0 has logged run_start, so rank 0 writes it between two barriers."""
     told: list[str] = []
     event, release = MLLog.event, DataGuard.release

@@ -74,9 +74,7 @@ def test_a_plan_for_another_number_of_ranks_is_refused() -> None:
         plan.require_ranks(4, 0, path)
 
 
-def test_a_plan_that_holds_a_wrong_value_is_refused_in_one_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_plan_with_a_wrong_value_is_refused_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_plan(planned(reduction="--help"), tmp_path / "plan.json")
     assert main(["--plan", str(tmp_path / "plan.json")]) == 2
     [line] = capsys.readouterr().err.splitlines()

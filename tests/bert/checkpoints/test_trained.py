@@ -56,9 +56,7 @@ def test_a_run_without_a_target_keeps_its_best_weights_also_after_it_was_resumed
     assert again.saved == 7, "a new run does not compare itself with an earlier one"
 
 
-def test_a_run_that_ends_before_its_first_evaluation_and_one_with_a_target_save_their_last_weights(
-    tmp_path: Path,
-) -> None:
+def test_a_run_without_evaluations_and_one_with_a_target_save_their_last_weights(tmp_path: Path) -> None:
     run = Leaving(tmp_path / "early.safetensors", keeps_best=True)
     run.weights.ended()
     assert stated_evaluation(run.path) is None

@@ -5,7 +5,7 @@ import math
 import os
 import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -75,6 +75,7 @@ def from_pretrained(folder: Path) -> Any:
     return model.eval()
 
 
+HEADS = ("pooler.weight", "pooler.bias", "next_sentence.weight", "next_sentence.bias")
 FOUR_HEADS = ModelConfig(2, 24, 4, 16, 30, 12, hidden_dropout=0.2, layer_norm_eps=1e-6)
 
 
@@ -87,12 +88,8 @@ def test_a_file_says_which_model_it_holds_and_is_not_guessed_at(tmp_path: Path):
     convert(again, "hugging-face", theirs)
     assert open_source(ours).model == open_source(again).model == open_source(theirs).model == FOUR_HEADS
     special = {f"{name}_token": f"[{name.upper()}]" for name in ("pad", "unk", "cls", "sep", "mask")}
-    names = {
-        "hidden_dropout_prob": 0.2,
-        "attention_probs_dropout_prob": 0.1,
-        "hidden_act": "gelu_new",
-        "pad_token_id": 0,
-    }
+    names = {"hidden_dropout_prob": 0.2, "attention_probs_dropout_prob": 0.1, "hidden_act": "gelu_new"}
+    names |= {"pad_token_id": 0}
     sizes = {name: value for name, value in asdict(FOUR_HEADS).items() if "dropout" not in name}
     kinds = {"architectures": ["BertForPreTraining"], "model_type": "bert", "tie_word_embeddings": True}
     settings = {"tokenizer_class": "BertTokenizer", **asdict(Normalization()), "model_max_length": 12}
@@ -108,87 +105,69 @@ def test_a_file_says_which_model_it_holds_and_is_not_guessed_at(tmp_path: Path):
     assert open_source(bare, 4).model.num_attention_heads == 4
 
 
-def rewritten(name: str, tensor: Tensor | None, **metadata: str) -> Callable[[Path], object]:
-    """Return a function that replaces or removes a tensor in a file, and replaces some of its metadata."""
-
-    def act(path: Path) -> None:
-        tensors = load_file(path) | {name: tensor}
-        stated = read_header(path)[1] | metadata
-        save_file({name: each for name, each in tensors.items() if each is not None}, path, stated)
-
-    return act
+INDEX, LAST = "model.safetensors.index.json", "model-00003-of-00003.safetensors"
+Changes = Mapping[str, Tensor | str | int | dict[str, Any] | None]
 
 
-def stating(model: str) -> tuple[Callable[[Path], object], dict[str, int], str]:
-    spoil = rewritten("pooler.bias", torch.ones(8), model=model)
-    return spoil, {}, r"weights\.safetensors does not state its model as this program does"
-
-
-def spoiled(tensor: Tensor | None, message: str) -> tuple[Callable[[Path], object], dict[str, int], str]:
-    return rewritten("pooler.bias", tensor), {}, rf"weights\.safetensors{message}"
+def change(path: Path, changes: Changes) -> None:
+    """Replace or remove tensors of a file. In its folder, replace files, cut them to a length, or remove them."""
+    for name, value in changes.items():
+        file = path.with_name(name)
+        if isinstance(value, Tensor) or (value is None and not file.exists()):
+            tensors = load_file(path) | {name: value}
+            tensors = {name: each for name, each in tensors.items() if each is not None}
+            save_file(tensors, path, read_header(path)[1])
+        elif isinstance(value, int):
+            os.truncate(file, value)
+        elif value is None:
+            file.unlink()
+        else:
+            file.write_text(value if isinstance(value, str) else json.dumps(value))
 
 
 @pytest.mark.parametrize(
-    ("spoil", "change", "message"),
+    ("changes", "message"),
     [
-        *((lambda path, kept=kept: os.truncate(path, kept), {}, "safetensors file") for kept in (0, 4, 100)),
-        (lambda path: path.write_bytes(path.read_bytes()[:-1]), {}, "not a whole safetensors file"),
-        (lambda path: torch.save({}, path), {}, "pickle file"),
-        (Path.unlink, {}, r"weights\.safetensors: no such file"),
-        spoiled(None, " lacks pooler\\.bias: expected BERT's encoder and pooler with the masked-LM and next-sentence"),
-        spoiled(torch.zeros(4), r": pooler\.bias has the shape \(4,\), expected \(8,\) by the other weights"),
-        spoiled(
-            torch.ones(8, dtype=torch.int32), r" holds pooler\.bias as torch\.int32: expected weights in fp32, fp64"
-        ),
-        spoiled(torch.ones(8).to(torch.float8_e4m3fn), r" holds pooler\.bias as torch\.float8"),
-        spoiled(torch.full((8,), torch.nan), r": pooler\.bias has NaN or infinity in fp32"),
-        spoiled(torch.full((8,), 1e300, dtype=torch.float64), r": pooler\.bias has NaN or infinity in fp32"),
-        (
-            lambda path: keep(path, "embeddings"),
-            {},
-            r"lacks pooler.weight, pooler.bias, next_sentence.weight and 6 more:",
-        ),
-        (
-            rewritten("embeddings.segment", torch.ones(8)),
-            {},
-            r"2 layers and tables of shapes .*\(8,\)\], expected a BERT",
-        ),
-        (Path.stat, {"vocab_size": 31}, r"of 30 tokens, but model\.vocab_size is 31"),
-        (
-            Path.stat,
-            {"num_attention_heads": 4},
-            "_heads 2, but model.num_attention_heads is 4: set --model.num-attention-",
-        ),
-        (
-            Path.stat,
-            {"type_vocab_size": 3},
-            "a model with type_vocab_size 2, but model.type_vocab_size is 3: set --model",
-        ),
-        (
-            Path.stat,
-            {"layer_norm_eps": 1e-7},
-            "_eps 1e-12, but model.layer_norm_eps is 1e-07: set --model.layer-norm-eps",
-        ),
-        *map(stating, ("{", "[" * 100_000, "null")),
-        stating(json.dumps(asdict(CONFIG) | {"hidden_size": True})),
-        stating(json.dumps(asdict(CONFIG) | {"num_attention_heads": 3})),
-        (
-            rewritten("pooler.bias", torch.ones(8), model=json.dumps(asdict(CONFIG) | {"intermediate_size": 17})),
-            {},
-            "its metadata states intermediate_size 17, but the weights in .* have 16",
-        ),
+        *(({"weights.safetensors": kept}, "safetensors file") for kept in (0, 4, 100)),
+        ({"weights.safetensors": 8000}, "not a whole safetensors file"),
+        ({"weights.safetensors": None}, r": no such file"),
+        ({"pooler.bias": None}, " lacks pooler.bias: expected BERT's encoder and pooler with the masked-LM"),
+        ({"pooler.bias": torch.zeros(4)}, r": pooler.bias has the shape \(4,\), expected \(8,\) by the other weights"),
+        ({"pooler.bias": torch.ones(8, dtype=torch.int32)}, " holds pooler.bias as torch.int32: expected weights"),
+        ({"pooler.bias": torch.ones(8).to(torch.float8_e4m3fn)}, " holds pooler.bias as torch.float8"),
+        ({"pooler.bias": torch.full((8,), torch.nan)}, ": pooler.bias has NaN or infinity in fp32"),
+        ({"pooler.bias": torch.full((8,), 1e300, dtype=torch.float64)}, ": pooler.bias has NaN or infinity in fp32"),
+        (dict.fromkeys(HEADS), " lacks pooler.weight, pooler.bias, next_sentence.weight and 1 more: expected BERT's"),
+        ({"embeddings.segment": torch.ones(8)}, r": 2 layers and tables of shapes .*\(8,\)\], expected a BERT"),
     ],
 )
-def test_what_does_not_fit_is_refused(
-    saved: Path, spoil: Callable[[Path], object], change: dict[str, int], message: str
-):
-    spoil(saved)
+def test_a_file_that_is_damaged_or_does_not_fit(saved: Path, changes: Changes, message: str):
+    change(saved, changes)
+    with pytest.raises(ValueError, match=rf"weights\.safetensors.*{message}"):
+        load_initial_weights(drawn_model(CONFIG, 1), saved)
+
+
+def test_a_model_of_another_architecture_is_refused(saved: Path):
+    for name, value, message in (
+        ("vocab_size", 31, "of 30 tokens, but model.vocab_size is 31: make the samples with that model"),
+        ("num_attention_heads", 4, "num_attention_heads 2, but model.num_attention_heads is 4: set --model"),
+        ("type_vocab_size", 3, "type_vocab_size 2, but model.type_vocab_size is 3: set --model.type-vocab-size 2"),
+        ("layer_norm_eps", 1e-7, "layer_norm_eps 1e-12, but model.layer_norm_eps is 1e-07: set --model.layer-norm-eps"),
+    ):
+        with pytest.raises(ValueError, match=f"weights.safetensors holds a model (with )?{message}"):
+            load_initial_weights(drawn_model(replace(CONFIG, **{name: value}), 1), saved)
+
+
+ODD = ({"hidden_size": True}, {"num_attention_heads": 3}, {"intermediate_size": 17})
+
+
+@pytest.mark.parametrize("stated", ["{", "[" * 100_000, "null", *(json.dumps(asdict(CONFIG) | each) for each in ODD)])
+def test_a_statement_that_makes_no_sense(tmp_path: Path, stated: str):
+    save_file(drawn_model(CONFIG, 0).state_dict(), tmp_path / "odd.safetensors", {"model": stated})
+    other = "its metadata states intermediate_size 17, but the weights in .* have 16"
+    message = other if "17" in stated else r"odd\.safetensors does not state its model as this program does"
     with pytest.raises(ValueError, match=message):
-        load_initial_weights(drawn_model(replace(CONFIG, **change), 1), saved)
-
-
-def keep(path: Path, prefix: str) -> None:
-    save_file({name: each for name, each in load_file(path).items() if name.startswith(prefix)}, path)
+        load_initial_weights(drawn_model(CONFIG, 1), tmp_path / "odd.safetensors")
 
 
 @pytest.mark.slow
@@ -308,9 +287,6 @@ def sharded(theirs: Path) -> Path:
     return folder
 
 
-INDEX = "model.safetensors.index.json"
-
-
 @pytest.mark.parametrize("named", ["", INDEX])
 def test_weights_in_several_files(sharded: Path, tmp_path: Path, named: str):
     source = open_source(sharded / named)
@@ -326,110 +302,69 @@ def test_weights_in_several_files(sharded: Path, tmp_path: Path, named: str):
     assert open_source(sharded).digest() == expected.digest()  # transformers prefers the single file, too
 
 
-def misplaced(file: str) -> Callable[[Path], object]:
-    """Return a function that makes the index look for one more weight in a file."""
-
-    def act(folder: Path) -> None:
-        index = json.loads((folder / INDEX).read_text())
-        (folder / INDEX).write_text(json.dumps({"weight_map": index["weight_map"] | {"more": file}}))
-
-    return act
-
-
-def stated(**changes: object) -> Callable[[Path], object]:
-    return lambda folder: (folder / "config.json").write_text(json.dumps({"num_attention_heads": 2} | changes))
-
-
-def stored(name: str, tensor: Tensor) -> Callable[[Path], object]:
-    return lambda folder: rewritten(name, tensor)(folder / "model.safetensors")
-
-
-def with_content(name: str, content: str) -> Callable[[Path], object]:
-    return lambda folder: (folder / name).write_text(content)
-
-
 WORD, DECODER = "bert.embeddings.word_embeddings.weight", "cls.predictions.decoder.weight"
 NAN = torch.full((30, 8), torch.nan)
-OF_ONE_FILE = [
-    (stored(DECODER, torch.ones(30, 8)), r"decoder\.weight is not bert\.embeddings.*, but this model has the two tied"),
-    (stored(DECODER, torch.ones(0, 8)), r"decoder\.weight is not bert\.embeddings"),
-    (lambda folder: (stored(DECODER, NAN)(folder), stored(WORD, NAN)(folder)), r"s: .*\.weight has NaN or infinity"),
-    (stored("module.bert.pooler.dense.bias", torch.ones(8)), r"the same weight as .*pooler\.dense\.bias and as "),
-    (stored("pooler.dense.bias", torch.ones(8)), r"holds the same weight as .*pooler\.dense\.bias and as "),
-    (with_content("config.json", "[" * 100_000), "config.json"),
-    (with_content("config.json", " " * 2_000_000 + "{}"), "config.json: 2,000,002 bytes, expected at most"),
-    (with_content("config.json", "[]"), "config.json"),
-    (with_content("config.json", "{}"), "num_attention_heads"),
-    (stated(num_attention_heads=3), "model.hidden_size is 8, expected a multiple of model.num_attention_heads 3"),
-    (stated(num_attention_heads=True), "num_attention_heads"),
-    (stated(hidden_size="8"), "hidden_size"),
-    (stated(hidden_size=16), "config.json states hidden_size 16, but the weights in .* have 8"),
-    (stated(layer_norm_eps=math.nan), "config.json"),
-    (stated(model_type="roberta"), "model_type"),
-    (stated(position_embedding_type="relative_key"), "position_embedding_type"),
-    (stated(hidden_act="relu"), "hidden_act"),
-    (stated(hidden_act=["\x1b"]), "hidden_act"),
-    (stated(hidden_act="gelu_10"), "hidden_act"),
-    (stated(is_decoder=True), "is_decoder is True, expected an encoder"),
-    (stated(is_decoder=1), "is_decoder"),
-    (stated(add_cross_attention=True), "add_cross_attention is True"),
-    (stated(quantization_config={"quant_method": "fp8"}), "quantization_config is"),
-]
-OF_SEVERAL_FILES = [
-    (lambda folder: max(folder.glob("model-0*")).unlink(), r"index\.json names files that are missing \(model-0"),
-    (lambda folder: os.truncate(max(folder.glob("model-0*")), 50), "not a whole safetensors file"),
-    (
-        misplaced("model-00001-of-00003.safetensors"),
-        "00001-of-00003.safetensors lacks more, which .*json expects there",
-    ),
-    (misplaced("../theirs/model.safetensors"), "is not the name of a safetensors file"),
-    (misplaced("/etc/passwd"), "is not the name of a safetensors file"),
-    (misplaced(f"{'x' * 300}.safetensors"), "is not the name of a safetensors file"),
-    (with_content(INDEX, '{"weight_map": {"more": 3}}'), "index.json"),
-    (with_content(INDEX, '{"weight_map": {}}'), "index.json lacks bert"),
-    (with_content(INDEX, "{}"), "weight_map"),
-    (with_content(INDEX, "[" * 100_000), "index.json"),
-    (with_content(INDEX, " " * 2_000_000), "2,000,000 bytes, expected at most"),
-]
+TWO = {"num_attention_heads": 2}
+NO_NAME = "is not the name of a safetensors file; expected the index of safetensors files"
 
 
 @pytest.mark.parametrize(
-    ("folder", "spoil", "message"),
-    [("theirs", *case) for case in OF_ONE_FILE] + [("sharded", *case) for case in OF_SEVERAL_FILES],
+    ("changes", "message"),
+    [
+        ({DECODER: torch.ones(30, 8)}, r"decoder\.weight is not bert\.embeddings.*, but this model has the two tied"),
+        ({DECODER: torch.ones(0, 8)}, r"decoder\.weight is not bert\.embeddings"),
+        ({DECODER: NAN, WORD: NAN}, r"model\.safetensors: .*\.weight has NaN or infinity"),
+        ({"module.bert.pooler.dense.bias": torch.ones(8)}, r"the same weight as .*pooler\.dense\.bias and as "),
+        ({"pooler.dense.bias": torch.ones(8)}, r"holds the same weight as .*pooler\.dense\.bias and as "),
+        ({"config.json": "[" * 100_000}, "config.json"),
+        ({"config.json": " " * 2_000_000 + "{}"}, "config.json: 2,000,002 bytes, expected at most"),
+        ({"config.json": "[]"}, "config.json"),
+        ({"config.json": "{}"}, "num_attention_heads"),
+        ({"config.json": {"num_attention_heads": 3}}, "is 8, expected a multiple of model.num_attention_heads 3"),
+        ({"config.json": {"num_attention_heads": True}}, "num_attention_heads"),
+        ({"config.json": TWO | {"hidden_size": "8"}}, "hidden_size"),
+        ({"config.json": TWO | {"hidden_size": 16}}, "config.json states hidden_size 16, but the weights in .* have 8"),
+        ({"config.json": TWO | {"layer_norm_eps": math.nan}}, "config.json"),
+        ({"config.json": TWO | {"model_type": "roberta"}}, "model_type"),
+        ({"config.json": TWO | {"position_embedding_type": "relative_key"}}, "position_embedding_type"),
+        ({"config.json": TWO | {"hidden_act": "relu"}}, "hidden_act"),
+        ({"config.json": TWO | {"hidden_act": ["\x1b"]}}, "hidden_act"),
+        ({"config.json": TWO | {"hidden_act": "gelu_10"}}, "hidden_act"),
+        ({"config.json": TWO | {"is_decoder": True}}, "is_decoder is True, expected an encoder"),
+        ({"config.json": TWO | {"is_decoder": 1}}, "is_decoder"),
+        ({"config.json": TWO | {"add_cross_attention": True}}, "add_cross_attention is True"),
+        ({"config.json": TWO | {"quantization_config": {"quant_method": "fp8"}}}, "quantization_config is"),
+        ({LAST: None}, rf"index\.json names files that are missing \({LAST}\)"),
+        ({LAST: 50}, "not a whole safetensors file"),
+        ({INDEX: {"weight_map": {"more": LAST}}}, f"{LAST} lacks more, which {INDEX} expects there"),
+        ({INDEX: {"weight_map": {"more": "../theirs/model.safetensors"}}}, NO_NAME),
+        ({INDEX: {"weight_map": {"more": "/etc/passwd"}}}, NO_NAME),
+        ({INDEX: {"weight_map": {"more": f"{'x' * 300}.safetensors"}}}, NO_NAME),
+        ({INDEX: {"weight_map": {"more": 3}}}, "index.json"),
+        ({INDEX: {"weight_map": {}}}, "index.json lacks bert"),
+        ({INDEX: "{}"}, "weight_map"),
+        ({INDEX: "[" * 100_000}, "index.json"),
+        ({INDEX: " " * 2_000_000}, "2,000,000 bytes, expected at most"),
+    ],
 )
-def test_a_folder_that_is_damaged_or_does_not_fit(
-    request: pytest.FixtureRequest, folder: str, spoil: Callable[[Path], object], message: str
-):
-    made = request.getfixturevalue(folder)
-    spoil(made)
+def test_wrong_folders_are_told(request: pytest.FixtureRequest, changes: Changes, message: str):
+    folder = request.getfixturevalue("sharded" if {LAST, INDEX} & changes.keys() else "theirs")
+    change(folder / "model.safetensors", changes)
     with pytest.raises(ValueError, match=message):
-        open_source(made)
+        open_source(folder)
 
 
 def test_pickles_are_refused_by_their_content_and_by_their_name(tmp_path: Path):
-    for name, content in (
-        *(
-            (f"pytorch_model{part}.bin", content)
-            for part in ("", "-00001-of-00002")
-            for content in (b"PK\3\4", b"\x80\2")
-        ),
-        ("pytorch_model.bin", b"other"),
-        ("weights", b"PK\3\4"),
-        ("weights.pt", b"other"),
-    ):
+    names = "pytorch_model.bin", "pytorch_model-00001-of-00002.bin", "weights.pt", "weights"
+    for name, start in ((name, start) for name in names for start in (b"PK\3\4", b"\x80\2", b"other")):
         path = tmp_path / name
-        path.write_bytes(content + bytes(99))
-        for source in (path, tmp_path) if path.suffix == ".bin" else (path,):
-            with pytest.raises(ValueError, match="is a pickle file, which can run any code"):
-                open_source(source)
+        path.write_bytes(start + bytes(99))
+        is_other = (name, start) == ("weights", b"other")
+        with pytest.raises(ValueError, match="neither a safetensors file" if is_other else f"{name} is a pickle file"):
+            open_source(path)
+        with pytest.raises(ValueError, match=f"{name} is a pickle" if "_" in name else "holds no model.safetensors$"):
+            open_source(tmp_path)
         path.unlink()
-    (tmp_path / "weights").write_bytes(b"other" + bytes(99))
-    for source, message in (
-        (tmp_path / "weights", "is neither a safetensors file"),
-        (tmp_path, "holds no model.safetensors$"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            open_source(source)
 
 
 @pytest.mark.parametrize("kind", ["file", "folder", "dangling link"])

@@ -55,9 +55,7 @@ def arguments(recipe: str, wikipedia: Path, results: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("recipe", GPU_RECIPES)
-def test_a_recipe_fits_its_gpus_and_is_told_what_does_where_it_does_not(
-    recipe: str, wikipedia: Path, tmp_path: Path
-) -> None:
+def test_a_recipe_fits_its_gpus_and_is_told_what_does_elsewhere(recipe: str, wikipedia: Path, tmp_path: Path) -> None:
     config = parse(arguments(recipe, wikipedia, tmp_path))
     assert config.recipe == recipe
     inputs, training = check(config, gpus(recipe)), config.training

@@ -72,7 +72,7 @@ def test_a_dry_run_counts_the_samples(settings: list[str], capsys: pytest.Captur
     assert "--expect ACCURACY     the expected accuracy" in capsys.readouterr().out
 
 
-def test_unknown_tokens_may_be_left_out(
+def test_unknown_tokens_may_not_count(
     settings: list[str], small_run: SmallRun, capsys: pytest.CaptureFixture[str]
 ) -> None:
     labels = small_run.evaluation.masked_lm_ids

@@ -122,9 +122,7 @@ def test_a_set_without_known_tokens_is_refused(small_run: SmallRun, model: BertF
 
 
 @pytest.mark.parametrize("world_size", [3, 64])
-def test_ranks_share_the_evaluation_set_and_miss_nothing(
-    dataset: Dataset, model: BertForPreTraining, world_size: int
-) -> None:
+def test_ranks_share_the_set_and_miss_nothing(dataset: Dataset, model: BertForPreTraining, world_size: int) -> None:
     """The case of 64 ranks has ranks without samples."""
     whole, shares = evaluator(dataset, 16)(model, PLAIN), []
     for rank in range(world_size):
@@ -137,9 +135,7 @@ def test_ranks_share_the_evaluation_set_and_miss_nothing(
     )
 
 
-def test_data_is_read_ahead_once_and_its_faults_surface(
-    dataset: Dataset, model: BertForPreTraining, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_data_is_read_ahead_once(dataset: Dataset, model: BertForPreTraining, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = evaluator(dataset, 16)(model, PLAIN)
     take, reads = dataset.take, []
 
@@ -164,9 +160,7 @@ def test_data_is_read_ahead_once_and_its_faults_surface(
         faulty(model, PLAIN)
 
 
-def test_predictions_in_bf16_are_counted_on_logits_that_are_not_rounded(
-    dataset: Dataset, model: BertForPreTraining, small_run: SmallRun
-) -> None:
+def test_predictions_in_bf16_count_exactly(dataset: Dataset, model: BertForPreTraining, small_run: SmallRun) -> None:
     """With a bias of 16 on every logit, bf16 values are 0.125 apart, so most logits of a row would be equal."""
     with torch.no_grad():
         model.decoder_bias.fill_(16.0)

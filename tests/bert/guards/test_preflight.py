@@ -56,16 +56,10 @@ FIRST = "ends the run before its first evaluation, after"
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (
-            {"resume": "nowhere"},
-            "no whole checkpoint in nowhere: set resume to a folder of checkpoints, or leave it out",
-        ),
+        ({"resume": "nowhere"}, "no whole checkpoint in nowhere: set resume to a folder of checkpoints"),
         ({"data__train": "nowhere"}, r"missing: data.train nowhere\. `./run_and_time.sh tiny_cpu` makes its data"),
         ({"model__vocab_size": 300}, "vocab.txt has 200 entries, but model.vocab_size is 300: set data.vocab or model"),
-        (
-            {"model__max_position_embeddings": 47},
-            "train holds sequences of up to 48 .* model.max_position_embeddings is 47",
-        ),
+        ({"model__max_position_embeddings": 47}, "sequences of up to 48 .*max_position_embeddings is 47"),
         (
             {"data__train": "no/train", "data__vocab": "no/vocab.txt", "data__initial_checkpoint": "no.safetensors"},
             "missing: data.train no/train, data.vocab no/vocab.txt, data.initial_checkpoint no.safetensors",
@@ -87,10 +81,7 @@ FIRST = "ends the run before its first evaluation, after"
             "176 samples: choose a divisor of 176",
         ),
         ({"evaluation__target": None}, None),
-        (
-            {"training__gradient_accumulation_steps": 3},
-            "16 does not divide over 1 ranks x 3 .* make it a multiple of 3",
-        ),
+        ({"training__gradient_accumulation_steps": 3}, "16 does not divide over 1 ranks x 3 .* a multiple of 3"),
         ({"training__device": "cuda"}, "training.device is cuda, but no compiler; no headers"),
         ({"training__implementations": "dense_gelu unknown"}, "training.implementations: "),
     ],
@@ -107,9 +98,7 @@ def test_what_would_stop_a_run_is_named(
         assert re.search(said, refusal(small_run, tmp_path / "r", **change))
 
 
-def test_the_ranks_of_a_plan_and_its_prediction(
-    small_run: SmallRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_plan_is_for_a_number_of_ranks(small_run: SmallRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A run that was started again on other hosts keeps the settings, but not the prediction."""
     arguments = small_run.arguments(tmp_path / "r")
     plan = RunPlan(
@@ -167,9 +156,7 @@ def test_an_existing_result_file_is_not_overwritten(small_run: SmallRun, tmp_pat
     assert "result_3.txt exists already" in refusal(small_run, tmp_path, log__run=3)
 
 
-def test_a_disk_that_would_be_full_is_found_before(
-    small_run: SmallRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_disk_that_is_too_full_is_found(small_run: SmallRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder, results, weights = tmp_path / "disk", tmp_path / "results", tmp_path / "weights" / "last.safetensors"
     config = parse(small_run.arguments(results))
     size = 4 * sum(parameter.numel() for parameter in BertForPreTraining(config.model).parameters())

@@ -36,9 +36,7 @@ def test_the_numbers_of_records_are_shown_by_samples(tmp_path: Path) -> None:
             assert (shown.step, shown.value) == (640, pytest.approx(getattr(record, tag.partition("/")[2])))
 
 
-def test_without_the_package_the_error_says_what_to_install(
-    small_run: SmallRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_missing_package_is_named(small_run: SmallRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = parse(small_run.arguments(tmp_path / "r", log__tensorboard=tmp_path / "t"))
     check(config, 1)
     monkeypatch.setattr(reporter, "find_spec", lambda _: None)
