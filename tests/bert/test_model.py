@@ -71,24 +71,6 @@ def test_agrees_with_hugging_face(dtype: torch.dtype):
     assert_near(gradients(ours), renamed(gradients(theirs)), tolerance)
 
 
-@pytest.mark.parametrize("layers", [1, 3])
-def test_last_layer_subset_is_exact(layers: int):
-    """``head_inputs`` returns the rows of the last layer that the heads read, and their gradients match too."""
-    model, batch = random_model(replace(SMALL, num_hidden_layers=layers)), batch_of(samples())
-    rows = torch.cat([batch.cu_seqlens[:-1].long(), batch.masked_lm_positions])
-    shape = len(rows), SMALL.hidden_size
-    upstream = torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    encoder = [*model.embeddings.parameters(), *model.layers.parameters()]
-    state, both = model.next_dropout_state(), []
-    hidden_TD = model.embedded(batch, state)
-    for layer in model.layers:
-        hidden_TD = layer(hidden_TD, batch.cu_seqlens, batch.max_seqlen, state)
-    for hidden in (torch.cat(model.head_inputs(batch)), hidden_TD[rows]):
-        found = [hidden, *torch.autograd.grad(hidden, encoder, upstream)]
-        both.append({str(place): tensor for place, tensor in enumerate(found)})
-    assert_near(*both)
-
-
 def test_grouping_into_batches_does_not_matter():
     """One batch, single sequences and another order give the same summed losses, counts and gradients."""
     block, results = samples(), []

@@ -287,11 +287,11 @@ def test_a_restarted_run_goes_on_by_itself(start: Start, tmp_path: Path, monkeyp
 
 
 def test_seeds_have_31_bits_and_the_log_is_told(start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MLPERF_BERT_CLAIM", str(tmp_path / "claim"))
+    monkeypatch.setenv("MLPERF_BERT_CLAIM", str(tmp_path / "a claim"))
     monkeypatch.setattr(os, "urandom", lambda _: b"\xff\x01\x00\xff")
     done = start(training__seed=None, training__max_steps=1, evaluation__interval_samples=16)
     assert ("seed", 0xFF00_01FF // 2, {}) in done.log
-    assert (tmp_path / "claim").read_text() == f"{done.result}\n"
+    assert (tmp_path / "a claim").read_text() == f"{done.result}\n"
 
 
 def test_a_dry_run_only_says_that_it_is_ready(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -367,12 +367,13 @@ def test_pickles_are_refused_by_their_content_and_by_their_name(tmp_path: Path):
         path.unlink()
 
 
-@pytest.mark.parametrize("kind", ["file", "folder", "dangling link"])
-def test_nothing_is_overwritten(saved: Path, tmp_path: Path, kind: str):
-    out = tmp_path / "out"
-    {"file": out.touch, "folder": out.mkdir, "dangling link": lambda: out.symlink_to("nowhere")}[kind]()
-    with pytest.raises(ValueError, match="exists already"):
-        convert(saved, "safetensors", out, 2)
+def test_nothing_is_overwritten(saved: Path, tmp_path: Path):
+    (tmp_path / "file").touch()
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "dangling link").symlink_to("nowhere")
+    for kind in ("file", "folder", "dangling link"):
+        with pytest.raises(ValueError, match=f"{kind} exists already: move it away, or name another --out"):
+            convert(saved, "safetensors", tmp_path / kind, 2)
 
 
 def test_the_command(saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):

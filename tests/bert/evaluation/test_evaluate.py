@@ -3,11 +3,13 @@
 from pathlib import Path
 
 import pytest
+import torch
 
 from bert import evaluate
 from bert.checkpoints.weights import save_weights
 from bert.evaluation import Accuracy, Evaluator
 from bert.guards import triton
+from bert.model import BertForPreTraining
 from dataloading.dataset.folder import open_dataset
 from dataloading.text.vocabulary import Vocabulary
 from tests.bert.small_models import CPU, OF_SMALL_RUN, PLAIN, drawn_model
@@ -16,24 +18,29 @@ from tests.distributed.ranks import Ranks
 
 
 @pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Save a random model, which predicts some tokens correctly by chance."""
-    path = tmp_path_factory.mktemp("checkpoint") / "weights.safetensors"
-    save_weights(drawn_model(OF_SMALL_RUN, 3), path)
-    return path
-
-
-@pytest.fixture(scope="module")
-def accuracy(small_run: SmallRun) -> Accuracy:
-    """Return the accuracy that ``Evaluator`` computes, to compare with the command's."""
-    dataset = open_dataset(small_run.folder / "evaluation")
-    return Evaluator(dataset, CPU, 16)(drawn_model(OF_SMALL_RUN, 3), PLAIN)
+def model() -> BertForPreTraining:
+    """Return a random model, which predicts some tokens correctly by chance. In bf16, its perplexity would differ."""
+    model = drawn_model(OF_SMALL_RUN, 3)
+    with torch.no_grad():
+        model.embeddings.word.mul_(20)
+    return model
 
 
 @pytest.fixture
-def settings(small_run: SmallRun, tmp_path: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def settings(
+    small_run: SmallRun, tmp_path_factory: pytest.TempPathFactory, tmp_path: Path, model: BertForPreTraining,
+    monkeypatch: pytest.MonkeyPatch,
+) -> list[str]:  # fmt: skip
     monkeypatch.setattr(triton, "require_private_cache", None)  # only Triton on a GPU needs it
-    return small_run.arguments(tmp_path / "r", data__initial_checkpoint=checkpoint, evaluation__batch_size=2)
+    path = tmp_path_factory.mktemp("checkpoint") / "weights.safetensors"
+    save_weights(model, path)
+    return small_run.arguments(tmp_path / "r", data__initial_checkpoint=path, evaluation__batch_size=2)
+
+
+@pytest.fixture(scope="module")
+def accuracy(small_run: SmallRun, model: BertForPreTraining) -> Accuracy:
+    """Return the accuracy that ``Evaluator`` computes, to compare with the command's."""
+    return Evaluator(open_dataset(small_run.folder / "evaluation"), CPU, 16)(model, PLAIN)
 
 
 @pytest.mark.usefixtures("clock")

@@ -1,7 +1,6 @@
 """Numbering of result files when one run starts alone or several runs start at once."""
 
 import importlib.metadata
-import os
 import threading
 from pathlib import Path
 
@@ -9,7 +8,7 @@ import pytest
 import torch
 
 from bert.configuration.recipes import tiny_cpu
-from bert.log.result_files import CLAIM, choose_files, claim, create_log, provenance
+from bert.log.result_files import choose_files, create_log, provenance
 from bert.parallel.mesh import Mesh
 
 
@@ -69,12 +68,3 @@ def test_the_header_names_the_run_and_its_machine(monkeypatch: pytest.MonkeyPatc
     assert (head["recipe"], head["seed"], head["accelerator"], "nccl" in head) == ("tiny_cpu", 11, "none", False)
     assert head["processes"] == f"4 x {torch.get_num_threads()} threads, data 2 x tensor 2"
     assert (head["torch"], head["config.training.global_batch_size"]) == (importlib.metadata.version("torch"), 32)
-
-
-def test_who_asks_for_the_number_finds_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(CLAIM, raising=False)
-    claim(Path("results/a/bert/result_0.txt"))
-    monkeypatch.setenv(CLAIM, str(tmp_path / "a claim"))
-    claim(Path("results/a b/bert/result_7.txt"))
-    assert (tmp_path / "a claim").read_text() == "results/a b/bert/result_7.txt\n"
-    assert os.listdir(tmp_path) == ["a claim"]  # noqa: PTH208

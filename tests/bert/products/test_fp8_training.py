@@ -174,20 +174,6 @@ def test_calibration_finds_the_scales() -> None:
     assert (steps != 0).float().mean() < 0.05
 
 
-def test_magnitudes_are_collected_over_micro_batches() -> None:
-    """The scale after two micro-batches is the smaller of their separate scales."""
-    scales = []
-    first, second = batches(2)
-    for micro_batches in ([first], [second], [first, second]):
-        model, state, _ = calibrated()
-        for batch in micro_batches:
-            forward_backward(model, batch)
-        state.update_()
-        scales.append(state.scale_S.clone())
-    assert not torch.equal(scales[0], scales[1])
-    assert torch.equal(torch.minimum(scales[0], scales[1]), scales[2])
-
-
 def test_under_autocast_products_are_bf16_and_gradients_of_parameters_fp32() -> None:
     model, state, batch = calibrated()
     products, plain = model.layers[0].products, drawn_model(CONFIG, 1)
