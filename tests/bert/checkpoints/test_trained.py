@@ -54,6 +54,10 @@ def test_a_run_without_a_target_keeps_its_best_weights_also_after_it_was_resumed
     again = Leaving(run.path, keeps_best=True)
     again.evaluated(7, 1)
     assert again.saved == 7, "a new run does not compare itself with an earlier one"
+    run.path.write_bytes(b"cut off")
+    resumed = Leaving(run.path, keeps_best=True, is_resumed=True)
+    resumed.evaluated(8, 5)
+    assert resumed.saved == 8, "a damaged file is replaced"
 
 
 def test_a_run_without_evaluations_and_one_with_a_target_save_their_last_weights(tmp_path: Path) -> None:
@@ -66,11 +70,3 @@ def test_a_run_without_evaluations_and_one_with_a_target_save_their_last_weights
     run.evaluated(2, 400)
     run.weights.ended()
     assert run.saved == 2
-
-
-def test_a_damaged_file_of_an_earlier_part_is_replaced(tmp_path: Path) -> None:
-    path = tmp_path / "weights.safetensors"
-    path.write_bytes(b"cut off")
-    run = Leaving(path, keeps_best=True, is_resumed=True)
-    run.evaluated(1, 5)
-    assert run.saved == 1

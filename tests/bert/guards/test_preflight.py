@@ -101,9 +101,8 @@ def test_what_would_stop_a_run_is_named(
 def test_a_plan_is_for_a_number_of_ranks(small_run: SmallRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A run that was started again on other hosts keeps the settings, but not the prediction."""
     arguments = small_run.arguments(tmp_path / "r")
-    plan = RunPlan(
-        "tiny_cpu", "CPU", 1, 2, settings_of(parse(arguments)), "", dict.fromkeys((*PHASES, "other"), 1.0), 60.0
-    )
+    settings, seconds = settings_of(parse(arguments)), dict.fromkeys((*PHASES, "other"), 1.0)
+    plan = RunPlan("tiny_cpu", "CPU", 1, 2, settings, "", seconds, 60.0)
     write_plan(plan, tmp_path / "plan.json")
     config = parse([*arguments, "--plan", str(tmp_path / "plan.json")])
     assert check(config, 2).run_plan == plan
