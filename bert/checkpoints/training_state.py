@@ -89,8 +89,7 @@ def rebalance_batch(config: Config, before: World, data_size: int) -> Config:
     # Use the largest micro-batch so far: the last run may have had smaller ones, because it had more hosts.
     steps = -(-batch // (data_size * before.fitting))
     steps = max(1, min(steps, batch // data_size))  # every rank needs a sequence
-    # Pipeline schedules need rounds of equal size.
-    steps = -(-steps // config.parallel.pipeline) * config.parallel.pipeline
+    steps = -(-steps // config.parallel.pipeline) * config.parallel.pipeline  # schedules need rounds of equal size
     return replace(config, training=replace(config.training, gradient_accumulation_steps=steps))
 
 

@@ -1,32 +1,26 @@
-"""The log lines, the remaining time and the slow ranks that a run shows."""
+"""The log lines, the remaining time and the slow ranks that a run shows, and the numbers in TensorBoard."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 from msgspec.structs import replace
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from bert.guards.preflight import check
+from bert.reporting import reporter
 from bert.reporting.intervals import Stragglers
-from bert.reporting.reporter import StepLines
+from bert.reporting.reporter import StepLines, TensorBoard
+from bert.train import parse
 from compliance.log.records import EndRecord, EvaluationRecord, StepRecord, Straggler
 from compliance.log.schedule import EvaluationSchedule
+from tests.conftest import SmallRun
 
 STEP = StepRecord(
-    step=20,
-    samples=640,
-    time_s=2.0,
-    step_ms=100.0,
-    data_wait_ms=5.0,
-    forward_backward_ms=80.0,
-    reduce_ms=5.0,
-    update_ms=10.0,
-    loss=5.5,
-    masked_lm_loss=4.8,
-    next_sentence_loss=0.7,
-    learning_rate=1e-3,
-    gradient_norm=2.0,
-    tokens_per_s=28_000.0,
-    sequences_per_s=320.0,
-)
+    step=20, samples=640, time_s=2.0, step_ms=100.0, data_wait_ms=5.0, forward_backward_ms=80.0, reduce_ms=5.0,
+    update_ms=10.0, loss=5.5, masked_lm_loss=4.8, next_sentence_loss=0.7, learning_rate=1e-3, gradient_norm=2.0,
+    tokens_per_s=28_000.0, sequences_per_s=320.0,
+)  # fmt: skip
 EVALUATION = EvaluationRecord(
     step=20, samples=640, time_s=2.5, eval_s=0.5, masked_lm_accuracy=0.25, correct=25, count=100
 )
@@ -134,3 +128,36 @@ def test_ranks_are_compared_with_those_of_their_own_stage_and_named_with_their_p
     *before, [(text, _)] = [ranks.add([0.1, 0.2, 0.2, 0.2, 0.1, 0.2]) for _ in range(3)]
     assert before == [[], []]
     assert text.startswith("rank 2 on host n (data 1, pipeline 0, tensor 0) is slow: 200.0 ms a step of its own, 2.00")
+
+
+OF_A_STEP = """
+    loss/loss loss/masked_lm_loss loss/next_sentence_loss
+    optimizer/learning_rate optimizer/gradient_norm optimizer/skipped_steps
+    rate/sequences_per_s rate/tokens_per_s
+    step/step_ms step/data_wait_ms step/forward_backward_ms step/reduce_ms step/update_ms
+"""
+OF_AN_EVALUATION = "evaluation/masked_lm_accuracy evaluation/eval_s"
+
+
+@pytest.mark.slow
+def test_the_numbers_of_records_are_shown_by_samples(tmp_path: Path) -> None:
+    sink = TensorBoard(tmp_path)
+    for record in (STEP, EVALUATION, END):
+        sink.write(record)
+    sink.close()
+    [file] = tmp_path.iterdir()
+    events = EventAccumulator(str(file)).Reload()
+    assert sorted(events.Tags()["scalars"]) == sorted(f"{OF_A_STEP} {OF_AN_EVALUATION}".split())
+    for tags, record in ((OF_A_STEP, STEP), (OF_AN_EVALUATION, EVALUATION)):
+        for tag in tags.split():
+            [shown] = events.Scalars(tag)
+            assert (shown.step, shown.value) == (640, pytest.approx(getattr(record, tag.partition("/")[2])))
+
+
+def test_a_missing_package_is_named(small_run: SmallRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = parse(small_run.arguments(tmp_path / "r", log__tensorboard=tmp_path / "t"))
+    check(config, 1)
+    monkeypatch.setattr(reporter, "find_spec", lambda _: None)
+    with pytest.raises(ValueError, match=r"^log.tensorboard is set, .*: pip install '\.\[tensorboard\]', or"):
+        check(config, 1)
+    assert list(tmp_path.iterdir()) == []
