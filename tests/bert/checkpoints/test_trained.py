@@ -64,6 +64,9 @@ def test_a_run_without_evaluations_and_one_with_a_target_save_their_last_weights
     run = Leaving(tmp_path / "early.safetensors", keeps_best=True)
     run.weights.ended()
     assert stated_evaluation(run.path) is None
+    run.evaluated(1, 0)
+    run.weights.ended()
+    assert stated_evaluation(run.path) is not None, "its best evaluation got nothing right"
     run = Leaving(tmp_path / "target.safetensors", keeps_best=False)
     run.evaluated(1, 500)
     assert not run.path.exists()
