@@ -181,8 +181,16 @@ def test_the_log_states_the_settings_and_the_counts(start: Start, monkeypatch: p
     logged = [(key, value) for key, value, _ in done.log if key != "weights_initialization"]
     assert sorted(logged[: len(settings)]) == sorted(settings.items())
     [evaluation] = done.metrics.evaluations
-    assert [each for each in done.log if each[0] in ("eval_accuracy", "train_samples", "eval_samples", "run_stop")] == [
-        ("eval_accuracy", pytest.approx(evaluation.correct / 173), {"epoch_num": 48, "samples_count": 48}),
+    at = {"epoch_num": 48, "samples_count": 48}
+    begin, end = ({"first_epoch_num": 1, "epoch_count": 1}, {"first_epoch_num": 1, "samples_count": 48})
+    assert done.log[-10:] == [
+        ("block_start", None, begin | {"samples_count": 0}),
+        ("block_stop", None, end),
+        ("eval_start", None, at),
+        ("eval_accuracy", pytest.approx(evaluation.correct / 173), at),
+        ("eval_stop", None, at),
+        ("block_start", None, begin | {"samples_count": 48}),
+        ("block_stop", None, end),
         ("train_samples", 48, {}),
         ("eval_samples", 50, {}),
         ("run_stop", None, {"status": "aborted"}),
