@@ -236,6 +236,7 @@ def test_a_signal_ends_the_run_after_the_interval_with_a_checkpoint(start: Start
     folder = tmp_path / "c"
     done = start(lambda _, step: step == 1 and signal.raise_signal(number), checkpoint__folder=folder)
     assert (done.status, done.checkpoints) == (128 + number, ["step_00000002"])
+    assert (folder / ".lock").is_file(), "other runs are kept out"
     assert done.output[-3] == "end: aborted after 32 samples and 9.0 s"
     assert done.output[-1].startswith("to go on: python -m bert.train tiny_cpu --model.num-hidden-layers 2 ")
     assert done.output[-1].endswith("--training.gradient-accumulation-steps 2 --checkpoint.folder TMP/c --resume TMP/c")

@@ -170,11 +170,11 @@ def test_a_disk_that_is_too_full_is_found(small_run: SmallRun, tmp_path: Path, m
         check(parse(small_run.arguments(results, **places, **more)), 1)
 
     fits()
-    for place, setting in (
-        (folder, "checkpoint.folder"),
-        (weights.parent, "save_checkpoint"),
-        (tmp_path, "log.results"),
-    ):
+    for place, setting in {
+        folder: "checkpoint.folder",
+        weights.parent: "save_checkpoint",
+        tmp_path: "log.results",
+    }.items():
         free[place] -= 1
         need = f"{(free[place] + 1) / 1e6:.1f} MB"
         said = refusal(small_run, results, **places)
@@ -182,3 +182,10 @@ def test_a_disk_that_is_too_full_is_found(small_run: SmallRun, tmp_path: Path, m
         free[place] += 1
     free[folder] = 6 * size
     fits(checkpoint__keep=1)
+    for number, needed in enumerate((6, 3, 3, 3), 1):  # checkpoints that are there need no more room
+        (folder / f"step_{number:08}").mkdir()
+        free[folder] = needed * size
+        fits(resume=folder)
+        free[folder] -= 1
+        with pytest.raises(ValueError, match=r"set checkpoint\.folder to another place"):
+            fits(resume=folder)
