@@ -19,7 +19,7 @@ from benchmarks.training.hugging_face import new_model, padded
 from bert.checkpoints.hugging_face import hugging_face_names
 from bert.configuration.recipes import RECIPES
 from bert.configuration.sections import Precision
-from bert.model import BertForPreTraining, EncoderLayer
+from bert.model import BertForPreTraining, EncoderLayer, PretrainingOutput
 from bert.setup import captures, choose_shapes, synthetic_batches
 from dataloading.batches.loader import Batch, batch_of, inert_batch
 from dataloading.batches.plan import ShapeBucket
@@ -161,7 +161,11 @@ def test_a_padded_batch_trains_as_the_batch_that_it_holds(shape_bucket: ShapeBuc
 
 
 def test_a_batch_of_empty_slots_has_neither_losses_nor_gradients() -> None:
-    assert not any(tensor.any() for tensor in trained(inert_batch(LARGE)).values())
+    empty = inert_batch(LARGE)
+    assert not any(tensor.any() for tensor in trained(empty).values())
+    sums = PretrainingOutput(torch.tensor(3.0), torch.tensor(4.0), None)
+    for counts, means in ([2, 1], (3.0, 2.0)), ([2, 0], (3.0, 2.0)), ([1, 2], (1.5, 4.0)):
+        assert sums.mean_losses(replace(empty, global_counts=torch.tensor(counts))) == means
 
 
 @pytest.mark.parametrize(("precision", "padded"), [("fp32", False), ("bf16", True)])
