@@ -99,7 +99,7 @@ def examples_of(held_out: Dataset, vocabulary: Vocabulary) -> Iterator[tuple[str
     ids = samples.unmasked_ids
     seen: set[str] = set()
     for start in samples.sequence_offsets[:-1].tolist():
-        tokens = [vocabulary.tokens[index] for index in ids[start + 1 : start + 1 + _EXAMPLE_CHARACTERS].tolist()]
+        tokens = [vocabulary.tokens[index] for index in ids[start + 1 : start + _EXAMPLE_CHARACTERS].tolist()]
         words = _words(tokens[: tokens.index("[SEP]")] if "[SEP]" in tokens else tokens)
         plain = ["".join(piece.removeprefix("##") for piece in pieces) for pieces in words]
         whole = [pieces[0] for pieces in words if len(pieces) == 1 and pieces[0].isalpha()]

@@ -128,8 +128,8 @@ def _weights_file(folder: Path) -> Path:
         if re.fullmatch(r"pytorch_model.*\.bin", name):
             raise ValueError(f"{folder / name} {_PICKLE}")
     prefixes = [path.with_suffix("") for depth in ("", "*/") for path in sorted(folder.glob(f"{depth}*{INDEX_SUFFIX}"))]
-    for prefix in prefixes[:1]:
-        TensorBundle(prefix)  # raises if the prefix cannot be used either, as with a TF2 checkpoint
+    if prefixes:
+        TensorBundle(prefixes[0])  # raises if the prefix cannot be used either, as with a TF2 checkpoint
     hint = f"; for a TensorFlow checkpoint name its prefix: {prefixes[0]}" if prefixes else ""
     raise ValueError(f"{folder} holds no model.safetensors{hint}")
 

@@ -75,7 +75,7 @@ class World:
         """
         steps, copies = config.training.gradient_accumulation_steps, len(hosts) // config.parallel.copy_ranks
         sequences = -(-config.training.global_batch_size // (copies * steps))
-        fitting = max(sequences, before.fitting if before else 0)
+        fitting = max(sequences, before.fitting) if before else sequences
         return cls(dict(Counter(hosts)), steps, sequences, fitting, job(), dict(zip(hosts, sites, strict=False)))
 
 
@@ -89,8 +89,7 @@ def rebalance_batch(config: Config, before: World, data_size: int) -> Config:
     # Use the largest micro-batch so far: the last run may have had smaller ones, because it had more hosts.
     steps = -(-batch // (data_size * before.fitting))
     steps = max(1, min(steps, batch // data_size))  # every rank needs a sequence
-    if config.parallel.pipeline > 1:  # pipeline schedules need rounds of equal size
-        steps = -(-steps // config.parallel.pipeline) * config.parallel.pipeline
+    steps = -(-steps // config.parallel.pipeline) * config.parallel.pipeline  # schedules need rounds of equal size
     return replace(config, training=replace(config.training, gradient_accumulation_steps=steps))
 
 

@@ -253,8 +253,7 @@ def _check_places(config: Config) -> None:
         _require_room(config.save_checkpoint.parent, 4 * parameters, "save_checkpoint")
     if config.checkpoint.folder is not None:
         # The next checkpoint is written before the oldest one is deleted, so there must be space for one more.
-        kept = len(checkpoint_folders(config.checkpoint.folder)) if config.checkpoint.folder.is_dir() else 0
-        count = max(1, config.checkpoint.keep + 1 - kept)
+        count = max(1, config.checkpoint.keep + 1 - len(checkpoint_folders(config.checkpoint.folder)))
         _require_room(config.checkpoint.folder, count * BYTES_PER_PARAMETER * parameters, "checkpoint.folder")
 
 

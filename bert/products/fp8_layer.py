@@ -43,8 +43,9 @@ class HiddenStates(NamedTuple):
 
     def casts(self, reader: Fp8Dense) -> tuple[Tensor, Tensor]:
         """Return the casts for ``reader``, and make them if they do not exist yet."""
-        if self.quantized_TD is None or self.quantized_DT is None:
+        if self.quantized_TD is None:
             return reader.cast_input(self.input_TD)
+        assert self.quantized_DT is not None
         return self.quantized_TD, self.quantized_DT
 
 

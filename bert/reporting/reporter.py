@@ -242,10 +242,10 @@ def difference(found: PlanRecord, plan: Path) -> str:
     if abs(found.step_ms - planned) <= WORTH_SAYING * planned:
         return ""
     pairs = {part: (getattr(found, f"{part}_ms"), getattr(found, f"planned_{part}_ms")) for part in (*PHASES, "other")}
-    sign = 1 if found.step_ms > planned else -1
+    sign, way = (1, "more") if found.step_ms > planned else (-1, "less")
     most = max(pairs, key=lambda part: sign * (pairs[part][0] - pairs[part][1]))
     return (
-        f"a step took {found.step_ms:.1f} ms, {abs(found.step_ms / planned - 1):.0%} {'more' if sign > 0 else 'less'} "
+        f"a step took {found.step_ms:.1f} ms, {abs(found.step_ms / planned - 1):.0%} {way} "
         f"than the {planned:.1f} ms of {plan}: mostly in {most.replace('_', ' ')}, {pairs[most][0]:.1f} ms instead of "
         f"{pairs[most][1]:.1f}"
     )

@@ -1,7 +1,12 @@
-"""Captured steps give the same weights, bit for bit, as eager steps. Values that change are not captured."""
+"""Captured steps give the same weights, bit for bit, as eager steps. Values that change are not captured.
+
+A function captured by ``replay_of`` does not disturb later captures, draws or replays, even if its capture fails.
+"""
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Literal
 
 import numpy as np
@@ -10,7 +15,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from bert.captured_step import CapturedStep
-from bert.execution.cuda_graphs import BatchGraphs, CudaCapturer
+from bert.execution import cuda_graphs
+from bert.execution.cuda_graphs import BatchGraphs, CudaCapturer, replay_of
 from bert.parallel.mesh import Mesh
 from bert.step import TrainingStep
 from dataloading.batches.loader import Batch, batch_of, inert_batch
@@ -81,9 +87,7 @@ def test_replayed_steps_are_the_steps(small_run: SmallRun, precision: Literal["f
 
 
 @pytest.mark.parametrize("capturer", [None, Recording()], ids=["run", "captured"])
-def test_fp8_starts_with_the_scales_of_the_weights_that_it_starts_from(
-    small_run: SmallRun, capturer: CudaCapturer | None
-) -> None:
+def test_fp8_starts_with_the_scales_of_its_first_weights(small_run: SmallRun, capturer: CudaCapturer | None) -> None:
     """Scales fit the initial weights and real gradients, although the warm-up trains and uses empty batches."""
     step = step_of("fp8", capturer=capturer)
     step.warm_up(global_batches(small_run, 1)[0], 3, SHAPE_BUCKETS)
@@ -192,3 +196,97 @@ def test_captured_steps_on_a_gpu_are_the_steps_and_do_not_wait(small_run: SmallR
         results.append((step.flat.weights_P.clone(), step.statistics.fetch()[0]))
     torch.testing.assert_close(results[1][0], results[0][0], rtol=1e-3, atol=1e-4)
     assert results[1][1] == pytest.approx(results[0][1], rel=1e-3)
+
+
+DEVICE = torch.device("cpu")
+
+
+def nothing(*_: object) -> None:
+    pass
+
+
+class FakeCuda:
+    """Stand-ins for ``torch.cuda`` with the state that a failed capture leaves in PyTorch 2.11."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.streams = 0
+        self.waits: list[tuple[object, object]] = []
+        """Streams that have waited, each with the stream that it has waited for."""
+        self.resets = 0
+        self.default = self.current = self._stream()
+        self.draws_fail = False
+        self.used: list[object] = []
+        """Streams of the captures, in their order."""
+        patch.setattr(cuda_graphs, "_spare_streams", {})
+        patch.setattr(cuda_graphs, "_failed", [])
+        for name, stand_in in {
+            "Stream": self.new_stream,
+            "current_stream": lambda _: self.current,
+            "stream": self.on,
+            "graph": self.capture,
+            "graph_pool_handle": nothing,
+            "CUDAGraph": lambda: SimpleNamespace(reset=self.reset, replay=nothing),
+        }.items():
+            patch.setattr(torch.cuda, name, stand_in)
+
+    def new_stream(self, _: torch.device = DEVICE, priority: int = 0) -> SimpleNamespace:
+        assert priority < 0, "streams of the default priority belong to training"
+        self.streams += 1
+        return self._stream()
+
+    def _stream(self) -> SimpleNamespace:
+        stream = SimpleNamespace(device=DEVICE)
+        stream.wait_stream = lambda other: self.waits.append((stream, other))
+        return stream
+
+    def reset(self) -> None:
+        self.resets += 1
+
+    @contextmanager
+    def on(self, stream: object) -> Iterator[None]:
+        before, self.current = self.current, stream
+        try:
+            yield
+        finally:
+            self.current = before
+
+    @contextmanager
+    def capture(self, _: object, stream: object, **__: object) -> Iterator[None]:
+        self.used.append(stream)
+        before, self.current, self.draws_fail = self.current, stream, True
+        yield  # an error in the block leaves the stream current
+        self.current, self.draws_fail = before, False
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
+    return FakeCuda(monkeypatch)
+
+
+def test_draws_work_after_a_failed_capture(cuda: FakeCuda) -> None:
+    def synchronize() -> None:
+        if cuda.draws_fail:
+            raise RuntimeError("operation not permitted when stream is capturing")
+
+    with pytest.raises(RuntimeError, match="operation not permitted when stream is capturing"):
+        replay_of(DEVICE, synchronize)
+    assert not cuda.draws_fail
+    assert cuda.current is cuda.default
+    assert (cuda.resets, len(cuda_graphs._failed)) == (1, 1), "PyTorch still refers to the graph"
+    cuda.waits.clear()
+    replay_of(DEVICE, nothing)
+    assert cuda.streams == 1, "the stream is used again"
+    assert cuda.waits == [(cuda.used[0], cuda.default), (cuda.default, cuda.used[0])]
+
+
+def test_only_replays_that_are_alive_together_need_several_streams(cuda: FakeCuda) -> None:
+    """A stream keeps memory. But PyTorch 2.13 frees the memory of a graph's stream with the graph."""
+    for _ in range(3):
+        replay_of(DEVICE, nothing)()
+    assert cuda.streams == 1
+    replays = [replay_of(DEVICE, nothing) for _ in range(2)]
+    assert cuda.used[-1] is not cuda.used[-2]
+    del replays[0]
+    replays.append(replay_of(DEVICE, nothing))
+    assert cuda.used[-1] is cuda.used[-3]
+    assert cuda.streams == 2

@@ -1,10 +1,13 @@
 """The model, compared with Hugging Face's ``BertForPreTraining`` with the same weights, and with itself.
 
-Dropout is 0 throughout: the comparisons are exact up to rounding.
+Dropout is 0 throughout: the comparisons are exact up to rounding. Slots past the real counts are inert: padding a batch
+changes neither its losses nor its gradients.
 """
 
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,11 +17,15 @@ from torch import Tensor
 
 from benchmarks.training.hugging_face import new_model, padded
 from bert.checkpoints.hugging_face import hugging_face_names
-from bert.configuration.sections import ModelConfig
-from bert.model import BertForPreTraining, EncoderLayer
-from dataloading.batches.loader import batch_of
+from bert.configuration.recipes import RECIPES
+from bert.configuration.sections import Precision
+from bert.model import BertForPreTraining, EncoderLayer, PretrainingOutput
+from bert.setup import captures, choose_shapes, synthetic_batches
+from dataloading.batches.loader import Batch, batch_of, inert_batch
+from dataloading.batches.plan import ShapeBucket
 from dataloading.shards.samples import Samples, synthetic_samples
-from tests.bert.small_models import SMALL, assert_near, drawn_model, gradients, mean_loss, random_model
+from kernels import OPS
+from tests.bert.small_models import CPU, SMALL, assert_near, drawn_model, gradients, mean_loss, random_model
 
 LENGTHS = np.array([32, 32, 31, 17, 9, 3])
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-12}
@@ -72,24 +79,6 @@ def test_agrees_with_hugging_face(dtype: torch.dtype):
     assert_near(gradients(ours), renamed(gradients(theirs)), tolerance)
 
 
-@pytest.mark.parametrize("layers", [1, 3])
-def test_last_layer_subset_is_exact(layers: int):
-    """``head_inputs`` returns the rows of the last layer that the heads read, and their gradients match too."""
-    model, batch = random_model(replace(SMALL, num_hidden_layers=layers)), batch_of(samples())
-    rows = torch.cat([batch.cu_seqlens[:-1].long(), batch.masked_lm_positions])
-    shape = len(rows), SMALL.hidden_size
-    upstream = torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    encoder = [*model.embeddings.parameters(), *model.layers.parameters()]
-    state, both = model.next_dropout_state(), []
-    hidden_TD = model.embedded(batch, state)
-    for layer in model.layers:
-        hidden_TD = layer(hidden_TD, batch.cu_seqlens, batch.max_seqlen, state)
-    for hidden in (torch.cat(model.head_inputs(batch)), hidden_TD[rows]):
-        found = [hidden, *torch.autograd.grad(hidden, encoder, upstream)]
-        both.append({str(place): tensor for place, tensor in enumerate(found)})
-    assert_near(*both)
-
-
 def test_grouping_into_batches_does_not_matter():
     """One batch, single sequences and another order give the same summed losses, counts and gradients."""
     block, results = samples(), []
@@ -128,12 +117,6 @@ def test_dropout_acts_in_training_and_not_in_evaluation():
     assert len({*streams}) == len(streams) == 1 + 3 * SMALL.num_hidden_layers, "each place has its own random numbers"
 
 
-def test_bert_large_has_336_million_parameters():
-    with torch.device("meta"):
-        model = BertForPreTraining(ModelConfig())
-    assert sum(parameter.numel() for parameter in model.parameters()) == 336_226_108
-
-
 def test_initialization_is_bounded_and_repeatable():
     one, other = drawn_model(SMALL, 5), drawn_model(SMALL, 5)
     for (name, first), second in zip(one.named_parameters(), other.parameters(), strict=True):
@@ -143,3 +126,60 @@ def test_initialization_is_bounded_and_repeatable():
             assert first.std() > 0.5 * SMALL.initializer_range
         else:
             assert bool((first == (1.0 if name.endswith("norm.weight") else 0.0)).all()), name
+
+
+SAMPLES = synthetic_samples(np.array([20, 17, 17, 9, 3, 32]), SMALL.vocab_size, seed=3, masked_lm_prob=0.2)
+TOKENS, MASKED = len(SAMPLES.input_ids), len(SAMPLES.masked_lm_ids)
+LARGE = ShapeBucket(128, len(SAMPLES) + 5, 48, 32)
+SHAPE_BUCKETS = [
+    ShapeBucket(TOKENS + 1, len(SAMPLES), MASKED, 32),
+    ShapeBucket(TOKENS + 1, len(SAMPLES), MASKED + 1, 32),
+    ShapeBucket(TOKENS + 1, len(SAMPLES) + 1, MASKED, 32),
+    LARGE,
+]
+
+
+def trained(batch: Batch, implementation: str = "auto") -> dict[str, Tensor]:
+    """Return both mean losses and the gradients of their sum."""
+    model = random_model().train()
+    with ExitStack() as stack:
+        for name in ("varlen_attention", "varlen_self_attention", "dropout_add_layer_norm", "embedding_layer_norm"):
+            stack.enter_context(OPS[name].using(implementation))
+        masked_lm_loss, next_sentence_loss = model(batch).mean_losses(batch)
+        (masked_lm_loss + next_sentence_loss).backward()
+    return gradients(model) | {"masked-LM loss": masked_lm_loss, "next-sentence loss": next_sentence_loss}
+
+
+@pytest.mark.parametrize("implementation", ["auto", "reference"])
+@pytest.mark.parametrize("shape_bucket", SHAPE_BUCKETS)
+def test_a_padded_batch_trains_as_the_batch_that_it_holds(shape_bucket: ShapeBucket, implementation: str) -> None:
+    """What stands in empty token slots does not matter."""
+    padded = batch_of(SAMPLES, shape_bucket=shape_bucket)
+    assert padded.shape_bucket == shape_bucket
+    padded.input_ids[TOKENS:] = 11
+    assert_near(trained(padded, implementation), trained(batch_of(SAMPLES), implementation))
+
+
+def test_a_batch_of_empty_slots_has_neither_losses_nor_gradients() -> None:
+    empty = inert_batch(LARGE)
+    assert not any(tensor.any() for tensor in trained(empty).values())
+    sums = PretrainingOutput(torch.tensor(3.0), torch.tensor(4.0), None)
+    for counts, means in ([2, 1], (3.0, 2.0)), ([2, 0], (3.0, 2.0)), ([1, 2], (1.5, 4.0)):
+        assert sums.mean_losses(replace(empty, global_counts=torch.tensor(counts))) == means
+
+
+@pytest.mark.parametrize(("precision", "padded"), [("fp32", False), ("bf16", True)])
+def test_products_in_16_bits_of_a_cpu_have_few_numbers_of_rows(precision: Precision, padded: bool) -> None:
+    """oneDNN compiles 16-bit products for each number of rows, so bf16 batches are padded to few shapes."""
+    config = RECIPES["tiny_cpu"]()
+    model = replace(config.model, hidden_size=256, num_attention_heads=4)
+    config = replace(config, model=model, training=replace(config.training, precision=precision))
+    lengths = np.random.default_rng(0).integers(8, 129, 4096)
+    info = SimpleNamespace(max_seq_length=128)
+    train: Any = SimpleNamespace(lengths=lengths, masked_counts=lengths // 7 + 1, info=info)
+    assert not captures(config, CPU)
+    shapes = choose_shapes(config, train, CPU)
+    assert bool(shapes) == padded
+    assert len(shapes) <= 16
+    [batch] = synthetic_batches(config, train, CPU, shapes)
+    assert (batch.shape_bucket in shapes) == padded

@@ -27,6 +27,7 @@ from bert.guards.data_guard import DataGuard
 from bert.guards.interruption import Interrupted, Interruption
 from bert.guards.preflight import batch_plan
 from bert.log.mllog import MLLog
+from bert.reporting.intervals import Stragglers
 from bert.run import run
 from bert.step import TrainingStep
 from bert.train import parse
@@ -78,6 +79,7 @@ def start(small_run: SmallRun, tmp_path: Path, clock: Clock, monkeypatch: pytest
     """Return a function that trains."""
     guards: list[DataGuard] = []
     monkeypatch.setattr(bert.run, "DataGuard", lambda folders: guards.append(DataGuard(folders)) or guards[-1])
+    monkeypatch.setattr(bert.run, "require_private_cache", None)  # only Triton on a GPU needs it
 
     def train(
         at_update: Callable[[TrainingStep, int], object] = lambda *_: None, *flags: str, **changes: object
@@ -112,9 +114,7 @@ def eval_line(step: int, rest: str = "target 0.9000") -> str:
     return f"eval {step:>6}  samples {16 * step:>9}  accuracy #  ( #/173)  {rest}  7.00 s"
 
 
-def test_a_run_up_to_its_limit_and_from_one_of_its_checkpoints(
-    start: Start, small_run: SmallRun, tmp_path: Path
-) -> None:
+def test_a_run_up_to_its_limit_and_from_its_checkpoint(start: Start, small_run: SmallRun, tmp_path: Path) -> None:
     """The run that continues has the same steps, and ends with the same weights to the last bit."""
     ways = {"checkpoint__folder": tmp_path / "c", "checkpoint__every_steps": 4, "save_checkpoint": tmp_path / "whole"}
     done = start(**ways)
@@ -156,9 +156,12 @@ def test_a_run_up_to_its_limit_and_from_one_of_its_checkpoints(
     assert resumed.log[-4:-1] == [*done.log[-4:-2], ("eval_samples", 50, {})]
 
 
-def test_the_log_states_the_settings_and_the_counts(start: Start) -> None:
+def test_the_log_states_the_settings_and_the_counts(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank's own work, by which stragglers are found, is without exchanges with ranks of the same copy."""
+    own_seconds = []
+    monkeypatch.setattr(Stragglers, "add", lambda _, seconds: own_seconds.append(seconds) or [])
     done = start(
-        lambda *_: None,
+        lambda step, _: setattr(step.stopwatch, "exchanged", step.stopwatch.exchanged + 0.25),
         "--log.cache-cleared",
         log__organization="own", log__platform="machine", log__status="cloud",
         optimizer__beta_1=0.8, optimizer__beta_2=0.99, optimizer__epsilon=2e-6, optimizer__weight_decay_rate=0.02,
@@ -178,8 +181,16 @@ def test_the_log_states_the_settings_and_the_counts(start: Start) -> None:
     logged = [(key, value) for key, value, _ in done.log if key != "weights_initialization"]
     assert sorted(logged[: len(settings)]) == sorted(settings.items())
     [evaluation] = done.metrics.evaluations
-    assert [each for each in done.log if each[0] in ("eval_accuracy", "train_samples", "eval_samples", "run_stop")] == [
-        ("eval_accuracy", pytest.approx(evaluation.correct / 173), {"epoch_num": 48, "samples_count": 48}),
+    at = {"epoch_num": 48, "samples_count": 48}
+    begin, end = ({"first_epoch_num": 1, "epoch_count": 1}, {"first_epoch_num": 1, "samples_count": 48})
+    assert done.log[-10:] == [
+        ("block_start", None, begin | {"samples_count": 0}),
+        ("block_stop", None, end),
+        ("eval_start", None, at),
+        ("eval_accuracy", pytest.approx(evaluation.correct / 173), at),
+        ("eval_stop", None, at),
+        ("block_start", None, begin | {"samples_count": 48}),
+        ("block_stop", None, end),
         ("train_samples", 48, {}),
         ("eval_samples", 50, {}),
         ("run_stop", None, {"status": "aborted"}),
@@ -190,6 +201,7 @@ def test_the_log_states_the_settings_and_the_counts(start: Start) -> None:
     assert last.next_sentence_loss == pytest.approx(math.log(2), rel=0.05)
     assert last.loss == pytest.approx(last.masked_lm_loss + last.next_sentence_loss)
     assert (evaluation.time_s, evaluation.eval_s, evaluation.samples) == (29.5, 7.0, 48)
+    assert (last.site_bytes, own_seconds) == (0, [[0.0], [6.25]])
 
 
 def test_a_target_that_is_just_reached_ends_the_run(start: Start, tmp_path: Path) -> None:
@@ -224,12 +236,22 @@ def test_a_signal_ends_the_run_after_the_interval_with_a_checkpoint(start: Start
     folder = tmp_path / "c"
     done = start(lambda _, step: step == 1 and signal.raise_signal(number), checkpoint__folder=folder)
     assert (done.status, done.checkpoints) == (128 + number, ["step_00000002"])
+    assert (folder / ".lock").is_file(), "other runs are kept out"
     assert done.output[-3] == "end: aborted after 32 samples and 9.0 s"
     assert done.output[-1].startswith("to go on: python -m bert.train tiny_cpu --model.num-hidden-layers 2 ")
     assert done.output[-1].endswith("--training.gradient-accumulation-steps 2 --checkpoint.folder TMP/c --resume TMP/c")
+    again = start(resume=folder, training__seed=None, training__gradient_accumulation_steps=4, training__max_steps=3)
+    assert ("seed", 7, {}) in again.log
+    assert ("gradient_accumulation_steps", 4, {}) in again.log, "as the user asks"
+    shares = "1 rank on 1 host, a step of each with at most"
+    line = f"shares of the global batch: {shares} 4 x 4 sequences; before {shares} 2 x 8 sequences"
+    assert again.output[1] == line
+    assert f"# {line}\n" in again.result.read_text()
+    alone = start(lambda _, step: step == 1 and signal.raise_signal(number))
+    assert alone.output[-1] == "aborted: TMP/r/tiny_cpu/bert/result_2.txt"
     with pytest.raises(Interrupted, match=f"stopped by {signal.Signals(number).name}"):
         start(lambda _, step: step == 3 and [signal.raise_signal(number) for _ in range(2)])
-    log = read_log(tmp_path / "r/tiny_cpu/bert/result_1.txt")
+    log = read_log(tmp_path / "r/tiny_cpu/bert/result_3.txt")
     assert [record.key for record in log.records][-4:] == ["block_stop", "train_samples", "eval_samples", "run_stop"]
 
 
@@ -246,15 +268,14 @@ def test_gradients_that_stay_bad_end_the_run_and_are_not_in_a_checkpoint(start: 
         " #  lr 1.00e-04  eta at most 4:12  WARNING: 1 skipped, gradients not finite",
         " #  lr 1.00e-04  eta at most 4:08  WARNING: 1 skipped, gradients not finite",
     ]
+    assert "  lr 0.00e+00  eta " in start(lambda step, _: spoil(step, 9), training__max_steps=3).output[2]
     assert done.output[-3:-1] == [
         "warning at step 5: ending the run: no step of the last 2 intervals had finite gradients",
         "end: aborted after 80 samples and 22.5 s",
     ]
 
 
-def test_a_restarted_run_goes_on_by_itself_with_shares_that_fit(
-    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_restarted_run_goes_on_by_itself(start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Either the count of restarts or the job of the checkpoints shows a restart. Under torchrun, an orderly end is 0."""
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job")
     first = start(training__max_steps=3, checkpoint__folder=tmp_path / "c", checkpoint__every_steps=2)
@@ -274,14 +295,12 @@ def test_a_restarted_run_goes_on_by_itself_with_shares_that_fit(
         assert ("gradient_accumulation_steps", 2, {}) in done.log
 
 
-def test_seeds_are_drawn_from_31_bits_and_the_log_is_told_to_the_launcher(
-    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("MLPERF_BERT_CLAIM", str(tmp_path / "claim"))
+def test_seeds_have_31_bits_and_the_log_is_told(start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MLPERF_BERT_CLAIM", str(tmp_path / "a claim"))
     monkeypatch.setattr(os, "urandom", lambda _: b"\xff\x01\x00\xff")
     done = start(training__seed=None, training__max_steps=1, evaluation__interval_samples=16)
     assert ("seed", 0xFF00_01FF // 2, {}) in done.log
-    assert (tmp_path / "claim").read_text() == f"{done.result}\n"
+    assert (tmp_path / "a claim").read_text() == f"{done.result}\n"
 
 
 def test_a_dry_run_only_says_that_it_is_ready(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -296,19 +315,16 @@ def test_a_dry_run_only_says_that_it_is_ready(start: Start, monkeypatch: pytest.
             start(print, "--dry-run", training__device="cuda")
 
 
-def test_steps_of_sites_need_sites_unless_they_may_have_been_lost(
-    start: Start, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_steps_of_sites_need_sites_unless_these_may_be_lost(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     ways = {"training__site_steps": 2, "evaluation__interval_samples": 32, "training__max_steps": 2}
     with pytest.raises(ValueError, match=r"site_steps is 2, but all ranks are at one site: set MLPERF_BERT_SITE"):
         start(**ways)
     monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
+    ways["training__gradient_accumulation_steps"] = 3  # shares may be uneven, too
     assert start(**ways).output[0] == "one site: its ranks sum the gradients of every step until another site joins"
 
 
-def test_data_are_released_on_all_ranks_once_the_clock_is_in_the_log(
-    start: Start, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_data_are_released_on_all_ranks_once_the_clock_is_logged(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     """No rank may open data before rank 0 has logged run_start, so rank 0 writes it between two barriers."""
     told: list[str] = []
     event, release = MLLog.event, DataGuard.release
@@ -320,6 +336,9 @@ def test_data_are_released_on_all_ranks_once_the_clock_is_in_the_log(
     monkeypatch.setattr(DataGuard, "release", lambda guard: (told.append("release"), release(guard)))
     start(training__max_steps=3)
     order = ["init_stop", "require_untouched", "barrier", "run_start", "barrier", "release", "block_start"]
+    assert told[:3] == ["barrier", "cache_clear", "init_start"], (
+        "no rank creates files before all have passed their checks"
+    )
     assert told[told.index("init_stop") :][: len(order)] == order
 
 
@@ -353,6 +372,7 @@ def test_an_error_ends_all_ranks_with_its_status_and_a_fault_is_in_the_log(
 def test_a_rank_that_ends_for_other_ranks_waits_for_a_signal_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """The replaced ``all_reduce_`` returns the sum over two ranks, of which the other rank has got a signal."""
     interruption = Interruption()
+    assert not bert.run._stopped_for_others(interruption, CPU), "no rank has got a signal"
     monkeypatch.setattr(bert.run, "all_reduce_", lambda signals: signals + 1)
     monkeypatch.setattr(bert.run, "_OWN_SIGNAL_S", 0.15)
     assert bert.run._stopped_for_others(interruption, CPU)

@@ -1,5 +1,6 @@
-"""A Hugging Face folder as a run's initial checkpoint: ``bert.convert`` gives the same weights, and errors are clear."""
+"""Weights at both ends of a run: a Hugging Face folder as its initial checkpoint, and the weights that it leaves behind."""
 
+import math
 import re
 import shutil
 from dataclasses import replace
@@ -12,16 +13,17 @@ from safetensors.torch import load_file
 
 from bert.checkpoints.initial_model import check_initial_weights, load_initial_weights
 from bert.checkpoints.sources import open_source
+from bert.checkpoints.trained import TrainedWeights, stated_evaluation
 from bert.configuration.config import Config
 from bert.configuration.recipes import tiny_cpu
 from bert.configuration.sections import ModelConfig
 from bert.guards import preflight
 from bert.train import parse
+from compliance.log.records import EvaluationRecord
+from dataloading.options import Normalization
 from dataloading.text.vocabulary import Vocabulary
-from tests.bert.small_models import OF_SMALL_RUN, drawn_model
+from tests.bert.small_models import CPU, OF_SMALL_RUN, drawn_model
 from tests.conftest import MAX_SEQ_LENGTH, VOCAB_SIZE, SmallRun
-
-pytestmark = pytest.mark.slow
 
 MODEL = replace(OF_SMALL_RUN, hidden_dropout=0.0, attention_dropout=0.0, layer_norm_eps=1e-7)
 
@@ -58,17 +60,16 @@ def config_of(small_run: SmallRun, model: ModelConfig = MODEL) -> Config:
     return replace(config, model=model, data=replace(config.data, vocab=small_run.folder / "vocab.txt"))
 
 
-def check(folder: Path, config: Config) -> None:
-    check_initial_weights(folder, config, Vocabulary.from_file(config.data.vocab))
+def check(folder: Path, config: Config) -> Normalization | None:
+    return check_initial_weights(folder, config, Vocabulary.from_file(config.data.vocab))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["BertForMaskedLM", "BertModel"])
-def test_heads_that_are_missing_stay_random_in_the_open_division(
-    tmp_path: Path, small_run: SmallRun, kind: str
-) -> None:
+def test_missing_heads_stay_random_in_the_open_division(tmp_path: Path, small_run: SmallRun, kind: str) -> None:
     folder = save_pretrained(tmp_path / "theirs", small_run.folder / "vocab.txt", kind)
     config = config_of(small_run)
-    check(folder, config)
+    assert check(folder, config) == Normalization(), "as its tokenizer's settings state"
     model, before = drawn_model(MODEL, 1), drawn_model(MODEL, 1).state_dict()
     missing = load_initial_weights(model, folder)
     state = model.state_dict()
@@ -84,6 +85,7 @@ def test_heads_that_are_missing_stay_random_in_the_open_division(
         check(folder, closed)
 
 
+@pytest.mark.slow
 def test_rows_past_the_vocabulary_are_left_out(tmp_path: Path, small_run: SmallRun) -> None:
     """Some models pad the word table to a round number of rows. The extra rows are dropped."""
     folder = save_pretrained(tmp_path / "theirs", small_run.folder / "vocab.txt", rows=208)
@@ -97,23 +99,11 @@ def test_rows_past_the_vocabulary_are_left_out(tmp_path: Path, small_run: SmallR
         check(folder, config_of(small_run))
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [("num_attention_heads", 4), ("type_vocab_size", 3), ("layer_norm_eps", 1e-12)],
-)
-def test_another_shape_is_named_with_its_setting(
-    pretrained: Path, small_run: SmallRun, name: str, value: float
-) -> None:
-    found = getattr(MODEL, name)
-    message = f"{name} {found}, but model.{name} is {value}: set --model.{name.replace('_', '-')} {found}"
-    with pytest.raises(ValueError, match=re.escape(message)):
-        check(pretrained, config_of(small_run, replace(MODEL, **{name: value})))
-
-
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("token", "message"),
     [
-        (r'"other": \1', r"theirs was trained with another vocabulary .* than .*vocab\.txt"),
+        (r'"other": \1', r"theirs was trained with .* \(SHA-256 \w{12}\.{3}\) than .*vocab\.txt \(\w{12}\.{3}\): set"),
         ('"word3": 7', r"tokenizer\.json: two tokens have the same id"),
         (r'"wor\\nd3": \1', r"tokenizer\.json: the token 'wor.*' holds a line feed"),
     ],
@@ -128,3 +118,66 @@ def test_a_folder_with_another_or_a_broken_vocabulary_gets_one_line(
     with pytest.raises(ValueError, match=message) as refused:
         preflight.check(parse(small_run.arguments(tmp_path / "results", **changes)), 1)
     assert "\n" not in str(refused.value)
+
+
+SMALL = ModelConfig(1, 16, 2, 32, 50, 16)
+
+
+class Leaving:
+    """A run that only saves weights. The bias of its decoder is the number of the last evaluation."""
+
+    def __init__(self, path: Path, *, keeps_best: bool, is_resumed: bool = False) -> None:
+        self.path, self.model = path, drawn_model(SMALL, seed=0)
+        self.weights = TrainedWeights(
+            path, {"recipe": "some"}, CPU, lambda: self.model, keeps_best=keeps_best, is_resumed=is_resumed
+        )
+
+    def evaluated(self, number: int, correct: int) -> None:
+        torch.nn.init.constant_(self.model.decoder_bias, number)
+        record = EvaluationRecord(number, 100 * number, 0.0, 0.0, correct / 1000, correct, 1000, math.exp(2))
+        self.weights.evaluated(record)
+
+    @property
+    def saved(self) -> int:
+        """Number of the evaluation whose weights are saved."""
+        return int(open_source(self.path).weights["decoder_bias"].read()[0])
+
+
+def test_a_run_without_a_target_keeps_its_best_weights_also_after_it_was_resumed(tmp_path: Path) -> None:
+    run = Leaving(tmp_path / "weights.safetensors", keeps_best=True)
+    for number, correct, kept in ((1, 0, 1), (2, 300, 2), (3, 300, 2), (4, 299, 2)):
+        run.evaluated(number, correct)
+        assert run.saved == kept
+    run.weights.ended()
+    assert run.saved == 2
+    found = stated_evaluation(run.path)
+    assert found is not None
+    assert (found.samples, found.masked_lm_accuracy, found.count) == (200, 0.3, 1000)
+    assert found.perplexity == pytest.approx(7.389, rel=1e-3)
+    assert found.error == pytest.approx(0.0284, rel=1e-2)
+    resumed = Leaving(run.path, keeps_best=True, is_resumed=True)
+    for number, correct, kept in ((5, 299, 2), (6, 301, 6)):
+        resumed.evaluated(number, correct)
+        assert resumed.saved == kept
+    again = Leaving(run.path, keeps_best=True)
+    again.evaluated(7, 1)
+    assert again.saved == 7, "a new run does not compare itself with an earlier one"
+    run.path.write_bytes(b"cut off")
+    resumed = Leaving(run.path, keeps_best=True, is_resumed=True)
+    resumed.evaluated(8, 5)
+    assert resumed.saved == 8, "a damaged file is replaced"
+
+
+def test_a_run_without_evaluations_and_one_with_a_target_save_their_last_weights(tmp_path: Path) -> None:
+    run = Leaving(tmp_path / "early.safetensors", keeps_best=True)
+    run.weights.ended()
+    assert stated_evaluation(run.path) is None
+    run.evaluated(1, 0)
+    run.weights.ended()
+    assert stated_evaluation(run.path) is not None, "its best evaluation got nothing right"
+    run = Leaving(tmp_path / "target.safetensors", keeps_best=False)
+    run.evaluated(1, 500)
+    assert not run.path.exists()
+    run.evaluated(2, 400)
+    run.weights.ended()
+    assert run.saved == 2

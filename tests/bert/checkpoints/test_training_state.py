@@ -1,4 +1,7 @@
-"""Checkpoints of a run in one process: written in the background, never partially, and resumed bit for bit."""
+"""Checkpoints of a run in one process: written in the background, never partially, and resumed bit for bit.
+
+Also the division of a global batch among a changed number of ranks, and the lines about the change.
+"""
 
 import errno
 import os
@@ -12,14 +15,18 @@ from typing import cast
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from bert.checkpoints import writer
+from bert.checkpoints import training_state, writer
 from bert.checkpoints.initial_model import draw_model
-from bert.checkpoints.training_state import FILES, checkpoint_folders, find, fixed_settings, lock, reseed, restore
+from bert.checkpoints.training_state import FILES, World, checkpoint_folders, find, fixed_settings, reseed, restore
 from bert.checkpoints.writer import Checkpoints
 from bert.configuration.config import Config
+from bert.configuration.recipes import tiny_cpu
+from bert.configuration.sections import ParallelConfig
 from bert.execution.phases import PhaseTracker
 from bert.execution.stopwatch import Stopwatch
 from bert.parallel.mesh import Mesh
@@ -83,9 +90,7 @@ def make(small_run: SmallRun, tmp_path: Path) -> Callable[..., Run]:
 Make = Callable[..., Run]
 
 
-def test_training_goes_on_while_one_is_written_and_the_next_one_waits(
-    make: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_training_goes_on_while_one_is_written_and_the_next_waits(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """The wait is a phase of its own, "checkpoint_write", for which the watchdog records the longest duration."""
     run, gate, write = make(), threading.Event(), writer.write_safetensors
     monkeypatch.setattr(writer, "write_safetensors", lambda *given: gate.wait(20) and write(*given))
@@ -100,7 +105,7 @@ def test_training_goes_on_while_one_is_written_and_the_next_one_waits(
     run.checkpoints.save(Position(5, 40))
     assert (run.tracker.phase, run.tracker.entered) == ("checkpoint", entered + 2), "waited as checkpoint_write"
     run.checkpoints.wait(Position(5, 40))
-    assert run.tracker.longest["checkpoint_write"] > 0.04
+    assert 0.04 < run.tracker.longest["checkpoint_write"] < 20
     assert run.told == []
     assert [path.name for path in checkpoint_folders(run.folder)] == ["step_00000005", "step_00000002"]
     again = make(seed=1)
@@ -108,8 +113,8 @@ def test_training_goes_on_while_one_is_written_and_the_next_one_waits(
     assert_same(state_of(again.step), saved)
 
 
-def test_an_fp32_run_resumed_in_fp8_has_the_scales_of_its_weights(make: Make) -> None:
-    """Trained weights may be much larger than the initial weights, from which the warm-up has computed scales."""
+def test_runs_resumed_in_another_precision(make: Make) -> None:
+    """In FP8, scales fit the weights: trained ones may be much larger than the initial ones of the warm-up."""
     run = make(model__num_hidden_layers=3)
     with torch.no_grad():
         run.step.flat.weights_P.mul_(50)
@@ -121,6 +126,17 @@ def test_an_fp32_run_resumed_in_fp8_has_the_scales_of_its_weights(make: Make) ->
     for dense in again.step.fp8.denses:
         cast = dense.weight_NK.float() * dense.weight_site.inverse
         torch.testing.assert_close(cast, dense.weight.detach(), rtol=2**-4, atol=1e-3)
+    again.save(2)
+    state = find(again.folder, run.config, run.train, CPU)
+    again.step.fp8.set_scales_(again.step.fp8.scale_S * 4)
+    restore(again.step, state, CPU)
+    assert again.step.fp8.scale_S.tolist() == state.fp8_scales
+    assert (again.step.fp8.scale_S * again.step.fp8.inverse_S).eq(1).all()
+    of_sites = {training_state.SITE_MOMENTUM: training_state.Digest(1, "")}
+    restore(run.step, replace(state, files=state.files | of_sites), CPU)  # a run without sites does not read it
+    assert torch.equal(run.step.flat.weights_P, again.step.flat.weights_P)
+    with pytest.raises(ValueError, match=r"step_00000002: 11 FP8 scales of another model; remove it, or resume from"):
+        restore(again.step, replace(state, fp8_scales=[1.0] * 11), CPU)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp8"])
@@ -152,9 +168,7 @@ def test_what_follows_is_the_same_to_the_last_bit(make: Make, precision: str, mo
     assert_same(again.take(3, 4, 5), further)
 
 
-def test_one_that_cannot_be_written_leaves_nothing_and_is_told_once(
-    make: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_that_cannot_be_written_leaves_nothing_but_a_warning(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """If the disk fails, the run continues. Any other error is a bug, which ends the run."""
     run, errors = make(), [OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), RuntimeError("a bug")]
     assert run.save(1) == []
@@ -180,7 +194,7 @@ def test_one_that_cannot_be_written_leaves_nothing_and_is_told_once(
     assert content() == before
 
 
-def test_what_a_killed_run_has_left_is_no_checkpoint_and_is_removed(make: Make) -> None:
+def test_what_a_killed_run_left_is_no_checkpoint_and_is_removed(make: Make, capsys: pytest.CaptureFixture[str]) -> None:
     run = make()
     assert run.save(1) == []
     (run.folder / "step_00000001").rename(run.folder / ".step_00000001.fedcba9876543210.partial")
@@ -190,11 +204,14 @@ def test_what_a_killed_run_has_left_is_no_checkpoint_and_is_removed(make: Make) 
     (run.folder / strangers[0]).write_text("a file")
     (run.folder / strangers[1]).symlink_to("step_x")
     assert checkpoint_folders(run.folder) == []
-    lock(run.folder, CPU, again=False)
+    training_state.lock(run.folder, CPU, again=False)
     assert run.save(2) == []
     assert sorted(path.name for path in run.folder.iterdir()) == [".lock", *strangers, "step_00000002", "step_x"]
     with pytest.raises(ValueError, match="is where another run writes its checkpoints"):
-        lock(run.folder, CPU, again=False)
+        training_state.lock(run.folder, CPU, again=False)
+    training_state.lock(Path("/proc/folder"), CPU, again=False)
+    said = "warning: no lock on /proc/folder (No such file or directory): make sure that no other run writes there\n"
+    assert capsys.readouterr().out == said
 
 
 def test_it_gets_its_name_by_renaming_when_all_is_on_disk(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -259,7 +276,7 @@ def test_settings_and_data_that_decide_the_losses_must_be_the_same(make: Make, s
     assert find(run.folder / "step_00000004", other, run.train, CPU).step == 4
 
 
-def test_what_another_run_has_written_is_neither_replaced_nor_removed(make: Make) -> None:
+def test_what_another_run_wrote_is_neither_replaced_nor_removed(make: Make, capsys: pytest.CaptureFixture[str]) -> None:
     """Two runs may share a folder if locks do not work. Broken checkpoints do not count among those to keep."""
     for steps in (1, 8):  # broken from the start: step 1 may be removed, and step 8 does not count
         (make().folder / f"step_{steps:08}").mkdir(parents=True)
@@ -272,4 +289,80 @@ def test_what_another_run_has_written_is_neither_replaced_nor_removed(make: Make
     [told] = second.save(6)
     assert f"{first.folder}/step_00000006" in told
     assert find(first.folder, first.config, first.train, CPU).step == 7
-    assert find(first.folder / "step_00000006", first.config, first.train, CPU).step == 6
+    broken = f"{first.folder}/step_00000008/state.json: No such file or directory; remove it, or resume from another"
+    assert capsys.readouterr().out == f"warning: {broken}; going on from {first.folder}/step_00000007\n"
+    last = first.folder / "step_00000006"
+    state = find(last, first.config, first.train, CPU)
+    assert state.step == 6
+    for name in (FILES[0], FILES[2]):
+        whole = load_file(last / name)
+        save_file({each: tensor.reshape(-1)[:1] for each, tensor in whole.items()}, last / name)
+        with pytest.raises(ValueError, match=rf"{name} holds .* of shape \(1,\), expected \("):
+            restore(first.step, state, CPU)
+        reason = f"{last}/{name} is missing, or not as it was written; remove it, or resume from another"
+        with pytest.raises(ValueError, match=rf"no whole checkpoint in {last}: .*out; {reason}"):
+            find(last, first.config, first.train, CPU)
+        save_file(whole, last / name)
+
+
+def config(batch: int, steps: int = 1) -> Config:
+    recipe = tiny_cpu()
+    training = replace(recipe.training, global_batch_size=batch, gradient_accumulation_steps=steps)
+    return replace(recipe, training=training)
+
+
+def hosts(count: int, ranks: int = 1) -> list[str]:
+    return [f"h{host}" for host in range(count) for _ in range(ranks)]
+
+
+@given(st.integers(1, 4096), st.integers(1, 64), st.integers(1, 8), st.lists(st.integers(1, 64), max_size=4))
+def test_no_micro_batch_grows_however_often_ranks_change(batch: int, first: int, steps: int, then: list[int]) -> None:
+    batch = max(batch, first * steps, *then, 1)
+    made = config(batch, steps)
+    world = World.of(hosts(first), made)
+    fitting = world.sequences
+    for ranks in then:
+        made = training_state.rebalance_batch(made, world, ranks)
+        world = World.of(hosts(ranks), made, world)
+        assert made.training.global_batch_size == batch
+        assert batch >= ranks * world.accumulation  # each micro-batch has a sequence or more
+        assert world.fitting == max(fitting, world.sequences)
+        assert world.sequences <= fitting or fitting == 1
+        if world.accumulation > 1 and world.sequences <= fitting:  # fewer micro-batches would not fit
+            assert -(-batch // (ranks * (world.accumulation - 1))) > fitting
+        fitting = world.fitting
+
+
+def test_shares_after_ranks_were_lost_and_came_back() -> None:
+    """A pipeline keeps whole rounds: 3 micro-batches are no whole round of 2 stages."""
+    made = config(448, 2)
+    first = World.of(hosts(4, 8), made)
+    fewer = World.of(hosts(3, 8), training_state.rebalance_batch(made, first, 24), first)
+    assert (first.accumulation, first.sequences) == (2, 7)
+    assert (fewer.accumulation, fewer.sequences, fewer.fitting) == (3, 7, 7)
+    assert World.of(hosts(4, 8), training_state.rebalance_batch(made, fewer, 32), fewer) == first
+    made = replace(config(64, 2), parallel=ParallelConfig(pipeline=2))
+    first = World.of(hosts(4, 2), made)
+    assert (first.accumulation, first.sequences) == (2, 8)
+    assert training_state.rebalance_batch(made, first, 3).training.gradient_accumulation_steps == 4
+
+
+def test_hosts_that_went_came_or_moved_are_named_with_the_shares() -> None:
+    first = World.of(hosts(4, 2), config(32), sites=["a"] * 8)
+    assert training_state.changes(first, first) == []
+    then = World.of(["h0", "h0", "h1", "h9", "h9", "\x1b[2J"], config(32, 2), first, ["b"] * 6)
+    ranks = "ranks on 4 hosts, a step of each with at most"
+    assert training_state.changes(first, then) == [
+        "lost: host h1 (1 rank), host h2 (2 ranks), host h3 (2 ranks)",
+        r"gained: host \x1b[2J (1 rank), host h9 (2 ranks)",
+        f"shares of the global batch: 6 {ranks} 2 x 3 sequences; before 8 {ranks} 1 x 4 sequences",
+        "host h0 is at site b; before a",
+        "host h1 is at site b; before a",
+    ]
+    more = World.of(hosts(4, 2), config(32, 4), first)
+    assert training_state.changes(first, more) == [
+        f"shares of the global batch: 8 {ranks} 4 x 1 sequence; before 8 {ranks} 1 x 4 sequences"
+    ]
+    for count, end in ((9, "host h7 (1 rank), host h8 (1 rank)"), (10, "host h8 (1 rank) and 1 more")):
+        many = World.of(hosts(count), config(32))
+        assert training_state.changes(many, World.of(["h0"], config(32)))[0].endswith(end)

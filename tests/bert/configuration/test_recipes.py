@@ -2,7 +2,6 @@
 
 import math
 import os
-import re
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +16,6 @@ from bert.model import parameter_shapes
 from bert.train import parse
 from dataloading.shards.samples import synthetic_samples
 from tests.conftest import MAX_SEQ_LENGTH, REPOSITORY, write_small_dataset
-from tests.programs import PATIENCE_S, Program
 
 GPU_RECIPES = sorted(set(RECIPES) - {"tiny_cpu", "own_text_cpu", "bert_3_9b_8x8"})
 
@@ -57,9 +55,7 @@ def arguments(recipe: str, wikipedia: Path, results: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("recipe", GPU_RECIPES)
-def test_a_recipe_fits_its_gpus_and_is_told_what_does_where_it_does_not(
-    recipe: str, wikipedia: Path, tmp_path: Path
-) -> None:
+def test_a_recipe_fits_its_gpus_and_is_told_what_does_elsewhere(recipe: str, wikipedia: Path, tmp_path: Path) -> None:
     config = parse(arguments(recipe, wikipedia, tmp_path))
     assert config.recipe == recipe
     inputs, training = check(config, gpus(recipe)), config.training
@@ -74,30 +70,19 @@ def test_a_recipe_fits_its_gpus_and_is_told_what_does_where_it_does_not(
     assert not any(tmp_path.iterdir())
 
 
-@pytest.mark.slow
-def test_the_largest_model_is_checked_without_a_gpu(wikipedia: Path, tmp_path: Path) -> None:
-    """Check the predicted memory of a rank and the predicted step time."""
-    step = {"SLURM_STEP_ID": 0, "SLURM_NTASKS": 64, "SLURM_NNODES": 8, "SLURM_PROCID": 63}
-    own = [*arguments("bert_3_9b_8x8", wikipedia, tmp_path), "--data.initial-checkpoint", "None"]
-    done = Program("cluster.dry_run", own, **step)
-    assert done.wait(PATIENCE_S) == 0, done.output
-    assert re.search(r"a rank holds [\d.]+ GB at most: weights [\d.]+ GB, .* activations [\d.]+ MB", done.output)
-    assert re.search(r"recompute is selective; none would hold [\d.]+ GB, full would hold [\d.]+ GB", done.output)
-    assert re.search(r"a step is predicted to take \d+ ms on 8 x 8 A100-SXM-40GB: forward backward", done.output)
-
-
 def test_the_largest_model_has_3_9_billion_parameters_and_fits_its_gpus() -> None:
     """A layer has 12 D^2 + 13 D parameters, the embeddings, the pooler and the heads 2 D^2 + (V + P + 10) D + V + 2."""
-    config = RECIPES["bert_3_9b_8x8"]()
-    model, width, words = config.model, 2560, 30522
-    rest = 2 * width**2 + (words + 512 + 10) * width + words + 2
-    shapes = parameter_shapes(model).values()
-    assert sum(map(math.prod, shapes)) == 48 * (12 * width**2 + 13 * width) + rest
+    config, words = RECIPES["bert_3_9b_8x8"](), 30522
+    model = config.model
+    for each, layers, width in ((model, 48, 2560), (ModelConfig(), 24, 1024)):
+        rest = 2 * width**2 + (words + 512 + 10) * width + words + 2
+        assert sum(map(math.prod, parameter_shapes(each).values())) == layers * (12 * width**2 + 13 * width) + rest
     assert model.hidden_size / model.num_attention_heads == 64
     assert (config.parallel.copy_ranks, gpus(config.recipe) // config.parallel.copy_ranks) == (8, 8)
     sequences = config.training.global_batch_size / (8 * config.training.gradient_accumulation_steps)
     optimizer = config.optimizer
     assert (sequences, optimizer.learning_rate_training_steps / optimizer.num_warmup_steps) == (8, 10)
+    assert (config.parallel.tensor, config.parallel.pipeline, optimizer.base_learning_rate) == (4, 2, 4e-4)
     assert 0.97 < optimizer.learning_rate_training_steps * 1024 / config.training.max_samples < 0.98
 
 

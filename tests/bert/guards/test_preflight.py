@@ -1,5 +1,6 @@
 """Checks before a run. Both the dry run and the run itself find problems before the run writes a log."""
 
+import json
 import re
 import shutil
 from dataclasses import replace
@@ -8,10 +9,18 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 
+from bert.checkpoints.weights import save_weights, text_metadata
+from bert.configuration.run_plan import RunPlan, settings_of, write_plan
+from bert.execution.phases import PHASES
+from bert.guards import preflight
 from bert.guards.preflight import check
 from bert.model import BertForPreTraining
 from bert.train import parse
+from dataloading.options import Normalization
+from tests.bert.checkpoints.tf_bundles.expected import BUNDLES
+from tests.bert.small_models import OF_SMALL_RUN, drawn_model
 from tests.conftest import SmallRun, write_small_dataset
 
 
@@ -41,35 +50,84 @@ def test_places_that_cannot_be_written(small_run: SmallRun, tmp_path: Path) -> N
     assert "is a folder: set save_checkpoint to a file" in refusal(small_run, tmp_path / "r", save_checkpoint=tmp_path)
 
 
+FIRST = "ends the run before its first evaluation, after"
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"resume": "nowhere"}, "no whole checkpoint"),
-        ({"data__train": "nowhere"}, "nowhere"),
-        ({"model__vocab_size": 300}, "model.vocab_size is 300"),
-        ({"model__max_position_embeddings": 16}, "model.max_position_embeddings is 16"),
+        ({"resume": "nowhere"}, "no whole checkpoint in nowhere: set resume to a folder of checkpoints"),
+        ({"data__train": "nowhere"}, r"missing: data.train nowhere\. `./run_and_time.sh tiny_cpu` makes its data"),
+        ({"model__vocab_size": 300}, "vocab.txt has 200 entries, but model.vocab_size is 300: set data.vocab or model"),
+        ({"model__max_position_embeddings": 47}, "sequences of up to 48 .*max_position_embeddings is 47"),
         (
             {"data__train": "no/train", "data__vocab": "no/vocab.txt", "data__initial_checkpoint": "no.safetensors"},
             "missing: data.train no/train, data.vocab no/vocab.txt, data.initial_checkpoint no.safetensors",
         ),
-        ({"training__max_samples": 160, "evaluation__interval_samples": 161}, "training.max_samples 160 ends"),
-        ({"training__max_steps": 4}, "training.max_steps 4 ends the run before its first evaluation, after 80 samples"),
+        ({"data__initial_checkpoint": BUNDLES / "tf1"}, "does not say how many attention heads there are"),
+        ({"evaluation__interval_samples": 161}, f"training.max_samples 160 {FIRST} 161 samples: raise it, or lower"),
+        ({"training__max_steps": 4}, f"training.max_steps 4 {FIRST} 80 samples"),
         (
             {"training__site_steps": 4, "evaluation__interval_samples": 160},
             "training.site_steps is 4, which does not divide the 10 steps between evaluations: set it to 2, or "
             "evaluation.interval_samples 160 to a multiple of 64",
         ),
         ({"training__site_steps": 3, "evaluation__interval_samples": 112}, "divide the 7 steps .*: set it to 1, or"),
+        ({"training__site_steps": 2, "evaluation__interval_samples": 120}, "divide the 7.5 steps .*: set it to 1, or"),
+        ({"training__site_steps": 2, "evaluation__interval_samples": 160}, None),
         (
             {"evaluation__target": None, "training__max_samples": 170},
-            "evaluation.target is None, but with evaluation.interval_samples 80 no evaluation comes after the last of 176",
+            "evaluation.target is None, but with evaluation.interval_samples 80 no evaluation comes after the last of "
+            "176 samples: choose a divisor of 176",
         ),
+        ({"evaluation__target": None}, None),
+        ({"training__gradient_accumulation_steps": 3}, "16 does not divide over 1 ranks x 3 .* a multiple of 3"),
+        ({"training__device": "cuda"}, "training.device is cuda, but no compiler; no headers"),
+        ({"training__implementations": "dense_gelu unknown"}, "training.implementations: "),
     ],
 )
 def test_what_would_stop_a_run_is_named(
-    small_run: SmallRun, tmp_path: Path, change: dict[str, object], said: str
+    small_run: SmallRun, tmp_path: Path, change: dict[str, object], said: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert re.search(said, refusal(small_run, tmp_path / "r", **change))
+    """Settings without a message just pass."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(preflight, "lacks_of_triton", lambda: ["no compiler", "no headers"])
+    if said is None:
+        check(parse(small_run.arguments(tmp_path / "r", **change)), 1)
+    else:
+        assert re.search(said, refusal(small_run, tmp_path / "r", **change))
+
+
+def test_a_plan_is_for_a_number_of_ranks(small_run: SmallRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run that was started again on other hosts keeps the settings, but not the prediction."""
+    arguments = small_run.arguments(tmp_path / "r")
+    settings, seconds = settings_of(parse(arguments)), dict.fromkeys((*PHASES, "other"), 1.0)
+    plan = RunPlan("tiny_cpu", "CPU", 1, 2, settings, "", seconds, 60.0)
+    write_plan(plan, tmp_path / "plan.json")
+    config = parse([*arguments, "--plan", str(tmp_path / "plan.json")])
+    assert check(config, 2).run_plan == plan
+    with pytest.raises(ValueError, match="is a plan for 1 node of 2 ranks, but the run has 1 rank: plan again"):
+        check(config, 1)
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job")
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "1")
+    assert [check(config, ranks).run_plan for ranks in (1, 2)] == [None, plan]
+
+
+def test_the_normalizations_of_the_inputs_must_agree(small_run: SmallRun, tmp_path: Path) -> None:
+    vocab = Path(shutil.copy(small_run.folder / "vocab.txt", tmp_path))
+    start, stated = tmp_path / "start.safetensors", Normalization(False, False)
+    save_weights(drawn_model(OF_SMALL_RUN, 0), start, text_metadata(None, stated))
+    places: dict[str, object] = {"data__vocab": vocab, "data__initial_checkpoint": start}
+    for lower in (False, True):
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps({"do_lower_case": lower}))
+        if lower:
+            said = refusal(small_run, tmp_path / "r", **places)
+            kinds = f"{vocab}: {Normalization()}; {start}: {stated}"
+            assert said.startswith(
+                f"the text of these inputs was normalized in different ways ({kinds}): make the samples"
+            )
+        else:
+            assert check(parse(small_run.arguments(tmp_path / "r", **places)), 1).normalization == stated
 
 
 def test_data_that_do_not_belong_together_or_have_nothing_to_predict(small_run: SmallRun, tmp_path: Path) -> None:
@@ -97,19 +155,37 @@ def test_an_existing_result_file_is_not_overwritten(small_run: SmallRun, tmp_pat
     assert "result_3.txt exists already" in refusal(small_run, tmp_path, log__run=3)
 
 
-def test_a_disk_that_would_be_full_is_found_before(
-    small_run: SmallRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder, results = tmp_path / "disk", tmp_path / "results"
-    config = parse(small_run.arguments(results, checkpoint__folder=folder))
-    size = 12 * sum(parameter.numel() for parameter in BertForPreTraining(config.model).parameters())
-    # The logs need 16 MiB. Two kept checkpoints and a new one need a byte more than is free.
-    free = {results.parent: 16 << 20, folder: 3 * size - 1}
+def test_a_disk_that_is_too_full_is_found(small_run: SmallRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, results, weights = tmp_path / "disk", tmp_path / "results", tmp_path / "weights" / "last.safetensors"
+    config = parse(small_run.arguments(results))
+    size = 4 * sum(parameter.numel() for parameter in BertForPreTraining(config.model).parameters())
+    # The logs need 16 MiB, weights 4 bytes a parameter, and two kept checkpoints and a new one 12 bytes each.
+    free = {tmp_path: 16 << 20, folder: 9 * size, weights.parent: size}
     monkeypatch.setattr(shutil, "disk_usage", lambda place: SimpleNamespace(free=free[place]))
     folder.mkdir()
-    said = refusal(small_run, results, checkpoint__folder=folder)
-    assert said.startswith(f"{folder} needs {3 * size / 1e6:.1f} MB, but {3 * size / 1e6:.1f} MB are free there: ")
-    assert "set checkpoint.folder" in said
-    check(parse(small_run.arguments(results, checkpoint__folder=folder, checkpoint__keep=1)), 1)
-    free[results.parent] -= 1
-    assert "set log.results to another place" in refusal(small_run, results)
+    weights.parent.mkdir()
+    places: dict[str, object] = {"checkpoint__folder": folder, "save_checkpoint": weights}
+
+    def fits(**more: object) -> None:
+        check(parse(small_run.arguments(results, **places, **more)), 1)
+
+    fits()
+    for place, setting in {
+        folder: "checkpoint.folder",
+        weights.parent: "save_checkpoint",
+        tmp_path: "log.results",
+    }.items():
+        free[place] -= 1
+        need = f"{(free[place] + 1) / 1e6:.1f} MB"
+        said = refusal(small_run, results, **places)
+        assert f" needs {need}, but {need} are free there: make room, or set {setting} to another place" in said
+        free[place] += 1
+    free[folder] = 6 * size
+    fits(checkpoint__keep=1)
+    for number, needed in enumerate((6, 3, 3, 3), 1):  # checkpoints that are there need no more room
+        (folder / f"step_{number:08}").mkdir()
+        free[folder] = needed * size
+        fits(resume=folder)
+        free[folder] -= 1
+        with pytest.raises(ValueError, match=r"set checkpoint\.folder to another place"):
+            fits(resume=folder)

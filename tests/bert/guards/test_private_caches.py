@@ -1,18 +1,20 @@
-"""Programs neither read nor run compiled code that other users could have placed in a cache."""
+"""Programs do not run compiled code that other users could have placed in a cache, and name what a compiler needs."""
 
 import os
 import pickle
 import subprocess
+import sysconfig
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from bert.guards import triton
+from bert.guards.triton import LIBCUDA, lacks_of_triton
+from console import processes
 from tests.programs import python
-
-pytestmark = pytest.mark.slow
 
 CALL = """
 import sys
@@ -51,6 +53,7 @@ def call(module: Path, cache: Path) -> subprocess.CompletedProcess[str]:
     return python("-c", CALL, module, NUMBA_CACHE_DIR=cache)
 
 
+@pytest.mark.slow
 def test_a_pickle_in_a_folder_of_others_is_not_read(visible: Path) -> None:
     module, cache, mark = visible / "module", visible / "cache", visible / "mark"
     module.mkdir()
@@ -81,3 +84,28 @@ def test_triton_gets_a_folder_of_its_own_where_others_can_write(visible: Path, m
     own = Path(os.environ[triton.CACHE_VARIABLE])
     assert own.stat().st_mode & 0o777 == 0o700
     assert list(own.iterdir()) == []
+
+
+def test_what_triton_lacks_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setenv("TRITON_LIBCUDA_PATH", str(tmp_path))
+    monkeypatch.setattr(sysconfig, "get_paths", lambda **_: {"include": str(tmp_path / "include")})
+    compiler, header, driver = lacks_of_triton()
+    assert "C compiler" in compiler
+    assert f"{tmp_path}/include/Python.h" in header
+    assert LIBCUDA in driver
+    (tmp_path / "include").mkdir()
+    for path in ("clang", "include/Python.h", LIBCUDA):
+        (tmp_path / path).touch(mode=0o755)
+    assert lacks_of_triton() == []
+    monkeypatch.delenv("TRITON_LIBCUDA_PATH")
+    for answer, folders, found in (("", "", False), (f"{LIBCUDA} => /lib", "", True), ("", f":{tmp_path}", True)):
+        monkeypatch.setattr(processes, "run", lambda *_, said=answer, **__: SimpleNamespace(answer=said))
+        monkeypatch.setenv("LD_LIBRARY_PATH", folders)
+        assert (lacks_of_triton() == []) == found
+    monkeypatch.setenv("CC", "my-compiler")
+    assert lacks_of_triton() == ["no C compiler (my-compiler) for Triton: install gcc, or set CC"]
+    monkeypatch.setattr(triton, "find_spec", lambda _: None)
+    assert lacks_of_triton() == []

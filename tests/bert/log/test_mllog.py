@@ -1,16 +1,24 @@
-"""Writing a run's log: the order of its records, and calls that would break the rules."""
+"""Writing a run's log: the number of its file, the order of its records, and calls that would break the rules."""
 
+import importlib.metadata
 import inspect
 import json
 import os
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+import torch
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from bert.configuration.recipes import tiny_cpu
 from bert.log.mllog import MLLog, RuleViolation
+from bert.log.result_files import choose_files, create_log, provenance
+from bert.parallel.mesh import Mesh
+from compliance.log.digest import LINES_A_DIGEST
 from compliance.log.reader import read_log
 from tests.compliance.run_logs import OPEN, counting_clock, initialise, train
 from tests.conftest import at_most
@@ -27,13 +35,30 @@ def lines_of(log_file: Path) -> list[str]:
     return [line for line in log_file.read_text().splitlines() if not line.startswith(chain)]
 
 
-def test_a_record_names_the_caller_in_this_repository(log: MLLog, tmp_path: Path) -> None:
+def test_a_record_names_the_caller_in_this_repository_and_the_time(tmp_path: Path) -> None:
     frame = inspect.currentframe()
     assert frame
-    log.event("cache_clear", True)
+    MLLog(tmp_path / "result_0.txt").event("cache_clear", True)
     line = frame.f_lineno - 1
     [record] = read_log(tmp_path / "result_0.txt").records
     assert record.logged_at == f"tests/bert/log/test_mllog.py:{line}"
+    assert abs(record.time_ms / 1000 - time.time()) < 600
+
+
+def test_a_digest_follows_every_32_lines_and_the_end(tmp_path: Path) -> None:
+    with MLLog(tmp_path / "empty.txt"):
+        pass
+    assert (tmp_path / "empty.txt").read_bytes() == b""
+    with MLLog(tmp_path / "log.txt") as log:
+        for number in range(40):
+            log.line(str(number))
+    log.close()
+    lines = (tmp_path / "log.txt").read_text().splitlines()
+    assert [place for place, line in enumerate(lines, 1) if line.startswith("# ")] == [
+        1,
+        LINES_A_DIGEST + 1,
+        len(lines),
+    ]
 
 
 def test_plain_lines_stand_between_the_records(log: MLLog, tmp_path: Path) -> None:
@@ -96,9 +121,7 @@ VIOLATIONS: dict[str, tuple[Callable[[MLLog], object], str]] = {
 
 
 @pytest.mark.parametrize(("act", "message"), VIOLATIONS.values(), ids=VIOLATIONS)
-def test_violations_raise_at_once_and_write_nothing(
-    log: MLLog, tmp_path: Path, act: Callable[[MLLog], object], message: str
-) -> None:
+def test_violations_write_nothing(log: MLLog, tmp_path: Path, act: Callable[[MLLog], object], message: str) -> None:
     path = tmp_path / "result_0.txt"
     with pytest.raises(RuleViolation, match=message):
         act(log)
@@ -122,22 +145,40 @@ def test_clock_that_goes_back_is_held(tmp_path: Path) -> None:
 
 
 def test_abort_closes_every_interval(tmp_path: Path) -> None:
-    def fail_in_evaluation() -> None:
-        with MLLog(tmp_path / "result_0.txt") as log:
-            initialise(log, "open")
-            trained = train(log, OPEN, [0.1])
-            log.block_start(trained)
-            log.eval_start(2016)
-            log.abort()  # leaving the block by an error aborts again
+    """Before the initialization, there is nothing to close. Leaving a block by an error aborts again."""
+    acts: dict[str, Callable[[MLLog], object]] = {
+        "cache_clear": lambda _: None,
+        "init_stop run_start": lambda log: log.event("init_start"),
+        "block_stop": lambda log: log.block_start(0),
+        "eval_stop block_stop": lambda log: (
+            log.block_start(train(log, OPEN, [0.1])),
+            log.eval_start(2016),
+            log.abort(),
+        ),
+    }
+
+    def fail(log: MLLog, closed: str) -> None:
+        with log:
+            if closed.endswith("block_stop"):
+                initialise(log, "open")
+            else:
+                log.event("cache_clear", True)
+            acts[closed](log)
             raise ZeroDivisionError
 
-    with pytest.raises(ZeroDivisionError):
-        fail_in_evaluation()
-    *_, eval_stop, block_stop, train_samples, eval_samples, run_stop = read_log(tmp_path / "result_0.txt").records
-    assert (eval_stop.key, block_stop.key, eval_samples.key) == ("eval_stop", "block_stop", "eval_samples")
-    assert block_stop.metadata["samples_count"] == 2016
-    assert (train_samples.key, train_samples.value) == ("train_samples", 2016)
-    assert (run_stop.key, run_stop.metadata["status"]) == ("run_stop", "aborted")
+    for number, closed in enumerate(acts):
+        path = tmp_path / f"result_{number}.txt"
+        with pytest.raises(ZeroDivisionError):
+            fail(MLLog(path), closed)
+        records = read_log(path).records
+        end = [] if closed == "cache_clear" else ["train_samples", "eval_samples", "run_stop"]
+        expected = [*closed.split(), *end]
+        assert [record.key for record in records[-len(expected) :]] == expected
+        if end:
+            trained = 2016 if closed.startswith("eval") else 0
+            assert [record.value for record in records[-3:-1]] == [trained, 0]
+            assert records[-1].metadata["status"] == "aborted"
+            assert records[-4].metadata.get("samples_count", 0) == trained
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full, a device that is always full")
@@ -158,34 +199,84 @@ def test_full_disk_is_reported_as_such(tmp_path: Path) -> None:
 
 
 @at_most(30)
-@given(
-    interval=st.integers(1, 5000),
-    batch=st.integers(1, 3000),
-    accuracies=st.lists(st.floats(0, 0.99), max_size=6),
-    seed=st.integers(0, 2**63 - 1),
-    rate=st.floats(1e-8, 1.0),
-    org=st.text(min_size=1).filter(str.strip),
-)
+@given(st.integers(1, 5000), st.integers(1, 3000), st.lists(st.floats(0, 0.59), max_size=6), st.text(min_size=1))
 def test_any_open_run_comes_back_and_passes(
-    tmp_path_factory: pytest.TempPathFactory,
-    interval: int,
-    batch: int,
-    accuracies: list[float],
-    seed: int,
-    rate: float,
-    org: str,
+    tmp_path_factory: pytest.TempPathFactory, interval: int, batch: int, accuracies: list[float], org: str
 ) -> None:
-    values = OPEN | {"global_batch_size": min(batch, interval), "eval_interval_samples": interval}
-    values |= {"quality_target": 0.6, "opt_base_learning_rate": rate}
+    assume(org.strip())
+    values = OPEN | {
+        "global_batch_size": min(batch, interval),
+        "eval_interval_samples": interval,
+        "quality_target": 0.6,
+    }
+    values |= {"opt_base_learning_rate": interval / 7e6}
     path = tmp_path_factory.mktemp("log") / "result_0.txt"
     with MLLog(path, clock_ms=counting_clock(1)) as log:
-        initialise(log, "open", values, seed, org)
+        initialise(log, "open", values, 2**63 - interval, org)
         samples = train(log, values, [*accuracies, 0.6])
         log.run_stop("success", samples=samples, eval_samples=1)
     parsed = read_log(path)
     assert not parsed.problems
     assert [record.value for record in parsed.all("eval_accuracy")] == [*accuracies, 0.6]
-    for key, value in (("seed", seed), ("opt_base_learning_rate", rate), ("submission_org", org)):
+    for key, value in (values | {"seed": 2**63 - interval, "submission_org": org}).items():
         assert parsed.all(key)[0].value == value
     for line in lines_of(path):
         assert json.loads(line.removeprefix(":::MLLOG "))["namespace"] == ""
+
+
+def made(folder: Path, *names: str) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in names:
+        (folder / name).write_text("earlier\n")
+    return folder
+
+
+def test_the_lowest_free_number_is_chosen_and_nothing_created(tmp_path: Path) -> None:
+    folder = made(tmp_path / "bert", "result_0.txt", "metrics_1.jsonl", "result_3.txt")
+    (folder / "result_2.txt").symlink_to("nowhere")
+    for _ in range(2):
+        assert choose_files(folder, None) == (folder / "result_4.txt", folder / "metrics_4.jsonl")
+    assert choose_files(tmp_path / "absent", None).result.name == "result_0.txt"
+    assert not (tmp_path / "absent").exists()
+
+
+@pytest.mark.parametrize("there", ["result_5.txt", "metrics_5.jsonl"])
+def test_a_wanted_number_that_is_taken_is_refused(tmp_path: Path, there: str) -> None:
+    made(tmp_path, there)
+    for take in (choose_files, create_log):
+        with pytest.raises(ValueError, match=f"{there} exists already"):
+            take(tmp_path, 5)
+    assert (tmp_path / there).read_text() == "earlier\n"
+
+
+def test_runs_that_start_at_once_get_numbers_of_their_own(tmp_path: Path) -> None:
+    """In every round, all runs look at the folder before any of them creates its log."""
+    folder = made(tmp_path, "result_0.txt", "result_2.txt")
+    runs, rounds = 8, 5
+    barrier, numbers = threading.Barrier(runs), []
+
+    def run() -> None:
+        for _ in range(rounds):
+            barrier.wait()
+            log, files = create_log(folder, None)
+            log.close()
+            numbers.append(int(files.result.stem.removeprefix("result_")))
+
+    threads = [threading.Thread(target=run) for _ in range(runs)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(numbers) == [1, *range(3, 2 + runs * rounds)]
+    assert (folder / "result_0.txt").read_text() == (folder / "result_2.txt").read_text() == "earlier\n"
+
+
+def test_the_header_names_the_run_and_its_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Settings of NCCL matter only on GPUs."""
+    monkeypatch.setenv("NCCL_DEBUG", "INFO")
+    mesh = Mesh(0, 4, 0, torch.device("cpu"), ((0, 1), (2, 3)), tensor=2)
+    head = provenance(tiny_cpu(), mesh, 11)
+    assert head["note"] == "not an MLPerf result: unverified, not reviewed by MLCommons"
+    assert (head["recipe"], head["seed"], head["accelerator"], "nccl" in head) == ("tiny_cpu", 11, "none", False)
+    assert head["processes"] == f"4 x {torch.get_num_threads()} threads, data 2 x tensor 2"
+    assert (head["torch"], head["config.training.global_batch_size"]) == (importlib.metadata.version("torch"), 32)

@@ -12,9 +12,7 @@ import torch
 from torch import Tensor
 
 from bert.configuration.sections import ModelConfig, Recompute
-from bert.model import BertForPreTraining
 from bert.products import fp8_layer
-from bert.products.fp8 import Fp8State
 from dataloading.batches.loader import Batch, batch_of
 from dataloading.shards.samples import synthetic_samples
 from kernels import OPS
@@ -41,12 +39,8 @@ def definitions(*besides: str) -> Iterator[None]:
         yield
 
 
-def made(config: ModelConfig, fused: bool, **how: Any) -> tuple[BertForPreTraining, Fp8State]:
-    return fp8_model(config, fused, **how)
-
-
 def trained(config: ModelConfig, batch: Batch, autocast: bool, fused: bool, **how: Any) -> Found:
-    model, state = made(config, fused, **how)
+    model, state = fp8_model(config, fused, **how)
     model.seed_dropout(3)
 
     def forward_backward() -> float:
@@ -87,9 +81,7 @@ def test_attention_that_makes_casts_changes_nothing_and_drops_the_same(autocast:
 
 
 @pytest.mark.parametrize("op", ["attention_cast_fp8", "attention_backward_cast_fp8"])
-def test_casts_are_separate_if_their_implementation_is_not_that_of_attention(
-    monkeypatch: pytest.MonkeyPatch, op: str
-) -> None:
+def test_casts_are_separate_if_another_implementation_makes_them(monkeypatch: pytest.MonkeyPatch, op: str) -> None:
     batch = small_batch()
     with definitions("varlen_self_attention", "varlen_attention", "dropout_add_layer_norm", "embedding_layer_norm"):
         together = trained(DROPPING, batch, True, fused=True)
@@ -118,7 +110,7 @@ def test_a_layer_takes_the_form_of_attention_that_was_measured_to_be_faster(
             monkeypatch.setattr(OPS[op], "asked", "auto")
             monkeypatch.setattr(OPS[op], "orders", {"cpu": order, "cuda": order})
             monkeypatch.setitem(OPS[op].implementations, "triton", triton)
-        model, batch = made(CONFIG, fused=True)[0], small_batch()
+        model, batch = fp8_model(CONFIG, fused=True)[0], small_batch()
 
         def took(work: Callable[[], object]) -> float:
             called.clear()
@@ -141,7 +133,7 @@ def test_evaluation_computes_with_the_scales_of_training_and_leaves_the_state_al
     batch, losses = small_batch(), set()
     with definitions():
         for fused in (False, True):
-            model, state = made(CONFIG, fused)
+            model, state = fp8_model(CONFIG, fused)
             for _ in state.calibration_():
                 mean_loss(model, batch).backward()
             with torch.no_grad():
@@ -162,18 +154,8 @@ def test_evaluation_computes_with_the_scales_of_training_and_leaves_the_state_al
 def test_a_backward_pass_after_the_update_is_refused(attention: str) -> None:
     batch = small_batch()
     with definitions(), OPS["varlen_self_attention"].using(attention):
-        model, state = made(CONFIG, fused=True)
+        model, state = fp8_model(CONFIG, fused=True)
         loss = mean_loss(model, batch)
         state.update_()
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             loss.backward()
-
-
-def test_an_attention_that_makes_no_casts_is_still_offered_for_measuring() -> None:
-    batch = small_batch()
-    seen: list[tuple[str, tuple[int, ...]]] = []
-    op = OPS["varlen_self_attention"]
-    with definitions("varlen_self_attention"), op.observed(lambda op, args, _: seen.append((op.name, args[0].shape))):
-        model, _ = made(CONFIG, fused=True)
-        mean_loss(model, batch)
-    assert set(seen) == {("varlen_self_attention", (batch.tokens, 3, 2, 32))}, "as the last layer, which has no FP8"

@@ -1,10 +1,10 @@
-"""The FP8 encoder on the reference ops: gradients, the scales over time, and training compared with fp32.
+"""The FP8 encoder on the reference ops: products, gradients, and the scales over time.
 
 Shape legend in ``bert/products/fp8.py``.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from functools import partial
 
 import numpy as np
@@ -13,9 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from bert.configuration.sections import ModelConfig, OptimizerConfig
+from bert.configuration.sections import ModelConfig
 from bert.model import BertForPreTraining
-from bert.optimizer import FlatParameters, Lamb
 from bert.products.fp8 import DENSES, Fp8Dense, Fp8Scales, Fp8State, require_fp8
 from bert.products.fp8_layer import Fp8Products
 from bert.products.weight_gradients import WeightGradients
@@ -82,12 +81,11 @@ def input_and_upstream() -> tuple[Tensor, Tensor]:
 
 
 def trained(
-    run: Callable[[Tensor], Tensor], x: Tensor, upstream: Tensor, parameters: Sequence[Tensor], state: Fp8State | None
+    run: Callable[[Tensor], Tensor], x: Tensor, upstream: Tensor, parameters: Sequence[Tensor], state: Fp8State
 ) -> list[Tensor]:
-    """Return the output and the gradients of ``x`` and ``parameters``, after calibrating ``state`` if it is given."""
-    if state is not None:
-        for _ in state.calibration_():
-            run(x).backward(upstream)
+    """Return the output and the gradients of ``x`` and ``parameters``, after calibrating ``state``."""
+    for _ in state.calibration_():
+        run(x).backward(upstream)
     for tensor in (x, *parameters):
         tensor.grad = None
     output = run(x)
@@ -99,8 +97,9 @@ def trained(
 
 def rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
     """Round ``x`` to FP8 values in fp64 by an independent formula, with the power of two from a logarithm."""
-    scale = 2.0 ** torch.floor(torch.log2(largest_scaled(dtype) / x.abs().max().double()))
-    return (x.double() * scale).float().to(dtype).double() / scale
+    x = x.detach().double()
+    scale = 2.0 ** torch.floor(torch.log2(largest_scaled(dtype) / x.abs().max()))
+    return (x * scale).float().to(dtype).double() / scale
 
 
 def distance(found: Tensor, expected: Tensor) -> float:
@@ -113,55 +112,29 @@ def test_a_dense_layer_is_the_product_of_what_was_rounded(biased: bool) -> None:
     x, upstream = input_and_upstream()
     parameters = (dense.weight, dense.bias) if biased else (dense.weight,)
     run = partial(products.product, dense=dense, bias=dense.bias if biased else None)
-    found = trained(run, x, upstream, parameters, state)
-    rounded_x, rounded_weight = rounded(x.detach(), E4M3), rounded(dense.weight.detach(), E4M3)
-    rounded_upstream = rounded(upstream, E5M2)
-    bias = dense.bias.detach().double() if biased else 0.0
-    expected = [rounded_x @ rounded_weight.T + bias, rounded_upstream @ rounded_weight, rounded_upstream.T @ rounded_x]
-    for one, exact in zip(found, [*expected, upstream.sum(0)], strict=False):
+    x8, weight8, upstream8 = rounded(x, E4M3), rounded(dense.weight, E4M3), rounded(upstream, E5M2)
+    expected = [x8 @ weight8.T + dense.bias.detach().double() * biased, upstream8 @ weight8, upstream8.T @ x8]
+    for one, exact in zip(trained(run, x, upstream, parameters, state), [*expected, upstream.sum(0)], strict=False):
         assert distance(one, exact) < 1e-5
 
 
 def test_a_feed_forward_half_is_the_products_of_what_was_rounded() -> None:
+    """The layer rounds fp32 values to FP8 and this test rounds fp64 values, so a few elements may round differently."""
     state, products, (wide, narrow) = made((64, 160), (160, 64))
     x, upstream = input_and_upstream()
     run = partial(products.feed_forward, wide=wide, narrow=narrow)
     found = trained(run, x, upstream, (wide.weight, wide.bias, narrow.weight), state)
-    rounded_x = rounded(x.detach(), E4M3)
-    wide_weight, narrow_weight = (rounded(dense.weight.detach(), E4M3) for dense in (wide, narrow))
-    before = (rounded_x @ wide_weight.T + wide.bias.detach().double()).requires_grad_()
+    x8, wide8, narrow8 = (rounded(each, E4M3) for each in (x, wide.weight, narrow.weight))
+    upstream8 = rounded(upstream, E5M2)
+    before = (x8 @ wide8.T + wide.bias.detach().double()).requires_grad_()
     after = F.gelu(before, approximate="tanh")
-    rounded_after, rounded_upstream = rounded(after.detach(), E4M3), rounded(upstream, E5M2)
-    after.backward(rounded_upstream @ narrow_weight)
+    after8 = rounded(after, E4M3)
+    after.backward(upstream8 @ narrow8)
     assert before.grad is not None
-    rounded_gradient = rounded(before.grad, E5M2)
-    expected = (
-        rounded_after @ narrow_weight.T,
-        rounded_gradient @ wide_weight,
-        rounded_gradient.T @ rounded_x,
-        before.grad.sum(0),
-        rounded_upstream.T @ rounded_after,
-    )
-    # The layer rounds fp32 values to FP8 and this test rounds fp64 values, so a few elements may round differently.
+    gradient8 = rounded(before.grad, E5M2)
+    expected = after8 @ narrow8.T, gradient8 @ wide8, gradient8.T @ x8, before.grad.sum(0), upstream8.T @ after8
     for one, exact in zip(found, expected, strict=True):
         assert distance(one, exact) < 1e-3
-
-
-@pytest.mark.parametrize(("kind", "times"), [("input", 4), ("weight", 4), ("gradient", 16)])
-def test_what_grows_in_one_step_is_rounded_as_before(kind: str, times: int) -> None:
-    """Scales come from the previous step, so they leave headroom. Without it, errors would be 0.16 to 0.7 here."""
-    state, products, (dense,) = made((64, 64))
-    x, upstream = input_and_upstream()
-    for _ in state.calibration_():
-        products.product(x, dense, dense.bias).backward(upstream)
-    with torch.no_grad():
-        {"input": x, "weight": dense.weight, "gradient": upstream}[kind].mul_(times)
-    state.refresh_weights_()
-    found = trained(partial(products.product, dense=dense, bias=dense.bias), x, upstream, (dense.weight,), None)
-    exact_x, exact_weight = (tensor.detach().double().requires_grad_() for tensor in (x, dense.weight))
-    exact = partial(F.linear, weight=exact_weight, bias=dense.bias.detach().double())
-    for one, other in zip(found, trained(exact, exact_x, upstream.double(), (exact_weight,), None), strict=True):
-        assert distance(one, other) < 0.09
 
 
 def test_only_sums_over_a_layers_width_are_left_to_the_tensor_cores(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -201,33 +174,6 @@ def test_calibration_finds_the_scales() -> None:
     assert (steps != 0).float().mean() < 0.05
 
 
-def test_magnitudes_are_collected_over_micro_batches() -> None:
-    """The scale after two micro-batches is the smaller of their separate scales."""
-    scales = []
-    first, second = batches(2)
-    for micro_batches in ([first], [second], [first, second]):
-        model, state, _ = calibrated()
-        for batch in micro_batches:
-            forward_backward(model, batch)
-        state.update_()
-        scales.append(state.scale_S.clone())
-    assert not torch.equal(scales[0], scales[1])
-    assert torch.equal(torch.minimum(scales[0], scales[1]), scales[2])
-
-
-def test_a_bad_step_leaves_the_scales() -> None:
-    model, state, batch = calibrated()
-    before = state.scale_S.clone()
-    masked_lm_loss, _ = model(batch).mean_losses(batch)
-    (masked_lm_loss * float("nan")).backward()
-    gradient = state.denses[0].gradient_site
-    assert not gradient.amax.isfinite()
-    state.update_()
-    assert torch.equal(state.scale_S[2::3], before[2::3])
-    forward_backward(model, batch)
-    assert gradient.amax.isfinite()
-
-
 def test_under_autocast_products_are_bf16_and_gradients_of_parameters_fp32() -> None:
     model, state, batch = calibrated()
     products, plain = model.layers[0].products, drawn_model(CONFIG, 1)
@@ -242,59 +188,11 @@ def test_under_autocast_products_are_bf16_and_gradients_of_parameters_fp32() -> 
         assert distance(found, expected[name]) < 0.15, name
 
 
-STEPS = 80
-OPTIMIZER = OptimizerConfig(base_learning_rate=1e-2, learning_rate_training_steps=200, num_warmup_steps=10)
-NEAR = 0.01
-"""Largest relative difference of losses averaged over 10 steps. Correct code gave 0.0003, and a mistake 0.09."""
-
-
-def loss_curve(fp8: bool, mistake: str = "") -> Tensor:
-    """Return the losses [STEPS] of training repeatedly on four batches."""
-    data = batches(4)
-    model, state = fp8_model(CONFIG) if fp8 else (drawn_model(CONFIG, 1), None)
-    optimizer = Lamb(FlatParameters.of(model), OPTIMIZER)
-    if state is not None:
-        for _ in state.calibration_():
-            forward_backward(model, data[0])
-        optimizer.reset()
-    losses = []
-    for at in range(STEPS):
-        losses.append(forward_backward(model, data[at % len(data)]))
-        optimizer.step()
-        if state is None:
-            continue
-        if mistake == "weights of the step before":
-            state.update_scales_()
-        else:
-            state.update_()
-        if mistake == "one inverse off":  # make the input scale of the second layer's FC2 four times too large
-            state.denses[7].input_site.inverse.mul_(4)
-    return torch.tensor(losses)
-
-
-def apart(losses: Tensor, reference: Tensor) -> float:
-    averages, expected = losses.view(-1, 10).mean(1), reference.view(-1, 10).mean(1)
-    return ((averages - expected).abs() / expected).max().item()
-
-
-@pytest.fixture(scope="module")
-def reference() -> Tensor:
-    losses = loss_curve(fp8=False)
-    assert losses[-10:].mean() < 0.5 * losses[:10].mean(), "there is something to learn"
-    return losses
-
-
-@pytest.mark.parametrize("mistake", ["", "one inverse off", "weights of the step before"])
-def test_trains_as_fp32_does_and_a_mistake_would_show(reference: Tensor, mistake: str) -> None:
-    found = apart(loss_curve(True, mistake), reference)
-    assert found > 4 * NEAR if mistake else found < NEAR
-
-
 def test_a_gpu_without_fp8_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     require_fp8(torch.device("cpu"))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "A100")
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
-    require_fp8(torch.device("cuda"))
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 0))
-    with pytest.raises(ValueError, match=r"training\.precision is fp8, but A100 has compute capability 8\.0"):
-        require_fp8(torch.device("cuda"))
+    for capability, refused in (((9, 0), False), ((8, 9), False), ((8, 6), True)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _, found=capability: found)
+        message = r"training\.precision is fp8, but A100 has compute capability 8\.6 and FP8 needs 8\.9"
+        with pytest.raises(ValueError, match=message) if refused else nullcontext():
+            require_fp8(torch.device("cuda"))
