@@ -132,3 +132,20 @@ def test_a_hub_without_descriptors_keeps_its_ranks_and_lets_others_in_later(play
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
         played.rank(1)
         assert played.hub.verdict is None
+
+
+@pytest.mark.slow
+def test_a_hub_of_1200_ranks(play: Any) -> None:
+    count, lost = 1200, 1100
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard < 2 * count + 1000:
+        pytest.skip(f"the hard limit of open files is {hard}")
+    with ExitStack() as stack:
+        stack.callback(resource.setrlimit, resource.RLIMIT_NOFILE, (soft, hard))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+        played = play(count)
+        ranks = [*played.ranks, *(played.rank(rank) for rank in range(1, count))]
+        ranks[lost].socket.shutdown(socket.SHUT_RDWR)
+        assert {rank.hear("verdict")["rank"] for rank in ranks[:lost]} == {lost}
+        for rank in ranks:
+            stack.enter_context(rank.socket)
