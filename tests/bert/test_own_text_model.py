@@ -87,6 +87,7 @@ def in_process(clock: Clock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     return acts
 
 
+@pytest.mark.slow
 def test_one_command_makes_a_model_and_continues_after_an_interruption(
     text: Path, tmp_path: Path, in_process: list[Callable[..., object]], capsys: pytest.CaptureFixture[str]
 ) -> None:

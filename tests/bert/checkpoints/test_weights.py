@@ -242,6 +242,7 @@ def test_every_format_gives_the_same_weights(tmp_path: Path):
     assert open_source(tmp_path / "folder.safetensors").model == CONFIG
 
 
+@pytest.mark.slow
 def test_a_folder_that_transformers_saved(theirs: Path, tmp_path: Path):
     """Variants of the folder: an explicit decoder, half precision, or old parameter names. Read weights are fp32."""
     from_pretrained(theirs).save_pretrained(tmp_path / "again")

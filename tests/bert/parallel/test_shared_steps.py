@@ -23,14 +23,15 @@ from tests.distributed.shapes import MODEL, alone, config, global_batches, requi
 pytestmark = trains_in_forks
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("ranks", "shape"),
     [
         (2, "2,1,1,flat,block,2,2,3,fp64"),
         (2, "1,1,1,sharded,block,2,2,3,fp64"),
         (2, "1,1,1,sharded+,block,2,2,3,accumulating"),
-        pytest.param(4, "2,1,1,hierarchical,cyclic,2,1,3,fp64", marks=pytest.mark.slow),
-        pytest.param(2, "1,2,2,flat,block,2,4,3,fp64", marks=pytest.mark.slow),
+        (4, "2,1,1,hierarchical,cyclic,2,1,3,fp64"),
+        (2, "1,2,2,flat,block,2,4,3,fp64"),
     ],
 )
 def test_ranks_that_share_a_step_take_the_step_of_one_rank(ranks: int, shape: str) -> None:

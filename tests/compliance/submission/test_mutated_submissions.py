@@ -286,6 +286,7 @@ def outcome(root: Path, mutations: tuple[Mutation, ...], part: str, ruleset: str
     return " | ".join([str(status), *(f"{count} x {line}" if count > 1 else line for line, count in counts.items())])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_one_fault_gets_one_clear_message(root: Path, name: str) -> None:
     assert outcome(root, *CASES[name]) == FINDINGS.get(name, "0 | 10 logs: 10 pass; 3 folders and descriptions: 3 pass")
