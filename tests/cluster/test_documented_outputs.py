@@ -14,7 +14,7 @@ from tests.programs import REPOSITORY
 
 NETWORK = "--networking '8x ConnectX-7 IB NDR 400Gb/s'"
 COMMANDS = (
-    "plan h100_8x8 --gpus 64",
+    pytest.param("plan h100_8x8 --gpus 64", marks=pytest.mark.slow),
     "plan gb200_18x4",
     f"predict --accelerator H100-SXM --nodes 8 --gpus-per-node 8 {NETWORK}",
     "predict --accelerator H100-SXM --batch 768 --measured 6.1",

@@ -17,6 +17,7 @@ from tests.conftest import REPOSITORY
 from tests.programs import PATIENCE_S
 
 
+@pytest.mark.slow
 def test_every_file_and_folder_of_a_tree_is_on_the_disk_before_the_tree_has_its_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

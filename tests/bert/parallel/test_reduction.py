@@ -82,6 +82,7 @@ def test_gradients_in_bf16_are_rounded_a_fixed_number_of_times() -> None:
     on_ranks(4, check_sums)
 
 
+@pytest.mark.slow
 def test_sites_of_unequal_size_sum_between_them() -> None:
     sites = ("one", "two", "two", "three", "three", "three")
 
@@ -105,6 +106,7 @@ def test_sites_of_unequal_size_sum_between_them() -> None:
     on_ranks(6, check_sums)
 
 
+@pytest.mark.slow
 def test_the_fastest_strategy_is_taken_on_all_ranks() -> None:
     """Only rank 3's simulated clock shows a strategy as slow. Its best round counts, and none begins after 3 s."""
 

@@ -68,13 +68,17 @@ def test_the_hub_knows_where_a_rank_is_and_how_long_it_may_stay_there() -> None:
     assert on_ranks(2, report, HOSTS[1:3], SITES[1:3]) == [[], []]
 
 
+@pytest.mark.slow
 def test_a_rank_that_fails_ends_all_with_its_status_and_alone_shows_its_error(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Rank 0 prints the verdict. Rank 3 fails too, but later."""
 
     def fail(mesh: Mesh) -> None:
-        own = Watchdog(mesh, LONG, lambda text: print(mesh.rank, "was told", len(text)))
+        def note(text: str) -> None:
+            os.write(1, f"{mesh.rank} was told {len(text)}\n".encode())  # print may write its parts apart
+
+        own = Watchdog(mesh, LONG, note)
         match mesh.rank:
             case 0:
                 assert own._hub is not None
@@ -124,6 +128,7 @@ def test_a_hub_that_is_silent_ends_the_rank(capfd: pytest.CaptureFixture[str]) -
     assert capfd.readouterr().err == "error: rank 0 on host h0: not heard of for 2 s: stopped, or cut off\n"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [1, 2])
 def test_a_launcher_that_is_lost_ends_the_run(count: int, capfd: pytest.CaptureFixture[str]) -> None:
     """A single rank ends in order, as after any other signal."""

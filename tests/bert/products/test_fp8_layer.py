@@ -72,6 +72,7 @@ def test_losses_gradients_and_magnitudes_are_those_of_separate_passes(autocast: 
         assert_same(trained(CONFIG, batch, autocast, fused=True, recompute=recompute), plain)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("autocast", [False, True])
 def test_attention_that_makes_casts_changes_nothing_and_drops_the_same(autocast: bool) -> None:
     batch = small_batch()
@@ -80,6 +81,7 @@ def test_attention_that_makes_casts_changes_nothing_and_drops_the_same(autocast:
         assert_same(trained(DROPPING, batch, autocast, fused=True), plain)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("op", ["attention_cast_fp8", "attention_backward_cast_fp8"])
 def test_casts_are_separate_if_another_implementation_makes_them(monkeypatch: pytest.MonkeyPatch, op: str) -> None:
     batch = small_batch()

@@ -193,6 +193,7 @@ def test_the_window_is_consecutive_and_its_score_in_the_middle(series: list[tupl
     assert slower <= (len(found.scores) - 1) // 2
 
 
+@pytest.mark.slow
 def test_the_command_about_each_kind_of_set(tmp_path: Path) -> None:
     logs = write_series(tmp_path / "unfinished", [17, 16, 17, 18, 17], failed={3})
     text = logs[4].read_text()

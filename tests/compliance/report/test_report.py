@@ -62,6 +62,7 @@ def outline(text: str) -> str:
     return re.sub(r"^(# [^\[\n]*)\n", r"\1: ", lines, flags=re.MULTILINE)  # headings begin the line below
 
 
+@pytest.mark.slow
 def test_a_page_has_every_part_needs_nothing_but_itself_and_says_what_its_parts_are(
     closed: Results, failing: Results, experiments: Results
 ) -> None:

@@ -46,6 +46,7 @@ LOGS = [f"results/{SYSTEM}/bert/result_{number}.txt" for number in range(10)]
 # Kinds of paths
 
 
+@pytest.mark.slow
 def test_the_parts_of_a_submission_are_checked_and_no_file_is_left_behind(root: Path) -> None:
     before = sorted(root.rglob("*"))
     assert names(check_paths([root]), root) == [".", f"systems/{SYSTEM}.json", f"results/{SYSTEM}/bert", *LOGS]
