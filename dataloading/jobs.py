@@ -1,5 +1,6 @@
 """Jobs that run in several processes and can be continued after an interruption, and reports on their progress."""
 
+import gc
 import json
 import multiprocessing
 import os
@@ -145,7 +146,7 @@ def run_tasks(make: Callable[[Task], Result], tasks: Sequence[Task], jobs: int) 
         yield from map(make, tasks)
         return
     context = multiprocessing.get_context("fork")
-    pool = ProcessPoolExecutor(min(jobs, len(tasks)), context, initializer=_end_with_parent)
+    pool = ProcessPoolExecutor(min(jobs, len(tasks)), context, initializer=_begin_fork)
     try:
         for future in as_completed([pool.submit(_run_task, make, task) for task in tasks]):
             yield future.result()
@@ -170,8 +171,10 @@ def _run_task(make: Callable[[Task], Result], task: Task) -> Result:
         os._exit(told.code if isinstance(told.code, int) else 1)
 
 
-def _end_with_parent() -> None:
+def _begin_fork() -> None:
     """Start a thread that ends this process when its parent is killed. Otherwise, this process would wait forever."""
+    # Leave the parent's garbage alone: a finalizer may wait for threads that a fork lacks, as DALI's does.
+    gc.freeze()
     parent = multiprocessing.parent_process()
     assert parent is not None
 

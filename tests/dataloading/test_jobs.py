@@ -1,5 +1,6 @@
 """Resumable jobs in several processes: leftover files of an interrupted job, and rejected options."""
 
+import gc
 import multiprocessing
 import os
 import signal
@@ -21,6 +22,26 @@ def die(number: int) -> int:
     if number == 3:
         os.kill(os.getpid(), signal.SIGKILL)
     return os.getpid()
+
+
+class Garbage:
+    """Object that only a garbage collection removes, and whose finalizer works only in the process that made it."""
+
+    def __init__(self) -> None:
+        self.itself, self.made_in = self, os.getpid()
+
+    def __del__(self) -> None:
+        if os.getpid() != self.made_in:
+            os._exit(1)
+
+
+def collect(_: int) -> int:
+    return gc.collect()
+
+
+def test_a_process_leaves_the_garbage_of_its_parent_alone() -> None:
+    Garbage()
+    assert len(list(run_tasks(collect, [1, 2], 2))) == 2
 
 
 def test_no_process_and_a_killed_one_are_reported() -> None:

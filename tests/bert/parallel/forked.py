@@ -1,5 +1,6 @@
 """Ranks of a run as forks of the test's own process, which meet over gloo."""
 
+import gc
 import multiprocessing
 import os
 import pickle
@@ -39,6 +40,7 @@ def on_ranks(
     launched = {"WORLD_SIZE": count, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()} | variables
 
     def work(rank: int) -> None:
+        gc.freeze()  # finalizers of the parent's garbage may wait for threads that a fork lacks
         own = launched | {"RANK": rank, SITE: sites[rank] if sites else ""}
         os.environ.update({name: str(value) for name, value in own.items()})
         socket.gethostname = lambda: hosts[rank] if hosts else "h0"

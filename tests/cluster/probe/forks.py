@@ -1,5 +1,6 @@
 """Forks of the test's own process as ranks, whose clocks advance by one step at every reading."""
 
+import gc
 import itertools
 import multiprocessing
 import os
@@ -27,6 +28,7 @@ def on_forks(folder: Path, hosts: Sequence[str], action: Callable[[int], Any]) -
     launched = {"WORLD_SIZE": len(hosts), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
 
     def work(rank: int) -> None:
+        gc.freeze()  # finalizers of the parent's garbage may wait for threads that a fork lacks
         os.environ.update({name: str(value) for name, value in (launched | {"RANK": rank}).items()})
         socket.gethostname = lambda: hosts[rank]
         torch.set_num_threads(1)  # a fork must not use the threads of its parent
