@@ -162,7 +162,7 @@ def test_one_command_makes_a_model_and_continues_after_an_interruption(
     [
         ("text.txt", "--out"),
         ("--out new", "no text is named"),
-        ("absent.txt --out new", "absent.txt: there is no such file"),
+        ("absent.txt --out new --minutes 0.01", "absent.txt: there is no such file"),
         ("text.txt --out new --minutes 0", "--minutes is 0: expected more than 0 and at most 100,000"),
         ("text.txt --out new --minutes 100001", "--minutes is 100001"),
         ("text.txt --out new --minutes nan", "--minutes is nan"),
