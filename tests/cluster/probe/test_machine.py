@@ -17,7 +17,7 @@ from cluster.probe.command import gather_facts
 from cluster.probe.computing import busy_machines, processor_seconds
 from cluster.probe.machine import Facts, facts_of, nearest_card, network_cards, slurm_switches, switches_of
 from cluster.view import Host
-from tests.cluster.probe.forks import clock
+from tests.cluster.probe.clocks import clock
 from tests.sysfs import Machine
 
 

@@ -21,7 +21,7 @@ from cluster.probe.computations import _COPIES, _backward_of, trials_of
 from cluster.probe.links import SAMPLED, rounds_of_pairs
 from cluster.probe.machine import Facts
 from cluster.view import Host, Operation
-from tests.cluster.probe.forks import clock
+from tests.cluster.probe.clocks import clock
 
 
 @pytest.mark.slow

@@ -15,8 +15,9 @@ import torch.distributed as dist
 from cluster.probe import collectives, command, computations, computing, links
 from cluster.probe.machine import Facts
 from cluster.view import ComputationTime, Contention, Host, Link, Operation, Outlier, Rank, Rate, read_view
-from tests.cluster.probe.forks import clock, on_forks
+from tests.cluster.probe.clocks import clock
 from tests.cluster.test_view import made_up
+from tests.forks import on_forks
 
 STEPS = (1 / 32, 1 / 32, 1 / 32, 1 / 16)
 """Step of each rank's clock. Rank 3 seems to take twice as long for everything."""
@@ -73,7 +74,7 @@ def probe(rank: int, out: Path, patch: pytest.MonkeyPatch) -> tuple[int, list[st
 @pytest.mark.slow
 def test_a_probe_of_four_ranks_finds_what_its_clocks_say(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out = tmp_path / "cluster.json"
-    main, *others = on_forks(tmp_path, ["h10", "h10", "h9", "h9"], lambda rank: probe(rank, out, monkeypatch))
+    main, *others = on_forks(["h10", "h10", "h9", "h9"], lambda rank: probe(rank, out, monkeypatch))
     view, per_byte = read_view(out), [1 / 32 / (0.75 * 2**20)] * 3 + [1 / 16 / (0.75 * 2**18)]
     # A rank's share of the step is 28 TFLOP, LAMB's 7 accesses to each of 336 million weights, and a ring of two hosts.
     product, copy, ring = 28e12 / (2 * 512**3 * 32), 28 * 336e6 / (2 * 2**25 * 32), 4 * 336e6 * per_byte[0]
