@@ -49,11 +49,12 @@ def check_logs(logs: Sequence[Log], ruleset: str, limit: str = rules.NEWEST_RULE
 
 
 class _Examination:
-    """Our own checks of a log, which run once for each ruleset."""
+    """Our own checks of a log, and the official checker's opinion. Both run once for each ruleset."""
 
     def __init__(self, log: Log) -> None:
         self.log = log
         self._done: dict[str, tuple[CheckedLog, list[Finding]]] = {}
+        self._opinions: dict[str, official.Opinion] = {}
 
     def under(self, ruleset: str) -> tuple[CheckedLog, list[Finding]]:
         """Return the log under check, and the findings."""
@@ -64,6 +65,12 @@ class _Examination:
 
     def errors(self, ruleset: str) -> list[Finding]:
         return [finding for finding in self.under(ruleset)[1] if finding.severity == "error"]
+
+    def opinion(self, ruleset: str) -> official.Opinion:
+        """Return the official checker's opinion."""
+        if ruleset not in self._opinions:
+            self._opinions[ruleset] = _official_opinion(self.log, ruleset)
+        return self._opinions[ruleset]
 
 
 def _candidates(logs: Sequence[_Examination], limit: str) -> list[tuple[str, int]]:
@@ -101,7 +108,7 @@ def _may_pass(examined: _Examination, ruleset: str) -> bool:
 
 
 def _verdict(examined: _Examination, ruleset: str) -> Verdict:
-    log, opinion = examined.log, _official_opinion(examined.log, ruleset)
+    log, opinion = examined.log, examined.opinion(ruleset)
     context, own = examined.under(ruleset)
     # If the file is not the log of one complete run, this defect causes the official checker's complaints.
     findings = own if context.defect else [*own, *_unexplained(context, own, opinion)]
@@ -122,7 +129,7 @@ def _missed(examined: _Examination, ruleset: str) -> str:
     if ruleset == newest:
         return ""
     said = missed_text(examined.errors(newest))
-    if not said and _official_opinion(examined.log, newest).outcome == "fail":
+    if not said and examined.opinion(newest).outcome == "fail":
         return f"the official checker rejects it under {newest}"
     return said
 

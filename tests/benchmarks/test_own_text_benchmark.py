@@ -44,7 +44,7 @@ def test_the_first_evaluation_that_reaches_the_target_counts_and_the_fastest_tra
 
 
 class KnownTimes(Trainings):
-    """Trainings with known curves, of which only one rate of the Trainer reaches half of the recipe's accuracy."""
+    """Trainings with known curves. Only one rate of the Trainer reaches half of the recipe's accuracy."""
 
     def ours(self, repeat: int) -> Training:
         return Training(repeat, None, [Point(32, 1.0 + repeat, 0.1), Point(64, 2.0 + repeat, 0.5)])

@@ -370,7 +370,7 @@ def test_an_error_ends_all_ranks_with_its_status_and_a_fault_is_in_the_log(
 
 @pytest.mark.usefixtures("clock")
 def test_a_rank_that_ends_for_other_ranks_waits_for_a_signal_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The replaced ``all_reduce_`` returns the sum over two ranks, of which the other rank has got a signal."""
+    """The replaced ``all_reduce_`` returns the sum over two ranks. The other rank has received a signal."""
     interruption = Interruption()
     assert not bert.run._stopped_for_others(interruption, CPU), "no rank has got a signal"
     monkeypatch.setattr(bert.run, "all_reduce_", lambda signals: signals + 1)

@@ -1,4 +1,4 @@
-"""Batches are copied to the GPU, and gradients are sent, on streams beside that of a step."""
+"""Streams beside the step's stream copy batches to the GPU and send gradients."""
 
 from typing import Any
 

@@ -65,7 +65,7 @@ def test_a_device_with_few_results_is_compared_with_more_devices() -> None:
 
 
 def test_a_folder_tells_its_machine_and_separates_convergence_from_speed(tmp_path: Path, cluster: Command) -> None:
-    """The mean is that of three runs of 16 evaluations, without the fastest run, of 15, and the slowest, of 17."""
+    """The mean covers three runs with 16 evaluations. It leaves out the fastest run (15) and the slowest run (17)."""
     write_runs(tmp_path / "SYSTEM" / "bert")
     found, expected = read_measured(str(tmp_path / "SYSTEM")), prediction()
     assert found == measured(16, "3 of 5 runs, without the fastest and the slowest")

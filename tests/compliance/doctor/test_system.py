@@ -97,7 +97,7 @@ def test_setting_a_field_changes_no_other(tmp_path: Path) -> None:
     path = tmp_path / "cluster.json"
     # Another machine's file, with a number in place of a text, an invalid division and fields in another order.
     before = {"host_processor_model_name": "EPYC 9654", "accelerators_per_node": 8, "rack": "B4", "division": "Closed"}
-    before |= {"row": 7, "room": "C"}  # half of the fields are those of a description
+    before |= {"row": 7, "room": "C"}  # half of these fields belong to a description
     path.write_text(json.dumps(before))
     assert system(path, "--set", "submitter=A=B", "cooling=") == (0, f"{path}\n")
     assert list(written(path).items()) == [*before.items(), ("submitter", "A=B"), ("cooling", "")]

@@ -23,7 +23,7 @@ def failing(tmp_path_factory: pytest.TempPathFactory) -> Results:
 
 @pytest.fixture(scope="session")
 def experiments(tmp_path_factory: pytest.TempPathFactory) -> Results:
-    """Six runs without a target, each of which ended in another way or has other settings."""
+    """Six runs without a target, which differ in how they ended or in their settings."""
     return load_results(write_experiments(tmp_path_factory.mktemp("experiments")))
 
 

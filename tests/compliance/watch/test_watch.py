@@ -207,7 +207,7 @@ SAMPLES = {evaluations: SCHEDULE.samples(evaluations) for evaluations in (4, 6, 
 def test_the_outlook_of_a_run_that_has_ended_is_that_of_the_set(
     tmp_path: Path, others: list[int | None], mine: int, ends: str, samples: Any
 ) -> None:
-    # Other runs that the comparison ignores: one that counts no samples, one with another batch size, and one in progress.
+    # The comparison ignores a run that counts no samples, a run with another batch size, and a run in progress.
     unknown = closed_run(tmp_path / "result_96.txt", 17, seed=4)
     unknown.write_text(
         unknown.read_text().replace('"epoch_num": ', UNCOUNTED).replace('"value": 2550016', '"value": 9')

@@ -104,7 +104,7 @@ def test_the_best_packing_is_found_where_first_fit_decreasing_misses_it() -> Non
 
 def test_surplus_slots_hold_shorter_lengths_and_amounts_become_whole_packs() -> None:
     counts = np.array([0, 0, 0, 2, 0, 3])
-    # One slot of 5 is too much. It becomes the fourth slot of 3, of which two are too much.
+    # There is one slot of 5 too many, which becomes a fourth slot of 3, although two slots of 3 suffice.
     found = _at_own_lengths(np.array([[5, 5], [3, 3], [3, 0]]), np.array([2.0, 1.5, 1e-10]), counts)
     assert found == {(5, 5): 1, (3, 3): 0, (5, 3): 1, (3,): 1}
     assert _rounded({(5, 5): 0.9999999, (5, 3): 0.3, (3,): 0.4}, counts, 2) == {(5, 5): 1, (3,): 1, (5, 3): 1}
