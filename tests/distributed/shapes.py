@@ -18,6 +18,7 @@ import torch.distributed as dist
 from bert.checkpoints.initial_model import draw_model
 from bert.configuration.config import Config
 from bert.configuration.sections import ModelConfig, OptimizerConfig, ParallelConfig
+from bert.optimizer import Lamb
 from bert.parallel.mesh import Mesh
 from bert.products import weight_gradients
 from bert.step import TrainingStep
@@ -28,6 +29,9 @@ from kernels import choose
 from tests.bert.small_models import CPU, step_config, step_on
 from tests.distributed.worker import end_groups, on_all, regrouped
 
+DRAWS = 20
+DROPPING = "4,1,1,flat,block,4,1,4,fp64"
+"""Shape whose losses with dropout are compared with the losses of one rank."""
 MIXED = {"dropout": 4, "fp32": 4}
 """Number of micro-batches of the one-rank run for a precision, as dropout and rounding depend on it. Default: 1."""
 MODEL = ModelConfig(5, 24, 8, 40, 70, 64, hidden_dropout=0.0, attention_dropout=0.0, initializer_range=0.3)
@@ -112,6 +116,9 @@ def train(joined: Mesh, shape: str) -> dict[str, Any]:
         "words": len(step.model.embeddings.word) if parallel.pipeline == 1 else 0,
         "elements": len(step.flat.weights_P),
         "gradients": len(step.flat.gradients_N),
+        "state_bytes": bytes_held(step),
+        "ranks": mesh.world_size,
+        "dropped": _losses_with_dropout(step, mesh, batches[0]) if shape in (alone(DROPPING), DROPPING) else [],
     }
     assert on_all(same_as_rank_0(list(last.values()))), "all ranks bring the same together, to the last bit"
     for name, weight in step.gather_whole_model().state_dict().items():
@@ -146,6 +153,30 @@ def correct_predictions(step: TrainingStep, mesh: Mesh, batches: list[list[Batch
     if dist.is_initialized():
         dist.all_reduce(counts)
     return int(counts)
+
+
+def _losses_with_dropout(step: TrainingStep, mesh: Mesh, micro_batches: list[Batch]) -> list[float]:
+    """Return the loss of one global batch for each of several draws of dropout."""
+    config = replace(step.model.config, hidden_dropout=0.1, attention_dropout=0.1)
+    for part in (step.model, step.model.embeddings, *step.model.layers):
+        part.config = config  # type: ignore[assignment]
+    torch.manual_seed(11 + mesh.rank)
+    step.model.seed_dropout(11 + mesh.rank)
+    losses = torch.zeros(DRAWS, dtype=torch.float64)
+    with torch.no_grad(), step.autocast():
+        for draw in range(DRAWS):
+            for batch in micro_batches:
+                losses[draw] += step.model(batch).masked_lm_loss / mesh.tensor
+    if dist.is_initialized():
+        dist.all_reduce(losses)
+    return losses.tolist()
+
+
+def bytes_held(step: TrainingStep) -> int:
+    optimizer = step.optimizer
+    state = optimizer.state if isinstance(optimizer, Lamb) else optimizer._state
+    held = [value for owner in (optimizer, state) for value in vars(owner).values() if isinstance(value, torch.Tensor)]
+    return sum({value.data_ptr(): value.nbytes for value in held if value.is_floating_point()}.values())
 
 
 def skips(step: TrainingStep, mesh: Mesh) -> bool:
@@ -198,7 +229,7 @@ def require_same_training(shape: str, one: dict[str, Any], other: dict[str, Any]
 
     The moments after the first step are proportional to its gradients, or to their squares.
     """
-    tensor, pipeline, _, reduction, *_, precision = shape.split(",")
+    tensor, pipeline, _, reduction, _, local_size, _, _, precision = shape.split(",")
     precise = precision != "fp32"
     for step, (mean, means) in enumerate(zip(one["means"], other["means"], strict=True)):
         for name in ("masked_lm_loss", "next_sentence_loss", "gradient_norm"):
@@ -215,3 +246,7 @@ def require_same_training(shape: str, one: dict[str, Any], other: dict[str, Any]
         assert other["elements"] < one["elements"] * 0.72, "no rank has all layers"
     elif int(tensor) > 1:
         assert other["words"] == -(-MODEL.vocab_size // (8 * int(tensor))) * 8, "no rank has all words, or all logits"
+    else:  # docs/scaling.md states the number of values per parameter
+        shards = {"sharded": int(local_size), "sharded_world": other["ranks"]}.get(reduction.rstrip("+"))
+        values = 3 if shards is None else 5 / shards
+        assert other["state_bytes"] == pytest.approx((8 if precise else 4) * values * other["elements"], rel=0.05)

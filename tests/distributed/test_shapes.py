@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 
 from tests.conftest import SmallRun
 from tests.distributed.ranks import Ranks, compare_steps, records, run_on_ranks, train, trained
-from tests.distributed.shapes import alone, require_same_training, train_all
+from tests.distributed.shapes import DROPPING, alone, require_same_training, train_all
 
 FP8 = ["4,1,1,flat,block,4,1,1,fp8", "2,1,1,sharded,block,4,1,1,fp8"]
 SHAPES = {
@@ -21,7 +21,7 @@ SHAPES = {
         "1,1,1,hierarchical,block,2,2,4,fp64",
         "1,1,1,sharded,cyclic,2,1,4,fp64",
         "1,1,1,sharded_world,block,2,2,4,fp64",
-        "4,1,1,flat,block,4,1,4,fp64",
+        DROPPING,
         "2,1,1,sharded,block,4,2,4,fp64",
         "1,1,1,sharded+,block,2,2,4,fp64",
         "1,1,1,sharded_world+,cyclic,2,1,4,accumulating",
@@ -50,6 +50,15 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]
 @pytest.mark.parametrize("shape", [shape for shapes in SHAPES.values() for shape in shapes if shape not in FP8])
 def test_every_shape_trains_as_one_rank(found: dict[str, dict[str, Any]], shape: str) -> None:
     require_same_training(shape, found[alone(shape)], found[shape])
+
+
+def test_dropout_is_as_random_as_on_one_rank(found: dict[str, dict[str, Any]]) -> None:
+    """Losses of a batch over many dropout draws have the same mean and a similar deviation, and all differ."""
+    one, other = (torch.tensor(found[shape]["dropped"]) for shape in (alone(DROPPING), DROPPING))
+    error = ((one.var() + other.var()) / len(other)).sqrt()
+    assert abs(other.mean() - one.mean()) < 3 * error
+    assert 0.6 < other.std() / one.std() < 1.6
+    assert len(set(other.tolist())) == len(other)
 
 
 @pytest.mark.parametrize("shape", FP8)
