@@ -5,7 +5,7 @@ an attribute says otherwise.
 """
 
 from dataclasses import dataclass
-from itertools import product
+from itertools import pairwise, product
 from typing import Annotated, Literal
 
 import msgspec
@@ -20,6 +20,8 @@ Source = Literal["slurm", "measured", "unknown"]
 Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 62)]
 Size = Annotated[int, msgspec.Meta(ge=1, le=1 << 62)]
 """Whole numbers small enough for arithmetic with floats; a size is also a divisor. `_check` bounds indices."""
+Seconds = Annotated[float, msgspec.Meta(gt=0)]
+"""A time that is a divisor."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +83,7 @@ class Collective:
     operation: Operation
     scope: Scope
     ranks: Count
-    points: tuple[tuple[Size, float, float], ...]
+    points: Annotated[tuple[tuple[Size, Seconds, float], ...], msgspec.Meta(min_length=2)]
 
 
 @dataclass(frozen=True)
@@ -93,7 +95,7 @@ class ComputationTime:
 
     kind: str
     counts: tuple[float, ...]
-    seconds: float
+    seconds: Seconds
 
 
 @dataclass(frozen=True)
@@ -108,10 +110,10 @@ class Contention:
             their processors to the remaining ranks.
     """
 
-    processors: Count
+    processors: Size
     threads: Count
-    alone_s: float
-    together_s: float
+    alone_s: Seconds
+    together_s: Seconds
     mean_s: float
     last_s: float
 
@@ -199,7 +201,7 @@ class View:
 
 
 def _check(view: View) -> None:
-    """Raise ``ValueError`` if an index of a view is out of range, or if hosts have different numbers of ranks."""
+    """Raise ``ValueError`` if an index is out of range, sizes are out of order, or hosts differ in their ranks."""
     ranks, hosts = range(len(view.ranks)), range(len(view.hosts))
     # All readers of a view assume that ranks are evenly distributed over hosts.
     places = range(len(ranks) // max(1, len(hosts)))
@@ -208,6 +210,9 @@ def _check(view: View) -> None:
     ends = [(link.source, link.target) for link in view.links] + [outlier.ranks for outlier in view.outliers]
     if any(rank not in ranks for end in ends for rank in end):
         raise ValueError(f"a link or an outlier of a rank beyond {counted(len(ranks), 'rank')}")
+    sizes = [[float(size) for size, *_ in each.points] for each in view.collectives]
+    if any(one >= other for every in sizes for one, other in pairwise(every)):
+        raise ValueError("a collective whose sizes do not rise")
 
 
 _FILE = FileKind(

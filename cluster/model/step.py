@@ -286,7 +286,7 @@ def _speeds(demand: float, share: float) -> tuple[float, float]:
     if demand + share <= 1 or share == 0:
         return 1.0, 1.0
     given = min(share, max(0.5, 1 - demand))
-    return min(1.0, (1 - given) / demand), given / share
+    return (1 - given) / demand, given / share
 
 
 def _bytes(bucket: slice) -> int:

@@ -63,14 +63,14 @@ def measure_collectives(mesh: Mesh, seconds: float) -> tuple[list[Collective], l
 def _times(
     mesh: Mesh, group: dist.ProcessGroup, operation: Operation, seconds: float
 ) -> tuple[list[tuple[int, float, float]], list[tuple[int, int]]]:
-    points, wrong, spent, size = [], [], 0.0, _SMALLEST_BYTES
     ranks = dist.get_process_group_ranks(group)
+    points, wrong, spent, size = [], [], 0.0, max(_SMALLEST_BYTES, 4 * len(ranks))
     while size <= _LARGEST_BYTES:
         left, next_one = seconds - spent, _FACTOR * points[-1][1] if points else 0.0
         # `spent` and `points` hold the slowest rank's seconds on all ranks, so all ranks stop at the same size.
         if len(points) >= _FEWEST_SIZES and left < _FEWEST_REPEATS * next_one:
             break
-        piece = max(1, size // 4 // len(ranks))
+        piece = size // 4 // len(ranks)
         trial = Trial.of(operation, ranks, mesh.rank, piece, mesh.device, group)
         repeats = _REPEATS if left > 2 * _REPEATS * next_one else _FEWEST_REPEATS
         took, busy, errors = _run(mesh, trial, repeats)

@@ -62,15 +62,20 @@ def test_a_view_is_read_back_unless_its_parts_do_not_belong_together(file: Path)
         {"outliers": (replace(VIEW.outliers[0], ranks=(0, 8)),)},
         {"hosts": ()},
         {"hosts": (), "ranks": (), "links": (), "outliers": ()},
+        {"collectives": (replace(VIEW.collectives[0], points=VIEW.collectives[0].points[:1] * 2),)},
     ]
     for change in changes:
         write_view(replace(VIEW, **change), file)
-        with pytest.raises(ValueError, match="rank"):
+        with pytest.raises(ValueError, match=r"rank|sizes do not rise"):
             read_view(file)
-    for number in (-1, 0, 1 << 63):
-        all_reduce = replace(VIEW.collectives[0], points=((number, 1e-3, 1e-3),))
-        with pytest.raises(ValueError, match=r"Expected `int`"):
-            write_view(replace(VIEW, collectives=(all_reduce,)), file)
+    # A prediction divides by sizes, times, and the difference of two sizes.
+    for points, said in (
+        *((((number, 1e-3, 1e-3), (1 << 62, 1e-3, 1e-3)), "Expected `int`") for number in (-1, 0, 1 << 63)),
+        (((1, 0.0, 1e-3), (2, 1e-3, 1e-3)), "Expected `float` > 0"),
+        (((1, 1e-3, 1e-3),), "length >= 2"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            write_view(replace(VIEW, collectives=(replace(VIEW.collectives[0], points=points),)), file)
 
 
 def test_a_file_that_no_probe_wrote_is_refused(file: Path, refused: Refused) -> None:

@@ -357,6 +357,9 @@ def test_costs_come_from_what_a_probe_timed() -> None:
     assert (crowded.nodes, crowded.ranks, crowded.memory_bytes, crowded.demand) == (4, 2, 2**37, 0.5)
     assert (crowded.sharing, crowded.mean, crowded.last) == pytest.approx((2.0, 0.75, 1.5))
     assert crowded.collective("all-reduce", "world", 1.0)[1] == pytest.approx(3e-4 / (16 * 3.6e-4))
+    busy = replace(made_up().collectives[0], points=((8, 1e-4, 3e-4), (9, 1e-4, 3e-4)))
+    all_busy = rates_of_view(replace(made_up(), contention=replace(contention, processors=2), collectives=(busy,)))
+    assert all_busy.collective("all-reduce", "world", 1.0)[1] == 1
     noisy = replace(contention, alone_s=0.03, mean_s=0.021, last_s=0.019)
     own = rates_of_view(replace(made_up(), contention=noisy, backend="nccl"))
     assert (own.memory_bytes, own.demand, own.sharing, own.mean, own.last) == (2**38, 0, 1, 1, 1)

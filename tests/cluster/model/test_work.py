@@ -19,7 +19,9 @@ MODEL = ModelConfig(2, 128, 4, 512, 1000, 8)
 
 def numbers(sizes: MicroBatches) -> list[float]:
     names = ("tokens_AR", "masked_AR", "pairs_AR", "last_pairs_AR", "lengths_AR", "equal_AR")
-    return [sizes.sequences, *(float(getattr(sizes, name).sum()) for name in names)]
+    counts = [np.asarray(getattr(sizes, name)) for name in names]
+    assert {each.shape for each in counts} == {counts[0].shape}
+    return [sizes.sequences, *(float(each.sum()) for each in counts)]
 
 
 def test_micro_batches_have_the_tokens_pairs_and_lengths_of_their_sequences() -> None:

@@ -72,6 +72,7 @@ def test_more_than_a_few_percent_are_warned_of_and_more_than_half_are_refused() 
         assert all(found[description].startswith(remedy) for description, remedy in expected.items())
         assert list(counts.losses("load it")) == [f"{description}; load it" for description in expected]
         counts.require_enough(Path("text"))
+    assert str(TextCounts(*[1] * 9)).count("100.0 %") == 6, "of one character, one document and one token"
     half = {"characters": 100, "documents": 10, "tokens": 50, "unused_tokens": 25}
     TextCounts(**half).require_enough(Path("text"))
     more = "text: 52.0 % of the tokens are truncated in all samples; "
