@@ -16,7 +16,7 @@ if [[ ${TORCH:-} ]]; then
 fi
 cores=$(env -u OMP_NUM_THREADS nproc)
 workers=$((cores < 8 ? cores : 8))
-[[ ${selection[*]} || $cores -ge 8 ]] || workers=$((cores + 4)) # slow tests often wait for processes
+[[ ${selection[*]} || $cores -ge 8 ]] || workers=$((cores + 2)) # slow tests often wait for processes
 say "pytest with $workers workers"
 # Without this, glibc returns the memory of freed tensors to the system, which then clears it again for the next ones.
 [[ ! ${selection[*]} ]] || export MALLOC_TRIM_THRESHOLD_=2000000000 MALLOC_MMAP_THRESHOLD_=1000000000

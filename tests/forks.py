@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from bert.parallel.master_port import free_port
+from tests.programs import PATIENCE_S
 
 
 def on_forks(
@@ -39,7 +40,7 @@ def on_forks(
             fork.start()
         try:
             while running := [fork.sentinel for fork in forks if fork.exitcode is None]:
-                assert wait(running, 100), "ranks hang"
+                assert wait(running, PATIENCE_S), "ranks hang"
                 assert statuses or not any(fork.exitcode for fork in forks), "a rank has failed"
         finally:
             for fork in forks:

@@ -69,6 +69,15 @@ def test_a_wrong_setting_is_named_before_missing_data(capfd: pytest.CaptureFixtu
         assert (shown.out, shown.err.count("\n"), said in shown.err) == ("", 1, True)
 
 
+def test_ranks_that_share_a_copy_hear_of_their_memory(
+    small_run: SmallRun, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for tensor in (1, 2):
+        assert dry_run.main(small_run.arguments(tmp_path, parallel__tensor=tensor)) == 0
+        assert ("training.recompute is none; " in capfd.readouterr().out) == (tensor == 2)
+
+
 def forecast(world_size: int, local_size: int = 0, recipe: str = "h100_1x8") -> list[str]:
     """Return the lines about a small model without data."""
     config = RECIPES["h100_1x8"]()

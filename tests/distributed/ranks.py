@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from bert.parallel.master_port import free_port
 from tests.conftest import REPOSITORY, SmallRun
@@ -116,14 +115,6 @@ def name_of(function: Callable[..., object]) -> str:
     # Derive the module from the file's path, because pytest imports test modules under shorter names.
     file = Path(function.__code__.co_filename).relative_to(REPOSITORY).with_suffix("")
     return f"{'.'.join(file.parts)}:{function.__name__}"
-
-
-def run_on_ranks(folder: Path, count: int, function: Callable[..., object], *arguments: object) -> Any:
-    """Call a function on ``count`` ranks with the mesh and the arguments, and return rank 0's result."""
-    out = folder / f"{count}.pt"
-    with Ranks(["tests.distributed.worker:joined", out, name_of(function), *arguments], count, WORKER) as ranks:
-        assert ranks.ends() == [0] * count, ranks.output
-    return torch.load(out)
 
 
 def torchrun(ranks: int, arguments: Sequence[object], *options: str, module: Module = "bert.train") -> Program:

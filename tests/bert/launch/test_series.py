@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from console.program import version_line
 from tests.bert.launch.started import Started
 from tests.compliance.result_folders import write_experiment
 from tests.programs import PATIENCE_S, REPOSITORY, python, wait_for
@@ -139,6 +140,29 @@ def test_torchrun_starts_the_processes_of_a_node_without_elastic_agents(
     folder = f"--log-dir {tmp_path}/tmp/mlperf-bert-\\w+"
     assert re.fullmatch(f"torch.distributed.run {options} {folder} -m bert.train tiny_cpu {SETTINGS}", started.calls[1])
     assert len(started.calls) == 2
+
+
+@pytest.mark.parametrize(
+    ("words", "variables", "status", "said"),
+    [
+        ("--version", {}, 0, version_line()),
+        (
+            "tiny_cpu",
+            {"CLEAR_CACHES": "2"},
+            2,
+            "CLEAR_CACHES is '2', expected a whole number of at least 0 and at most 1",
+        ),
+        ("tiny_cpu", {"NNODES": "2"}, 2, "NNODES is 2, expected NODE_RANK and MASTER_ADDR beside it"),
+    ],
+    ids=["version", "caches", "nodes"],
+)
+def test_a_version_or_a_wrong_variable_starts_nothing(
+    tmp_path: Path, words: str, variables: dict[str, str], status: int, said: str
+) -> None:
+    started = Started(tmp_path, f"bert.launch {words}", **variables)
+    done = started.end()
+    assert (done.returncode, done.stdout + done.stderr) == (status, f"{'error: ' if status else ''}{said}\n")
+    assert started.calls == []
 
 
 def test_a_port_that_is_taken_ends_the_series(tmp_path: Path, log: Path) -> None:

@@ -1,10 +1,9 @@
-"""Steps of ranks that share the model or the optimizer's state train as one rank does (``tests/distributed/shapes.py``)."""
+"""Steps of ranks that share the optimizer's state: weights come in time, and casts, graphs and sites agree."""
 
 import threading
 from dataclasses import replace
 
 import numpy as np
-import pytest
 import torch
 from torch import Tensor
 
@@ -16,28 +15,11 @@ from dataloading.batches.plan import ShapeBucket
 from dataloading.shards.samples import synthetic_samples
 from kernels import cast_fp8
 from tests.bert.parallel.forked import on_ranks, trains_in_forks
+from tests.bert.parallel.shapes import MODEL, config, global_batches
 from tests.bert.recording import Recording, recordable_attention
 from tests.bert.small_models import assert_same, take_steps, training_step
-from tests.distributed.shapes import MODEL, alone, config, global_batches, require_same_training, train
 
 pytestmark = trains_in_forks
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("ranks", "shape"),
-    [
-        (2, "2,1,1,flat,block,2,2,3,fp64"),
-        (2, "1,1,1,sharded,block,2,2,3,fp64"),
-        (2, "1,1,1,sharded+,block,2,2,3,accumulating"),
-        (4, "2,1,1,hierarchical,cyclic,2,1,3,fp64"),
-        (2, "1,2,2,flat,block,2,4,3,fp64"),
-    ],
-)
-def test_ranks_that_share_a_step_take_the_step_of_one_rank(ranks: int, shape: str) -> None:
-    [one] = on_ranks(1, lambda mesh: train(mesh, alone(shape)))
-    for found in on_ranks(ranks, lambda mesh: train(mesh, shape)):
-        require_same_training(shape, one, found)
 
 
 def hold_weights_back(step: TrainingStep) -> list[slice]:

@@ -19,7 +19,7 @@ from bert.train import main
 from tests.bert.recording import Recording, groups_that_wait_for_graphs, recordable_attention
 from tests.conftest import SmallRun
 from tests.distributed.faulty import faulty
-from tests.distributed.ranks import ENDLESS, Ranks, records, result_of, train
+from tests.distributed.ranks import ENDLESS, Ranks, compare_steps, records, result_of, train, trained
 
 SETTINGS: dict[str, object] = {
     "training__gradient_accumulation_steps": 2,
@@ -100,3 +100,32 @@ def test_where_agents_start_again_a_rank_that_gets_no_signal_of_its_own_asks_for
         assert started.ends() == [FAULT_STATUS, 128 + signal.SIGTERM], started.output
     assert "stopped with ranks of another host: to be started again without them" in started.output
     assert [record["status"] for record in records(tmp_path, "end")] == ["aborted"]
+
+
+def test_a_run_that_shares_copies_is_the_run_of_one_rank(small_run: SmallRun, tmp_path: Path) -> None:
+    """Compare steps, evaluations and saved weights, and resume each run from the other run's checkpoint."""
+    common = {"model__num_hidden_layers": 4, "checkpoint__keep": 9}
+    shape = {"parallel__tensor": 2, "parallel__pipeline": 2, "training__gradient_accumulation_steps": 2}
+    for name, ranks, changes in (("one", 1, {}), ("shared", 4, shape)):
+        folder = tmp_path / name
+        settings = {"checkpoint__folder": folder / "checkpoints", "checkpoint__every_steps": 4}
+        settings |= common | changes | {"save_checkpoint": folder / "saved"}
+        output = trained(small_run, folder, ranks, **settings)
+    assert output.count("data 1 x pipeline 2 x tensor 2, reduction: flat (one rank)") == 1
+    one, other = tmp_path / "one", tmp_path / "shared"
+    compare_steps(records(one, "step"), records(other, "step"))
+    expected, found = ([(row["correct"], row["count"]) for row in records(folder, "eval")] for folder in (one, other))
+    assert found == expected
+    saved = load_file(other / "saved")
+    for name, tensor in load_file(one / "saved").items():
+        torch.testing.assert_close(saved[name], tensor, rtol=2e-5, atol=1e-5)
+    evaluated = common | shape | {"data__initial_checkpoint": other / "saved"}
+    with Ranks(small_run.arguments(tmp_path, **evaluated), 4, "bert.evaluate") as started:
+        assert started.ends() == [0] * 4, started.output
+    assert "{:,} of {:,} masked tokens".format(*expected[-1]) in started.output
+    for source, ranks, changes in (("one", 4, shape), ("shared", 1, {})):
+        folder = tmp_path / f"from {source}"
+        settings = {"checkpoint__folder": folder / "checkpoints", "training__max_steps": 5, "training__seed": None}
+        settings |= {"checkpoint__every_steps": 1, "resume": tmp_path / source / "checkpoints" / "step_00000004"}
+        resumed = train(small_run, folder, ranks, **common | changes | settings)
+        compare_steps(records(tmp_path / source, "step")[4:5], resumed)
