@@ -72,7 +72,9 @@ def test_a_wrong_setting_is_named_before_missing_data(capfd: pytest.CaptureFixtu
 def test_ranks_that_share_a_copy_hear_of_their_memory(
     small_run: SmallRun, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """The check is left out, because it keeps the data closed until a run starts."""
     monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr(dry_run, "train", lambda _: 0)
     for tensor in (1, 2):
         assert dry_run.main(small_run.arguments(tmp_path, parallel__tensor=tensor)) == 0
         assert ("training.recompute is none; " in capfd.readouterr().out) == (tensor == 2)
