@@ -207,7 +207,7 @@ class _Search:
 
     def other_reductions(self, like: Candidate) -> Iterator[Candidate]:
         """Return candidates with the same computation and a different gradient reduction."""
-        if self._target.world_size == 1:
+        if like.strategy.copy_ranks == self._target.world_size:  # a single copy has nothing to sum
             return
         for reduction, reduce_dtype in product(self._reductions, ("fp32", "bf16")):
             strategy = replace(like.strategy, reduction=reduction, reduce_dtype=reduce_dtype)

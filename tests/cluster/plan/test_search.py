@@ -1,5 +1,6 @@
 """The planner's plans are feasible, its best plan is the fastest, and a run accepts the plan file."""
 
+import math
 import re
 from dataclasses import replace
 from itertools import product, takewhile
@@ -56,6 +57,23 @@ def test_the_best_is_the_fastest_of_all_ways_to_run_its_batch(found: Found, targ
             others.append((predict_run(work, strategy, rates, step).total, strategy))
     fastest = min(others, key=lambda other: other[0])
     assert (found.ranked[0].seconds, found.ranked[0].strategy) == (pytest.approx(fastest[0]), fastest[1])
+
+
+@pytest.mark.parametrize(("nodes", "per_node", "memory"), [(2, 2, 80e9), (2, 2, 8e9), (1, 4, 4e9)])
+def test_nothing_that_the_search_skips_is_among_the_best(
+    nodes: int, per_node: int, memory: float, work: Work, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, work = RECIPES["h100_1x8"](), replace(work, samples=1e6)
+    config = replace(config, log=replace(config.log, division="open"))  # only the recipe's batch size
+    target = target_of_devices(device_of("h100_1x8", None)[0], nodes * per_node, per_node)
+    found = search(config, work, with_memory(target, memory))
+    monkeypatch.setattr("cluster.plan.search._may_be_among_best", lambda *_: True)
+    monkeypatch.setattr("cluster.plan.search._REACH", math.inf)
+    every = search(config, work, with_memory(target, memory))
+    assert len(every.ranked) > len(found.ranked)
+    assert every.best == found.best
+    copies = [each.strategy.reduction for each in every.ranked if each.strategy.copy_ranks == nodes * per_node]
+    assert {*copies} == {"sharded_world"}, "a single copy has nothing to sum"
 
 
 def test_what_is_found_fits_and_divides(found: Found, target: Target, work: Work) -> None:
