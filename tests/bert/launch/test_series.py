@@ -181,7 +181,7 @@ WITHOUT_GPUS = ":".join(each for each in os.environ["PATH"].split(":") if not Pa
 @pytest.mark.parametrize(
     ("words", "variables", "status", "world_size"),
     [
-        ("--prepare tiny_cpu --", {"NPROC": "2", "NNODES": "3"}, 0, "6"),
+        ("--prepare tiny_cpu --", {"NPROC": "2", "NNODES": "3", "CLEAR_CACHES": ""}, 0, "6"),
         ("--prepare tiny_cpu --", {"WORLD_SIZE": "64"}, 0, "64"),
         ("--prepare tiny_cpu -- --dry-run", {}, 10, "1"),
         ("--prepare tiny_cpu -- --print-config", {}, 10, None),

@@ -15,11 +15,19 @@ from dataloading.batches.plan import ShapeBucket
 from dataloading.shards.samples import synthetic_samples
 from kernels import cast_fp8
 from tests.bert.parallel.forked import on_ranks, trains_in_forks
-from tests.bert.parallel.shapes import MODEL, config, global_batches
+from tests.bert.parallel.shapes import MODEL, alone, config, global_batches, require_same_training, train
 from tests.bert.recording import Recording, recordable_attention
 from tests.bert.small_models import assert_same, take_steps, training_step
 
 pytestmark = trains_in_forks
+
+
+def test_stages_take_the_step_of_one_rank() -> None:
+    """The slow test of many more shapes is in ``test_shapes.py``."""
+    shape = "1,2,1,flat,block,2,2,3,fp64"
+    [one] = on_ranks(1, lambda mesh: train(mesh, alone(shape)))
+    for found in on_ranks(2, lambda mesh: train(mesh, shape)):
+        require_same_training(shape, one, found)
 
 
 def hold_weights_back(step: TrainingStep) -> list[slice]:

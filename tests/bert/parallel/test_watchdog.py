@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 import threading
 import time
 from pathlib import Path
@@ -14,7 +15,7 @@ from bert.execution.phases import PhaseTracker
 from bert.parallel.mesh import Mesh, agreed_integer, barrier
 from bert.parallel.watchdog import watchdog
 from bert.parallel.watchdog.judge import FAULT_STATUS, LINE
-from bert.parallel.watchdog.watchdog import Watchdog
+from bert.parallel.watchdog.watchdog import Watchdog, _join
 from tests.bert.parallel.forked import on_ranks
 from tests.bert.small_models import CPU
 from tests.programs import wait_for
@@ -154,6 +155,24 @@ def test_a_single_rank_has_nobody_to_tell() -> None:
     with own.expect_progress(PhaseTracker()):
         own.failed("nobody hears this")
     own.close()
+
+
+def test_a_rank_joins_again_until_the_hub_answers_or_its_patience_ends() -> None:
+    """Strangers at the port, or a hub that does not know the greeting, close the connection."""
+    with socket.create_server(("127.0.0.1", 0)) as hub:
+
+        def answer() -> None:
+            for answered in (b"", b"you", b""):
+                member, _ = hub.accept()
+                with member:
+                    member.sendall(answered if member.recv(LINE) == b"me" else b"")
+
+        threading.Thread(target=answer, daemon=True).start()
+        connection, answered = _join(hub.getsockname(), b"me", LONG)
+        connection.close()
+        assert answered == b"you"
+        with pytest.raises(OSError, match=r"watchdog at 127.0.0.1:\d+ does not answer: it closes the connection"):
+            _join(hub.getsockname(), b"me", 0.0)
 
 
 def test_a_launcher_that_is_lost_before_the_ranks_have_joined_breaks_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
