@@ -82,7 +82,10 @@ FIRST = "ends the run before its first evaluation, after"
         ),
         ({"evaluation__target": None}, None),
         ({"training__gradient_accumulation_steps": 3}, "16 does not divide over 1 ranks x 3 .* a multiple of 3"),
-        ({"parallel__pipeline": 2, "training__gradient_accumulation_steps": 2}, "pipeline is 2, but 1 host of 1 rank do"),
+        (
+            {"parallel__pipeline": 2, "training__gradient_accumulation_steps": 2},
+            "pipeline is 2, but 1 host of 1 rank do",
+        ),
         ({"training__device": "cuda"}, "training.device is cuda, but no compiler; no headers"),
         ({"training__implementations": "dense_gelu unknown"}, "training.implementations: "),
     ],
