@@ -50,12 +50,16 @@ for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIG
 
 
 @pytest.fixture(autouse=True)
-def _handlers_of_signals_are_restored() -> Iterator[None]:
-    """Restore handlers that a program in this process has replaced: later programs would inherit ignored signals."""
+def _later_tests_find_the_process_as_it_was() -> Iterator[None]:
+    """Restore what a program in this process has replaced: handlers of signals, and the implementations of ops."""
     before = {number: signal.getsignal(number) for number in STOPPING}
     yield
     for number, handler in before.items():
         signal.signal(number, handler)
+    if kernels := sys.modules.get("kernels"):
+        for op in kernels.OPS.values():
+            op.ask_for("auto")
+            op.prefer({})
 
 
 SLOW_ROOMS = ("e2e", "distributed", "benchmarks", "kernels/triton", "convergence")

@@ -9,6 +9,7 @@ allows larger micro-batches.
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from heapq import nsmallest
 from itertools import islice, product, takewhile
 
 from bert.configuration.config import Config
@@ -86,14 +87,14 @@ def search(config: Config, work: Work, target: Target) -> Found:
             ranked += search.other_reductions(each)
     ranked.sort(key=lambda candidate: candidate.seconds)
     # One predicted step was enough to find the slow ways. Several predicted steps are needed to compare the fast ways.
-    limit = _REACH * ranked[:BEST][-1].seconds
+    limit = _REACH * max(each.seconds for each in ranked[:BEST])
     ranked = [search.refine(each) if each.seconds <= limit else each for each in ranked]
     ranked.sort(key=lambda candidate: candidate.seconds)
     return Found(tuple(ranked[:BEST]), tuple(ranked), tuple(dict.fromkeys(search.refusals)))
 
 
 def _may_be_among_best(least_seconds: float, found: Sequence[Candidate]) -> bool:
-    return len(found) < BEST or least_seconds < sorted(each.seconds for each in found)[BEST - 1]
+    return len(found) < BEST or least_seconds < max(nsmallest(BEST, (each.seconds for each in found)))
 
 
 class _Search:

@@ -126,18 +126,15 @@ def test_a_fall_back_on_a_gpu_is_said_once_with_its_reasons(
 
 
 def test_choices_by_configuration():
-    try:
-        choose({"varlen_attention": "reference", "lamb_step": "auto"})
+    choose({"varlen_attention": "reference", "lamb_step": "auto"})
+    assert varlen_attention.asked == "reference"
+    for wrong, message in (
+        ({"varlen_attention": "auto", "attention": "triton"}, "no op 'attention'"),
+        ({"varlen_attention": "auto", "lamb_step": "pytorch"}, "lamb_step .*'pytorch'"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            choose(wrong)
         assert varlen_attention.asked == "reference"
-        for wrong, message in (
-            ({"varlen_attention": "auto", "attention": "triton"}, "no op 'attention'"),
-            ({"varlen_attention": "auto", "lamb_step": "pytorch"}, "lamb_step .*'pytorch'"),
-        ):
-            with pytest.raises(ValueError, match=message):
-                choose(wrong)
-            assert varlen_attention.asked == "reference"
-    finally:
-        choose({"varlen_attention": "auto"})
 
 
 def attention_call(head_size: int, device: str = "cuda") -> tuple[Any, ...]:
@@ -153,21 +150,18 @@ def test_a_step_that_is_captured_gets_no_attention_that_reads_lengths():
         usual, odd = attention_call(64), attention_call(24 * 8 + 4)  # no kernel supports a head size of 196
         assert varlen_attention.chosen(*odd).name == "pytorch"
         varlen_attention.prefer({signature(*usual): "pytorch"})
-        try:
-            assert varlen_attention.chosen(*usual).name == "pytorch"
-            with captured():
-                assert varlen_attention.chosen(*usual).name == "triton"
-                with pytest.raises(
-                    ValueError, match=r"no implementation that a CUDA graph .*triton: head size 196; .*False"
-                ):
-                    varlen_attention.chosen(*odd)
-                for name in ("pytorch", "reference"):
-                    with varlen_attention.using(name), pytest.raises(ValueError, match=f"{name} cannot .* on the host"):
-                        varlen_attention.chosen(*usual)
-                assert varlen_attention.chosen(*attention_call(64, "cpu")).name == "pytorch"
-            assert varlen_attention.chosen(*odd).name == "pytorch"
-        finally:
-            varlen_attention.prefer({})
+        assert varlen_attention.chosen(*usual).name == "pytorch"
+        with captured():
+            assert varlen_attention.chosen(*usual).name == "triton"
+            with pytest.raises(
+                ValueError, match=r"no implementation that a CUDA graph .*triton: head size 196; .*False"
+            ):
+                varlen_attention.chosen(*odd)
+            for name in ("pytorch", "reference"):
+                with varlen_attention.using(name), pytest.raises(ValueError, match=f"{name} cannot .* on the host"):
+                    varlen_attention.chosen(*usual)
+            assert varlen_attention.chosen(*attention_call(64, "cpu")).name == "pytorch"
+        assert varlen_attention.chosen(*odd).name == "pytorch"
 
 
 def test_a_step_that_is_captured_and_recomputed_gets_no_dropout_of_pytorchs_generator():

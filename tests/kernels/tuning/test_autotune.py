@@ -2,7 +2,7 @@
 
 import gc
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -33,14 +33,6 @@ from kernels.tuning.autotune import (
 from kernels.tuning.examples import SMALL, example_inputs
 
 CPU = torch.device("cpu")
-
-
-@pytest.fixture(autouse=True)
-def _as_before() -> Iterator[None]:
-    yield
-    for op in OPS.values():
-        op.ask_for("auto")
-        op.prefer({})
 
 
 def grown(x: Tensor) -> Tensor:
