@@ -1,14 +1,22 @@
-"""Division of a model: layers among stages, and parameters among the ranks of a tensor group."""
+"""Division of a model: layers among stages, and parameters and words among the ranks of a tensor group."""
 
 from itertools import combinations, pairwise
 
 import pytest
 import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
 
 from bert.configuration.sections import ModelConfig
-from bert.model import parameter_shapes
+from bert.execution.stopwatch import Stopwatch
+from bert.model import MatrixProducts, parameter_shapes
+from bert.parallel.mesh import Mesh
 from bert.parallel.pipeline.stages import divided, layer_costs, stages_of
+from bert.parallel.tensor.placement import Exchange, SharedPlacement
 from bert.parallel.tensor.shards import Split, split_of
+from kernels import masked_lm_loss
+from tests.bert.parallel.forked import on_ranks
 
 
 @pytest.mark.parametrize("count", range(1, 7))
@@ -77,3 +85,29 @@ def test_products_are_divided_by_columns_then_rows_and_all_else_is_on_all_ranks(
     }
     ends = {"embeddings.word": Split((30, 8), 2, 0, multiple=8), "decoder_bias": Split((30,), 2, 0, multiple=8)}
     assert found == ends | {f"layers.{layer}.{name}": split for layer in (0, 1) for name, split in inner.items()}
+
+
+@pytest.mark.parametrize("broken", [None, 0, 9], ids=str)
+def test_the_loss_of_divided_words_is_the_loss_of_all_words(broken: int | None) -> None:
+    """Of 12 words in two shards of 8, the last shard has 4 words. Logits are whole numbers, and several are equal."""
+    generator = torch.Generator().manual_seed(5)
+    hidden_MD, word_VD = (torch.randint(0, 3, (rows, 4), generator=generator).float() for rows in (39, 12))
+    bias_V, labels_M = torch.zeros(12), torch.arange(-1, 12).repeat(3)
+    word_VD[0] = 2.0
+    largest_M = (hidden_MD @ word_VD.T).argmax(1)
+    labels_M[13:] = largest_M[13:]
+    if broken is not None:
+        bias_V[broken] = torch.nan
+    loss, correct = masked_lm_loss(hidden_MD, word_VD, bias_V, labels_M)
+    assert correct == (int((labels_M == largest_M).sum()) if broken is None else 0)
+
+    def divided(mesh: Mesh) -> tuple[Tensor, Tensor | None]:
+        assert dist.group.WORLD is not None
+        placement = SharedPlacement(Exchange(dist.group.WORLD, Stopwatch()), 12)
+        own = slice(8 * mesh.rank, 8 * mesh.rank + placement.share_of_words(12))
+        shards = F.pad(word_VD, (0, 0, 0, 4))[own], F.pad(bias_V, (0, 4))[own]
+        return placement.masked_lm_loss(MatrixProducts(), placement.own_rows(hidden_MD), *shards, labels_M, True)
+
+    for found, counted in on_ranks(2, divided):
+        torch.testing.assert_close(found, loss, equal_nan=True)
+        assert counted == correct
