@@ -11,6 +11,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from itertools import groupby
 from pathlib import Path
 from unittest.mock import Mock, call
 
@@ -23,6 +24,8 @@ import bert.run
 from bert.checkpoints.trained import stated_evaluation
 from bert.checkpoints.training_state import checkpoint_folders
 from bert.configuration.recipes import tiny_cpu
+from bert.evaluation import Evaluator
+from bert.execution.phases import PhaseTracker
 from bert.guards.data_guard import DataGuard
 from bert.guards.interruption import Interrupted, Interruption
 from bert.guards.preflight import batch_plan
@@ -222,6 +225,20 @@ def test_a_target_that_is_just_reached_ends_the_run(start: Start, tmp_path: Path
     stated = stated_evaluation(tmp_path / "best")
     assert stated is not None
     assert (stated.samples, stated.correct) == (best.samples, best.correct)
+
+
+def test_the_watchdog_knows_what_the_run_does(start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two steps warm up, and evaluation data are read before the first step."""
+    done: list[str] = []
+    for owner, name in ((PhaseTracker, "enter"), (Evaluator, "read_ahead")):
+        real = getattr(owner, name)
+        noted = lambda *given, real=real: done.append(*(given[1:] or ["read ahead"])) or real(*given)  # noqa: E731
+        monkeypatch.setattr(owner, name, noted)
+    start(checkpoint__folder=tmp_path / "c", checkpoint__every_steps=2, training__max_steps=3)
+    compute = ["forward_backward", "update"]
+    step = ["data_wait", *compute]
+    expected = [*2 * compute, "read ahead", *2 * step, "statistics", "checkpoint", *step, "statistics", "evaluation"]
+    assert [name for name, _ in groupby(done)] == expected
 
 
 def test_the_time_limit_ends_the_run_at_the_first_report_after_it(start: Start) -> None:

@@ -67,6 +67,7 @@ def test_each_part_of_the_model_waits_for_its_weights_and_for_no_others() -> Non
     def weights(mesh: Mesh, *, hold: bool) -> Tensor:
         step = training_step(chosen, mesh)
         held = hold_weights_back(step) if hold else []
+        assert step.gathers_in_forward
         step.gathers_in_forward = hold
         phases: set[str] = set()
         step.model.embeddings.register_forward_pre_hook(lambda *_: phases.add(step.stopwatch.tracker.phase))
