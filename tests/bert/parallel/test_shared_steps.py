@@ -15,15 +15,15 @@ from dataloading.batches.plan import ShapeBucket
 from dataloading.shards.samples import synthetic_samples
 from kernels import cast_fp8
 from tests.bert.parallel.forked import on_ranks, trains_in_forks
-from tests.bert.parallel.shapes import MODEL, alone, config, global_batches, require_same_training, train
 from tests.bert.recording import Recording, recordable_attention
 from tests.bert.small_models import assert_same, take_steps, training_step
+from tests.distributed.shapes import MODEL, alone, config, global_batches, require_same_training, train
 
 pytestmark = trains_in_forks
 
 
 def test_stages_take_the_step_of_one_rank() -> None:
-    """The slow test of many more shapes is in ``test_shapes.py``."""
+    """The slow test of many more shapes is in ``tests/distributed/test_shapes.py``."""
     shape = "1,2,1,flat,block,2,2,3,fp64"
     [one] = on_ranks(1, lambda mesh: train(mesh, alone(shape)))
     for found in on_ranks(2, lambda mesh: train(mesh, shape)):
@@ -89,9 +89,11 @@ def test_fp8_weights_are_casts_of_the_gathered_weights() -> None:
 
     def require_casts(mesh: Mesh) -> Tensor:
         step = training_step(chosen, mesh)
+        assert step.fp8 is not None
+        scale_S = step.fp8.scale_S.clone()
         for micro_batches in global_batches(mesh, 1, False, 2):
             step(micro_batches)
-        assert step.fp8 is not None
+        assert not torch.equal(step.fp8.scale_S, scale_S), "scales follow the largest magnitudes"
         assert not step.gathers_in_forward, "the next forward pass has nothing left to gather"
         for dense in step.fp8.denses:
             expected = cast_fp8(dense.weight.detach(), dense.weight_site.scale, torch.zeros(()), torch.float8_e4m3fn)

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from tests.bert.parallel.forked import on_ranks, trains_in_forks
-from tests.bert.parallel.shapes import DROPPING, alone, require_same_training, train_all
+from tests.distributed.shapes import DROPPING, alone, require_same_training, train_all
 
-pytestmark = [pytest.mark.slow, trains_in_forks]
+pytestmark = trains_in_forks
 
 FP8 = ["4,1,1,flat,block,4,1,1,fp8", "2,1,1,sharded,block,4,1,1,fp8"]
 SHAPES = {
