@@ -31,6 +31,7 @@ def test_a_part_of_the_hosts_comes_from_the_smallest_subtree_and_few_leaves() ->
     paths = [("top", leaf) for leaf, hosts in leaves.items() for _ in range(hosts)]
     assert {paths[host] for host in place(paths, 8)} == {("top", "b")}
     assert {paths[host] for host in place(paths, 10)} == {("top", "b"), ("top", "d")}
+    assert place([("top", "a")], 1) == [0]
     paths = [("pod 1", "leaf 1")] * 9 + [("pod 2", "leaf 2")] * 6 + [("pod 2", "leaf 3")] * 6
     assert {paths[host][0] for host in place(paths, 12)} == {"pod 2"}
 

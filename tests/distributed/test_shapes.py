@@ -19,9 +19,7 @@ SHAPES = {
     4: [
         "1,1,1,hierarchical,block,2,2,4,fp64",
         "1,1,1,sharded,cyclic,2,1,4,fp64",
-        "1,1,1,sharded_world,block,2,2,4,fp64",
         DROPPING,
-        "2,1,1,sharded,block,4,2,4,fp64",
         "1,1,1,sharded+,block,2,2,4,fp64",
         "1,1,1,sharded_world+,cyclic,2,1,4,accumulating",
         "2,1,1,sharded_world+,block,4,2,3,recomputed",
