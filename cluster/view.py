@@ -69,7 +69,7 @@ class Link:
     source: int
     target: int
     latency_s: float
-    seconds_per_byte: float
+    seconds_per_byte: Seconds
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,7 @@ def on_forks(
         os.environ.update({name: str(value) for name, value in (launched | {"RANK": rank}).items()})
         socket.gethostname = lambda: hosts[rank]
         torch.set_num_threads(1)  # a fork must not use the threads of its parent
-        Path(folder, str(rank)).write_bytes(pickle.dumps(action(rank)))
+        Path(folder, f"{rank:03}").write_bytes(pickle.dumps(action(rank)))
 
     context = multiprocessing.get_context("fork")
     with tempfile.TemporaryDirectory() as folder:

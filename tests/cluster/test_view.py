@@ -68,7 +68,7 @@ def test_a_view_is_read_back_unless_its_parts_do_not_belong_together(file: Path)
         write_view(replace(VIEW, **change), file)
         with pytest.raises(ValueError, match=r"rank|sizes do not rise"):
             read_view(file)
-    # A prediction divides by sizes, times, and the difference of two sizes.
+    # Pages and predictions divide by sizes, times, and the difference of two sizes.
     for points, said in (
         *((((number, 1e-3, 1e-3), (1 << 62, 1e-3, 1e-3)), "Expected `int`") for number in (-1, 0, 1 << 63)),
         (((1, 0.0, 1e-3), (2, 1e-3, 1e-3)), "Expected `float` > 0"),
@@ -76,6 +76,8 @@ def test_a_view_is_read_back_unless_its_parts_do_not_belong_together(file: Path)
     ):
         with pytest.raises(ValueError, match=said):
             write_view(replace(VIEW, collectives=(replace(VIEW.collectives[0], points=points),)), file)
+    with pytest.raises(ValueError, match="Expected `float` > 0"):
+        write_view(replace(VIEW, links=(Link(0, 1, 1e-5, 0.0),)), file)
 
 
 def test_a_file_that_no_probe_wrote_is_refused(file: Path, refused: Refused) -> None:
