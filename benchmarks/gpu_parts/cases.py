@@ -22,6 +22,8 @@ from kernels.reference.fp8 import E4M3, E5M2
 from kernels.registry import Implementation
 from kernels.tuning.examples import Size, example_inputs
 
+SEGMENTS = 400
+"""Segments of LAMB's vector, a few more than BERT-Large has tensors. Two of every three have a trust ratio."""
 _TOKENS = 64
 """Products of training have a multiple of this many rows, because shape buckets and batches have."""
 
@@ -273,7 +275,7 @@ def weight_gradient_cases(model: BertForPreTraining, lengths: Sequence[int]) -> 
 
 
 def _in_the_middle(value: Any, generator: torch.Generator) -> Any:
-    """Fill LAMB's moments, and cut its vector into 400 segments. Two of every three segments have a trust ratio."""
+    """Fill LAMB's moments, and cut its vector into `SEGMENTS`."""
     if isinstance(value, LambState):
         filled = LambState.zeros_like(value.momentum_P)
         filled.momentum_P.normal_(generator=generator)
@@ -282,7 +284,8 @@ def _in_the_middle(value: Any, generator: torch.Generator) -> Any:
         return filled
     if isinstance(value, LambSegments):
         size = sum(value.sizes)
-        cuts = torch.randperm(size - 1, generator=torch.Generator().manual_seed(0))[:399].add(1).sort().values.tolist()
+        places = torch.randperm(size - 1, generator=torch.Generator().manual_seed(0))[: SEGMENTS - 1]
+        cuts = places.add(1).sort().values.tolist()
         sizes = tuple(after - before for before, after in pairwise([0, *cuts, size]))
         return LambSegments(sizes, tuple(index % 3 > 0 for index in range(len(sizes))))
     return value

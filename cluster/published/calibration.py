@@ -6,8 +6,8 @@ of badly configured systems and badly chosen recipes. Several results of one sys
 
 import hashlib
 import math
-from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -137,13 +137,16 @@ def fit(
     mean = np.array([prior_of(name).mean for name in names])
     deviation = np.array([prior_of(name).deviation for name in names])
     alike = Counter(result.kind for result in observed)
+    by_run: dict[TimedRun, list[Result]] = defaultdict(list)
+    for result in observed:
+        by_run[result.run].append(result)
     # The loss sums squares, so a factor n ** -0.25 gives n equal results the total weight of n ** 0.5 results.
-    weighted = [(result, alike[result.kind] ** -0.25) for result in observed]
+    weights = {run: alike[results[0].kind] ** -0.25 for run, results in by_run.items()}
 
     def residuals(x: np.ndarray) -> np.ndarray:
         parameters = dict(zip(names, x.tolist(), strict=True))
-        found = [_cauchy(misfit) * weight for result, weight in weighted for misfit in _misfits(parameters, result)]
-        return np.concatenate([found, (x - mean) / deviation])
+        misfits = ((run, misfit) for run, results in by_run.items() for misfit in _misfits(parameters, run, results))
+        return np.concatenate([[_cauchy(misfit) * weights[run] for run, misfit in misfits], (x - mean) / deviation])
 
     begin = mean if start is None else np.array([start.get(name, prior_of(name).mean) for name in names])
     solution = least_squares(residuals, begin, x_scale=deviation, diff_step=1e-4, ftol=tolerance, xtol=1e-8)
@@ -151,16 +154,18 @@ def fit(
     return dict(zip(names, solution.x.tolist(), strict=True)), tuple(map(tuple, covariance.tolist()))
 
 
-def _misfits(parameters: Parameters, result: Result) -> list[float]:
-    """Return the deviations of a result's time and samples from the model, in units of their typical scatter."""
-    if result.samples is None:
-        total = run_time(parameters, result.run).total
-        return [math.log(result.seconds / total) / math.hypot(TIME_SCALE, SAMPLES_SCALE)]
-    step = step_parts(parameters, result.run)
-    log_samples = log_samples_needed(parameters, result.run, step)
-    # Predict the time for the samples that the result actually took, so that the two residuals are independent.
-    total = run_time(parameters, result.run, result.samples, step).total
-    return [math.log(result.seconds / total) / TIME_SCALE, (math.log(result.samples) - log_samples) / SAMPLES_SCALE]
+def _misfits(parameters: Parameters, run: TimedRun, results: Iterable[Result]) -> Iterator[float]:
+    """Yield the deviations of a run's results from the model: times and samples, in units of their typical scatter."""
+    step = step_parts(parameters, run)
+    log_samples = log_samples_needed(parameters, run, step)
+    for result in results:
+        # Predict the time for the samples that the result actually took, so that the two residuals are independent.
+        total = run_time(parameters, run, result.samples or math.exp(log_samples), step).total
+        if result.samples is None:
+            yield math.log(result.seconds / total) / math.hypot(TIME_SCALE, SAMPLES_SCALE)
+        else:
+            yield math.log(result.seconds / total) / TIME_SCALE
+            yield (math.log(result.samples) - log_samples) / SAMPLES_SCALE
 
 
 def _cauchy(residual: float) -> float:

@@ -40,6 +40,8 @@ REFERENCE_POINTS = (
 BATCH_KNOTS = (448, 768, 1536, 3072, 4608, 16384)
 """Global batch sizes N at which the parameter ``practice_N`` corrects the reference convergence."""
 
+_PRACTICE = tuple((log(knot), f"practice_{knot}") for knot in BATCH_KNOTS)
+
 SEQUENCES_PER_GB = 1.2
 """Sequences of a 16-bit micro-batch that fit per GB of memory, from published runs with 24 to 80 GB."""
 
@@ -201,7 +203,7 @@ def log_samples(
     ``memory_gb`` is per device, and ``sequences_per_second`` is for the whole system. ``old_recipe`` means hyperparameters
     as published up to round v2.0.
     """
-    practice = [(log(knot), p[f"practice_{knot}"]) for knot in BATCH_KNOTS]
+    practice = [(log_knot, p[name]) for log_knot, name in _PRACTICE]
     found = log(_line(REFERENCE_POINTS, batch)) + _line(practice, min(log(batch), practice[-1][0]))
     if old_recipe:  # the effect decays with scale, because large runs had tuned recipes even then
         growth = p["old_recipe_growth"] * max(0.0, log2(batch / 448))

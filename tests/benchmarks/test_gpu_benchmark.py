@@ -253,10 +253,10 @@ def test_a_kernel_that_does_nothing_is_noticed_by_name(tmp_path: Path, works: bo
     program = f"""
 from pathlib import Path
 from triton.runtime.interpreter import GridExecutor
-from benchmarks.gpu_parts import ops, part
+from benchmarks.gpu_parts import cases, ops, part
 launch = GridExecutor.__call__
 if not {works}: GridExecutor.__call__ = lambda *_, **__: None
-ops._awkward_lengths = lambda _: [16, 1, 2, 15, 0]  # the interpreter is slow
+ops._awkward_lengths, cases.SEGMENTS = lambda _: [16, 1, 2, 15, 0], 40  # the interpreter is slow
 file = Path({str(tmp_path)!r}, "correctness.json")
 raise SystemExit(part.run("benchmarks.gpu_parts.ops:correctness", file, "cpu", tiny=True))
 """
