@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import cast
+from typing import Any, cast
 
 import pytest
 import torch
@@ -40,6 +40,7 @@ from dataloading.batches.loader import batch_of
 from dataloading.dataset.folder import Dataset, open_dataset
 from tests.bert.small_models import CPU, assert_same, state_of, take_steps
 from tests.conftest import SmallRun
+from tests.programs import PATIENCE_S
 
 SEED = 7
 
@@ -92,10 +93,17 @@ Make = Callable[..., Run]
 
 def test_training_goes_on_while_one_is_written_and_the_next_waits(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """The wait is a phase of its own, "checkpoint_write", for which the watchdog records the longest duration."""
-    run, gate, write = make(), threading.Event(), writer.write_safetensors
-    monkeypatch.setattr(writer, "write_safetensors", lambda *given: gate.wait(20) and write(*given))
+    run, begun, gate, write = make(), threading.Event(), threading.Event(), writer.write_safetensors
+
+    def held(*given: Any) -> None:
+        begun.set()
+        assert gate.wait(PATIENCE_S)
+        write(*given)
+
+    monkeypatch.setattr(writer, "write_safetensors", held)
     run.take(0, 1)
     run.checkpoints.save(Position(2, 16))
+    assert begun.wait(PATIENCE_S)
     saved = state_of(run.step)
     run.take(2, 3, 4)
     [unfinished] = run.folder.iterdir()
@@ -105,7 +113,7 @@ def test_training_goes_on_while_one_is_written_and_the_next_waits(make: Make, mo
     run.checkpoints.save(Position(5, 40))
     assert (run.tracker.phase, run.tracker.entered) == ("checkpoint", entered + 2), "waited as checkpoint_write"
     run.checkpoints.wait(Position(5, 40))
-    assert 0.04 < run.tracker.longest["checkpoint_write"] < 20
+    assert 0.04 < run.tracker.longest["checkpoint_write"] < PATIENCE_S
     assert run.told == []
     assert [path.name for path in checkpoint_folders(run.folder)] == ["step_00000005", "step_00000002"]
     again = make(seed=1)
