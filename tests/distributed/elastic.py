@@ -38,8 +38,9 @@ def agent(host: str, folder: str, *arguments: str) -> None:
 def rank(host: str, folder: str, *arguments: str) -> int:
     """Run ``bert.train``. At step ``AT_STEP``, rank 0 creates a file for the test and waits for a signal to stop.
 
-    The file's name is "whole" if all hosts take part, and "fewer" otherwise. If "whole-is-done" or "fewer-is-done"
-    exists, rank 0 creates no file of the corresponding name and does not wait.
+    Before that, it waits until a checkpoint of this attempt is on disk, from which the next attempt can go on. The file's
+    name is "whole" if all hosts take part, and "fewer" otherwise. If "whole-is-done" or "fewer-is-done" exists, rank 0
+    creates no file of the corresponding name and does not wait.
     """
     import bert.train
     from bert.guards.interruption import Interruption
@@ -47,10 +48,14 @@ def rank(host: str, folder: str, *arguments: str) -> int:
 
     be_on(host)
     made: list[Interruption] = []
+    checkpoints = Path(folder, "checkpoints")
+    earlier = {*checkpoints.glob("step_*")}
 
     def at_step(count: int, _: TrainingStep) -> None:
         name = "whole" if int(os.environ["WORLD_SIZE"]) == HOSTS else "fewer"
         if count == AT_STEP and os.environ["RANK"] == "0" and not Path(folder, f"{name}-is-done").exists():
+            while {*checkpoints.glob("step_*")} <= earlier:
+                time.sleep(0.05)
             Path(folder, name).touch()
             while made[0].number is None:
                 time.sleep(0.05)

@@ -114,7 +114,6 @@ def curve(results: Path) -> list[dict[str, float]]:
     return list({line["step"]: line for line in lines if line["event"] == "step"}.values())
 
 
-@pytest.mark.measured
 def test_a_run_goes_on_without_a_host_and_with_it_again(small_run: SmallRun, checkout: Path, tmp_path: Path) -> None:
     settings = {"training__max_samples": 16 * STEPS, "evaluation__interval_samples": 16 * 10}
     with Ranks(small_run.arguments(tmp_path / "unbroken", **settings), 1) as unbroken:
