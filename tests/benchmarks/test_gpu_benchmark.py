@@ -119,8 +119,7 @@ def test_peers_take_a_step(all_parts: Path) -> None:
 @pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="transformers is not installed")
 def test_hugging_faces_model_takes_a_step(context: Context) -> None:
     row = peers._peer_row(context, "peer", peers._hugging_face)
-    assert row.figure is not None
-    assert row.figure > 0
+    assert (row.figure or 0) > 0
 
 
 def test_every_op_is_timed_and_what_cannot_be_says_why(all_parts: Path) -> None:

@@ -4,10 +4,11 @@ A function captured by ``replay_of`` does not disturb later captures, draws or r
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Literal
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -242,13 +243,8 @@ class FakeCuda:
     def reset(self) -> None:
         self.resets += 1
 
-    @contextmanager
-    def on(self, stream: object) -> Iterator[None]:
-        before, self.current = self.current, stream
-        try:
-            yield
-        finally:
-            self.current = before
+    def on(self, stream: object) -> AbstractContextManager[object]:
+        return mock.patch.object(self, "current", stream)
 
     @contextmanager
     def capture(self, _: object, stream: object, **__: object) -> Iterator[None]:

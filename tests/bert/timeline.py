@@ -10,10 +10,11 @@ import itertools
 import weakref
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -220,14 +221,9 @@ class Timeline(TorchDispatchMode):
         """Return a new stream for communication among some ranks."""
         return Stream(self, f"messages {'-'.join(map(str, ranks))}")
 
-    @contextmanager
-    def on(self, stream: Stream) -> Iterator[None]:
+    def on(self, stream: Stream) -> AbstractContextManager[object]:
         """Make a stream the current one in the block."""
-        before, self.current = self.current, stream
-        try:
-            yield
-        finally:
-            self.current = before
+        return mock.patch.object(self, "current", stream)
 
     def note(self, name: str, group: tuple[int, ...], dtype: torch.dtype, elements: int) -> None:
         """Record a collective that the current stream has run."""

@@ -117,7 +117,6 @@ def name_of(function: Callable[..., object]) -> str:
     return f"{'.'.join(file.parts)}:{function.__name__}"
 
 
-def torchrun(ranks: int, arguments: Sequence[object], *options: str, module: Module = "bert.train") -> Program:
-    module, arguments = program(module, arguments)
+def torchrun(ranks: int, arguments: Sequence[object], *options: str, module: str = "bert.train") -> Program:
     place = (f"--nproc-per-node={ranks}", "--master-addr=127.0.0.1", f"--master-port={free_port()}")
-    return Program("torch.distributed.run", [*place, *options, "-m", module, *arguments], OMP_NUM_THREADS=1)
+    return Program("torch.distributed.run", [*place, *options, "-m", module, *map(str, arguments)], OMP_NUM_THREADS=1)
