@@ -35,7 +35,6 @@ def affordable_samples(time: float, held_out: int) -> int:
 def _from_the_data(config: Config) -> Config:
     """Set the model, the learning rate and the number of training samples from the data and the initial checkpoint."""
     # These imports are slow, and most commands do not need them.
-    from bert.checkpoints.sources import open_source
     from dataloading.dataset.folder import MANIFEST_NAME, open_dataset
     from dataloading.text.vocabulary import Vocabulary
 
@@ -52,6 +51,8 @@ def _from_the_data(config: Config) -> Config:
         model = replace(config.model, vocab_size=vocab_size, max_position_embeddings=longest)
         steps = max(steps, _FEWEST_STEPS)
     else:
+        from bert.checkpoints.sources import open_source  # imports PyTorch, which takes more than a second
+
         # The checkpoint's word embedding table may be padded. The padding is dropped when the weights are read.
         model = replace(open_source(data.initial_checkpoint, whole=False).model, vocab_size=vocab_size)
     optimizer = replace(config.optimizer, base_learning_rate=_learning_rate(model.hidden_size))
