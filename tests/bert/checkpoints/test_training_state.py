@@ -7,6 +7,7 @@ import errno
 import os
 import re
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -97,6 +98,7 @@ def test_training_goes_on_while_one_is_written_and_the_next_waits(make: Make, mo
     held = lambda *given: begun.set() or (go.wait(PATIENCE_S) and write(*given))  # noqa: E731
     monkeypatch.setattr(writer, "write_safetensors", held)
     run.take(0, 1)
+    start = time.monotonic()
     run.checkpoints.save(Position(2, 16))
     assert begun.wait(PATIENCE_S)
     saved = state_of(run.step)
@@ -108,7 +110,7 @@ def test_training_goes_on_while_one_is_written_and_the_next_waits(make: Make, mo
     run.checkpoints.save(Position(5, 40))
     assert (run.tracker.phase, run.tracker.entered) == ("checkpoint", entered + 2), "waited as checkpoint_write"
     run.checkpoints.wait(Position(5, 40))
-    assert 0.04 < run.tracker.longest["checkpoint_write"] < PATIENCE_S
+    assert 0.04 < run.tracker.longest["checkpoint_write"] < time.monotonic() - start
     assert run.told == []
     assert [path.name for path in checkpoint_folders(run.folder)] == ["step_00000005", "step_00000002"]
     again = make(seed=1)
