@@ -160,7 +160,7 @@ def _misfits(parameters: Parameters, run: TimedRun, results: Iterable[Result]) -
     log_samples = log_samples_needed(parameters, run, step)
     for result in results:
         # Predict the time for the samples that the result actually took, so that the two residuals are independent.
-        total = run_time(parameters, run, result.samples or math.exp(log_samples), step).total
+        total = run_time(parameters, run, result.samples, step).total
         if result.samples is None:
             yield math.log(result.seconds / total) / math.hypot(TIME_SCALE, SAMPLES_SCALE)
         else:
