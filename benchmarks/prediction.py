@@ -41,7 +41,7 @@ from cluster.published.calibration import Held, calibrate
 from cluster.published.results import Result, results_of_devices
 from cluster.view import read_view
 from cluster.whatif import PARTS
-from compliance.log.records import read_metrics
+from compliance.log.metrics import read_metrics
 
 PUBLISHED_LINES: tuple[tuple[str, str, Callable[[Held], bool]], ...] = (
     ("submitter", "equal system of others in the data", lambda held: bool(alike(held.result))),

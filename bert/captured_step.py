@@ -12,7 +12,7 @@ from bert.parallel.mesh import Mesh
 from bert.recomputation import RECOMPUTED_OPS
 from bert.step import TrainingStep
 from dataloading.batches.loader import Batch, inert_batch
-from dataloading.batches.plan import ShapeBucket
+from dataloading.batches.sampler import ShapeBucket
 from kernels import captured
 
 

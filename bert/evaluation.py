@@ -13,7 +13,7 @@ from bert.execution.cuda_graphs import BatchGraphs, CudaCapturer
 from bert.model import BertForPreTraining
 from bert.parallel.mesh import Mesh, all_reduce_
 from dataloading.batches.loader import Batch, batch_of, inert_batch, shape_bucket_of
-from dataloading.batches.plan import ShapeBucket, choose_shape_buckets
+from dataloading.batches.sampler import ShapeBucket, choose_shape_buckets
 from dataloading.dataset.folder import Dataset
 from kernels import captured
 

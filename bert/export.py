@@ -7,8 +7,8 @@ import numpy as np
 
 from bert.checkpoints.hugging_face import write_folder
 from bert.checkpoints.trained import stated_evaluation
-from bert.predict import MASK, GapFiller
-from compliance.log.records import EvaluationRecord, read_metrics
+from bert.fill_mask import MASK, GapFiller
+from compliance.log.metrics import EvaluationRecord, read_metrics
 from console.program import say
 from console.text import counted
 from dataloading.dataset.folder import Dataset, open_dataset

@@ -15,7 +15,7 @@ from bert.log.mllog import MLLog
 from bert.reporting.intervals import Intervals
 from bert.reporting.reporter import Position, Reporter
 from bert.step import TrainingStep
-from compliance.log.records import NAN, EndRecord, EvaluationRecord
+from compliance.log.metrics import NAN, EndRecord, EvaluationRecord
 from compliance.log.schedule import EvaluationSchedule
 from dataloading.batches.loader import Loader
 

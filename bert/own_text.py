@@ -153,7 +153,7 @@ def _choose_length(minutes: float, initial: Path | None, own: OwnText, out: Path
 
 def _seconds_per_sample(arguments: list[str], supervisor: "Supervisor") -> float:
     from bert.launch.supervision import Stopped
-    from compliance.log.records import read_metrics
+    from compliance.log.metrics import read_metrics
 
     with TemporaryDirectory(prefix="mlperf-bert-") as folder:
         limits = f"--training.max-steps={_TRIAL_STEPS}", f"--training.max-minutes={_TRIAL_MINUTES}"

@@ -12,8 +12,8 @@ import torch
 
 from bert.captured_step import CapturedStep
 from bert.checkpoints.training_state import (
+    Allocation,
     RunState,
-    World,
     changes,
     checkpoint_folders,
     find,
@@ -89,7 +89,7 @@ def _timed_run(config: Config, inputs: Inputs, mesh: Mesh, guard: DataGuard, int
         # Lock the folder before reading it, because another run could remove its checkpoints.
         lock(config.checkpoint.folder, mesh, again)
     resumed = _resumed(config, inputs, mesh, again)
-    before = resumed.world if resumed else None
+    before = resumed.allocation if resumed else None
     # Rebalance only if a launcher has restarted the run. A user who resumes a run chooses how to divide the batch.
     if again and before:
         config = rebalance_batch(config, before, mesh.data_size)
@@ -98,8 +98,9 @@ def _timed_run(config: Config, inputs: Inputs, mesh: Mesh, guard: DataGuard, int
         _accept_one_site(config, mesh, is_elastic=again or may_start_again())
     # Preflight skips this check if the shares may depend on the checkpoint, so check again.
     check_shares(config, mesh.data_size, uneven=adaptive)
-    # Each checkpoint stores the world, so that a run on other hosts knows which micro-batch sizes fit in memory.
-    world = World.of(mesh.hosts, config, before if again else None, mesh.sites)
+    # Checkpoints record the allocation: after a restart on other hosts, `rebalance_batch` uses the largest micro-batch that
+    # has fitted in memory so far.
+    allocation = Allocation.of(mesh.hosts, config, before if again else None, mesh.sites)
     # If no seed is set, each rank draws one, and all use rank 0's seed. The seed determines the order of the samples, so
     # it must be equal on all ranks.
     seed = resumed.seed if resumed else agreed_integer(_seed(config), mesh)
@@ -122,7 +123,7 @@ def _timed_run(config: Config, inputs: Inputs, mesh: Mesh, guard: DataGuard, int
         if resumed:
             log.resumed(resumed.path, resumed.samples)
         if before:
-            for line in changes(before, world):
+            for line in changes(before, allocation):
                 log.line(f"# {line}")
                 if mesh.is_main:
                     say(line)
@@ -130,7 +131,7 @@ def _timed_run(config: Config, inputs: Inputs, mesh: Mesh, guard: DataGuard, int
         # By the rules, the initialization starts before the model is built (TR 11).
         log.event("init_start")
         log_settings(log, config, inputs, mesh, seed)
-        timed = build_run(config, inputs, mesh, log, interruption, world, seed, resumed, capturer)
+        timed = build_run(config, inputs, mesh, log, interruption, allocation, seed, resumed, capturer)
         with timed.reporter:
             log.event("init_stop")
             # This check takes milliseconds, so run it before the clock starts.

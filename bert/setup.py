@@ -12,7 +12,7 @@ import torch
 from bert.captured_step import CapturedStep
 from bert.checkpoints.initial_model import first_model
 from bert.checkpoints.trained import TrainedWeights
-from bert.checkpoints.training_state import RunState, World, restore
+from bert.checkpoints.training_state import Allocation, RunState, restore
 from bert.checkpoints.weights import text_metadata
 from bert.checkpoints.writer import Checkpoints
 from bert.configuration.config import Config
@@ -21,7 +21,7 @@ from bert.evaluation import Evaluator
 from bert.execution.cuda_graphs import CudaCapturer, replay_of
 from bert.execution.stopwatch import DeviceStopwatch, Stopwatch
 from bert.guards.interruption import Interruption
-from bert.guards.preflight import Inputs, batch_plan
+from bert.guards.preflight import Inputs, batch_sampler
 from bert.log.mllog import MLLog
 from bert.loop import Run
 from bert.model import BertForPreTraining
@@ -29,16 +29,19 @@ from bert.parallel.mesh import Mesh, agreed_text, broadcast_
 from bert.reporting.intervals import Intervals, Stragglers
 from bert.reporting.reporter import Position, Reporter, Sink, StepLines, TensorBoard
 from bert.step import TrainingStep
-from compliance.log.records import NAN, MetricsWriter, RunRecord
+from compliance.log.metrics import NAN, MetricsWriter, RunRecord
 from console.program import complain, say
 from console.text import clock, counted
 from console.version import commit
 from dataloading.batches.loader import Batch, Loader, batch_of, shape_bucket_of
 from dataloading.batches.loader_choice import choose_loader
-from dataloading.batches.plan import MicroBatch, ShapeBucket, choose_shape_buckets, draw_sizes
+from dataloading.batches.sampler import MicroBatch, ShapeBucket, choose_shape_buckets, draw_sizes
 from dataloading.dataset.folder import Dataset
 from dataloading.shards.samples import synthetic_samples
 from kernels.tuning import autotune
+
+_WARM_UP_STEPS = 2
+"""Number of steps on synthetic batches before the clock starts: the first compiles kernels, the second is timed."""
 
 
 def build_run(
@@ -47,14 +50,14 @@ def build_run(
     mesh: Mesh,
     log: MLLog,
     interruption: Interruption,
-    world: World,
+    allocation: Allocation,
     seed: int,
     resumed: RunState | None,
     capturer: CudaCapturer | None,
 ) -> Run:
     """Build and warm up everything that the training loop needs, and restore the state ``resumed``, if any.
 
-    Checkpoints store ``world``. All ranks must call this at the same time. The caller must close the run's reporter and
+    Checkpoints store ``allocation``. All ranks must call this at the same time. The caller must close the run's reporter and
     loader.
     """
     # On a GPU, the host's clock would measure only the launches.
@@ -65,7 +68,7 @@ def build_run(
     batches = synthetic_batches(config, inputs.train, mesh, shape_buckets)
     if config.training.autotune and mesh.device.type == "cuda":
         _choose_implementations(step, batches, log, is_captured=capturer is not None)
-    step_seconds = step.warm_up(batches, config.training.warmup_steps, shape_buckets)
+    step_seconds = step.warm_up(batches, _WARM_UP_STEPS, shape_buckets)
     # Warm up the evaluator after the step, because the graphs that share a memory pool must be captured largest first.
     evaluator.warm_up(step.model, step.autocast(), capturer)
     start, skipped = Position(), 0
@@ -93,7 +96,7 @@ def build_run(
         loader=loader,
         step=step,
         evaluator=evaluator,
-        checkpoints=Checkpoints(config, inputs.train, mesh, seed, step, stopwatch.tracker, reporter, world),
+        checkpoints=Checkpoints(config, inputs.train, mesh, seed, step, stopwatch.tracker, reporter, allocation),
         trained=_trained_weights(config, inputs, mesh, step, is_resumed=resumed is not None),
         interruption=interruption,
     )
@@ -151,7 +154,7 @@ def synthetic_batches(config: Config, train: Dataset, mesh: Mesh, shape_buckets:
     Sequence lengths may be read before the clock starts (training_rules, section 6.4), but tokens may not.
     """
     batches = []
-    for micro in batch_plan(config, train, mesh.data_size, seed=0).rank_batches(0, mesh.data_rank):
+    for micro in batch_sampler(config, train, mesh.data_size, seed=0).rank_batches(0, mesh.data_rank):
         samples = synthetic_samples(train.lengths[micro.indices], config.model.vocab_size)
         batches.append(batch_of(samples, micro, shape_bucket_of(samples, shape_buckets, micro)).to(mesh.device))
     return batches
@@ -170,23 +173,22 @@ def build_loader(
 
     The loader reads no data until its first batch is requested.
     """
-    plan = batch_plan(config, train, mesh.data_size, seed)
+    sampler = batch_sampler(config, train, mesh.data_size, seed)
     # A site that takes steps by itself divides its losses by its own counts.
     apart = config.training.site_steps > 1
     together = [mesh.coordinates[rank][0] for rank in mesh.own_site.data_ranks] if apart else None
 
     def rank_batches(step: int) -> list[MicroBatch]:
         # Loaders count steps from 0 even in a resumed run.
-        return plan.rank_batches(first_step + step, mesh.data_rank, together)
+        return sampler.rank_batches(first_step + step, mesh.data_rank, together)
 
-    ahead = config.data.prefetch
-    choice = choose_loader(config.data.loader, mesh.device, rank_batches, train.lengths, ahead, shape_buckets)
+    choice = choose_loader(config.data.loader, mesh.device, rank_batches, train.lengths, shape_buckets)
     log.line(f"# {choice}")
     # Each rank chooses its own loader, but only rank 0 writes the log. One rank per host therefore warns on the
     # console if DALI cannot start there.
     if choice.is_fallback and mesh.local_rank == 0:
         complain(choice, "warning")
-    return choice.make(train, rank_batches, mesh.device, ahead, shape_buckets)
+    return choice.make(train, rank_batches, mesh.device, shape_buckets)
 
 
 def log_settings(log: MLLog, config: Config, inputs: Inputs, mesh: Mesh, seed: int) -> None:

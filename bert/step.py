@@ -23,7 +23,7 @@ from bert.parallel.division import WholeVectors
 from bert.parallel.mesh import Mesh, all_reduce_
 from bert.products import weight_gradients
 from dataloading.batches.loader import Batch
-from dataloading.batches.plan import ShapeBucket
+from dataloading.batches.sampler import ShapeBucket
 
 
 class TrainingStep:

@@ -7,7 +7,7 @@ reported. Each estimate assumes that the other bottlenecks stay the same, so the
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from compliance.log.records import Straggler, read_metrics
+from compliance.log.metrics import Straggler, read_metrics
 
 PARTS = ("data_wait_ms", "forward_backward_ms", "reduce_ms", "update_ms")
 

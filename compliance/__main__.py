@@ -175,7 +175,7 @@ def doctor(
         json: Print the results as one JSON document.
     """
     from compliance.doctor.examination import examine, print_diagnoses
-    from compliance.doctor.run import IntendedRun
+    from compliance.doctor.intended_run import IntendedRun
 
     intended = IntendedRun(recipe, data, checkpoint, results, nodes, quick)
     return print_diagnoses(examine(intended), as_json=json)

@@ -25,7 +25,7 @@ from benchmarks.gpu_parts.timing import Ceilings
 
 if TYPE_CHECKING:
     from bert.configuration.config import Config
-    from compliance.log.records import Metrics
+    from compliance.log.metrics import Metrics
 
 _REPOSITORY = Path(__file__).resolve().parents[2]
 _SECONDS = 300
@@ -185,7 +185,7 @@ def _train(context: Context, folder: Path, arguments: list[str], output: Path) -
 
 def _keep(context: Context, folder: Path, *, quiet: bool = False) -> None:
     """Copy the run's log and metrics beside the report, and update the rows from the metrics."""
-    from compliance.log.records import read_metrics  # needs packages that may be missing
+    from compliance.log.metrics import read_metrics  # needs packages that may be missing
 
     for path in (folder / "results").glob("*/bert/*_0.*"):
         kept = Path(shutil.copy(path, context.report.path.parent))

@@ -22,7 +22,7 @@ from bert.model import BertForPreTraining
 from bert.parallel.mesh import Mesh
 from cluster.model.histogram import drawn_lengths, length_counts
 from dataloading.batches.loader import Batch, batch_of
-from dataloading.batches.plan import ShapeBucket
+from dataloading.batches.sampler import ShapeBucket
 from dataloading.shards.samples import Samples, synthetic_samples
 from kernels import OPS
 

@@ -24,7 +24,7 @@ from bert.execution.cuda_graphs import replay_of
 from bert.execution.stopwatch import DeviceStopwatch, Stopwatch
 from bert.step import TrainingStep
 from dataloading.batches.loader import Batch, batch_of, shape_bucket_of
-from dataloading.batches.plan import ShapeBucket, choose_shape_buckets, draw_sizes
+from dataloading.batches.sampler import ShapeBucket, choose_shape_buckets, draw_sizes
 from kernels.reference.fp8 import capability_reasons
 from kernels.tuning import autotune
 

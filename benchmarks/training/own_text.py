@@ -27,7 +27,7 @@ import tyro
 
 from benchmarks.conditions import write_figures
 from bert.train import parse
-from compliance.log.records import read_metrics
+from compliance.log.metrics import read_metrics
 from dataloading.options import OwnText
 from dataloading.preparation.demo import demo_documents
 from dataloading.preparation.own_text import write_own_text

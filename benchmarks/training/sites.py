@@ -39,7 +39,7 @@ from benchmarks.inputs import flags
 from bert.configuration.recipes import tiny_cpu
 from bert.parallel.environment import SITE
 from bert.train import main as train
-from compliance.log.records import Metrics, read_metrics
+from compliance.log.metrics import Metrics, read_metrics
 from dataloading.preparation.demo import write_demo
 
 Row = dict[str, Any]

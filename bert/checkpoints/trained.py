@@ -9,7 +9,7 @@ import msgspec
 from bert.checkpoints.weights import read_header, save_weights, stated
 from bert.model import BertForPreTraining
 from bert.parallel.mesh import Mesh, agreed_text
-from compliance.log.records import EvaluationRecord
+from compliance.log.metrics import EvaluationRecord
 
 _EVALUATION = "evaluation"
 """Key in the file's metadata."""

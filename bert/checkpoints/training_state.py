@@ -49,8 +49,8 @@ _Positive = Annotated[int, msgspec.Meta(gt=0, lt=1 << 31)]
 
 
 @dataclass(frozen=True)
-class World:
-    """Hosts of a run, and how the global batch is divided among their ranks."""
+class Allocation:
+    """Hosts that a launcher has allocated to a run, and how the global batch is divided among their ranks."""
 
     hosts: Annotated[dict[str, _Positive], msgspec.Meta(min_length=1)]
     """Number of ranks on each host, by host name."""
@@ -67,11 +67,11 @@ class World:
 
     @classmethod
     def of(
-        cls, hosts: Sequence[str], config: Config, before: "World | None" = None, sites: Sequence[str] = ()
-    ) -> "World":
-        """Return a run's world, given each rank's host name and site.
+        cls, hosts: Sequence[str], config: Config, before: "Allocation | None" = None, sites: Sequence[str] = ()
+    ) -> "Allocation":
+        """Return a run's allocation, given each rank's host name and site.
 
-        ``before`` is the world of the run that this run continues.
+        ``before`` is the allocation of the run that this run continues.
         """
         steps, copies = config.training.gradient_accumulation_steps, len(hosts) // config.parallel.copy_ranks
         sequences = -(-config.training.global_batch_size // (copies * steps))
@@ -79,7 +79,7 @@ class World:
         return cls(dict(Counter(hosts)), steps, sequences, fitting, job(), dict(zip(hosts, sites, strict=False)))
 
 
-def rebalance_batch(config: Config, before: World, data_size: int) -> Config:
+def rebalance_batch(config: Config, before: Allocation, data_size: int) -> Config:
     """Divide the global batch among ``data_size`` copies of the model, in as few micro-batches as fit in memory.
 
     A micro-batch gets at most ``before.fitting`` sequences, or two if this is 1 and ``data_size`` does not divide the batch.
@@ -93,15 +93,15 @@ def rebalance_batch(config: Config, before: World, data_size: int) -> Config:
     return replace(config, training=replace(config.training, gradient_accumulation_steps=steps))
 
 
-def changes(before: World, now: World) -> list[str]:
+def changes(before: Allocation, now: Allocation) -> list[str]:
     """Return lines that describe lost and gained hosts, new sites and the new batch shares; [] if nothing has changed."""
     # Subtracting counters also finds hosts on which only the number of ranks has changed.
     gone, come = Counter(before.hosts), Counter(now.hosts)
     lines = [f"{what}: {_named(hosts)}" for what, hosts in (("lost", gone - come), ("gained", come - gone)) if hosts]
     shares = [
-        f"{counted(sum(world.hosts.values()), 'rank')} on {counted(len(world.hosts), 'host')}, a step of each with at most "
-        f"{world.accumulation} x {counted(world.sequences, 'sequence')}"
-        for world in (before, now)
+        f"{counted(sum(each.hosts.values()), 'rank')} on {counted(len(each.hosts), 'host')}, a step of each with at most "
+        f"{each.accumulation} x {counted(each.sequences, 'sequence')}"
+        for each in (before, now)
     ]
     if lines or shares[0] != shares[1]:
         lines.append(f"shares of the global batch: {shares[1]}; before {shares[0]}")
@@ -132,7 +132,7 @@ class RunState:
     """State of a run, except for its weights and moments: the content of ``state.json``."""
 
     step: _Count
-    """Number of global batches trained, which is the position in the plan."""
+    """Number of global batches trained, which is the position in the stream of samples."""
     samples: _Count
     optimizer_steps: _Count
     """Number of optimizer steps taken, fewer than ``step`` if steps were skipped."""
@@ -143,7 +143,7 @@ class RunState:
     settings: dict[str, str]
     """Settings that must not change when the run continues."""
     path: str = ""
-    world: World | None = None
+    allocation: Allocation | None = None
     """Hosts and batch shares of the run that wrote the checkpoint; None in old checkpoints."""
     files: dict[str, Digest] = field(default_factory=dict)
     format: Literal[1] = 1
@@ -216,7 +216,7 @@ def written_by(folder: Path, mesh: Mesh) -> str:
         for path in checkpoint_folders(folder):
             with suppress(ValueError):
                 state = _state_file(path)
-                return state.world.job if state.world else ""
+                return state.allocation.job if state.allocation else ""
         return ""
 
     return _on_rank0(look, mesh)

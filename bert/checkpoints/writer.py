@@ -14,9 +14,9 @@ import torch
 from bert.checkpoints.training_state import (
     FILES,
     SITE_MOMENTUM,
+    Allocation,
     Digest,
     RunState,
-    World,
     fixed_settings,
     reseed,
     written_in,
@@ -46,11 +46,11 @@ class Checkpoints:
         step: TrainingStep,
         tracker: PhaseTracker,
         reporter: Reporter,
-        world: World | None = None,
+        allocation: Allocation | None = None,
     ) -> None:
         self._config, self._folder = config.checkpoint, config.checkpoint.folder
         self._settings = fixed_settings(config, train)
-        self._mesh, self._seed, self._step, self._world = mesh, seed, step, world
+        self._mesh, self._seed, self._step, self._allocation = mesh, seed, step, allocation
         self._tracker, self._reporter = tracker, reporter
         self._writer = ThreadPoolExecutor(1, "checkpoint")
         self._written: Future[None] | None = None
@@ -120,7 +120,7 @@ class Checkpoints:
             dropout_draws=int(step.model.dropout_state[1]),
             fp8_scales=None if step.fp8 is None else step.fp8.scale_S.tolist(),
             settings=self._settings,
-            world=self._world,
+            allocation=self._allocation,
         )
         self._written = self._writer.submit(self._write, state)
 

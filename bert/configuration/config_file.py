@@ -23,6 +23,9 @@ _FORMER_NAMES = {
     "training.in_network": None,
     "training.leave_out_stragglers": None,
     "evaluation.to_the_end": None,
+    "data.prefetch": None,
+    "training.bad_intervals": None,
+    "training.warmup_steps": None,
 }
 """Map from names of settings in earlier versions to current names, or to None if the setting was removed."""
 

@@ -96,11 +96,6 @@ class DataConfig:
     """Weights to start from: a safetensors file or a Hugging Face folder. None: random weights."""
     loader: Literal["auto", "numpy", "dali"] = "auto"
     """auto: the faster loader on a GPU if nvidia-dali is installed, otherwise numpy. Both loaders give the same batches."""
-    prefetch: int = 4
-    """Number of steps for which the loader prepares batches in advance."""
-
-    def __post_init__(self) -> None:
-        _at_least(1, "data.prefetch", self.prefetch)
 
 
 @dataclass(frozen=True)
@@ -121,14 +116,10 @@ class TrainingConfig:
     device: Literal["cpu", "cuda"] = "cpu"
     precision: Precision = "fp32"
     """Precision of matrix products; parameters are fp32. fp8: the encoder's products in FP8, all others in bf16."""
-    bad_intervals: int = 10
-    """End the run as aborted after this many consecutive log intervals in which no step had finite gradients."""
     fault_seconds: float = 60.0
     """End the run on all ranks if a rank sends no heartbeat for this many seconds, or if all others wait for a rank that
     stays in a phase too long. The limit of a phase is ten times its longest duration so far (the first time: ten times
     fault_seconds), and at least fault_seconds."""
-    warmup_steps: int = 2
-    """Number of steps on synthetic batches before the clock starts. All state is restored after them."""
     cuda_graphs: bool = True
     """On a GPU: pad micro-batches to a few sizes, capture the step for each size before the clock starts, and replay
     it, which saves thousands of kernel launches. Turn it off for debugging, and for profiles of single operators."""
@@ -184,7 +175,7 @@ class TrainingConfig:
         return self.site_steps // 2
 
     def __post_init__(self) -> None:
-        for name in ("global_batch_size", "max_samples", "max_steps", "gradient_accumulation_steps", "bad_intervals"):
+        for name in ("global_batch_size", "max_samples", "max_steps", "gradient_accumulation_steps"):
             _at_least(1, f"training.{name}", getattr(self, name))
         _at_least(1, "training.site_steps", self.site_steps)
         _fraction("training.site_momentum", self.site_momentum)
@@ -194,7 +185,6 @@ class TrainingConfig:
         )
         # A bucket holds at least one fp32 element. Its size is rounded up so that all ranks get equal, aligned shards.
         _at_least(4, "training.bucket_bytes", self.bucket_bytes)
-        _at_least(0, "training.warmup_steps", self.warmup_steps)
         # The comparison is negated so that NaN is refused as well.
         refuse(
             self.max_minutes is not None and not self.max_minutes > 0,
@@ -308,7 +298,8 @@ class LogConfig:
     organization: str = "unverified"
     """The submission_org in the log."""
     platform: str = ""
-    """The submission_platform in the log. By default, this is the system's name."""
+    """The submission_platform in the log, which must resemble system_name in the system description. By default, this is the
+    system's name."""
     status: Literal["cloud", "onprem", "preview", "research"] = "research"
     cache_cleared: bool = False
     """Whether the launcher dropped the file caches before this run. It is logged as cache_clear."""

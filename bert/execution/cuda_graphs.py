@@ -13,7 +13,7 @@ from weakref import finalize
 import torch
 
 from dataloading.batches.loader import Batch
-from dataloading.batches.plan import ShapeBucket
+from dataloading.batches.sampler import ShapeBucket
 
 Function = Callable[[], None]
 

@@ -25,7 +25,7 @@ from bert.parallel.mesh import Mesh, require_whole_copies
 from bert.reporting.reporter import require_tensorboard
 from compliance.log.schedule import EvaluationSchedule, evaluation_interval
 from dataloading.batches.loader_choice import check_loader
-from dataloading.batches.plan import BatchPlan, require_sequences
+from dataloading.batches.sampler import BatchSampler, require_sequences
 from dataloading.dataset.folder import Dataset, open_dataset
 from dataloading.options import Normalization
 from dataloading.text.vocabulary import Vocabulary, read_stated
@@ -109,10 +109,10 @@ def result_folder(config: Config) -> Path:
     return config.log.results / config.log.system / "bert"
 
 
-def batch_plan(config: Config, train: Dataset, data_size: int, seed: int) -> BatchPlan:
-    """Plan each step's samples for ``data_size`` model copies. Raises ``ValueError`` if a copy would get no samples."""
+def batch_sampler(config: Config, train: Dataset, data_size: int, seed: int) -> BatchSampler:
+    """Return the sampler for ``data_size`` copies of the model. Raises ``ValueError`` if a copy would get no samples."""
     training = config.training
-    return BatchPlan(
+    return BatchSampler(
         train.lengths,
         train.masked_counts,
         global_batch_size=training.global_batch_size,

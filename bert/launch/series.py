@@ -50,7 +50,7 @@ class Series:
         return self.nodes.count * self.layout.processes
 
     def prepare(self, supervisor: Supervisor) -> int:
-        """Check a run that another launcher will start, or a dry run, and print a forecast. Return the exit status."""
+        """Check a run that another launcher will start, or a dry run, and print a prediction. Return the exit status."""
         command = [sys.executable, "-m", "cluster.dry_run", *self.arguments]
         trains_here = self.config.training.device == "cpu" or has_gpus()
         # A machine that will not train says nothing about the number of ranks: the plan or the recipe states it.

@@ -26,9 +26,9 @@ from typing import Literal, Self
 from mlperf_logging.mllog.mllog import MLLogger
 
 from compliance.log import digest, rules
+from compliance.log.logged_run import LoggedRun, samples_of
 from compliance.log.order import left_open, own_settings, unearned_success, violations
 from compliance.log.record import Record
-from compliance.log.run import LoggedRun, samples_of
 from console.text import visible
 
 TOKEN = ":::MLLOG"

@@ -13,12 +13,16 @@ from bert.optimizer import learning_rate
 from bert.parallel.sites import SiteExchange
 from bert.reporting.reporter import Position, Reporter
 from bert.step import Statistics
-from compliance.log.records import StepRecord, Straggler
+from compliance.log.metrics import StepRecord, Straggler
 
 SLOW_RATIO = 1.2
 """A rank is slow if its own work takes more than this many times the median."""
 SLOW_INTERVALS = 3
 """Number of consecutive intervals in which a rank must be slow before a warning names it."""
+
+MOST_BAD_INTERVALS = 10
+"""A run ends after this many consecutive log intervals in which no step had finite gradients. Skipped steps do not
+change the weights, so waiting longer rarely helps."""
 
 
 class Stragglers:
@@ -137,7 +141,7 @@ class Intervals:
             self._reporter.warn(at.steps, text, straggler)
         self.bad = self.bad + 1 if skipped == steps else 0
         # The statistics are sums over all ranks, so all ranks decide to end after the same step.
-        if self.bad == self._config.training.bad_intervals:
+        if self.bad == MOST_BAD_INTERVALS:
             self._reporter.warn(
                 at.steps, f"ending the run: no step of the last {self.bad} intervals had finite gradients"
             )

@@ -12,7 +12,7 @@ from types import TracebackType
 from bert.configuration.run_plan import RunPlan
 from bert.execution.phases import PHASES
 from compliance.convergence.forecast import forecast, time_left
-from compliance.log.records import (
+from compliance.log.metrics import (
     EndRecord,
     EvaluationRecord,
     Metrics,

@@ -1,1 +1,1 @@
-"""Predictions of this program's step time and of a rank's memory, from the batch plan and the rates of the ranks."""
+"""Predictions of this program's step time and of a rank's memory, from the batch sampler and the rates of the ranks."""

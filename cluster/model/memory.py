@@ -22,7 +22,7 @@ from bert.parallel.tensor.shards import split_of
 from cluster.model.work import WORD, MicroBatches, Strategy, Work
 
 _STEPS = 16
-"""Number of steps of the batch plan that are searched for the largest micro-batch."""
+"""Number of steps of the batch sampler that are searched for the largest micro-batch."""
 
 USABLE_MEMORY = 0.9
 """Usable share of a device's memory. Driver, communicators and the allocator's fragmentation take the rest."""

@@ -1,6 +1,6 @@
 """Predicted time of this program's step, by the parts that a run records, and predicted time of a run.
 
-The computation is counted from the real batch plan: the micro-batches of each rank, for some steps. A simulated timeline
+The computation is counted from the real batch sampler: the micro-batches of each rank, for some steps. A simulated timeline
 overlaps the reduction's buckets with the backward pass, and the all-gather of sharded weights with the forward pass. The
 computation and the messages of a rank each have an order, and wait for one another. Both need processors. If there are too
 few for both, messages get as many as they need, but at most half of all, and computation gets the rest. On a GPU, messages
@@ -26,7 +26,7 @@ from cluster.view import Operation, Scope
 from compliance.log.schedule import evaluation_interval
 
 _STEPS = 4
-"""Number of steps of the batch plan that are counted and averaged."""
+"""Number of steps of the batch sampler that are counted and averaged."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class PredictedStep:
 
 
 def predict_step(work: Work, strategy: Strategy, rates: Rates, steps: int = _STEPS) -> PredictedStep:
-    """Predict the time of a step, averaged over the first steps of the batch plan.
+    """Predict the time of a step, averaged over the first steps of the batch sampler.
 
     Raises ``ValueError`` if the global batch does not divide over the ranks, or if a rate is missing.
     """

@@ -28,7 +28,7 @@ from bert.parallel.tensor.shards import split_of
 from cluster.model.histogram import drawn_lengths
 from cluster.published.fitted import EVALUATION_SEQUENCES
 from console.text import counted
-from dataloading.batches.plan import BatchPlan, deal
+from dataloading.batches.sampler import BatchSampler, deal
 from dataloading.dataset.folder import open_dataset
 
 _DRAWN = 200_000
@@ -176,13 +176,13 @@ class Work:
         return int(np.count_nonzero(np.bincount(self.lengths)))
 
     def micro_batches(self, strategy: Strategy, ranks: int, step: int) -> MicroBatches:
-        """Return the micro-batches of a step that the batch plan gives to each copy of the model.
+        """Return the micro-batches of a step that the batch sampler gives to each copy of the model.
 
         Raises ``ValueError`` if the ranks cannot share the global batch evenly.
         """
         sequences, copies = strategy.sequences(ranks), ranks // strategy.copy_ranks
         sizes = self._dealt(strategy.global_batch_size, copies * strategy.gradient_accumulation_steps, step)
-        # The batch plan balances the micro-batches, so it does not matter which copy of the model computes which.
+        # The batch sampler balances the micro-batches, so it does not matter which copy of the model computes which.
         return MicroBatches(sequences, *(size.reshape(-1, copies) for size in sizes))
 
     @functools.lru_cache(maxsize=4096)  # noqa: B019  a program makes few instances and keeps them to its end
@@ -205,7 +205,7 @@ class Work:
 
     @functools.lru_cache(maxsize=1024)  # noqa: B019
     def _global_batch(self, size: int, step: int) -> NDArray[np.int64]:
-        return BatchPlan(self.lengths, self.masked_counts, size, 1, 1, self.seed).global_batch(step)
+        return BatchSampler(self.lengths, self.masked_counts, size, 1, 1, self.seed).global_batch(step)
 
 
 def work_of(config: Config) -> Work:

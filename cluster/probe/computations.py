@@ -20,7 +20,7 @@ from cluster.model.work import Count, linear
 from cluster.probe.computing import gather_numbers, time_in_window
 from cluster.view import ComputationTime, Contention
 from dataloading.batches.loader import batch_of
-from dataloading.batches.plan import BatchPlan
+from dataloading.batches.sampler import BatchSampler
 from dataloading.shards.samples import synthetic_samples
 from kernels import (
     Dropout,
@@ -107,7 +107,7 @@ def measure_computations(mesh: Mesh, processors: int, seconds: float) -> list[Co
     trials = trials_of(mesh.device)
     for trial in trials:  # the first call allocates memory and chooses implementations
         trial.action()
-    # The ranks agree on the time spent, because all ranks must plan the same turns.
+    # The ranks agree on the time spent, because all ranks must take the same turns.
     seconds -= agreed_integer(round(1000 * (time.perf_counter() - start)), mesh) / 1000
     window = max(seconds / (_MOST_TURNS * len(trials)), _SLICE_S * mesh.world_size / processors)
     turns = max(1, round(seconds / (window * len(trials))))
@@ -258,7 +258,7 @@ def _lamb(segments: int, size: int) -> Trial:
 def _batch(size: int) -> Trial:
     # uint16 is the data type of the length index on disk.
     lengths = np.random.default_rng(0).integers(8, 128, 8192).astype(np.uint16)
-    # Do the work of one of four ranks: plan the whole global batch and assemble a quarter of it.
-    plan = BatchPlan(lengths, (lengths // 7 + 1).astype(np.uint16), size, 4, 1, 0)
+    # Do the work of one of four ranks: deal the whole global batch and assemble a quarter of it.
+    sampler = BatchSampler(lengths, (lengths // 7 + 1).astype(np.uint16), size, 4, 1, 0)
     samples = synthetic_samples(lengths[: size // 4], 1024)
-    return Trial("batch", (1.0, float(size)), lambda: batch_of(samples, plan.rank_batches(1, 0)[0]), 1)
+    return Trial("batch", (1.0, float(size)), lambda: batch_of(samples, sampler.rank_batches(1, 0)[0]), 1)

@@ -15,10 +15,10 @@ from typing import Literal
 
 from compliance.log import rules
 from compliance.log.findings import Finding, Severity, shown
+from compliance.log.logged_run import LoggedRun
 from compliance.log.order import Violation, left_open, violations
 from compliance.log.reader import Log
 from compliance.log.record import Record
-from compliance.log.run import LoggedRun
 
 TIMELINE = tuple(rules.NEXT_PHASE)
 """Records that divide a log into phases, in their order."""

@@ -16,8 +16,8 @@ from typing import Any, Literal
 from compliance.convergence.selection import FAILED, olympic_mean
 from compliance.log import rules
 from compliance.log.findings import shown
+from compliance.log.logged_run import LoggedRun
 from compliance.log.rules import SUBMISSION_RUNS
-from compliance.log.run import LoggedRun
 from compliance.log.schedule import EvaluationSchedule, evaluation_interval
 from compliance.official import process
 from console.text import counted

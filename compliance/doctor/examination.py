@@ -13,8 +13,8 @@ from rich.text import Text
 from compliance.doctor.diagnosis import Diagnosis
 from compliance.doctor.gpus import check_gpus
 from compliance.doctor.host import ExaminedHost
+from compliance.doctor.intended_run import IntendedRun, check_files, check_recipe, lay_out
 from compliance.doctor.machine import Machine, check_machine, read_machine
-from compliance.doctor.run import IntendedRun, check_files, check_recipe, lay_out
 from compliance.doctor.system import ask_pytorch
 from console.program import say, say_json
 from console.text import visible
@@ -28,7 +28,7 @@ def examine(
 ) -> Iterator[Diagnosis]:
     """Run all checks, the quick ones first, by default on the machine that this program runs on.
 
-    Raises ``ValueError`` as `compliance.doctor.run.lay_out` does.
+    Raises ``ValueError`` as `compliance.doctor.intended_run.lay_out` does.
     """
     host = host or ExaminedHost()
     machine = machine or read_machine(host)

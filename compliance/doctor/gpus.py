@@ -9,7 +9,7 @@ from itertools import combinations
 from typing import Any
 
 from compliance.doctor.diagnosis import Diagnosis, fail, fail_or_warn, ok, warn
-from compliance.doctor.run import ExaminedRun, shape_in_name
+from compliance.doctor.intended_run import ExaminedRun, shape_in_name
 from console.text import counted
 
 _THROTTLED = {

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from compliance.doctor.diagnosis import Diagnosis, fail, fail_or_warn, ok, warn
 from compliance.doctor.gpus import Gpus, read_gpus
 from compliance.doctor.host import ExaminedHost
-from compliance.doctor.run import ExaminedRun
+from compliance.doctor.intended_run import ExaminedRun
 from console.text import counted
 
 

@@ -9,8 +9,8 @@ from typing import Literal, NamedTuple
 
 from compliance.log import rules
 from compliance.log.findings import shown
+from compliance.log.logged_run import OPENED_BY, LoggedRun, samples_of
 from compliance.log.record import Record
-from compliance.log.run import OPENED_BY, LoggedRun, samples_of
 from compliance.log.schedule import evaluation_interval
 from console.text import did_you_mean
 

@@ -22,8 +22,8 @@ from typing import IO
 from compliance.artefact import MAX_FILE_BYTES, open_regular
 from compliance.log import rules
 from compliance.log.digest import ChainCheck
+from compliance.log.logged_run import LoggedRun
 from compliance.log.record import MAX_RECORD_BYTES, TOKEN, Problem, Record, parse_line
-from compliance.log.run import LoggedRun
 
 STDIN = Path("-")
 """Path that stands for standard input."""

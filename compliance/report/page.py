@@ -8,7 +8,7 @@ from typing import Any, Literal, NamedTuple
 from rich.filesize import decimal
 
 from compliance.artefact import write_whole
-from compliance.log.records import RunRecord
+from compliance.log.metrics import RunRecord
 from compliance.log.rules import NEWEST_RULESET
 from compliance.report import Format
 from compliance.report.results import SITE_PART, STEP_PARTS, ReportedRun, Results, breakdown, load_results

@@ -1,7 +1,7 @@
 """Runs of a results folder: each log with its verdict and its metrics, and the score of all runs.
 
 results/<system>/bert/result_<n>.txt      the log (compliance.log.reader)
-results/<system>/bert/metrics_<n>.jsonl   the records of the run (compliance.log.records); may be missing
+results/<system>/bert/metrics_<n>.jsonl   the records of the run (compliance.log.metrics); may be missing
 results/systems/<system>.json             the system description, in a submission <org>/systems/; may be missing
 """
 
@@ -17,9 +17,9 @@ from compliance.convergence.selection import FAILED, olympic_mean, submitted
 from compliance.folders import find, numbered_logs
 from compliance.log import rules
 from compliance.log.findings import Finding, Verdict
+from compliance.log.logged_run import LoggedRun
+from compliance.log.metrics import EvaluationRecord, Metrics, read_metrics
 from compliance.log.reader import Log, read_log
-from compliance.log.records import EvaluationRecord, Metrics, read_metrics
-from compliance.log.run import LoggedRun
 from compliance.submission.check import check_paths, is_for_submission
 from compliance.submission.comparison import differing_settings
 from compliance.submission.derived import metrics_fault

@@ -25,9 +25,9 @@ from compliance.folders import (
 )
 from compliance.log import rules
 from compliance.log.findings import Finding, Part, Severity, Verdict
+from compliance.log.logged_run import LoggedRun
 from compliance.log.reader import STDIN, STDIN_NAME, Log, read_log
 from compliance.log.rules import SUBMISSION_RUNS
-from compliance.log.run import LoggedRun
 from compliance.official import process
 from compliance.official.package import Answer, ask, ask_about_folder
 from compliance.submission.comparison import FolderRun, compare_seeds, compare_settings, without_copies

@@ -11,8 +11,8 @@ from typing import Any
 
 from compliance.log import rules
 from compliance.log.findings import Finding, Severity, Verdict, shown
+from compliance.log.logged_run import LoggedRun
 from compliance.log.record import Record
-from compliance.log.run import LoggedRun
 from console.text import visible
 
 HYPERPARAMETERS = tuple(

@@ -18,8 +18,8 @@ from compliance.convergence.selection import FAILED, olympic_mean
 from compliance.folders import BenchmarkFolder, Tree, log_number
 from compliance.log import rules
 from compliance.log.findings import Finding, Severity, shown
-from compliance.log.records import Metrics, read_metrics
-from compliance.log.run import LoggedRun
+from compliance.log.logged_run import LoggedRun
+from compliance.log.metrics import Metrics, read_metrics
 from console.files import read_bounded, read_json
 from console.text import visible
 

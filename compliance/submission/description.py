@@ -16,7 +16,7 @@ from typing import Any
 from compliance.artefact import MAX_FILE_BYTES
 from compliance.log import rules
 from compliance.log.findings import Finding, Severity, shown
-from compliance.log.run import LoggedRun
+from compliance.log.logged_run import LoggedRun
 from console.files import read_bounded
 from console.text import counted
 

@@ -3,11 +3,11 @@
 import re
 
 from compliance.log import rules
+from compliance.log.logged_run import LoggedRun
+from compliance.log.metrics import StepRecord, WarningRecord, parse_record
 from compliance.log.order import Violation, own_settings, violations
 from compliance.log.reader import take_header
 from compliance.log.record import TOKEN_BYTES, Record, parse_line
-from compliance.log.records import StepRecord, WarningRecord, parse_record
-from compliance.log.run import LoggedRun
 
 INIT_WARNING_FRACTION = 25 / 30
 """Share of the initialisation limit after which to warn, so that some minutes are left to act."""

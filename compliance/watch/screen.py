@@ -19,7 +19,7 @@ from rich.table import Table
 from rich.text import Text
 
 from compliance.log import rules
-from compliance.log.run import samples_of
+from compliance.log.logged_run import samples_of
 from compliance.watch.running import RunningLog
 from compliance.watch.watched import Watch, choose
 from console.text import clock, visible

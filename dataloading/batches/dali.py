@@ -17,6 +17,7 @@ from nvidia.dali.plugin.pytorch.torch_utils import feed_ndarray
 from torch import Tensor
 
 from dataloading.batches.loader import (
+    PREFETCHED_STEPS,
     Batch,
     Prefetcher,
     RankBatches,
@@ -25,7 +26,7 @@ from dataloading.batches.loader import (
     max_seqlen,
     shape_bucket_of,
 )
-from dataloading.batches.plan import MicroBatch, ShapeBucket
+from dataloading.batches.sampler import MicroBatch, ShapeBucket
 from dataloading.shards.samples import Samples
 
 FIELDS = {
@@ -49,7 +50,6 @@ class DaliLoader:
         source: SampleSource,
         rank_batches: RankBatches,
         device: torch.device,
-        prefetch: int = 4,
         shape_buckets: Sequence[ShapeBucket] = (),
     ) -> None:
         self.shape_buckets = shape_buckets
@@ -57,7 +57,7 @@ class DaliLoader:
         self._rank_batches = rank_batches
         self._source = source
         # DALI calls its source in the training thread, so a separate thread reads ahead.
-        self._micro_batches = Prefetcher(self._read(), prefetch)
+        self._micro_batches = Prefetcher(self._read(), PREFETCHED_STEPS)
         self._in_flight: deque[int] = deque()
         """``max_seqlen`` of each batch that is in the pipeline."""
         self._steps = itertools.count()

@@ -15,8 +15,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dataloading.batches.plan import MicroBatch, ShapeBucket, fitting
+from dataloading.batches.sampler import MicroBatch, ShapeBucket, fitting
 from dataloading.shards.samples import SampleBuilder, Samples
+
+PREFETCHED_STEPS = 4
+"""Number of steps that a loader prepares in advance, so that one slow read does not delay a step."""
 
 Item = TypeVar("Item")
 RankBatches = Callable[[int], list[MicroBatch]]
@@ -94,7 +97,7 @@ def shape_bucket_of(
 ) -> ShapeBucket | None:
     """Return the first shape bucket that a batch of ``samples`` fits, or None if there are no shape buckets.
 
-    With a ``micro_batch`` from a plan, the micro-batches that the other ranks run at the same time must fit too, because
+    With a ``micro_batch`` from a sampler, the micro-batches that the other ranks run at the same time must fit too, because
     NCCL requires all ranks to replay the same graph. A batch that fits no shape bucket gets a new shape bucket.
     """
     if not shape_buckets:
@@ -244,7 +247,7 @@ class Uploads:
 
 
 class NumpyLoader:
-    """Loader that assembles batches with NumPy in a background thread, ``prefetch`` steps ahead.
+    """Loader that assembles batches with NumPy in a background thread, ``PREFETCHED_STEPS`` ahead.
 
     Batches are padded to ``shape_buckets``, if there are any.
     """
@@ -254,7 +257,6 @@ class NumpyLoader:
         source: SampleSource,
         rank_batches: RankBatches,
         device: torch.device,
-        prefetch: int = 4,
         shape_buckets: Sequence[ShapeBucket] = (),
     ) -> None:
         self.shape_buckets = shape_buckets
@@ -265,9 +267,9 @@ class NumpyLoader:
             # Allocate memory before the clock starts, for the prefetched steps and two more: one that is being
             # assembled and one in use.
             step = [inert_batch(shape_buckets[-1])] * len(rank_batches(0))
-            for arriving in [self._uploads.start(step) for _ in range(prefetch + 2)]:
+            for arriving in [self._uploads.start(step) for _ in range(PREFETCHED_STEPS + 2)]:
                 self._uploads.finish(arriving)
-        self._prefetcher = Prefetcher(map(self._assemble, itertools.count()), prefetch)
+        self._prefetcher = Prefetcher(map(self._assemble, itertools.count()), PREFETCHED_STEPS)
 
     def __next__(self) -> list[Batch]:
         step = next(self._prefetcher)

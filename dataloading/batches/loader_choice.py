@@ -15,11 +15,11 @@ import torch
 from numpy.typing import NDArray
 
 from console.program import reason
-from dataloading.batches.loader import Loader, NumpyLoader, RankBatches, SampleSource
-from dataloading.batches.plan import MicroBatch, ShapeBucket
+from dataloading.batches.loader import PREFETCHED_STEPS, Loader, NumpyLoader, RankBatches, SampleSource
+from dataloading.batches.sampler import MicroBatch, ShapeBucket
 from dataloading.shards.samples import Samples, synthetic_samples
 
-MakeLoader = Callable[[SampleSource, RankBatches, torch.device, int, Sequence[ShapeBucket]], Loader]
+MakeLoader = Callable[[SampleSource, RankBatches, torch.device, Sequence[ShapeBucket]], Loader]
 """Class of a loader. The int argument is the number of steps to read ahead."""
 
 _TURNS, _STEPS = 3, 8
@@ -53,7 +53,6 @@ def choose_loader(
     device: torch.device,
     rank_batches: RankBatches,
     lengths_N: NDArray[np.integer],
-    prefetch: int,
     shape_buckets: Sequence[ShapeBucket] = (),
 ) -> LoaderChoice:
     """Choose a loader: "numpy", "dali", or "auto", which on a GPU chooses the faster of the two.
@@ -69,7 +68,7 @@ def choose_loader(
     samples, micro_batches = _synthetic_step(rank_batches(0), lengths_N)
 
     def build(make: MakeLoader) -> Loader:
-        return make(samples, lambda _: micro_batches, device, prefetch, shape_buckets)
+        return make(samples, lambda _: micro_batches, device, shape_buckets)
 
     try:
         from dataloading.batches.dali import DaliLoader
@@ -88,21 +87,21 @@ def choose_loader(
         ) from error
     if kind == "dali":
         return LoaderChoice(DaliLoader, kind, "as set")
-    numpy_s, dali_s = fastest_turns([build(NumpyLoader), build(DaliLoader)], device, prefetch)
+    numpy_s, dali_s = fastest_turns([build(NumpyLoader), build(DaliLoader)], device)
     shown = f"numpy {1000 * numpy_s:.2f} ms a step, dali {1000 * dali_s:.2f} ms"
     if dali_s < _CLEARLY * numpy_s:
         return LoaderChoice(DaliLoader, "dali", shown)
     return LoaderChoice(NumpyLoader, "numpy", shown)
 
 
-def fastest_turns(loaders: Sequence[Loader], device: torch.device, prefetch: int) -> list[float]:
+def fastest_turns(loaders: Sequence[Loader], device: torch.device) -> list[float]:
     """Time each loader several times, and return the seconds per step in each loader's fastest turn. Closes the loaders."""
     best = [math.inf] * len(loaders)
     try:
         # Loaders take turns, so that a temporary slowdown of the machine affects all of them.
         for _ in range(_TURNS):
             for place, loader in enumerate(loaders):
-                for _ in range(prefetch + 4):  # these steps may have been loaded during another loader's turn
+                for _ in range(PREFETCHED_STEPS + 4):  # these steps may have been loaded during another loader's turn
                     next(loader)
                 begin = time.perf_counter()
                 for _ in range(_STEPS):

@@ -29,7 +29,7 @@ from benchmarks.gpu_parts.scale import FULL, TINY, Context, micro_batches, train
 from benchmarks.gpu_parts.timing import Ceilings
 from bert.configuration.sections import ModelConfig
 from bert.products import weight_gradients
-from compliance.log.records import EndRecord, EvaluationRecord, Metrics, StepRecord
+from compliance.log.metrics import EndRecord, EvaluationRecord, Metrics, StepRecord
 from tests.benchmarks.bare_environment import BareEnvironment
 from tests.bert.recording import Recording, recordable_attention
 from tests.programs import python

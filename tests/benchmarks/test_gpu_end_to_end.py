@@ -16,7 +16,7 @@ from benchmarks.gpu_parts import end_to_end
 from benchmarks.gpu_parts.report import Figure, NotUsableError, PartReport
 from benchmarks.gpu_parts.scale import TINY, Context
 from benchmarks.gpu_parts.step import rate_name, recipe
-from compliance.log.records import Metrics, StepRecord
+from compliance.log.metrics import Metrics, StepRecord
 from tests.benchmarks.bare_environment import BareEnvironment
 from tests.programs import REPOSITORY
 

@@ -21,7 +21,7 @@ from bert.execution.cuda_graphs import BatchGraphs, CudaCapturer, replay_of
 from bert.parallel.mesh import Mesh
 from bert.step import TrainingStep
 from dataloading.batches.loader import Batch, batch_of, inert_batch
-from dataloading.batches.plan import MicroBatch, ShapeBucket
+from dataloading.batches.sampler import MicroBatch, ShapeBucket
 from kernels import OPS, cast_fp8
 from kernels.tuning import autotune
 from tests.bert.recording import CaptureError, Recording, recordable_attention

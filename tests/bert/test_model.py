@@ -22,7 +22,7 @@ from bert.configuration.sections import Precision
 from bert.model import BertForPreTraining, EncoderLayer, PretrainingOutput
 from bert.setup import captures, choose_shapes, synthetic_batches
 from dataloading.batches.loader import Batch, batch_of, inert_batch
-from dataloading.batches.plan import ShapeBucket
+from dataloading.batches.sampler import ShapeBucket
 from dataloading.shards.samples import Samples, synthetic_samples
 from kernels import OPS
 from tests.bert.small_models import CPU, SMALL, assert_near, drawn_model, gradients, mean_loss, random_model

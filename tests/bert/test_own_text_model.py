@@ -23,14 +23,14 @@ from bert.configuration.recipes import RECIPES
 from bert.convert import convert
 from bert.derived_settings import affordable_samples
 from bert.export import examples_of, outlook
+from bert.fill_mask import GapFiller, fill_mask
 from bert.guards.preflight import check
 from bert.launch.supervision import Supervisor
 from bert.model import BertForPreTraining
 from bert.own_text import _starting_point, own_text
-from bert.predict import GapFiller, predict
 from bert.run import run as train
 from bert.train import parse, run_command
-from compliance.log.records import EvaluationRecord
+from compliance.log.metrics import EvaluationRecord
 from dataloading.dataset.folder import Dataset, open_dataset
 from dataloading.options import Normalization, OwnText
 from dataloading.preparation.own_text import write_own_text
@@ -146,13 +146,13 @@ def test_one_command_makes_a_model_and_continues_after_an_interruption(
     with pytest.raises(ValueError, match="the text has 49 tokens, the model 48 positions"):
         filler("[MASK] " + "the " * 46, 1)
     capsys.readouterr()
-    predict(out / "model", asked, top=2)
+    fill_mask(out / "model", asked, top=2)
     words = [", ".join(f"{word} {100 * share:.1f} %" for word, share in gap) for gap in gaps]
     filled = f"the {gaps[0][0][0]} lies near the {gaps[1][0][0]} ."
     assert capsys.readouterr().out.splitlines()[1:] == [f"gap 1: {words[0]}", f"gap 2: {words[1]}", filled]
     for wrong, top, message in ((asked, 0, "--top is 0: expected at least 1"), ("the", 1, "no gap: write")):
         with pytest.raises(ValueError, match=message):
-            predict(out / "model", wrong, top=top)
+            fill_mask(out / "model", wrong, top=top)
     with pytest.raises(ValueError, match=r"model exists, so this training is complete: name another --out"):
         own_text(texts, out, 0.25, None, own)
 

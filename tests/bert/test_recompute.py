@@ -15,7 +15,7 @@ from bert.configuration.sections import Precision, Recompute
 from bert.recomputation import RECOMPUTED_OPS
 from bert.step import TrainingStep
 from dataloading.batches.loader import Batch, batch_of
-from dataloading.batches.plan import ShapeBucket
+from dataloading.batches.sampler import ShapeBucket
 from kernels import OPS, captured, varlen_attention
 from kernels.tuning.examples import example_inputs
 from tests.bert.operators import Operators

@@ -13,7 +13,7 @@ from bert.configuration.run_plan import PLANNED, RunPlan, read_plan, settings_of
 from bert.execution.phases import PHASES
 from bert.reporting.reporter import Reporter, StepLines
 from bert.train import main, parse
-from compliance.log.records import EndRecord, MetricsWriter, RunRecord, StepRecord
+from compliance.log.metrics import EndRecord, MetricsWriter, RunRecord, StepRecord
 from compliance.log.schedule import EvaluationSchedule
 from tests.bert.reporting.test_displays import STEP as A_STEP
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from bert.parallel.reduction import gradients
 from dataloading.batches.loader import Uploads, inert_batch
-from dataloading.batches.plan import ShapeBucket
+from dataloading.batches.sampler import ShapeBucket
 from tests.bert.process_groups import TimelineError
 from tests.bert.timeline import Stream, Timeline
 

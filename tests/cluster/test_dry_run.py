@@ -1,4 +1,4 @@
-"""The dry run with a forecast."""
+"""The dry run with its prediction."""
 
 import os
 import re
@@ -26,7 +26,7 @@ sys.exit(dry_run.main(sys.argv[1:]))
 
 
 @pytest.mark.slow
-def test_a_signal_ends_the_forecast(small_run: SmallRun, tmp_path: Path) -> None:
+def test_a_signal_ends_the_prediction(small_run: SmallRun, tmp_path: Path) -> None:
     done = python("-c", INTERRUPTED, *small_run.arguments(tmp_path, training__device="cuda"))
     assert done.returncode == -signal.SIGTERM, done.stderr
 
@@ -38,7 +38,7 @@ def _without_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "environ", os.environ.copy())
 
 
-def test_the_forecast_is_that_of_the_page_and_comes_before_missing_inputs(capfd: pytest.CaptureFixture[str]) -> None:
+def test_the_prediction_is_that_of_the_page_and_comes_before_missing_inputs(capfd: pytest.CaptureFixture[str]) -> None:
     assert dry_run.main(["bert_3_9b_8x8"]) == 2
     said = capfd.readouterr()
     assert_shown(said.out, "scaling.md")
@@ -80,7 +80,7 @@ def test_ranks_that_share_a_copy_hear_of_their_memory(
         assert ("training.recompute is none; " in capfd.readouterr().out) == (tensor == 2)
 
 
-def forecast(world_size: int, local_size: int = 0, recipe: str = "h100_1x8") -> list[str]:
+def prediction(world_size: int, local_size: int = 0, recipe: str = "h100_1x8") -> list[str]:
     """Return the lines about a small model without data."""
     config = RECIPES["h100_1x8"]()
     training, log = replace(config.training, global_batch_size=48 * 8), replace(config.log, division="open")
@@ -92,14 +92,14 @@ def forecast(world_size: int, local_size: int = 0, recipe: str = "h100_1x8") -> 
 def test_nodes_are_those_of_the_launcher_or_as_large_as_usual() -> None:
     ranks = {(4, 0): "1 x 4", (16, 0): "2 x 8", (12, 0): "3 x 4", (12, 5): "3 x 4", (16, 4): "4 x 4", (8, 8): "1 x 8"}
     for (world, local), machines in ranks.items():
-        *_, modes, step = forecast(world, local)
+        *_, modes, step = prediction(world, local)
         assert re.search(rf"take (\d+) ms on {machines} H100-SXM-80GB: forward backward \d+", step)
         assert re.match(r"training.recompute is none; selective would hold .*, full would hold ", modes)
 
 
 def test_without_a_known_device_there_is_no_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    lines = forecast(3, recipe="tiny_cpu")
+    lines = prediction(3, recipe="tiny_cpu")
     assert [line.split()[0] for line in lines[-2:]] == ["a", "training.recompute"]
     monkeypatch.setattr("cluster.model.memory.USABLE_MEMORY", 1e-4)
     too_large = "H100-SXM-80GB has 8.00 MB for it, which is less; `python -m cluster plan` finds what fits"
-    assert forecast(8)[-2] == too_large
+    assert prediction(8)[-2] == too_large

@@ -9,7 +9,7 @@ import pytest
 
 from bert.reporting.intervals import SLOW_INTERVALS, Stragglers
 from cluster.whatif import Account, read_run, report, savings
-from compliance.log.records import Straggler
+from compliance.log.metrics import Straggler
 
 STEP = {"event": "step", "data_wait_ms": 1.0, "forward_backward_ms": 40.0, "reduce_ms": 7.0, "update_ms": 2.0}
 

@@ -14,9 +14,9 @@ from compliance.check.output import sarif, say_verdicts, total, write_junit
 from compliance.folders import find
 from compliance.log import rules
 from compliance.log.findings import Verdict
+from compliance.log.metrics import MetricsWriter, RunRecord, parse_record, read_metrics
 from compliance.log.reader import read_log
 from compliance.log.record import TOKEN, Record, parse_line
-from compliance.log.records import MetricsWriter, RunRecord, parse_record, read_metrics
 from compliance.report import page, summary
 from compliance.report.results import load_results
 from compliance.submission.check import check_paths

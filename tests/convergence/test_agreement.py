@@ -25,7 +25,7 @@ from bert.checkpoints.hugging_face import to_hugging_face
 from bert.checkpoints.weights import save_weights
 from bert.configuration.recipes import ARTIFACTS
 from bert.configuration.sections import ModelConfig, OptimizerConfig
-from dataloading.batches.plan import BatchPlan
+from dataloading.batches.sampler import BatchSampler
 from dataloading.dataset.folder import Dataset, write_dataset
 from dataloading.options import PretrainingOptions
 from dataloading.preparation.prepare import Job, prepare
@@ -117,7 +117,7 @@ def train_by_the_program(model: ModelConfig, vocab: Path, folder: Path) -> Train
 
 def global_batches(data: Dataset) -> Iterator[Samples]:
     """Yield the samples of each global batch, which the program divides among its ranks."""
-    plan = BatchPlan(data.lengths, data.masked_counts, BATCH, RANKS, gradient_accumulation_steps=1, seed=SEED)
+    plan = BatchSampler(data.lengths, data.masked_counts, BATCH, RANKS, gradient_accumulation_steps=1, seed=SEED)
     return (data.take(plan.global_batch(step)) for step in range(STEPS))
 
 

@@ -16,7 +16,7 @@ import torch
 from bert.configuration.sections import ModelConfig, OptimizerConfig
 from bert.optimizer import FlatParameters, Lamb
 from dataloading.batches.loader import batch_of
-from dataloading.batches.plan import BatchPlan
+from dataloading.batches.sampler import BatchSampler
 from dataloading.shards.samples import Samples, synthetic_samples
 from tests.bert.small_models import drawn_model
 
@@ -38,7 +38,7 @@ def losses() -> list[dict[str, float]]:
     model = drawn_model(MODEL, 1)
     optimizer = Lamb(FlatParameters.of(model), OptimizerConfig(2e-2, 60, num_warmup_steps=5, start_warmup_step=-1))
     samples = predictable_samples()
-    plan = BatchPlan(samples.lengths, samples.masked_counts, 16, 1, 1, seed=2)
+    plan = BatchSampler(samples.lengths, samples.masked_counts, 16, 1, 1, seed=2)
     curve = []
     for step in range(STEPS):
         (micro,) = plan.rank_batches(step, 0)

@@ -23,7 +23,7 @@ from bert.parallel.mesh import Mesh
 from bert.products import weight_gradients
 from bert.step import TrainingStep
 from dataloading.batches.loader import Batch, batch_of
-from dataloading.batches.plan import BatchPlan, MicroBatch, ShapeBucket
+from dataloading.batches.sampler import BatchSampler, MicroBatch, ShapeBucket
 from dataloading.shards.samples import synthetic_samples
 from kernels import choose
 from tests.bert.small_models import CPU, step_config, step_on
@@ -66,14 +66,14 @@ def global_batches(mesh: Mesh, accumulation: int, padded: bool, count: int) -> l
     """Make this rank's micro-batches of each step, unpadded or padded to shape buckets."""
     samples = synthetic_samples(np.random.default_rng(5).integers(4, 31, 160), MODEL.vocab_size, seed=5)
     samples.masked_lm_ids[:] = samples.masked_lm_positions % 3 * 12 + 20  # so that there is something to learn
-    plan = BatchPlan(samples.lengths, samples.masked_counts, 8, mesh.data_size, accumulation, 2)
+    sampler = BatchSampler(samples.lengths, samples.masked_counts, 8, mesh.data_size, accumulation, 2)
 
     def batch(micro: MicroBatch) -> Batch:
         some = samples.take(micro.indices)
         bucket = ShapeBucket(len(some.input_ids) + 3, len(some) + 1, len(some.masked_lm_ids) + 2, 32)
         return batch_of(some, micro, bucket if padded else None)
 
-    return [[batch(micro) for micro in plan.rank_batches(step, mesh.data_rank)] for step in range(count)]
+    return [[batch(micro) for micro in sampler.rank_batches(step, mesh.data_rank)] for step in range(count)]
 
 
 def train_all(mesh: Mesh, *shapes: str) -> dict[str, dict[str, Any]]:

@@ -20,7 +20,7 @@ from bert.configuration.sections import ModelConfig, ParallelConfig
 from bert.parallel.mesh import Mesh
 from bert.parallel.reduction.sharded_lamb import ShardedLamb
 from dataloading.batches.loader import batch_of
-from dataloading.batches.plan import MicroBatch, ShapeBucket
+from dataloading.batches.sampler import MicroBatch, ShapeBucket
 from dataloading.shards.samples import synthetic_samples
 from tests.bert.small_models import step_config, training_step
 from tests.distributed.ranks import WORKER, Ranks, free_port, name_of, program

@@ -13,7 +13,7 @@ from bert.execution.stopwatch import Stopwatch
 from bert.model import PretrainingOutput
 from bert.parallel.pipeline.stages import PipelineModel, Stage
 from dataloading.batches.loader import Batch
-from dataloading.batches.plan import TOKENS_MULTIPLE
+from dataloading.batches.sampler import TOKENS_MULTIPLE
 
 
 class PipelineSchedule:

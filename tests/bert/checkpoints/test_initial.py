@@ -19,7 +19,7 @@ from bert.configuration.recipes import tiny_cpu
 from bert.configuration.sections import ModelConfig
 from bert.guards import preflight
 from bert.train import parse
-from compliance.log.records import EvaluationRecord
+from compliance.log.metrics import EvaluationRecord
 from dataloading.options import Normalization
 from dataloading.text.vocabulary import Vocabulary
 from tests.bert.small_models import CPU, OF_SMALL_RUN, drawn_model

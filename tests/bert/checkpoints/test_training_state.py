@@ -23,7 +23,7 @@ from torch import Tensor
 
 from bert.checkpoints import training_state, writer
 from bert.checkpoints.initial_model import draw_model
-from bert.checkpoints.training_state import FILES, World, checkpoint_folders, find, fixed_settings, reseed, restore
+from bert.checkpoints.training_state import FILES, Allocation, checkpoint_folders, find, fixed_settings, reseed, restore
 from bert.checkpoints.writer import Checkpoints
 from bert.configuration.config import Config
 from bert.configuration.recipes import tiny_cpu
@@ -324,38 +324,38 @@ def hosts(count: int, ranks: int = 1) -> list[str]:
 def test_no_micro_batch_grows_however_often_ranks_change(batch: int, first: int, steps: int, then: list[int]) -> None:
     batch = max(batch, first * steps, *then, 1)
     made = config(batch, steps)
-    world = World.of(hosts(first), made)
-    fitting = world.sequences
+    allocation = Allocation.of(hosts(first), made)
+    fitting = allocation.sequences
     for ranks in then:
-        made = training_state.rebalance_batch(made, world, ranks)
-        world = World.of(hosts(ranks), made, world)
+        made = training_state.rebalance_batch(made, allocation, ranks)
+        allocation = Allocation.of(hosts(ranks), made, allocation)
         assert made.training.global_batch_size == batch
-        assert batch >= ranks * world.accumulation  # each micro-batch has a sequence or more
-        assert world.fitting == max(fitting, world.sequences)
-        assert world.sequences <= fitting or fitting == 1
-        if world.accumulation > 1 and world.sequences <= fitting:  # fewer micro-batches would not fit
-            assert -(-batch // (ranks * (world.accumulation - 1))) > fitting
-        fitting = world.fitting
+        assert batch >= ranks * allocation.accumulation  # each micro-batch has a sequence or more
+        assert allocation.fitting == max(fitting, allocation.sequences)
+        assert allocation.sequences <= fitting or fitting == 1
+        if allocation.accumulation > 1 and allocation.sequences <= fitting:  # fewer micro-batches would not fit
+            assert -(-batch // (ranks * (allocation.accumulation - 1))) > fitting
+        fitting = allocation.fitting
 
 
 def test_shares_after_ranks_were_lost_and_came_back() -> None:
     """A pipeline keeps whole rounds: 3 micro-batches are no whole round of 2 stages."""
     made = config(448, 2)
-    first = World.of(hosts(4, 8), made)
-    fewer = World.of(hosts(3, 8), training_state.rebalance_batch(made, first, 24), first)
+    first = Allocation.of(hosts(4, 8), made)
+    fewer = Allocation.of(hosts(3, 8), training_state.rebalance_batch(made, first, 24), first)
     assert (first.accumulation, first.sequences) == (2, 7)
     assert (fewer.accumulation, fewer.sequences, fewer.fitting) == (3, 7, 7)
-    assert World.of(hosts(4, 8), training_state.rebalance_batch(made, fewer, 32), fewer) == first
+    assert Allocation.of(hosts(4, 8), training_state.rebalance_batch(made, fewer, 32), fewer) == first
     made = replace(config(64, 2), parallel=ParallelConfig(pipeline=2))
-    first = World.of(hosts(4, 2), made)
+    first = Allocation.of(hosts(4, 2), made)
     assert (first.accumulation, first.sequences) == (2, 8)
     assert training_state.rebalance_batch(made, first, 3).training.gradient_accumulation_steps == 4
 
 
 def test_hosts_that_went_came_or_moved_are_named_with_the_shares() -> None:
-    first = World.of(hosts(4, 2), config(32), sites=["a"] * 8)
+    first = Allocation.of(hosts(4, 2), config(32), sites=["a"] * 8)
     assert training_state.changes(first, first) == []
-    then = World.of(["h0", "h0", "h1", "h9", "h9", "\x1b[2J"], config(32, 2), first, ["b"] * 6)
+    then = Allocation.of(["h0", "h0", "h1", "h9", "h9", "\x1b[2J"], config(32, 2), first, ["b"] * 6)
     ranks = "ranks on 4 hosts, a step of each with at most"
     assert training_state.changes(first, then) == [
         "lost: host h1 (1 rank), host h2 (2 ranks), host h3 (2 ranks)",
@@ -364,10 +364,10 @@ def test_hosts_that_went_came_or_moved_are_named_with_the_shares() -> None:
         "host h0 is at site b; before a",
         "host h1 is at site b; before a",
     ]
-    more = World.of(hosts(4, 2), config(32, 4), first)
+    more = Allocation.of(hosts(4, 2), config(32, 4), first)
     assert training_state.changes(first, more) == [
         f"shares of the global batch: 8 {ranks} 4 x 1 sequence; before 8 {ranks} 1 x 4 sequences"
     ]
     for count, end in ((9, "host h7 (1 rank), host h8 (1 rank)"), (10, "host h8 (1 rank) and 1 more")):
-        many = World.of(hosts(count), config(32))
-        assert training_state.changes(many, World.of(["h0"], config(32)))[0].endswith(end)
+        many = Allocation.of(hosts(count), config(32))
+        assert training_state.changes(many, Allocation.of(["h0"], config(32)))[0].endswith(end)

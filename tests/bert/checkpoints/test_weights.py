@@ -21,8 +21,8 @@ from bert.checkpoints.sources import open_source
 from bert.checkpoints.weights import model_metadata, read_header, save_weights, text_metadata
 from bert.configuration.sections import ModelConfig
 from bert.convert import convert
+from bert.fill_mask import GapFiller
 from bert.optimizer import FlatParameters
-from bert.predict import GapFiller
 from bert.train import run_command
 from dataloading.options import Normalization, NormalizationOptions
 from dataloading.text.vocabulary import Vocabulary

@@ -97,9 +97,9 @@ def test_a_wrong_setting_is_named_in_one_line(arguments: str, message: str) -> N
 
 
 AT_LEAST_1 = """
-    model.num_hidden_layers model.intermediate_size optimizer.learning_rate_training_steps data.prefetch
+    model.num_hidden_layers model.intermediate_size optimizer.learning_rate_training_steps
     training.global_batch_size training.max_samples training.max_steps training.gradient_accumulation_steps
-    training.bad_intervals training.site_steps parallel.tensor parallel.pipeline parallel.virtual_stages
+    training.site_steps parallel.tensor parallel.pipeline parallel.virtual_stages
     evaluation.interval_samples evaluation.batch_size checkpoint.every_steps checkpoint.keep log.interval_steps
 """
 FRACTIONS = "model.hidden_dropout model.attention_dropout optimizer.beta_1 optimizer.beta_2 training.site_momentum"
@@ -115,7 +115,6 @@ LIMITS: list[tuple[str, tuple[object, ...], tuple[object, ...]]] = [
     ("training.fault_seconds", (1, 3600), (0.99, 3600.5)),
     ("training.seed", (0, 2**31 - 1, None), (-1, 2**31)),
     ("training.bucket_bytes", (4,), (3,)),
-    ("training.warmup_steps", (0,), (-1,)),
     ("evaluation.target", (0.01, 0.99, None), (0.0, 1.0)),
     ("log.run", (0, None), (-1,)),
     ("log.system", ("a.b",), ("", ".a", "a/b", "a b")),

@@ -11,7 +11,7 @@ from bert.checkpoints.weights import model_metadata, safetensors_header
 from bert.configuration.config import Config
 from bert.configuration.recipes import RECIPES
 from bert.configuration.sections import ModelConfig
-from bert.guards.preflight import batch_plan, check
+from bert.guards.preflight import batch_sampler, check
 from bert.model import parameter_shapes
 from bert.train import parse
 from dataloading.shards.samples import synthetic_samples
@@ -60,7 +60,7 @@ def test_a_recipe_fits_its_gpus_and_is_told_what_does_elsewhere(recipe: str, wik
     assert config.recipe == recipe
     inputs, training = check(config, gpus(recipe)), config.training
     steps = training.gradient_accumulation_steps
-    micro_batches = batch_plan(config, inputs.train, gpus(recipe), seed=1).rank_batches(0, gpus(recipe) - 1)
+    micro_batches = batch_sampler(config, inputs.train, gpus(recipe), seed=1).rank_batches(0, gpus(recipe) - 1)
     assert [len(micro.indices) for micro in micro_batches] == (
         [training.global_batch_size // (gpus(recipe) * steps)] * steps
     )

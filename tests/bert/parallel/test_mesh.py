@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from bert.checkpoints.training_state import World, changes
+from bert.checkpoints.training_state import Allocation, changes
 from bert.configuration.recipes import tiny_cpu
 from bert.configuration.sections import ParallelConfig
 from bert.parallel import rendezvous
@@ -90,7 +90,7 @@ def test_places_and_sites_are_those_of_the_hosts() -> None:
     assert (alone.by_site((1, 3)), alone.node_ranks) == (((1, 3),), (0, 1, 2, 3))
     assert Mesh(0, 2, 0, CPU).places() == ["", ""]
     assert Mesh(0, 2, 0, CPU, sites=("a", "b")).places() == [" (site a)", " (site b)"]
-    before, now = (World.of(["h0", "h1"], tiny_cpu(), sites=names) for names in (("a", "b"), ("a", "c")))
+    before, now = (Allocation.of(["h0", "h1"], tiny_cpu(), sites=names) for names in (("a", "b"), ("a", "c")))
     assert changes(before, now) == ["host h1 is at site c; before b"]
 
 

@@ -11,7 +11,7 @@ from bert.captured_step import CapturedStep
 from bert.parallel.mesh import Mesh
 from bert.step import TrainingStep
 from dataloading.batches.loader import batch_of
-from dataloading.batches.plan import ShapeBucket
+from dataloading.batches.sampler import ShapeBucket
 from dataloading.shards.samples import synthetic_samples
 from kernels import cast_fp8
 from tests.bert.parallel.forked import on_ranks, trains_in_forks

@@ -12,7 +12,7 @@ from bert.reporting import reporter
 from bert.reporting.intervals import Stragglers
 from bert.reporting.reporter import StepLines, TensorBoard
 from bert.train import parse
-from compliance.log.records import EndRecord, EvaluationRecord, StepRecord, Straggler
+from compliance.log.metrics import EndRecord, EvaluationRecord, StepRecord, Straggler
 from compliance.log.schedule import EvaluationSchedule
 from tests.conftest import SmallRun
 

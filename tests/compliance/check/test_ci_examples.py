@@ -78,7 +78,11 @@ SUMMARY = f"{START} compliance.__main__.app.run('compliance', ['summary', 'resul
 @pytest.mark.parametrize(
     ("program", "needed", "unneeded"),
     [
-        (START, {"compliance.log.rules"}, {"compliance.log.run", "compliance.report.results", "rich", "numpy", "yaml"}),
+        (
+            START,
+            {"compliance.log.rules"},
+            {"compliance.log.reader", "compliance.report.results", "rich", "numpy", "yaml"},
+        ),
         (SUMMARY, {"compliance.official.package"}, {"compliance.report.page", "compliance.doctor", "numpy"}),
     ],
     ids=["start", "summary"],

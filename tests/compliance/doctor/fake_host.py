@@ -8,8 +8,8 @@ from pathlib import Path
 from compliance.doctor.diagnosis import Diagnosis
 from compliance.doctor.gpus import NVLINK, Gpu, Gpus
 from compliance.doctor.host import ExaminedHost
+from compliance.doctor.intended_run import ExaminedRun, IntendedRun
 from compliance.doctor.machine import AdapterPort, Machine
-from compliance.doctor.run import ExaminedRun, IntendedRun
 from compliance.doctor.system import complete, measure
 from console.processes import Output
 

@@ -13,7 +13,7 @@ from bert.train import parse
 from compliance.doctor.diagnosis import Diagnosis
 from compliance.doctor.examination import examine, print_diagnoses
 from compliance.doctor.host import ExaminedHost
-from compliance.doctor.run import IntendedRun, lay_out
+from compliance.doctor.intended_run import IntendedRun, lay_out
 from console.processes import Output
 from tests.compliance import command
 from tests.compliance.doctor.fake_host import BARE, MACHINE, FakeHost, fake_host, tell, told

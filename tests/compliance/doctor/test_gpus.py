@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from compliance.doctor.gpus import ACROSS_NODES, NVLINK, PCIE, Gpu, Gpus, check_gpus, read_gpus
-from compliance.doctor.run import ExaminedRun, IntendedRun
+from compliance.doctor.intended_run import ExaminedRun, IntendedRun
 from tests.compliance.doctor.fake_host import CPU, GPU, GPUS, NODE, tell, told
 
 PYTORCH: dict[str, Any] = {"PyTorch": "2.13.0+cu130", "CUDA": "13.0", "cuDNN": "9.14.0", "NCCL": "2.28.9", "gpus": 8}

@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
+from compliance.log.logged_run import LoggedRun
 from compliance.log.record import Record
 from compliance.log.rules import FIRST_MS, LAST_MS
-from compliance.log.run import LoggedRun
 from tests.compliance.run_logs import START_MS
 
 ACCURACY = 0.5

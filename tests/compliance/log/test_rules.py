@@ -12,10 +12,10 @@ from mlperf_logging.compliance_checker import mlp_compliance
 from bert.log.mllog import MLLog, RuleViolation
 from compliance.log import rules, schedule
 from compliance.log.findings import shown
+from compliance.log.logged_run import LoggedRun
 from compliance.log.order import left_open, unearned_success, violations
 from compliance.log.reader import read_log
 from compliance.log.record import Record
-from compliance.log.run import LoggedRun
 from tests.compliance.run_logs import CLOSED, START_MS, counting_clock, initialise
 
 OFFICIAL = Path(mlp_compliance.__file__).parent

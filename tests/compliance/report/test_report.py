@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from msgspec import structs
 
 from compliance.log.findings import Finding
-from compliance.log.records import Metrics, RunRecord, WarningRecord, read_metrics
+from compliance.log.metrics import Metrics, RunRecord, WarningRecord, read_metrics
 from compliance.report import Format
 from compliance.report import page as report
 from compliance.report.results import Results, load_results

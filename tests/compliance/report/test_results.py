@@ -11,7 +11,7 @@ import pytest
 
 from compliance.log import rules
 from compliance.log.accelerator import form
-from compliance.log.records import EvaluationRecord, Metrics, StepRecord
+from compliance.log.metrics import EvaluationRecord, Metrics, StepRecord
 from compliance.report import summary
 from compliance.report.page import render
 from compliance.report.results import ReportedRun, Results, breakdown, load_results

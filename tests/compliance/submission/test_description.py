@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from compliance.log.logged_run import LoggedRun
 from compliance.log.rules import SYSTEM_FIELDS
-from compliance.log.run import LoggedRun
 from compliance.submission.description import against_logs, description_findings, read_description
 from tests.compliance.command import run
 from tests.compliance.log.test_logged_run import run_of

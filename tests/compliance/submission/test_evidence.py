@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from compliance.log.metrics import EndRecord, EvaluationRecord, Metrics, Record, RunRecord, StepRecord
 from compliance.log.reader import read_log
-from compliance.log.records import EndRecord, EvaluationRecord, Metrics, Record, RunRecord, StepRecord
 from compliance.submission.check import accepted, check_paths
 from compliance.submission.derived import metrics_fault
 from tests.compliance.command import run

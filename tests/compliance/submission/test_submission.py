@@ -10,7 +10,7 @@ from mlperf_logging.compliance_checker import mlp_compliance
 from compliance import folders
 from compliance.folders import find
 from compliance.log.findings import Verdict
-from compliance.log.run import LoggedRun
+from compliance.log.logged_run import LoggedRun
 from compliance.official import process
 from compliance.official.package import Answer, ask, ask_about_folder
 from compliance.report.page import render

@@ -15,7 +15,7 @@ import torch
 from dataloading.batches import loader_choice
 from dataloading.batches.loader import Batch, Loader, NumpyLoader, Prefetcher, Uploads, batch_of, inert_batch
 from dataloading.batches.loader_choice import check_loader, choose_loader, fastest_turns
-from dataloading.batches.plan import BatchPlan, MicroBatch, ShapeBucket, fitting
+from dataloading.batches.sampler import BatchSampler, MicroBatch, ShapeBucket, fitting
 from dataloading.dataset.folder import Dataset, open_dataset
 from dataloading.shards.samples import Samples, synthetic_samples
 from tests.conftest import MAX_SEQ_LENGTH, VOCAB_SIZE, SmallRun
@@ -57,8 +57,8 @@ def test_a_batch_holds_each_sample_at_its_place() -> None:
 
 
 def rank_batches(run: SmallRun, accumulation: int, rank: int) -> Callable[[int], list[MicroBatch]]:
-    plan = BatchPlan(run.train.lengths, run.train.masked_counts, 24, 2, accumulation, seed=11)
-    return lambda step: plan.rank_batches(step, rank)
+    sampler = BatchSampler(run.train.lengths, run.train.masked_counts, 24, 2, accumulation, seed=11)
+    return lambda step: sampler.rank_batches(step, rank)
 
 
 SHAPE_BUCKETS = {
@@ -78,7 +78,7 @@ def test_dali_gives_the_same_stream_as_numpy(small_run: SmallRun, accumulation: 
     for rank in range(2):
         chosen = rank_batches(small_run, accumulation, rank)
         given = SHAPE_BUCKETS[accumulation] if padded else []
-        loaders: list[Loader] = [loader(dataset, chosen, CPU, 2, given) for loader in (NumpyLoader, DaliLoader)]
+        loaders: list[Loader] = [loader(dataset, chosen, CPU, given) for loader in (NumpyLoader, DaliLoader)]
         for _ in range(25):  # 600 samples, more than two epochs of 250
             ours, theirs = (next(loader) for loader in loaders)
             assert len(ours) == len(theirs) == accumulation
@@ -95,7 +95,7 @@ def test_loaders_pad_to_the_smallest_shape_bucket_that_holds_the_batch_of_every_
     """All ranks choose the same bucket, because NCCL requires all ranks to replay the same graph, or none."""
     given, seen, ranks_differ = SHAPE_BUCKETS[accumulation], set(), False
     loaders = [
-        NumpyLoader(small_run.train, rank_batches(small_run, accumulation, rank), CPU, 4, some)
+        NumpyLoader(small_run.train, rank_batches(small_run, accumulation, rank), CPU, some)
         for rank in (0, 1)
         for some in ([], given)
     ]
@@ -217,7 +217,7 @@ def dali(monkeypatch: pytest.MonkeyPatch) -> type[Dali]:
 
 
 def choose(kind: str, device: str = "cpu") -> Any:
-    return choose_loader(kind, torch.device(device), lambda _: STEP, LENGTHS, 1)
+    return choose_loader(kind, torch.device(device), lambda _: STEP, LENGTHS)
 
 
 def test_without_dali_or_a_gpu_it_is_numpy(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -266,7 +266,7 @@ class Taking:
     now = 0.0
 
     def __init__(self, *turns: float) -> None:
-        self.left = [seconds for turn in turns for seconds in [9.0] * 5 + [turn] * 8]
+        self.left = [seconds for turn in turns for seconds in [9.0] * 8 + [turn] * 8]
 
     def __next__(self) -> list[Batch]:
         Taking.now += self.left.pop(0)
@@ -280,5 +280,5 @@ class Taking:
 def test_each_loader_counts_with_its_best_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loader_choice, "time", SimpleNamespace(perf_counter=lambda: Taking.now))
     loaders = [Taking(4.0, 2.0, 3.0), Taking(5.0, 5.0, 1.0)]
-    assert fastest_turns(loaders, CPU, 1) == [2.0, 1.0]
+    assert fastest_turns(loaders, CPU) == [2.0, 1.0]
     assert [loader.left for loader in loaders] == [[0.0], [0.0]]  # closed

@@ -12,7 +12,7 @@ from bert.checkpoints.initial_model import initialize_
 from bert.configuration.sections import ModelConfig
 from bert.model import BertForPreTraining
 from dataloading.batches.loader import Batch, batch_of
-from dataloading.batches.plan import ShapeBucket
+from dataloading.batches.sampler import ShapeBucket
 from dataloading.shards.samples import synthetic_samples
 from kernels import OPS
 

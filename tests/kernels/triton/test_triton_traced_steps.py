@@ -27,7 +27,7 @@ from bert.parallel.pipeline.stages import PipelineModel
 from bert.parallel.reduction.gradients import CommunicationStream
 from bert.step import Statistics, TrainingStep
 from dataloading.batches.loader import inert_batch
-from dataloading.batches.plan import ShapeBucket
+from dataloading.batches.sampler import ShapeBucket
 from kernels import OPS
 from tests.bert import small_models
 from tests.bert.operators import Operators

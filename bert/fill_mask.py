@@ -1,4 +1,4 @@
-"""Fill the gaps in a text with a checkpoint's predictions: ``python -m bert.predict CHECKPOINT "a text with [MASK]"``."""
+"""Fill the gaps in a text with a checkpoint's predictions: ``python -m bert.fill_mask CHECKPOINT "a text with [MASK]"``."""
 
 import sys
 from dataclasses import asdict
@@ -14,7 +14,7 @@ from dataloading.options import AS_STATED, NormalizationOptions
 MASK = "[MASK]"
 
 
-def predict(
+def fill_mask(
     checkpoint: tyro.conf.Positional[Path],
     text: tyro.conf.Positional[str],
     vocab: Path | None = None,
@@ -98,4 +98,4 @@ class GapFiller:
 
 
 if __name__ == "__main__":
-    sys.exit(run_command(predict, "bert.predict"))
+    sys.exit(run_command(fill_mask, "bert.fill_mask"))

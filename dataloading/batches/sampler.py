@@ -1,13 +1,13 @@
-"""The batch plan, which assigns the samples of each global batch to ranks, and its shape buckets.
+"""The sampler, which assigns the samples of each global batch to ranks, and the shape buckets of their micro-batches.
 
-The plan depends only on (seed, length index, batch sizes, world size), so every rank computes the same plan independently.
+The sampler depends only on (seed, length index, batch sizes, world size), so every rank computes the same assignment.
 Each epoch has a new random order. Within a global batch, samples are dealt to the ranks by length, to balance the cost
-(training_rules 6.6 allows sorting within a drawn batch). The time for planning a step depends on the global batch size and
+(training_rules 6.6 allows sorting within a drawn batch). The time for one step depends on the global batch size and
 not on the size of the data set.
 
 Shape buckets are the few sizes to which micro-batches are padded so that a step of each size can be captured and replayed.
 They are computed from the length index, which may be read before the clock starts: random global batches are drawn and
-dealt as in the plan, and the bucket sizes are chosen to minimize padding on the resulting micro-batches.
+dealt as the sampler does, and the bucket sizes are chosen to minimize padding on the resulting micro-batches.
 """
 
 from collections.abc import Sequence
@@ -50,14 +50,14 @@ class MicroBatch:
     global_masked: int
     """Number of masked tokens in the same sequences. The masked-LM loss is divided by it."""
     largest_tokens: int = 0
-    """Largest number of tokens in the micro-batches that all ranks run at the same time, or 0 without a plan."""
+    """Largest number of tokens in the micro-batches that all ranks run at the same time, or 0 without a sampler."""
     largest_masked: int = 0
-    """Largest number of masked tokens in the micro-batches that all ranks run at the same time, or 0 without a plan."""
+    """Largest number of masked tokens in the micro-batches that all ranks run at the same time, or 0 without a sampler."""
 
 
 @dataclass(frozen=True)
-class BatchPlan:
-    """Plan of balanced micro-batches over an endless stream of shuffled epochs.
+class BatchSampler:
+    """Sampler of balanced micro-batches from an endless stream of shuffled epochs.
 
     Global batch b holds the positions ``[b * global_batch_size, (b + 1) * global_batch_size)`` of the stream, so each
     sample occurs exactly once per epoch, even if the batch size does not divide the number of samples.
@@ -259,7 +259,7 @@ def choose_shape_buckets(
 def draw_sizes(
     lengths: NDArray[np.integer], masked_counts: NDArray[np.integer], global_batch_size: int, micro_batches: int
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Draw random global batches, deal them as in the plan, and return each micro-batch's tokens and masked tokens [N].
+    """Draw random global batches, deal them as the sampler does, and return each micro-batch's tokens and masked tokens [N].
 
     ``micro_batches`` is the number of micro-batches in a global batch, over all ranks. Equal arguments give equal results
     on all ranks. At least 2,048 micro-batches of at least 64 global batches are drawn, which takes 0.1 s.

@@ -1,4 +1,4 @@
-"""The batch plan: every sample once per epoch, ranks with equal shares, equal results everywhere, and shape buckets."""
+"""The batch sampler: every sample once per epoch, ranks with equal shares, equal results everywhere, and shape buckets."""
 
 import itertools
 import tracemalloc
@@ -12,26 +12,26 @@ from numpy.typing import NDArray
 
 from cluster.model.histogram import drawn_lengths
 from dataloading.batches.permutation import shuffled
-from dataloading.batches.plan import BatchPlan, ShapeBucket, choose_shape_buckets, cost, deal, draw_sizes, fitting
+from dataloading.batches.sampler import BatchSampler, ShapeBucket, choose_shape_buckets, cost, deal, draw_sizes, fitting
 
 pytestmark = pytest.mark.slow
 
 
-def plan(lengths: list[int], batch: int, world: int = 1, accumulation: int = 1, seed: int = 0) -> BatchPlan:
+def sampler(lengths: list[int], batch: int, world: int = 1, accumulation: int = 1, seed: int = 0) -> BatchSampler:
     array = np.array(lengths)
-    return BatchPlan(array, np.maximum(1, array // 7), batch, world, accumulation, seed)
+    return BatchSampler(array, np.maximum(1, array // 7), batch, world, accumulation, seed)
 
 
 @st.composite
-def plans(draw: st.DrawFn) -> BatchPlan:
+def samplers(draw: st.DrawFn) -> BatchSampler:
     world, accumulation = draw(st.integers(1, 6)), draw(st.integers(1, 3))
     batch = draw(st.integers(1, 6)) * world * accumulation + draw(st.integers(0, world * accumulation - 1))
     lengths = draw(st.lists(st.integers(3, 512), min_size=1, max_size=150))
-    return plan(lengths, batch, world, accumulation, draw(st.integers(0, 2**31 - 1)))
+    return sampler(lengths, batch, world, accumulation, draw(st.integers(0, 2**31 - 1)))
 
 
-@given(plans())
-def test_each_epoch_holds_every_sample_exactly_once(made: BatchPlan) -> None:
+@given(samplers())
+def test_each_epoch_holds_every_sample_exactly_once(made: BatchSampler) -> None:
     samples, epochs = len(made.lengths), 3
     steps = -(-samples * epochs // made.global_batch_size)
     stream = np.concatenate([made.global_batch(step) for step in range(steps)])
@@ -39,9 +39,9 @@ def test_each_epoch_holds_every_sample_exactly_once(made: BatchPlan) -> None:
         assert sorted(stream[epoch * samples : (epoch + 1) * samples]) == list(range(samples))
 
 
-@given(plans(), st.integers(0, 20))
-def test_ranks_share_what_one_alone_trains_on_in_numbers_as_equal_as_may_be(made: BatchPlan, step: int) -> None:
-    """``replace`` copies the plan without its cached batches. The copy must give the same batches as the original."""
+@given(samplers(), st.integers(0, 20))
+def test_ranks_share_what_one_alone_trains_on_in_numbers_as_equal_as_may_be(made: BatchSampler, step: int) -> None:
+    """``replace`` copies the sampler without its cached batches. The copy must give the same batches as the original."""
     batch = replace(made).global_batch(step)
     shares = [made.rank_batches(step, rank) for rank in range(made.world_size)]
     assert {len(share) for share in shares} == {made.gradient_accumulation_steps}
@@ -64,7 +64,7 @@ def test_ranks_share_what_one_alone_trains_on_in_numbers_as_equal_as_may_be(made
 def test_a_step_costs_what_its_global_batch_does() -> None:
     samples = 156_000_000
     index = np.broadcast_to(np.uint16(100), samples)  # broadcast, so that it needs no memory
-    made = BatchPlan(index, index, 16384, 4096, 1, seed=9)
+    made = BatchSampler(index, index, 16384, 4096, 1, seed=9)
     last = samples // 16384  # this batch spans the end of the first epoch and the start of the second
     tracemalloc.start()
     made.global_batch(last)
@@ -88,15 +88,15 @@ def test_dealing_never_changes() -> None:
         assert cost(lengths)[deal(lengths, 3)].sum(axis=1).tolist() == expected
 
 
-def test_impossible_plans_say_what_to_change() -> None:
+def test_batches_too_small_for_the_ranks_are_refused() -> None:
     with pytest.raises(ValueError, match=r"holds no samples: check data\.train"):
-        plan([], 4)
+        sampler([], 4)
     for sizes in ((5, 2, 3), (0, 1, 1)):
         with pytest.raises(
             ValueError, match=rf"training\.global_batch_size {sizes[0]} leaves some .* without a sequence"
         ):
-            plan([5, 6], *sizes)
-    assert plan([5, 6], 6, 2, 3).micro_batches == 6
+            sampler([5, 6], *sizes)
+    assert sampler([5, 6], 6, 2, 3).micro_batches == 6
 
 
 def test_cost_is_in_proportion_to_the_encoders_operations() -> None:
@@ -201,7 +201,7 @@ def test_wikipedia_wastes_less_than_one_percent() -> None:
     assert [int(sizes.sum()) for sizes in draw_sizes(np.full(9, 7), np.full(9, 2), 8, 2)] == [2048 * 28, 2048 * 8]
     np.testing.assert_array_equal(draw_sizes(lengths, masked_counts, 256, 4), (tokens_N, masked_N))  # as on other ranks
     assert np.ptp(tokens_N.reshape(-1, 4), axis=1).max() < 512, "the micro-batches of a step are balanced"
-    plan = BatchPlan(lengths, masked_counts, 256, 1, 4, seed=1)
-    tokens_N = np.array([lengths[each.indices].sum() for step in range(500) for each in plan.rank_batches(step, 0)])
+    made = BatchSampler(lengths, masked_counts, 256, 1, 4, seed=1)
+    tokens_N = np.array([lengths[each.indices].sum() for step in range(500) for each in made.rank_batches(step, 0)])
     assert (tokens_N < shape_buckets[-1].tokens).mean() >= 0.999
     assert waste(shape_buckets, np.minimum(tokens_N, shape_buckets[-1].tokens - 1)) < 0.01

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from compliance.log import records
+from compliance.log import metrics
 from compliance.log.follower import MAX_LINE_BYTES
-from compliance.log.records import (
+from compliance.log.metrics import (
     EndRecord,
     EvaluationRecord,
     MetricsWriter,
@@ -60,15 +60,15 @@ def test_lines_that_hold_no_record_are_skipped(tmp_path: Path) -> None:
         + b"\n" + b"[" * 60_000 + b"\n" + good + b'{"event": "step", "lo'
     )  # fmt: skip
     found = read_metrics(path)
-    assert found == records.Metrics(evaluations=[EvaluationRecord(1, 32)] * 3)
-    assert read_metrics(tmp_path / "missing") == read_metrics(tmp_path) == records.Metrics()
+    assert found == metrics.Metrics(evaluations=[EvaluationRecord(1, 32)] * 3)
+    assert read_metrics(tmp_path / "missing") == read_metrics(tmp_path) == metrics.Metrics()
 
 
 def test_a_file_is_read_up_to_its_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "metrics_0.jsonl"
     line = json.dumps({"event": "step", "step": 1, "samples": 1}) + "\n"
     path.write_text(10 * line)
-    monkeypatch.setattr(records, "MAX_BYTES", 3 * len(line))
+    monkeypatch.setattr(metrics, "MAX_BYTES", 3 * len(line))
     assert len(read_metrics(path).steps) == 3
 
 
