@@ -11,9 +11,8 @@ The order of a run:
     run_start  { block_start, train, block_stop, eval_start, eval_accuracy, eval_stop } ...  run_stop
 """
 
-import logging
+import json
 import os
-import re
 import sys
 import threading
 import time
@@ -22,8 +21,6 @@ from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Literal, Self
-
-from mlperf_logging.mllog.mllog import MLLogger
 
 from compliance.log import digest, rules
 from compliance.log.logged_run import LoggedRun, samples_of
@@ -101,7 +98,6 @@ class MLLog:
 
     def __init__(self, path: Path | None, *, clock_ms: Callable[[], int] | None = None) -> None:
         self._file = None if path is None else LineFile(path)
-        self._logger = None if self._file is None else _logger_into(self._file)
         self._clock_ms = clock_ms or _steady_clock()
         self._run = LoggedRun()
         self._is_aborting = False  # an aborted run need not be complete
@@ -173,7 +169,7 @@ class MLLog:
         Raises ``RuleViolation`` if a block or an evaluation is still open, or if the status is success but the last
         accuracy does not reach the target. In that case nothing is written, and ``abort`` can still complete the log.
         """
-        if self._logger is None:
+        if self._file is None:
             return
         broken = [*left_open(self._run), *(unearned_success(self._run, samples) if status == "success" else ())]
         if broken:
@@ -189,7 +185,7 @@ class MLLog:
         """
         with self._lock:
             run = self._run
-            if self._logger is None or run.phase in ("before", "done"):
+            if self._file is None or run.phase in ("before", "done"):
                 return
             self._is_aborting = True
             if run.phase == "init":
@@ -218,18 +214,17 @@ class MLLog:
         At ``init_stop``, raises ``RuleViolation`` if a required record is missing, if a closed run differs from the
         benchmark in its target or evaluation interval, or if the initialization took too long.
         """
-        if self._logger is None or self._file is None:
+        if self._file is None:
             return
         rule = rules.KEYS.get(key)
         event_type = rule.event_type if rule else "POINT_IN_TIME"
-        write = {"INTERVAL_START": MLLogger.start, "INTERVAL_END": MLLogger.end}.get(event_type, MLLogger.event)
         # One lock covers the check, the write and the update of the state, because the watchdog's thread may call `abort`.
         with self._lock:
             # Times in a log must not decrease, even if the clock goes backwards.
             time_ms = max(self._clock_ms(), self._run.last_ms)
-            record = Record(self._file.next_line, time_ms, event_type, key, value, metadata)
+            record = Record(self._file.next_line, time_ms, event_type, key, value, _caller() | metadata)
             self._check(record)
-            write(self._logger, key, value, metadata=metadata, time_ms=time_ms, stack_offset=_frames_to_caller())
+            self._file.write(_line_of(record))
             self._run.add(record)
             if key == "run_stop":
                 # With a digest here, the run is provably complete even if the file is truncated after this line.
@@ -262,25 +257,10 @@ def _check_initialized(run: LoggedRun) -> None:
         raise RuleViolation(str(violation))
 
 
-class _LineHandler(logging.Handler):
-    """Handler that writes MLLogger's lines to the result file and raises the errors of these writes."""
-
-    def __init__(self, file: LineFile) -> None:
-        super().__init__(logging.INFO)
-        self._file = file
-
-    def emit(self, record: logging.LogRecord) -> None:
-        if record.levelno > logging.INFO:
-            # MLLogger catches a write error and logs a message instead of raising the error.
-            raise sys.exception() or RuntimeError(record.getMessage())
-        self._file.write(record.getMessage())
-
-
-def _logger_into(file: LineFile) -> MLLogger:
-    logger = logging.Logger("mllog", logging.INFO)  # not from getLogger, which would share handlers between logs
-    logger.addHandler(_LineHandler(file))
-    # MLLogger inserts the path into a regular expression without escaping it.
-    return MLLogger(logger, root_dir=re.escape(str(REPOSITORY_ROOT)))
+def _line_of(record: Record) -> str:
+    """Return the line that mlperf-logging's ``MLLogger`` writes for ``record``."""
+    fields = {"namespace": "", "time_ms": record.time_ms, "event_type": record.event_type, "key": record.key}
+    return f"{TOKEN} {json.dumps(fields | {'value': record.value, 'metadata': record.metadata})}"
 
 
 def _steady_clock() -> Callable[[], int]:
@@ -289,9 +269,9 @@ def _steady_clock() -> Callable[[], int]:
     return lambda: (time.monotonic_ns() + offset_ns) // 1_000_000
 
 
-def _frames_to_caller() -> int:
-    """Return MLLogger's stack offset to the first frame outside this file, which is the caller that logs the record."""
-    offset, frame = 0, sys._getframe(1)
+def _caller() -> dict[str, object]:
+    """Return the source position of the first frame outside this file, which is the call that logs the record."""
+    frame = sys._getframe(1)
     while frame.f_code.co_filename == __file__ and frame.f_back is not None:
-        offset, frame = offset + 1, frame.f_back
-    return offset + 1
+        frame = frame.f_back
+    return {"file": frame.f_code.co_filename.removeprefix(f"{REPOSITORY_ROOT}/"), "lineno": frame.f_lineno}

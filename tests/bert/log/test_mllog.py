@@ -3,6 +3,7 @@
 import importlib.metadata
 import inspect
 import json
+import logging
 import os
 import threading
 import time
@@ -13,6 +14,7 @@ import pytest
 import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
+from mlperf_logging.mllog.mllog import MLLogger
 
 from bert.configuration.recipes import tiny_cpu
 from bert.log.mllog import MLLog, RuleViolation
@@ -43,6 +45,28 @@ def test_a_record_names_the_caller_in_this_repository_and_the_time(tmp_path: Pat
     [record] = read_log(tmp_path / "result_0.txt").records
     assert record.logged_at == f"tests/bert/log/test_mllog.py:{line}"
     assert abs(record.time_ms / 1000 - time.time()) < 600
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "metadata", "write"),
+    [
+        ("cache_clear", True, {}, MLLogger.event),
+        ("init_start", None, {"a": [1.5, "\u00e9\n"]}, MLLogger.start),
+        ("submission_org", '"Acme" \ud800', {}, MLLogger.event),
+    ],
+)
+def test_a_line_is_that_of_the_official_logger(
+    key: str, value: object, metadata: dict[str, object], write: Callable[..., None], log: MLLog, tmp_path: Path
+) -> None:
+    official: list[str] = []
+    logger = logging.Logger("official")
+    logger.addHandler(handler := logging.Handler())
+    handler.emit = lambda record: official.append(record.getMessage())
+    log.event(key, value, **metadata)
+    [ours] = lines_of(tmp_path / "result_0.txt")
+    [record] = read_log(tmp_path / "result_0.txt").records
+    write(MLLogger(logger), key, value, metadata=record.metadata, time_ms=record.time_ms)
+    assert official[-1] == ours  # behind a warning that the test states the position
 
 
 def test_a_digest_follows_every_32_lines_and_the_end(tmp_path: Path) -> None:
