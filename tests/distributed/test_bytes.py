@@ -1,4 +1,4 @@
-"""Compare the bytes that a rank sends in a step with the formulas in docs/scaling.md.
+"""Compare the bytes that a rank sends in a step with formulas. docs/scaling.md shows those of the reductions.
 
 Each rank is in its own network namespace, whose interface counts all bytes that the rank sends. The ranks are told that
 RANKS_OF_A_NODE of them share a node. A shape is TENSOR,PIPELINE,REDUCTION,REDUCE_DTYPE,RANKS_OF_A_NODE,ACCUMULATION.

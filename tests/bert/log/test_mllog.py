@@ -52,7 +52,7 @@ def test_a_record_names_the_caller_in_this_repository_and_the_time(tmp_path: Pat
     [
         ("cache_clear", True, {}, MLLogger.event),
         ("init_start", None, {"a": [1.5, "\u00e9\n"]}, MLLogger.start),
-        ("submission_org", '"Acme" \ud800', {}, MLLogger.event),
+        ("cache_clear", False, {"b": "\ud800"}, MLLogger.event),
     ],
 )
 def test_a_line_is_that_of_the_official_logger(
