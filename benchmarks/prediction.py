@@ -4,15 +4,13 @@
     sudo python benchmarks/prediction.py --measured [--cases 0 1 2] [--seconds 20] [--out FILE]
 
 With --published, the results of one submitter, one round, one number of accelerators, or one accelerator are held out at a
-time; the model is fitted to the other results and predicts the held-out results. For comparison, a look-up predicts the
-median of other submitters' results on the same system, which shows how much results of equal systems differ.
+time; the model is fitted to the other results and predicts the held-out results.
 
 With --measured, steps on this machine are predicted from a probe's file, the length index and the settings alone, and then
 run. Hosts are network namespaces with links of several rates, which need root.
 """
 
 import json
-import math
 import os
 import statistics
 import sys
@@ -130,12 +128,10 @@ def main(
         held = [each for each in validation[name] if counts(each)]
         inside = statistics.mean(each.is_inside(calibration) for each in held)
         figures[f"{name}: {title}"] = of_errors([each.deviation for each in held]) | {"in_interval": inside}
-    figures["look-up of equal systems"] = of_errors(look_up_errors())
     print(f"{'left out: predicted':44}{'results':>8}{'median':>9}{'75 %':>8}{'90 %':>8}{'in interval':>13}")
     for title, figure in figures.items():
-        inside = f"{figure['in_interval']:12.0%}" if "in_interval" in figure else f"{'-':>12}"
         errors = f"{figure['median']:9.1%}{figure['three_quarters']:8.1%}{figure['nine_tenths']:8.1%}"
-        print(f"{title:44}{figure['results']:8.0f}{errors} {inside}")
+        print(f"{title:44}{figure['results']:8.0f}{errors} {figure['in_interval']:12.0%}")
     if out is not None:
         write_figures(out, {"errors": figures})
 
@@ -151,12 +147,6 @@ def alike(result: Result) -> list[float]:
     return [
         each.seconds for each in results_of_devices() if each.kind == result.kind and each.company != result.company
     ]
-
-
-def look_up_errors() -> list[float]:
-    """Return log ratios of looked-up to observed time, for results whose system and recipe other submitters used too."""
-    found = [(result.seconds, alike(result)) for result in results_of_devices()]
-    return [math.log(statistics.median(others) / seconds) for seconds, others in found if others]
 
 
 def compare_steps(cases: Iterable[int], seconds: float, out: Path | None) -> None:
