@@ -23,7 +23,7 @@ from bert.products.weight_gradients import AccumulatingProducts, WeightCopies, W
 
 @dataclass(frozen=True)
 class Parts:
-    """What a training step works on."""
+    """Objects of a training step."""
 
     model: BertForPreTraining
     flat: FlatParameters
@@ -31,7 +31,7 @@ class Parts:
     vectors: WholeVectors
     """Conversion between ``flat`` and vectors of the whole model."""
     weight_gradients: WeightGradients | None
-    """Accumulator of the weight gradients that the first micro-batch of a step overwrites; None if there are none."""
+    """Accumulator of gradients that the first micro-batch of a step overwrites; None if no gradient is overwritten."""
     fp8: Fp8State | None
     reduction: Reduction | None
     """Sum of gradients over the copies of the model; None if there is only one copy."""
@@ -47,13 +47,13 @@ def build_parts(initial: BertForPreTraining, config: Config, mesh: Mesh, stopwat
 
     Raises ``ValueError`` if the precision is FP8 and the GPU does not support it.
     """
-    training, every = config.training, mesh
-    if training.site_steps > 1:  # everything but the exchange between sites happens within this one
-        mesh = every.own_site
+    training, all_sites = config.training, mesh
+    if training.site_steps > 1:  # sites take steps by themselves, so only ``SiteExchange`` needs the other sites' ranks
+        mesh = mesh.own_site
     shards_weights = training.reduction in SHARDED and mesh.data_size > 1
     shards_gradients = training.shard_gradients and mesh.data_size > 1
     is_whole = mesh.tensor * mesh.pipeline == 1 and not shards_weights
-    # What layers share is allocated before the layers.
+    # Allocate first the objects that all layers share.
     gradients, copies, scales = WeightGradients(), WeightCopies(), None
     accumulates = weight_gradients.accumulates_products(mesh.device, training.precision)
     # With FP8, the optimizer writes FP8 weights instead of copies. ``ShardedLamb`` writes neither.
@@ -84,7 +84,7 @@ def build_parts(initial: BertForPreTraining, config: Config, mesh: Mesh, stopwat
     if is_whole:
         optimizer = Lamb(flat, config.optimizer, copies.copies_P, () if fp8 is None else fp8.casts(flat.places))
     else:
-        # If a rank holds only parts of tensors, their norms are sums over ranks.
+        # The norm of all gradients is a sum over the stages, which have different parameters.
         group = None if pipeline is None else pipeline.group
         optimizer = ShardedLamb(flat, config.optimizer, reduction, tensor, group)
     return Parts(
@@ -97,5 +97,5 @@ def build_parts(initial: BertForPreTraining, config: Config, mesh: Mesh, stopwat
         reduction=reduction if mesh.data_size > 1 else None,
         reduction_choice=f"{strategy} ({reason})",
         gather=WeightGather(model, flat, reduction) if shards_weights else None,
-        sites=SiteExchange(flat.weights_P, training, every, stopwatch) if mesh is not every else None,
+        sites=SiteExchange(flat.weights_P, training, all_sites, stopwatch) if mesh is not all_sites else None,
     )

@@ -18,10 +18,8 @@ from bert.build import build_parts
 from bert.configuration.config import Config
 from bert.execution.stopwatch import Stopwatch, is_capturing
 from bert.model import BertForPreTraining, PretrainingOutput
-from bert.optimizer import FlatParameters, Lamb
-from bert.parallel.division import WholeVectors
+from bert.optimizer import Lamb
 from bert.parallel.mesh import Mesh, all_reduce_
-from bert.products import weight_gradients
 from dataloading.batches.loader import Batch
 from dataloading.batches.plan import ShapeBucket
 
@@ -30,25 +28,17 @@ class TrainingStep:
     """A training step on one global batch, with this rank's model, gradients, reduction and optimizer."""
 
     def __init__(self, initial: BertForPreTraining, config: Config, mesh: Mesh, stopwatch: Stopwatch) -> None:
-        """Train from the weights of ``initial``, whose parameters may be taken. All ranks must call this at the same time.
+        """Train from the weights of ``initial``. All ranks must call this at the same time.
 
         Raises ``ValueError`` if the precision is FP8 and the GPU does not support it.
         """
         self.mesh, self.stopwatch, self.precision = mesh, stopwatch, config.training.precision
-        is_special = self.precision == "fp8" or weight_gradients.accumulates_products(mesh.device, self.precision)
-        if mesh.world_size == 1 and not is_special and initial.recompute == config.training.recompute:
-            # One rank with PyTorch's products trains the initial model itself.
-            self.model, self.flat = initial, FlatParameters.of(initial)
-            self.optimizer, self.vectors = Lamb(self.flat, config.optimizer), WholeVectors(initial, self.flat)
-            self.weight_gradients = self.fp8 = self.reduction = self.gather = self.sites = None
-            self.reduction_choice = ""
-        else:
-            parts = build_parts(initial, config, mesh, stopwatch)
-            self.model, self.flat = parts.model, parts.flat
-            self.optimizer, self.vectors = parts.optimizer, parts.vectors
-            self.weight_gradients, self.fp8 = parts.weight_gradients, parts.fp8
-            self.reduction, self.gather, self.sites = parts.reduction, parts.gather, parts.sites
-            self.reduction_choice = parts.reduction_choice
+        parts = build_parts(initial, config, mesh, stopwatch)
+        self.model, self.flat = parts.model, parts.flat
+        self.optimizer, self.vectors = parts.optimizer, parts.vectors
+        self.weight_gradients, self.fp8 = parts.weight_gradients, parts.fp8
+        self.reduction, self.gather, self.sites = parts.reduction, parts.gather, parts.sites
+        self.reduction_choice = parts.reduction_choice
         # FP8 casts whole weights right after the update, and pipeline stages begin a step at different times.
         self.gathers_in_forward = self.gather is not None and self.fp8 is None and mesh.pipeline == 1
         self.statistics = Statistics(mesh, apart=self.sites is not None)
@@ -69,8 +59,9 @@ class TrainingStep:
     def forward_backward(self, batch: Batch, is_first: bool, is_last: bool) -> None:
         """Add a micro-batch's gradients to those of the step, and its losses and tokens to the statistics.
 
-        Gradients are summed over the ranks during the backward pass of the last micro-batch, or of every one if ranks keep
-        shards of gradients. Products that accumulate weight gradients in the flat gradient overwrite them in the first one.
+        Gradients are summed over the ranks during the backward pass of the last micro-batch, or of every micro-batch if
+        ranks keep shards of gradients. In the first micro-batch, products that accumulate weight gradients overwrite the
+        gradients of the last step.
         """
         if is_first and self.gather is not None and self.gathers_in_forward:
             self.gather.start()
@@ -110,7 +101,7 @@ class TrainingStep:
         return torch.autocast(self.mesh.device.type, torch.bfloat16, enabled=self.precision != "fp32")
 
     def gather_in_site(self) -> None:
-        """Gather the weights that other ranks of this site updated in the last step. They must all call this together."""
+        """Gather the weights that other ranks updated in the last step. All ranks of a site must call this together."""
         if self.gather is not None:
             self.gather()
 
@@ -134,16 +125,17 @@ class TrainingStep:
             self.refresh_copies_()
 
     def settled_state(self) -> list[Tensor]:
-        """Give all sites the same state, and return what checkpoints hold of it: weights, momentum, variance, [P] each.
+        """Give all sites the same state, and return the vectors of it that checkpoints store, [P] each.
 
-        With sites, the momentum of their exchange follows. All ranks must call this at the same time.
+        They are weights, momentum, variance and, with sites, the momentum of their exchange. All ranks must call this at the
+        same time.
         """
         self.gather_weights()
         moments = list(self.optimizer.moments())
         if self.sites is not None:
             moments = [self.sites.mean(moment_P) for moment_P in moments]
             self.optimizer.set_moments_(*moments)
-            all_reduce_(self.optimizer.steps, "max")  # a site may have skipped a step
+            all_reduce_(self.optimizer.steps, "max")  # sites that have skipped different steps go on at the same step
             moments.append(self.sites.momentum())
         return [self.flat.weights_P, *moments]
 
@@ -192,7 +184,7 @@ class TrainingStep:
 
     @contextmanager
     def rehearsal(self) -> Iterator[None]:
-        """Run steps on synthetic batches in the body, and restore everything that they change except FP8 scales."""
+        """Restore, after the body has run steps on synthetic batches, everything that they change except FP8 scales."""
         weights_P, dropout_state = self.flat.weights_P.clone(), self.model.dropout_state.clone()
         devices = [self.mesh.device] if self.mesh.device.type == "cuda" else []  # fork_rng's default is every GPU
         with torch.random.fork_rng(devices), self.restricted_ops():
@@ -214,13 +206,13 @@ class Statistics:
     NAMES = ("masked_lm_loss", "next_sentence_loss", "gradient_norm", "tokens", "skipped_steps")
 
     def __init__(self, mesh: Mesh, *, apart: bool = False) -> None:
-        """``apart`` tells whether sites take steps by themselves. Their losses and norms differ, and the means count all."""
+        """``apart`` tells whether sites take steps by themselves. Means then weigh each site by its share of the samples."""
         self.own_seconds = [0.0] * mesh.world_size
         """Seconds per step of each rank's own work, from the last fetch."""
         self._rank, self._counts = mesh.rank, mesh.counts_losses
         site = mesh.own_site if apart else mesh
         self._share = site.data_size / mesh.data_size
-        """This site's share of the samples."""
+        """This site's share of the samples if sites take steps by themselves, otherwise 1."""
         self._counts_steps = mesh.rank == min(site.copies[0])
         # One vector holds all values, so that one all-reduce is enough: the own seconds of each rank (each rank fills only
         # its own entry), one sum for each name, the number of steps, and the request to stop. It is fp64 so that token

@@ -1,6 +1,4 @@
-"""A model that is divided among the ranks of a copy: this rank's part of it, and the conversion between each rank's flat
-vectors and the whole model's.
-"""
+"""Division of a model among the ranks of a copy: this rank's part, and vectors of the whole model from all parts."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -51,7 +49,7 @@ def own_part(
 
 
 class WholeVectors:
-    """Flat vectors of the whole model, which is divided among the ranks of a copy.
+    """Conversion between flat vectors of this rank's part of the model and vectors of the whole model.
 
     Shape legend: R ranks of a tensor group, P elements of this rank's flat vectors.
     """

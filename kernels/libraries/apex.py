@@ -14,6 +14,7 @@ from torch import Tensor
 
 from kernels.libraries.pytorch import drop
 from kernels.reference.ops import (
+    IGNORED,
     adding_gradient,
     compute_dtype,
     correct_predictions,
@@ -62,7 +63,6 @@ def masked_lm_loss(
     decoder_VD: Tensor,
     bias_V: Tensor,
     labels_M: Tensor,
-    ignore_index: int = -1,
     count_correct: bool = True,
     decoder_gradient_VD: Tensor | None = None,
     overwrite: bool = False,
@@ -73,11 +73,11 @@ def masked_lm_loss(
     # Counting correct predictions requires logits that have never been rounded to 16 bits.
     logits_of = masked_lm_logits if count_correct else F.linear
     logits_MV = logits_of(hidden_MD, decoder_VD, bias_V)
-    ignored_M = labels_M == ignore_index
+    ignored_M = labels_M == IGNORED
     # apex also reads the logits of ignored labels, so these labels are set to class 0, and their losses are set to 0 below.
     classes_M = labels_M.masked_fill(ignored_M, 0)
     to_float = logits_MV.dtype != torch.float32
-    losses_M = library.SoftmaxCrossEntropyLoss.apply(logits_MV, classes_M, 0.0, ignore_index, to_float)
+    losses_M = library.SoftmaxCrossEntropyLoss.apply(logits_MV, classes_M, 0.0, IGNORED, to_float)
     loss = losses_M.masked_fill(ignored_M, 0.0).sum()
     return loss, correct_predictions(logits_MV, labels_M) if count_correct else None
 

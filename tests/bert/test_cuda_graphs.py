@@ -95,10 +95,10 @@ def test_fp8_starts_with_the_scales_of_its_first_weights(small_run: SmallRun, ca
     state = step.fp8
     assert state is not None
     for dense in state.denses:
-        expected = cast_fp8(dense.weight, dense.weight_site.scale, torch.zeros(()), torch.float8_e4m3fn)
+        expected = cast_fp8(dense.weight, dense.weight_scaling.scale, torch.zeros(()), torch.float8_e4m3fn)
         assert torch.equal(dense.weight_NK.float(), expected.float())
-        assert 64 < dense.weight.abs().max() * dense.weight_site.scale <= 448
-        assert dense.gradient_site.scale > 2**10, "gradients are small"
+        assert 64 < dense.weight.abs().max() * dense.weight_scaling.scale <= 448
+        assert dense.gradient_scaling.scale > 2**10, "gradients are small"
 
 
 @pytest.mark.parametrize("capturer", [None, Recording()], ids=["run", "captured"])

@@ -16,7 +16,7 @@ from bert.recomputation import RECOMPUTED_OPS
 from bert.step import TrainingStep
 from dataloading.batches.loader import Batch, batch_of
 from dataloading.batches.plan import ShapeBucket
-from kernels import OPS, captured, varlen_attention
+from kernels import OPS, only_capturable, varlen_attention
 from kernels.tuning.examples import example_inputs
 from tests.bert.operators import Operators
 from tests.bert.recording import Recording
@@ -96,9 +96,9 @@ def test_a_captured_step_gets_no_dropout_that_cannot_be_repeated() -> None:
     """Implementations whose dropout cannot be repeated are rejected, even by name, but only for recomputed ops."""
     with FakeTensorMode():
         usual = attention_call(64)
-        with captured():
+        with only_capturable():
             assert not no_graph("varlen_attention", "flash_attn", *usual)
-        with captured(["varlen_attention"]):
+        with only_capturable(["varlen_attention"]):
             assert varlen_attention.chosen(*usual).name == "triton"
             assert not no_graph("varlen_attention", "flash_attn", *attention_call(64, "cpu"))
             with (
@@ -106,7 +106,7 @@ def test_a_captured_step_gets_no_dropout_that_cannot_be_repeated() -> None:
                 pytest.raises(ValueError, match=r"flash_attn cannot .*training.recompute"),
             ):
                 varlen_attention.chosen(*usual)
-        with captured(RECOMPUTED_OPS):
+        with only_capturable(RECOMPUTED_OPS):
             assert not no_graph("varlen_attention", "flash_attn", *usual)
             x_TD, vector_D = torch.zeros(8, 64, device="cuda"), torch.zeros(64, device="cuda")
             norm = "dropout_add_layer_norm", x_TD, vector_D, x_TD, vector_D, vector_D, 1e-12, usual[-1]

@@ -104,7 +104,7 @@ def some_ignored(args: list[Any]) -> None:
 
 def counting(args: list[Any]) -> None:
     some_ignored(args)
-    args[5] = True
+    args[4] = True
 
 
 def attention_cases() -> Iterator[Case]:

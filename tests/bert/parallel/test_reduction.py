@@ -127,13 +127,13 @@ def test_the_fastest_strategy_is_taken_on_all_ranks() -> None:
         groups = Communicators.create(mesh)
         flat = flat_parameters(groups.shards)
         for name, fastest, times, best, left in (
-            ("world", "hierarchical", [0.4, 0.2, 0.3, 0.3, 9.0], 200, 1),
+            ("data", "hierarchical", [0.4, 0.2, 0.3, 0.3, 9.0], 200, 1),
             ("rail", "flat", [1.5, 1.5, 1.25, 9.0], 1250, 1),
             ("rail", "flat", [1.0, 2.5, 9.0], 1000, 1),
         ):
             slow, delays[:] = getattr(groups, name), times
             flat.gradients_N.fill_(1.0)
-            shown = {"flat": 0, "hierarchical": 0} | {"flat" if name == "world" else "hierarchical": best}
+            shown = {"flat": 0, "hierarchical": 0} | {"flat" if name == "data" else "hierarchical": best}
             reason = ", ".join(f"{strategy} {ms:.1f} ms" for strategy, ms in shown.items())
             assert choose(TRAINING, flat, groups) == (fastest, reason)
             assert (len(delays), bool(flat.gradients_N.any())) == (left, False)

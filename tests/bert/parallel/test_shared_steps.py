@@ -96,7 +96,7 @@ def test_fp8_weights_are_casts_of_the_gathered_weights() -> None:
         assert not torch.equal(step.fp8.scale_S, scale_S), "scales follow the largest magnitudes"
         assert not step.gathers_in_forward, "the next forward pass has nothing left to gather"
         for dense in step.fp8.denses:
-            expected = cast_fp8(dense.weight.detach(), dense.weight_site.scale, torch.zeros(()), torch.float8_e4m3fn)
+            expected = cast_fp8(dense.weight.detach(), dense.weight_scaling.scale, torch.zeros(()), torch.float8_e4m3fn)
             assert torch.equal(dense.weight_NK.float(), expected.float())
         return step.flat.weights_P.clone()
 
