@@ -9,7 +9,7 @@ stay on the device, and the host fetches the sums once per log interval.
 
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 from torch import Tensor
@@ -39,7 +39,8 @@ class TrainingStep:
         self.weight_gradients, self.fp8 = parts.weight_gradients, parts.fp8
         self.reduction, self.gather, self.sites = parts.reduction, parts.gather, parts.sites
         self.reduction_choice = parts.reduction_choice
-        # FP8 casts whole weights right after the update, and pipeline stages begin a step at different times.
+        # FP8 needs whole weights right after the update, to cast them, and pipeline stages begin a step at different times.
+        # In both cases, all weights are gathered before the next step.
         self.gathers_in_forward = self.gather is not None and self.fp8 is None and mesh.pipeline == 1
         self.statistics = Statistics(mesh, apart=self.sites is not None)
 
@@ -68,11 +69,9 @@ class TrainingStep:
             if not is_capturing():
                 with self.stopwatch.waiting():  # for the weights that the forward pass needs to begin
                     self.gather.wait(1)
-        with ExitStack() as around:
-            if is_first and self.weight_gradients is not None:
-                around.enter_context(self.weight_gradients.overwritten())
-            if self.reduction is not None:
-                around.enter_context(self.reduction.overlapped(is_last))
+        if self.weight_gradients is not None:
+            self.weight_gradients.overwrite = is_first
+        with nullcontext() if self.reduction is None else self.reduction.overlapped(is_last):
             with self.autocast():
                 output = self.model(batch)
             # The backward pass runs outside autocast, because ops remember the dtypes of their forward passes.

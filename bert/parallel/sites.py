@@ -60,7 +60,7 @@ class SiteExchange:
         """The weights that all sites share; this site's weights when the last exchange began; and the momentum of the shared
         weights, of which a rank knows only the pieces that it owns."""
         self._residuals = {place: weights_P.new_zeros(length) for place in self._between.owned}
-        """What rounding has left out of the changes sent so far, for each piece that this rank owns."""
+        """Rounding errors of the last changes sent, which the next changes make up for, by number of the owned piece."""
         share_of = {rank: len(ranks) / mesh.data_size for ranks in sites for rank in ranks}
         self._share = share_of[mesh.rank]
         """Share of this site in the samples."""

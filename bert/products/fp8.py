@@ -37,7 +37,7 @@ from kernels import (
     new_scales,
     scaled_matmul,
 )
-from kernels.reference.fp8 import E4M3, E5M2, largest_scaled
+from kernels.reference.fp8 import E4M3, E5M2, capability_reasons, largest_scaled
 
 DENSES = ("query_key_value", "attention_output", "intermediate", "output")
 """Dense layers of an encoder layer, in the order of their scales."""
@@ -338,8 +338,6 @@ class _Fp8Function(torch.autograd.Function):
 
 def require_fp8(device: torch.device) -> None:
     """Raise ``ValueError`` if ``device`` is a GPU without FP8 support. Ada and Hopper were the first to have it."""
-    if device.type == "cuda" and (capability := torch.cuda.get_device_capability(device)) < (8, 9):
-        raise ValueError(
-            f"training.precision is fp8, but {torch.cuda.get_device_name(device)} has compute capability "
-            f"{capability[0]}.{capability[1]} and FP8 needs 8.9: set training.precision to bf16"
-        )
+    if reasons := capability_reasons(device):
+        name = torch.cuda.get_device_name(device)
+        raise ValueError(f"training.precision is fp8, but {name} has {reasons[0]}: set training.precision to bf16")

@@ -110,7 +110,7 @@ def unsupported_reasons(qkv_T3HE: Tensor, *_: Any) -> list[str]:
 
 def backward_reasons(*arguments: Any) -> list[str]:
     _gradient, qkv_T3HE, _cu_seqlens, _context, lse_HT, *_ = arguments
-    reasons = [] if lse_HT.ndim == 2 else ["the forward pass was another implementation's"]
+    reasons = [] if lse_HT.ndim == 2 else ["another implementation computed the forward pass"]
     return reasons + unsupported_reasons(qkv_T3HE)
 
 

@@ -208,7 +208,7 @@ def test_spans_cover_the_shard_and_know_their_segment() -> None:
     assert segment_spans((5,), [(6, 8)]) == []  # the shard has only padding
 
 
-def test_a_stream_keeps_order_and_hands_on_what_went_wrong() -> None:
+def test_a_stream_keeps_order_and_raises_the_errors_of_its_work() -> None:
     stream, order, held = CommunicationStream(torch.device("cpu")), [], threading.Event()
     stream.run(lambda: order.append(held.wait(30)))
     done = stream.run(lambda: order.append(2))

@@ -43,7 +43,7 @@ def test_of_equal_logits_the_lowest_index_counts(masked_lm_loss: Loss, vocabular
 
 @SIXTEEN_BITS
 @pytest.mark.parametrize("autocast", [True, False])
-def test_what_16_bits_would_make_equal_is_not(masked_lm_loss: Loss, dtype: torch.dtype, autocast: bool):
+def test_logits_are_compared_in_fp32(masked_lm_loss: Loss, dtype: torch.dtype, autocast: bool):
     """The logits 16.001 and 16.003 both round to 16 in bf16 and fp16, but their fp32 values must be compared."""
     operands = torch.float32 if autocast else dtype
     for places in ((3, 9), (9, 3)):

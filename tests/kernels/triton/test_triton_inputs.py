@@ -46,6 +46,8 @@ def columns(count: int) -> Callable[[Tensor], Tensor]:
         ("attention_backward_cast_fp8", {4: lambda _: torch.empty(0)}, "another implementation"),
     ],
 )
-def test_what_an_op_cannot_take(op: str, changes: dict[int, Callable[[Any], object]], reason: str) -> None:
+def test_unsupported_inputs_are_refused_with_the_reason(
+    op: str, changes: dict[int, Callable[[Any], object]], reason: str
+) -> None:
     assert reasons(op, {}) == ""
     assert reason in reasons(op, changes)

@@ -102,11 +102,11 @@ def test_wrong_accesses_are_noticed(fault: str, message: str):
 
 
 @pytest.mark.parametrize("fault", ["leaves an element out", "uses lanes that are left out"])
-def test_memory_that_nobody_wrote_reaches_results(fault: str):
+def test_memory_that_no_program_wrote_makes_results_nan(fault: str):
     assert copied(fault).isnan().any()
 
 
-def test_what_lies_between_a_views_elements_is_not_its_own():
+def test_a_store_between_a_views_elements_is_refused():
     """The gap between a view's elements may hold, for example, elements of another attention head."""
     x, y = torch.arange(8.0), torch.zeros(8, 2)[:, 0]
     with pytest.raises(WrongAccessError, match="store of element 1 of y, which has 15"):
