@@ -58,7 +58,7 @@ class TrainingStep:
                 self.forward_backward(batch, is_first=index == 0, is_last=index == last)
 
     def forward_backward(self, batch: Batch, is_first: bool, is_last: bool) -> None:
-        """Add a micro-batch's gradients to those of the step, and its losses and tokens to the statistics.
+        """Add a micro-batch's gradients to the step's gradients, and its losses and tokens to the statistics.
 
         Gradients are summed over the ranks during the backward pass of the last micro-batch, or of every micro-batch if
         ranks keep shards of gradients. In the first micro-batch, products that accumulate weight gradients overwrite the
@@ -183,7 +183,7 @@ class TrainingStep:
 
     @contextmanager
     def rehearsal(self) -> Iterator[None]:
-        """Restore, after the body has run steps on synthetic batches, everything that they change except FP8 scales."""
+        """Restore, after steps on synthetic batches in a ``with`` block, everything that they change except FP8 scales."""
         weights_P, dropout_state = self.flat.weights_P.clone(), self.model.dropout_state.clone()
         devices = [self.mesh.device] if self.mesh.device.type == "cuda" else []  # fork_rng's default is every GPU
         with torch.random.fork_rng(devices), self.restricted_ops():

@@ -117,8 +117,7 @@ class Fp8Dense(Dense):
         """Multiply the quantized input by the weight; return [T, N]."""
         inverses = self.input_scaling.inverse, self.weight_scaling.inverse
         # Fast accumulation, in which Hopper keeps 13 bits of a sum, is accurate enough. Emulated on a trained layer, its
-        # error is 0.05 to 0.23 %, and 0.04 to 0.16 % for the input's gradient. The errors from rounding to FP8 are 1.2 to
-        # 3.4 % and 4.0 to 5.3 %.
+        # error is below 0.25 % here and for the input's gradient. The error from rounding to FP8 is above 1 %.
         return scaled_matmul(input_TK, self.weight_NK, *inverses, dtype, bias_N, use_fast_accum=True)
 
     def input_gradient(self, gradient_TN: Tensor, dtype: torch.dtype) -> Tensor:

@@ -2,7 +2,7 @@
 
 A ``FusedLayer`` gives the results of ``EncoderLayer`` with ``Fp8Products``, in fewer passes over memory. Its norms also
 write their output in FP8 for the products that read it next, and they write the gradient of the preceding product only in
-FP8. Attention does the same if its implementation can. A norm returns its output twice: one tensor for the residual
+FP8. So does attention if its implementation can. A norm returns its output twice: one tensor for the residual
 connection and one for the products. Its backward pass reads the gradients of both.
 
 Shape legend in ``bert.products.fp8``.

@@ -39,7 +39,6 @@ def varlen_attention(
 def varlen_self_attention(
     qkv_T3HE: Tensor, cu_seqlens: Tensor, max_seqlen: int, dropout: Dropout | None = None
 ) -> Tensor:
-    """Return softmax attention inside each sequence, [T, H, E], with one gradient for the fused tensor."""
     from flash_attn import flash_attn_varlen_qkvpacked_func  # pyright: ignore[reportMissingImports]
 
     output_THE = flash_attn_varlen_qkvpacked_func(

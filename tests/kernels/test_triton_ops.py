@@ -19,12 +19,11 @@ from kernels.reference.random import Dropout
 from kernels.triton.norms.rows import SUM_TILE
 from kernels.tuning.examples import Size, example_inputs
 from tests.bert.operators import Operators
-from tests.kernels.accuracy import CPU, assert_within_twice
+from tests.kernels.accuracy import CPU, IN_TRITON, assert_within_twice, triton
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 # Seed and step exceed 32 bits; the generator uses only the lower 32 bits of the step.
 DROPOUT = Dropout(0.1, torch.tensor([-(3 << 40) - 17, (1 << 33) + 77]), 16)
-IN_TRITON = [name for name, op in OPS.items() if "triton" in op.implementations]
 Inputs = tuple[list[Any], dict[str, Any]]
 Change = Callable[[list[Any]], None]
 STEPS = {op: 1e-3 if "gelu" in op else 0.1 for op in OPS if op.endswith("cast_fp8")}
@@ -280,10 +279,6 @@ FUSED = [
     if case.op in ("dropout_add_layer_norm", "varlen_self_attention")
     if case.size.hidden % 16 == 0 and case.size.hidden <= 1024 and max(case.size.lengths) < 70
 ]
-
-
-def triton(op: str) -> Callable[..., Any]:
-    return OPS[op].implementations["triton"].function(op)
 
 
 def casts_of(x_RC: Tensor, amax: float, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:

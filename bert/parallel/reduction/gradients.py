@@ -231,7 +231,7 @@ class Reduction:
 
     @contextmanager
     def overlapped(self, last: bool = True) -> Iterator[None]:
-        """Start buckets during the backward pass in the body, which must contain exactly one backward pass.
+        """Start buckets during the backward pass in the ``with`` block, which must contain exactly one.
 
         Nothing starts unless this is the ``last`` backward pass of the step, which completes the gradients.
         """

@@ -60,7 +60,7 @@ class ShardedReduction(Reduction):
 
     @contextmanager
     def overlapped(self, last: bool = True) -> Iterator[None]:
-        """Sum the gradients of the backward pass in the body. Every rank must do so at the same time."""
+        """Sum the gradients of the backward pass in the ``with`` block. Every rank must do so at the same time."""
         self._is_last = last
         # Both buffers are free here. Forget earlier work, because a captured pass must not wait for work before the capture.
         self._until_free = [lambda: None] * BUFFERS

@@ -77,7 +77,7 @@ class Watchdog:
 
     @contextlib.contextmanager
     def expect_progress(self, tracker: PhaseTracker) -> Iterator[None]:
-        """Report this rank's phases while the body runs, so that the run ends if the rank stays in a phase for too long."""
+        """Report this rank's phases while the block runs, so that the run ends if the rank stays in a phase for too long."""
         tracker.forget()
         self._tracker = tracker
         if self._mesh.world_size > 1:

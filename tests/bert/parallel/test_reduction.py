@@ -20,6 +20,7 @@ from bert.parallel.reduction.gradients import (
     CommunicationStream,
     Communicators,
     Reduction,
+    add_contributions,
     bucket_slices,
     choose,
 )
@@ -56,6 +57,18 @@ def error_of(reduction: Reduction, flat: FlatParameters, mesh: Mesh) -> float:
     dist.all_gather(everyones, flat.gradients_N)
     assert all(torch.equal(everyones[0], other) for other in everyones)
     return float((flat.gradients_N - exact).norm() / exact.norm())
+
+
+@pytest.mark.parametrize("spread", [0.0, 1.0])
+def test_contributions_of_4096_ranks_are_added_in_fp32(spread: float) -> None:
+    """Add terms of both signs, and equal terms, whose bf16 sum would stop growing after 256 terms."""
+    generator = torch.Generator().manual_seed(3)
+    contributions_RW = (1 + 3 * spread * torch.randn(4096, 400, generator=generator)).bfloat16()
+    whole_W = torch.full((402,), torch.nan)
+    add_contributions(contributions_RW, whole_W[1:401])
+    exact_W = contributions_RW.double().sum(0)
+    assert (whole_W[1:401] - exact_W).norm() < 1e-6 * exact_W.norm()
+    assert whole_W[[0, -1]].isnan().all()
 
 
 @pytest.mark.slow

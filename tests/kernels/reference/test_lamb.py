@@ -1,7 +1,6 @@
 # pyright: reportArgumentType=false, reportCallIssue=false
 """LAMB compared with NumPy in float64, with gradients that are not finite, and its copies of the weights."""
 
-import importlib.util
 import math
 from dataclasses import replace
 
@@ -15,10 +14,8 @@ from kernels import LambHyperparameters, LambSegments, LambState, lamb_direction
 from kernels.reference.fp8 import E4M3
 from kernels.reference.lamb import WeightCast
 from tests.conftest import at_most
+from tests.kernels.accuracy import EITHER
 from tests.kernels.lamb_oracle import HYPERPARAMETERS, NumpyLamb, at
-
-NO_TRITON = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
-EITHER = pytest.mark.parametrize("implementation", ["reference", pytest.param("triton", marks=NO_TRITON)])
 
 
 @pytest.mark.oldest_torch

@@ -9,9 +9,7 @@ from torch import Tensor
 
 from kernels import OPS
 from kernels.tuning.examples import example_inputs
-from tests.kernels.accuracy import CPU
-
-IN_TRITON = [name for name, op in OPS.items() if "triton" in op.implementations]
+from tests.kernels.accuracy import CPU, IN_TRITON
 
 FIRST = {"embedding_layer_norm": 3, "attention_backward_cast_fp8": 1}
 """Index of the input whose type an op checks, for ops that do not check the first input."""
