@@ -14,12 +14,23 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 import torch
 from torch import Tensor
 
-from bert.build import build_parts
 from bert.configuration.config import Config
+from bert.configuration.sections import SHARDED, Precision
 from bert.execution.stopwatch import Stopwatch, is_capturing
-from bert.model import BertForPreTraining, PretrainingOutput
-from bert.optimizer import Lamb
+from bert.model import BertForPreTraining, MatrixProducts, PretrainingOutput
+from bert.optimizer import FlatParameters, Lamb
+from bert.parallel.division import WholeVectors, own_part
 from bert.parallel.mesh import Mesh, all_reduce_
+from bert.parallel.pipeline.stages import PipelineModel
+from bert.parallel.reduction.gradients import Communicators, Reduction, choose
+from bert.parallel.reduction.sharded_gradients import ShardedReduction
+from bert.parallel.reduction.sharded_lamb import ShardedLamb, WeightGather
+from bert.parallel.sites import SiteExchange
+from bert.parallel.tensor.shards import tensor_parallel
+from bert.products import weight_gradients
+from bert.products.fp8 import Fp8Scales, Fp8State
+from bert.products.fp8_layer import Fp8Products
+from bert.products.weight_gradients import AccumulatingProducts, WeightCopies, WeightGradients, product_weights
 from dataloading.batches.loader import Batch
 from dataloading.batches.plan import ShapeBucket
 
@@ -32,17 +43,66 @@ class TrainingStep:
 
         Raises ``ValueError`` if the precision is FP8 and the GPU does not support it.
         """
-        self.mesh, self.stopwatch, self.precision = mesh, stopwatch, config.training.precision
-        parts = build_parts(initial, config, mesh, stopwatch)
-        self.model, self.flat = parts.model, parts.flat
-        self.optimizer, self.vectors = parts.optimizer, parts.vectors
-        self.weight_gradients, self.fp8 = parts.weight_gradients, parts.fp8
-        self.reduction, self.gather, self.sites = parts.reduction, parts.gather, parts.sites
-        self.reduction_choice = parts.reduction_choice
+        self.mesh, self.stopwatch = mesh, stopwatch
+        self.precision: Precision = config.training.precision
+        self._build(initial, config, mesh)
         # FP8 needs whole weights right after the update, to cast them, and pipeline stages begin a step at different times.
         # In both cases, all weights are gathered before the next step.
         self.gathers_in_forward = self.gather is not None and self.fp8 is None and mesh.pipeline == 1
         self.statistics = Statistics(mesh, apart=self.sites is not None)
+
+    def _build(self, initial: BertForPreTraining, config: Config, mesh: Mesh) -> None:
+        """Build this rank's part of the model from the weights of ``initial``, and all objects that work on it."""
+        training = config.training
+        if (
+            training.site_steps > 1
+        ):  # sites take steps by themselves, so only ``SiteExchange`` needs the other sites' ranks
+            mesh = mesh.own_site
+        shards_weights = training.reduction in SHARDED and mesh.data_size > 1
+        shards_gradients = training.shard_gradients and mesh.data_size > 1
+        is_whole = mesh.tensor * mesh.pipeline == 1 and not shards_weights
+        # Allocate first the objects that all layers share.
+        gradients, copies, scales = WeightGradients(), WeightCopies(), None
+        accumulates = weight_gradients.accumulates_products(mesh.device, self.precision)
+        # With FP8, the optimizer writes FP8 weights instead of copies. ``ShardedLamb`` writes neither.
+        if accumulates and is_whole and self.precision != "fp8":
+            copies = WeightCopies.of(config.model, mesh.device)
+        # Only the first pipeline stage has the word table. With sharded gradients, no rank keeps the table's gradient.
+        with_table = accumulates and mesh.tensor == 1 and mesh.pipeline_rank == 0 and not shards_gradients
+        products = AccumulatingProducts(gradients, copies, with_table=with_table) if accumulates else MatrixProducts()
+        inner_products = products
+        if self.precision == "fp8":
+            scales = Fp8Scales(config.model.num_hidden_layers - 1, mesh.device)
+            # Fused layers combine products with layer norms, but tensor parallelism must communicate between the two.
+            inner_products = Fp8Products(scales, gradients, fused=mesh.tensor == 1)
+        tensor = tensor_parallel(config.model, mesh, self.stopwatch)
+        virtual_stages = config.parallel.virtual_stages
+        self.model = own_part(initial, mesh, tensor, virtual_stages, products, inner_products, training.recompute)
+        self.fp8 = None if scales is None else Fp8State(scales, self.model, None if tensor is None else tensor.group)
+        pipeline = self.model if isinstance(self.model, PipelineModel) else None
+        # A pipeline stage processes several micro-batches at once, so none of them may overwrite the gradients.
+        overwrites = accumulates and pipeline is None and not shards_gradients
+        overwritten = product_weights(self.model, with_table) if overwrites else ()
+        self.weight_gradients = gradients if overwrites else None
+        groups = Communicators.create(mesh, in_network=training.sharp, is_flat=training.reduction == "flat")
+        self.flat = FlatParameters.of(self.model, groups.shards, overwritten, gradients=not shards_gradients)
+        self.vectors = WholeVectors(self.model, self.flat, tensor, pipeline)
+        # The choice of a strategy may measure reductions of the flat vectors.
+        strategy, reason = choose(training, self.flat, groups)
+        self.reduction_choice = f"{strategy} ({reason})"
+        settings = self.flat, groups, strategy, training.reduce_dtype, training.bucket_bytes
+        reduction = ShardedReduction(*settings, self.stopwatch) if shards_gradients else Reduction(*settings)
+        self.reduction = reduction if mesh.data_size > 1 else None
+        if is_whole:
+            casts = () if self.fp8 is None else self.fp8.casts(self.flat.places)
+            self.optimizer = Lamb(self.flat, config.optimizer, copies.copies_P, casts)
+        else:
+            # The norm of all gradients is a sum over the stages, which have different parameters.
+            group = None if pipeline is None else pipeline.group
+            self.optimizer = ShardedLamb(self.flat, config.optimizer, reduction, tensor, group)
+        self.gather = WeightGather(self.model, self.flat, reduction) if shards_weights else None
+        is_apart = mesh is not self.mesh
+        self.sites = SiteExchange(self.flat.weights_P, training, self.mesh, self.stopwatch) if is_apart else None
 
     def __call__(self, micro_batches: Sequence[Batch]) -> None:
         """Train on one global batch, of which this rank has ``micro_batches``."""

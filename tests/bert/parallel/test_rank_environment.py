@@ -97,7 +97,7 @@ def test_the_end_of_a_launcher_that_outlives_its_processes_is_reported(monkeypat
     environment._parent.cache_clear()
     Launch.from_environment()  # which notes the parent
     parent = os.getppid()
-    monkeypatch.setattr(os, "getppid", lambda: 1)
+    monkeypatch.setattr(os, "getppid", lambda: parent + 1)
     gone = f"its launcher, process {parent}, is gone: killed, perhaps because memory ran out"
     for variables, said in (
         (TORCHRUN, ""),  # a shell may have set them
