@@ -89,10 +89,10 @@ class Op(Generic[Parameters, Returned]):
         key = _key(args, kwargs)
         function = self._chosen.get(key)
         if function is None:
-            function = self._chosen[key] = self.decided(*args, **kwargs).function(self.name)
+            function = self._chosen[key] = self.decide(*args, **kwargs).function(self.name)
         return function(*args, **kwargs)
 
-    def decided(self, *args: Parameters.args, **kwargs: Parameters.kwargs) -> Implementation:
+    def decide(self, *args: Parameters.args, **kwargs: Parameters.kwargs) -> Implementation:
         """Pass the arguments to the observer, if any, and return the ``chosen`` implementation.
 
         Warns if a GPU does not use the first implementation of its order.

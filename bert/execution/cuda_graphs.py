@@ -70,6 +70,7 @@ class CudaCapturer:
         graph = torch.cuda.CUDAGraph()
         self._graphs.append(graph)
         self._waiting.append((graph, function))
+        # A bound method keeps the capturer alive as long as the replay. ``replay_of`` reuses the stream after that.
         return partial(self._replay, graph)
 
     def _replay(self, graph: torch.cuda.CUDAGraph) -> None:

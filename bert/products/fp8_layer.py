@@ -256,8 +256,8 @@ class FusedLayer(EncoderLayer):
         # The choice of an implementation depends on shape, dtype, device and whether a backward pass follows, not on values.
         shape = len(x_TD), 3, heads, x_TD.shape[1] // heads
         stand_in = x_TD.new_empty(shape, dtype=compute_dtype(x_TD)).requires_grad_()
-        # ``decided`` shows this call to the autotuner. If attention makes the casts, the op itself is never called.
-        chosen = varlen_self_attention.decided(stand_in, cu_seqlens, max_seqlen, dropout)
+        # ``decide`` shows this call to the autotuner. If attention makes the casts, the op itself is never called.
+        chosen = varlen_self_attention.decide(stand_in, cu_seqlens, max_seqlen, dropout)
         scaling = self.attention_output.input_scaling
         # If attention makes no casts, the next product makes them in a separate pass.
         if not _makes_casts(chosen.name, stand_in.detach(), cu_seqlens, max_seqlen, dropout, scaling):
