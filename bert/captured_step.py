@@ -13,7 +13,7 @@ from bert.recomputation import RECOMPUTED_OPS
 from bert.step import TrainingStep
 from dataloading.batches.loader import Batch, inert_batch
 from dataloading.batches.sampler import ShapeBucket
-from kernels import captured
+from kernels import only_capturable
 
 
 class CapturedStep(TrainingStep):
@@ -39,7 +39,7 @@ class CapturedStep(TrainingStep):
             for is_first in (False, True)
             for is_last in (False, True)
         }
-        """Graphs of first, last, both and other micro-batches of a step. Kinds that do not occur are never captured."""
+        """Graphs for each kind of micro-batch: whether it is the first of its step, and whether it is the last."""
         self._replay_update: Callable[[], None] | None = None
 
     def forward_backward(self, batch: Batch, is_first: bool, is_last: bool) -> None:
@@ -65,7 +65,7 @@ class CapturedStep(TrainingStep):
         self._capturer.capture()
 
     def restricted_ops(self) -> AbstractContextManager[None]:
-        return captured(self._recomputed)
+        return only_capturable(self._recomputed)
 
     def _graphs_of(self, is_first: bool, is_last: bool) -> BatchGraphs:
         return self._graphs[is_first and self._first_differs, is_last and self._last_differs]

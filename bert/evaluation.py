@@ -15,7 +15,7 @@ from bert.parallel.mesh import Mesh, all_reduce_
 from dataloading.batches.loader import Batch, batch_of, inert_batch, shape_bucket_of
 from dataloading.batches.sampler import ShapeBucket, choose_shape_buckets
 from dataloading.dataset.folder import Dataset
-from kernels import captured
+from kernels import IGNORED, only_capturable
 
 _MOST_LOSS = 100.0
 
@@ -87,17 +87,17 @@ class Evaluator:
             count(batches[-1])
         else:
             self._shape_buckets, self._captured = shape_buckets, BatchGraphs(count)
-            with captured():
+            with only_capturable():
                 self._captured.prepare(batches, capturer)
                 capturer.capture()
         model.train()
 
     def read_ahead(self) -> None:
         """Start to read this rank's share in the background. Call this only after the clock has started."""
-        reader = ThreadPoolExecutor(1, "evaluation")
-        self._read = reader.submit(self._read_all)
-        # Do not wait here: the thread ends by itself after this task.
-        reader.shutdown(wait=False)
+        thread = ThreadPoolExecutor(1, "evaluation")
+        self._read = thread.submit(self._read_all)
+        # This does not wait for the task. The thread ends by itself after it.
+        thread.shutdown(wait=False)
 
     @torch.inference_mode()
     def __call__(
@@ -146,7 +146,7 @@ class Evaluator:
         for indices in self._indices:
             samples = self._dataset.take(indices)
             batch = batch_of(samples, shape_bucket=shape_bucket_of(samples, self._shape_buckets))
-            if self._ignored_id is not None:  # label these tokens like empty slots
-                batch.masked_lm_ids[batch.masked_lm_ids == self._ignored_id] = -1
+            if self._ignored_id is not None:
+                batch.masked_lm_ids[batch.masked_lm_ids == self._ignored_id] = IGNORED
             batches.append(batch)
         return [batch.pin() for batch in batches] if self._device.type == "cuda" else batches

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from bert.configuration.sections import ModelConfig, Recompute
 from bert.recomputation import recomputed
 from kernels import (
+    IGNORED,
     Dropout,
     compute_dtype,
     cross_entropy_sum,
@@ -105,7 +106,7 @@ class MatrixProducts:
     """Matrix products with the weights of encoder layers and with the word table, in the precision of autocast."""
 
     def layer(self, config: ModelConfig, index: int, placement: Placement, recompute: Recompute) -> "EncoderLayer":
-        """Build an encoder layer that multiplies in this way."""
+        """Build an encoder layer that uses these products."""
         return EncoderLayer(config, index, placement, self, recompute)
 
     def dense(self, layer: int, name: str, inputs: int, outputs: int) -> Dense:  # noqa: ARG002
@@ -127,7 +128,7 @@ class MatrixProducts:
         return masked_lm_loss(hidden_MD, word_VD, bias_V, labels_M, count_correct=count_correct)
 
     def table_gradient(self, word_VD: Tensor) -> Tensor | None:  # noqa: ARG002
-        """Return the gradient to which the embeddings add theirs, [V, D], or None to use autograd."""
+        """Return the tensor to which the embeddings add the word table's gradient, [V, D], or None to use autograd."""
         return None
 
 
@@ -303,8 +304,9 @@ class BertForPreTraining(nn.Module):
     ) -> None:
         """``inner_products`` and ``recompute`` are for all encoder layers except the last one, ``products`` for the rest.
 
-        The last layer has few rows, and its backward pass comes first. ``owns`` decides by name which parts this rank has.
-        ``absent_embeddings`` stands for the embeddings if it does not have them.
+        The last layer computes few rows, so faster products would gain little. Its backward pass comes first, so
+        recomputation would save no memory. ``owns`` decides by name which parts this rank has. ``absent_embeddings`` takes
+        the place of the embeddings on a rank that does not have them.
         """
         super().__init__()
         self.config = config
@@ -354,8 +356,7 @@ class BertForPreTraining(nn.Module):
             count_correct=not self.training,
         )
         logits_S2 = self.next_sentence_logits(cls_SD)
-        # Rows past the end get the label -1, which no loss counts.
-        labels_S = self.placement.own_rows(batch.next_sentence_labels, empty=-1)
+        labels_S = self.placement.own_rows(batch.next_sentence_labels, empty=IGNORED)
         next_sentence_loss = self.placement.total(cross_entropy_sum(logits_S2, labels_S))
         return PretrainingOutput(loss, next_sentence_loss, correct)
 
@@ -389,7 +390,7 @@ class BertForPreTraining(nn.Module):
         assert isinstance(last, EncoderLayer)
         sequences = batch.cu_seqlens, batch.max_seqlen
         output_QD = last.forward_rows(hidden_TD, *sequences, dropout_state, rows_Q, cu_seqlens_q)
-        # Restore the order of the heads: [CLS] tokens, then masked tokens.
+        # Restore the order that the pretraining heads expect: [CLS] tokens, then masked tokens.
         heads_QD = self.placement.all_rows(output_QD).index_select(0, order_Q.argsort())
         cls_SD, masked_MD = heads_QD[: len(cls_S)], heads_QD[len(cls_S) :]
         return self.placement.own_rows(cls_SD), self.placement.own_rows(masked_MD)
@@ -417,7 +418,7 @@ class BertForPreTraining(nn.Module):
         return self.transform_norm(dense_gelu(masked_MD, self.transform.weight, self.transform.bias))
 
 
-@functools.cache  # making the modules takes a fifth of a plan's time
+@functools.cache  # making the modules would take a fifth of the time of ``python -m cluster plan``
 def parameter_shapes(config: ModelConfig) -> Mapping[str, tuple[int, ...]]:
     """Return the shape of each parameter of the whole model by name, without allocating the model."""
     with torch.device("meta"):

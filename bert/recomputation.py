@@ -1,11 +1,11 @@
 """Recomputation in the backward pass: an encoder layer computes again the activations that its forward pass did not keep.
 
-``torch.utils.checkpoint`` recomputes the part of a layer that its ``forward`` calls. PyTorch's wrapper for modules would
-also run the module's hooks again, which wait for gathered weights.
+``torch.utils.checkpoint`` is applied to a function that the layer's ``forward`` calls. If it were applied to the module, the
+backward pass would also repeat the module's hooks, which wait for gathered weights.
 
 The result is the same bit for bit. Kernels derive dropout from a counter that is an input of the layer. For ops that draw
 from PyTorch's generator, the generator's state in the forward pass is restored. This is not possible while a CUDA graph is
-captured, so ``RECOMPUTED_OPS`` must not draw from the generator then (``kernels.captured``).
+captured, so the implementations of ``RECOMPUTED_OPS`` must not use the generator then (``kernels.only_capturable``).
 """
 
 from collections.abc import Callable
@@ -34,7 +34,7 @@ def recomputed(mode: Recompute, function: Callable[..., Any], *inputs: Any) -> A
     if mode == "none" or not torch.is_grad_enabled():  # without gradients, this is an evaluation
         return function(*inputs)
     contexts = partial(create_selective_checkpoint_contexts, _PRODUCTS) if mode == "selective" else noop_context_fn
-    # While capturing, the generator's state can be neither read nor set, and no op draws from it.
+    # During a capture, the generator's state can be neither read nor set. It need not be, because no op draws from it.
     preserve = not is_capturing()
     # PyTorch accepts contexts only for non-reentrant checkpoints.
     return checkpoint(function, *inputs, use_reentrant=False, context_fn=contexts, preserve_rng_state=preserve)

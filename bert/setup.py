@@ -97,7 +97,15 @@ def build_run(
         step=step,
         evaluator=evaluator,
         checkpoints=Checkpoints(config, inputs.train, mesh, seed, step, stopwatch.tracker, reporter, allocation),
-        trained=_trained_weights(config, inputs, mesh, step, is_resumed=resumed is not None),
+        trained=TrainedWeights(
+            config.save_checkpoint,
+            {"recipe": config.recipe, "commit": commit()}
+            | text_metadata(inputs.vocabulary_sha256, inputs.normalization),
+            mesh,
+            step.gather_whole_model,
+            keeps_best=config.evaluation.target is None,
+            is_resumed=resumed is not None,
+        ),
         interruption=interruption,
     )
 
@@ -111,19 +119,6 @@ def _announcement(config: Config, inputs: Inputs, done: int, step_seconds: float
     most = "" if config.evaluation.target is None else "at most "
     work = f"{counted(steps, 'step')} of {batch} sequences, {counted(evaluations, 'evaluation')} of {held_out:,}"
     return f"{most}{work}: about {clock(seconds)}"
-
-
-def _trained_weights(
-    config: Config, inputs: Inputs, mesh: Mesh, step: TrainingStep, *, is_resumed: bool
-) -> TrainedWeights:
-    return TrainedWeights(
-        config.save_checkpoint,
-        {"recipe": config.recipe, "commit": commit()} | text_metadata(inputs.vocabulary_sha256, inputs.normalization),
-        mesh,
-        step.gather_whole_model,
-        keeps_best=config.evaluation.target is None,
-        is_resumed=is_resumed,
-    )
 
 
 def captures(config: Config, mesh: Mesh) -> bool:

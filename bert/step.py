@@ -9,19 +9,28 @@ stay on the device, and the host fetches the sums once per log interval.
 
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 from torch import Tensor
 
-from bert.build import build_parts
 from bert.configuration.config import Config
+from bert.configuration.sections import SHARDED, Precision
 from bert.execution.stopwatch import Stopwatch, is_capturing
-from bert.model import BertForPreTraining, PretrainingOutput
+from bert.model import BertForPreTraining, MatrixProducts, PretrainingOutput
 from bert.optimizer import FlatParameters, Lamb
-from bert.parallel.division import WholeVectors
+from bert.parallel.division import WholeVectors, own_part
 from bert.parallel.mesh import Mesh, all_reduce_
+from bert.parallel.pipeline.stages import PipelineModel
+from bert.parallel.reduction.gradients import Communicators, Reduction, choose
+from bert.parallel.reduction.sharded_gradients import ShardedReduction
+from bert.parallel.reduction.sharded_lamb import ShardedLamb, WeightGather
+from bert.parallel.sites import SiteExchange
+from bert.parallel.tensor.shards import tensor_parallel
 from bert.products import weight_gradients
+from bert.products.fp8 import Fp8Scales, Fp8State
+from bert.products.fp8_layer import Fp8Products
+from bert.products.weight_gradients import AccumulatingProducts, WeightCopies, WeightGradients, product_weights
 from dataloading.batches.loader import Batch
 from dataloading.batches.sampler import ShapeBucket
 
@@ -30,28 +39,70 @@ class TrainingStep:
     """A training step on one global batch, with this rank's model, gradients, reduction and optimizer."""
 
     def __init__(self, initial: BertForPreTraining, config: Config, mesh: Mesh, stopwatch: Stopwatch) -> None:
-        """Train from the weights of ``initial``, whose parameters may be taken. All ranks must call this at the same time.
+        """Train from the weights of ``initial``. All ranks must call this at the same time.
 
         Raises ``ValueError`` if the precision is FP8 and the GPU does not support it.
         """
-        self.mesh, self.stopwatch, self.precision = mesh, stopwatch, config.training.precision
-        is_special = self.precision == "fp8" or weight_gradients.accumulates_products(mesh.device, self.precision)
-        if mesh.world_size == 1 and not is_special and initial.recompute == config.training.recompute:
-            # One rank with PyTorch's products trains the initial model itself.
-            self.model, self.flat = initial, FlatParameters.of(initial)
-            self.optimizer, self.vectors = Lamb(self.flat, config.optimizer), WholeVectors(initial, self.flat)
-            self.weight_gradients = self.fp8 = self.reduction = self.gather = self.sites = None
-            self.reduction_choice = ""
-        else:
-            parts = build_parts(initial, config, mesh, stopwatch)
-            self.model, self.flat = parts.model, parts.flat
-            self.optimizer, self.vectors = parts.optimizer, parts.vectors
-            self.weight_gradients, self.fp8 = parts.weight_gradients, parts.fp8
-            self.reduction, self.gather, self.sites = parts.reduction, parts.gather, parts.sites
-            self.reduction_choice = parts.reduction_choice
-        # FP8 casts whole weights right after the update, and pipeline stages begin a step at different times.
+        self.mesh, self.stopwatch = mesh, stopwatch
+        self.precision: Precision = config.training.precision
+        self._build(initial, config, mesh)
+        # FP8 needs whole weights right after the update, to cast them, and pipeline stages begin a step at different times.
+        # In both cases, all weights are gathered before the next step.
         self.gathers_in_forward = self.gather is not None and self.fp8 is None and mesh.pipeline == 1
         self.statistics = Statistics(mesh, apart=self.sites is not None)
+
+    def _build(self, initial: BertForPreTraining, config: Config, mesh: Mesh) -> None:
+        """Build this rank's part of the model from the weights of ``initial``, and all objects that work on it."""
+        training = config.training
+        if (
+            training.site_steps > 1
+        ):  # sites take steps by themselves, so only ``SiteExchange`` needs the other sites' ranks
+            mesh = mesh.own_site
+        shards_weights = training.reduction in SHARDED and mesh.data_size > 1
+        shards_gradients = training.shard_gradients and mesh.data_size > 1
+        is_whole = mesh.tensor * mesh.pipeline == 1 and not shards_weights
+        # Allocate first the objects that all layers share.
+        gradients, copies, scales = WeightGradients(), WeightCopies(), None
+        accumulates = weight_gradients.accumulates_products(mesh.device, self.precision)
+        # With FP8, the optimizer writes FP8 weights instead of copies. ``ShardedLamb`` writes neither.
+        if accumulates and is_whole and self.precision != "fp8":
+            copies = WeightCopies.of(config.model, mesh.device)
+        # Only the first pipeline stage has the word table. With sharded gradients, no rank keeps the table's gradient.
+        with_table = accumulates and mesh.tensor == 1 and mesh.pipeline_rank == 0 and not shards_gradients
+        products = AccumulatingProducts(gradients, copies, with_table=with_table) if accumulates else MatrixProducts()
+        inner_products = products
+        if self.precision == "fp8":
+            scales = Fp8Scales(config.model.num_hidden_layers - 1, mesh.device)
+            # Fused layers combine products with layer norms, but tensor parallelism must communicate between the two.
+            inner_products = Fp8Products(scales, gradients, fused=mesh.tensor == 1)
+        tensor = tensor_parallel(config.model, mesh, self.stopwatch)
+        virtual_stages = config.parallel.virtual_stages
+        self.model = own_part(initial, mesh, tensor, virtual_stages, products, inner_products, training.recompute)
+        self.fp8 = None if scales is None else Fp8State(scales, self.model, None if tensor is None else tensor.group)
+        pipeline = self.model if isinstance(self.model, PipelineModel) else None
+        # A pipeline stage processes several micro-batches at once, so none of them may overwrite the gradients.
+        overwrites = accumulates and pipeline is None and not shards_gradients
+        overwritten = product_weights(self.model, with_table) if overwrites else ()
+        self.weight_gradients = gradients if overwrites else None
+        groups = Communicators.create(mesh, in_network=training.sharp, is_flat=training.reduction == "flat")
+        self.flat = FlatParameters.of(self.model, groups.shards, overwritten, gradients=not shards_gradients)
+        self.vectors = WholeVectors(self.model, self.flat, tensor, pipeline)
+        # The choice of a strategy may measure reductions of the flat vectors.
+        strategy, reason = choose(training, self.flat, groups)
+        self.reduction_choice = f"{strategy} ({reason})"
+        settings = self.flat, groups, strategy, training.reduce_dtype, training.bucket_bytes
+        reduction = ShardedReduction(*settings, self.stopwatch) if shards_gradients else Reduction(*settings)
+        self.reduction = reduction if mesh.data_size > 1 else None
+        if is_whole:
+            casts = () if self.fp8 is None else self.fp8.casts(self.flat.places)
+            self.optimizer = Lamb(self.flat, config.optimizer, copies.copies_P, casts)
+        else:
+            # The norm of all gradients is a sum over the stages, which have different parameters.
+            group = None if pipeline is None else pipeline.group
+            self.optimizer = ShardedLamb(self.flat, config.optimizer, reduction, tensor, group)
+        self.gather = WeightGather(self.model, self.flat, reduction) if shards_weights else None
+        is_apart = mesh is not self.mesh
+        self.sites = SiteExchange(self.flat.weights_P, training, self.mesh, self.stopwatch) if is_apart else None
 
     def __call__(self, micro_batches: Sequence[Batch]) -> None:
         """Train on one global batch, of which this rank has ``micro_batches``."""
@@ -67,21 +118,20 @@ class TrainingStep:
                 self.forward_backward(batch, is_first=index == 0, is_last=index == last)
 
     def forward_backward(self, batch: Batch, is_first: bool, is_last: bool) -> None:
-        """Add a micro-batch's gradients to those of the step, and its losses and tokens to the statistics.
+        """Add a micro-batch's gradients to the step's gradients, and its losses and tokens to the statistics.
 
-        Gradients are summed over the ranks during the backward pass of the last micro-batch, or of every one if ranks keep
-        shards of gradients. Products that accumulate weight gradients in the flat gradient overwrite them in the first one.
+        Gradients are summed over the ranks during the backward pass of the last micro-batch, or of every micro-batch if
+        ranks keep shards of gradients. In the first micro-batch, products that accumulate weight gradients overwrite the
+        gradients of the last step.
         """
         if is_first and self.gather is not None and self.gathers_in_forward:
             self.gather.start()
             if not is_capturing():
                 with self.stopwatch.waiting():  # for the weights that the forward pass needs to begin
                     self.gather.wait(1)
-        with ExitStack() as around:
-            if is_first and self.weight_gradients is not None:
-                around.enter_context(self.weight_gradients.overwritten())
-            if self.reduction is not None:
-                around.enter_context(self.reduction.overlapped(is_last))
+        if self.weight_gradients is not None:
+            self.weight_gradients.overwrite = is_first
+        with nullcontext() if self.reduction is None else self.reduction.overlapped(is_last):
             with self.autocast():
                 output = self.model(batch)
             # The backward pass runs outside autocast, because ops remember the dtypes of their forward passes.
@@ -110,7 +160,7 @@ class TrainingStep:
         return torch.autocast(self.mesh.device.type, torch.bfloat16, enabled=self.precision != "fp32")
 
     def gather_in_site(self) -> None:
-        """Gather the weights that other ranks of this site updated in the last step. They must all call this together."""
+        """Gather the weights that other ranks updated in the last step. All ranks of a site must call this together."""
         if self.gather is not None:
             self.gather()
 
@@ -134,16 +184,17 @@ class TrainingStep:
             self.refresh_copies_()
 
     def settled_state(self) -> list[Tensor]:
-        """Give all sites the same state, and return what checkpoints hold of it: weights, momentum, variance, [P] each.
+        """Give all sites the same state, and return the vectors of it that checkpoints store, [P] each.
 
-        With sites, the momentum of their exchange follows. All ranks must call this at the same time.
+        They are weights, momentum, variance and, with sites, the momentum of their exchange. All ranks must call this at the
+        same time.
         """
         self.gather_weights()
         moments = list(self.optimizer.moments())
         if self.sites is not None:
             moments = [self.sites.mean(moment_P) for moment_P in moments]
             self.optimizer.set_moments_(*moments)
-            all_reduce_(self.optimizer.steps, "max")  # a site may have skipped a step
+            all_reduce_(self.optimizer.steps, "max")  # sites that have skipped different steps go on at the same step
             moments.append(self.sites.momentum())
         return [self.flat.weights_P, *moments]
 
@@ -192,7 +243,7 @@ class TrainingStep:
 
     @contextmanager
     def rehearsal(self) -> Iterator[None]:
-        """Run steps on synthetic batches in the body, and restore everything that they change except FP8 scales."""
+        """Restore, after steps on synthetic batches in a ``with`` block, everything that they change except FP8 scales."""
         weights_P, dropout_state = self.flat.weights_P.clone(), self.model.dropout_state.clone()
         devices = [self.mesh.device] if self.mesh.device.type == "cuda" else []  # fork_rng's default is every GPU
         with torch.random.fork_rng(devices), self.restricted_ops():
@@ -214,13 +265,13 @@ class Statistics:
     NAMES = ("masked_lm_loss", "next_sentence_loss", "gradient_norm", "tokens", "skipped_steps")
 
     def __init__(self, mesh: Mesh, *, apart: bool = False) -> None:
-        """``apart`` tells whether sites take steps by themselves. Their losses and norms differ, and the means count all."""
+        """``apart`` tells whether sites take steps by themselves. Means then weigh each site by its share of the samples."""
         self.own_seconds = [0.0] * mesh.world_size
         """Seconds per step of each rank's own work, from the last fetch."""
         self._rank, self._counts = mesh.rank, mesh.counts_losses
         site = mesh.own_site if apart else mesh
         self._share = site.data_size / mesh.data_size
-        """This site's share of the samples."""
+        """This site's share of the samples if sites take steps by themselves, otherwise 1."""
         self._counts_steps = mesh.rank == min(site.copies[0])
         # One vector holds all values, so that one all-reduce is enough: the own seconds of each rank (each rank fills only
         # its own entry), one sum for each name, the number of steps, and the request to stop. It is fp64 so that token

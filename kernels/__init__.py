@@ -10,7 +10,7 @@ from importlib.util import find_spec
 if find_spec("torch") is None:
     raise ModuleNotFoundError("torch is not installed: pip install '.[train]'", name="torch")
 
-from kernels.ops import OPS, captured, choose
+from kernels.ops import OPS, choose, only_capturable
 from kernels.reference.fp8 import (
     add_norm_backward_cast_fp8,
     add_norm_cast_fp8,
@@ -36,6 +36,7 @@ from kernels.reference.lamb import (
     sum_of_squares,
 )
 from kernels.reference.ops import (
+    IGNORED,
     accumulate_weight_gradient,
     bias_gelu,
     compute_dtype,

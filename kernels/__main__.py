@@ -41,7 +41,7 @@ def main(arguments: Sequence[str]) -> int:
 def _print_table(device: str | None, dtype: str | None) -> None:
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     if device == "cuda" and not torch.cuda.is_available():
-        raise ValueError("--device is cuda, and PyTorch sees no GPU")
+        raise ValueError("--device is cuda, but PyTorch sees no GPU: use --device cpu")
     dtype = dtype or ("bf16" if device == "cuda" else "fp32")
     print(f"{'op':28}{'implementation':20}{'auto':6}on {device}, {dtype}, with gradients and dropout")
     for name, op in OPS.items():

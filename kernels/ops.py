@@ -30,7 +30,7 @@ _PYTORCH_NORM = _pytorch(repeatable=False)
 TABLE: Mapping[str, tuple[Implementation, ...]] = {
     "varlen_attention": (_triton("kernels.triton.attention.varlen"), _FLASH_ATTN, _PYTORCH_ATTENTION),
     "varlen_self_attention": (
-        _triton("kernels.triton.attention.varlen", "packed_reasons"),
+        _triton("kernels.triton.attention.varlen", "fused_reasons"),
         _FLASH_ATTN,
         _PYTORCH_ATTENTION,
     ),
@@ -58,9 +58,9 @@ TABLE: Mapping[str, tuple[Implementation, ...]] = {
     "lamb_apply": (_triton("kernels.triton.lamb", "vector_reasons"),),
     "sum_of_squares": (_triton("kernels.triton.squares", "vector_reasons"),),
 }
-"""Implementations of each op in their order of preference, which the definition follows. On a CPU, the definition precedes
-those that are ``last_on_cpu``. A call takes the first that supports its inputs, or the fastest if a run has measured them. A
-module's function with the op's name computes the op."""
+"""Implementations of each op, in order of preference. ``op`` appends the definition, which on a CPU comes before the
+implementations that are ``last_on_cpu``. A call takes the first implementation that supports its inputs, or the fastest one
+if the run has measured them."""
 
 _READ_LENGTHS = {"varlen_attention", "varlen_self_attention", "attention_cast_fp8", "attention_backward_cast_fp8"}
 """Ops whose definition reads the sequence lengths on the host, so that a CUDA graph cannot capture it."""
@@ -93,14 +93,14 @@ def choose(implementations: Mapping[str, str]) -> None:
 
 
 @contextmanager
-def captured(recomputed: Collection[str] = ()) -> Iterator[None]:
+def only_capturable(recomputed: Collection[str] = ()) -> Iterator[None]:
     """Restrict choices on a GPU to implementations that a CUDA graph can capture, inside a ``with`` block.
 
     Choices made inside the block remain in effect afterwards. The ops named in ``recomputed`` are called again in the
-    backward pass, so only implementations that then draw the same dropout mask are chosen for them. An op that is
-    called inside the block raises ``ValueError`` with the reasons if no such implementation can handle its inputs.
+    backward pass, so their implementations must also draw the same dropout mask again. Inside the block, a call raises
+    ``ValueError`` with the reasons if no permitted implementation supports its inputs.
     """
     with ExitStack() as stack:
         for each in OPS.values():
-            stack.enter_context(each.captured(each.name in recomputed))
+            stack.enter_context(each.only_capturable(each.name in recomputed))
         yield

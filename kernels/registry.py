@@ -36,8 +36,8 @@ class Implementation:
 
     name: str
     functions: str | Mapping[str, Callable[..., Any]]
-    """Functions of the library by name, or the name of their module, which is imported when they are first needed. The
-    function with an op's name computes the op."""
+    """Functions of the library by name, or the name of a module that contains them. The module is imported when a function
+    is first needed. The function with an op's name computes the op."""
     reasons: str | None = None
     """Name of the function that takes an op's arguments and returns the reasons why the library cannot handle them, or an
     empty list if it can. None if the library can handle all arguments."""
@@ -81,7 +81,7 @@ class Op(Generic[Parameters, Returned]):
         self._warned: set[str] = set()
         self._observer: Observer | None = None
         self._captured = self._recomputed = False
-        # The end of a ``captured`` block does not clear this cache, so that later calls keep the choices made inside it.
+        # The end of an ``only_capturable`` block does not clear this cache, so later calls keep the choices made inside it.
         self._chosen: dict[tuple[object, ...], Callable[Parameters, Returned]] = {}
 
     def __call__(self, *args: Parameters.args, **kwargs: Parameters.kwargs) -> Returned:
@@ -89,10 +89,10 @@ class Op(Generic[Parameters, Returned]):
         key = _key(args, kwargs)
         function = self._chosen.get(key)
         if function is None:
-            function = self._chosen[key] = self.decided(*args, **kwargs).function(self.name)
+            function = self._chosen[key] = self.decide(*args, **kwargs).function(self.name)
         return function(*args, **kwargs)
 
-    def decided(self, *args: Parameters.args, **kwargs: Parameters.kwargs) -> Implementation:
+    def decide(self, *args: Parameters.args, **kwargs: Parameters.kwargs) -> Implementation:
         """Pass the arguments to the observer, if any, and return the ``chosen`` implementation.
 
         Warns if a GPU does not use the first implementation of its order.
@@ -108,9 +108,10 @@ class Op(Generic[Parameters, Returned]):
             self._observer(self, args, kwargs)
 
     def takes(self, name: str, *args: Parameters.args, **kwargs: Parameters.kwargs) -> bool:
-        """Return whether the implementation ``name`` is chosen for these arguments. If not, the choice need not be usable.
+        """Return whether the implementation ``name`` is chosen for these arguments.
 
-        Raises ``ValueError`` with the reasons if ``name`` is the explicit choice and cannot compute the call.
+        Raises ``ValueError`` with the reasons if ``name`` is the explicit choice and cannot compute the call. Unlike
+        ``chosen``, this raises no error if another implementation is the explicit choice and cannot compute the call.
         """
         if self.asked != AUTO:
             return self.asked == name and self.chosen(*args, **kwargs).name == name
@@ -141,7 +142,7 @@ class Op(Generic[Parameters, Returned]):
             if not reasons:
                 return each
             against.append(f"{each.name}: {', '.join(reasons)}")
-        # Only calls inside a ``captured`` block get here. Outside of it, the op's definition can compute any call.
+        # This happens only inside an ``only_capturable`` block. Outside of it, the op's definition can compute any call.
         raise ValueError(
             f"{self.name} has no implementation that a CUDA graph can capture for such inputs ({'; '.join(against)}): "
             "set training.cuda_graphs to False, or use inputs that an implementation supports"
@@ -150,15 +151,15 @@ class Op(Generic[Parameters, Returned]):
     def unsupported_reasons(
         self, implementation: Implementation, *args: Parameters.args, **kwargs: Parameters.kwargs
     ) -> list[str]:
-        """Return the reasons why this implementation may not be chosen for these arguments; empty if it may."""
+        """Return the reasons why ``implementation`` may not be chosen for these arguments; empty if it may."""
         if error := self._dropped.get(implementation.name):
             return [f"it failed when it was measured ({error})"]
         permitted = implementation.capturable and (implementation.repeatable or not self._recomputed)
         if self._captured and not permitted and device_type(*args, **kwargs) == "cuda":
             return [
-                "it draws dropout with PyTorch's generator, which training.recompute cannot repeat in a CUDA graph"
+                "it draws dropout from PyTorch's generator, so training.recompute cannot repeat its mask in a CUDA graph"
                 if implementation.capturable
-                else "it reads values of the device on the host, which no CUDA graph can capture"
+                else "it copies values from the device to the host, which no CUDA graph can capture"
             ]
         return implementation.unsupported_reasons(*args, **kwargs)
 
@@ -188,7 +189,7 @@ class Op(Generic[Parameters, Returned]):
 
     @contextmanager
     def observed(self, observer: Observer) -> Iterator[None]:
-        """Call ``observer`` on the first call of each kind inside a ``with`` block."""
+        """Pass the arguments of the first call of each kind inside a ``with`` block to ``observer``."""
         self._observer = observer
         self._chosen.clear()
         try:
@@ -197,7 +198,7 @@ class Op(Generic[Parameters, Returned]):
             self._observer = None
 
     @contextmanager
-    def captured(self, recomputed: bool = False) -> Iterator[None]:
+    def only_capturable(self, recomputed: bool = False) -> Iterator[None]:
         """Restrict choices on a GPU to implementations that a CUDA graph can capture, inside a ``with`` block.
 
         Choices made inside the block remain in effect afterwards. If the op is ``recomputed`` in the backward pass, the

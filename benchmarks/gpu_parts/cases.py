@@ -150,7 +150,7 @@ def cases(
         return Case(op, tuple(map(_leaf, placed)), dtype, work, autocast=autocast, gradients=True)
 
     loss = case(
-        "masked_lm_loss", LeastWork((decoder, 3 * decoder)), {1: tables.word, 2: model.decoder_bias, 5: counting}
+        "masked_lm_loss", LeastWork((decoder, 3 * decoder)), {1: tables.word, 2: model.decoder_bias, 4: counting}
     )
     states, *others = loss.arguments
     labels = others[2]

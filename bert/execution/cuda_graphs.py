@@ -18,7 +18,7 @@ from dataloading.batches.sampler import ShapeBucket
 Function = Callable[[], None]
 
 _spare_streams: dict[torch.device, list[torch.cuda.Stream]] = {}
-"""Streams of ``replay_of`` on which no live graph was captured."""
+"""Streams that ``replay_of`` may use again, because every graph that was captured on them has been deleted."""
 _failed: list[torch.cuda.CUDAGraph] = []
 """Graphs of failed captures, to which PyTorch's allocator refers until the process ends."""
 
@@ -70,6 +70,7 @@ class CudaCapturer:
         graph = torch.cuda.CUDAGraph()
         self._graphs.append(graph)
         self._waiting.append((graph, function))
+        # A bound method keeps the capturer alive as long as the replay. ``replay_of`` reuses the stream after that.
         return partial(self._replay, graph)
 
     def _replay(self, graph: torch.cuda.CUDAGraph) -> None:
@@ -94,7 +95,7 @@ def replay_of(device: torch.device, function: Function) -> Function:
     spare = _spare_streams.setdefault(device, [])
     stream = spare.pop() if spare else torch.cuda.Stream(device, priority=-1)
     capturer = CudaCapturer(device, stream)
-    finalize(capturer, spare.append, stream)  # the replay keeps the capturer alive
+    finalize(capturer, spare.append, stream)  # runs when the caller drops the replay, which refers to the capturer
     # A failed capture leaves its own stream current; leaving this block restores the previous stream.
     with torch.cuda.stream(torch.cuda.current_stream(device)):
         replay = capturer.prepare(function)
@@ -111,7 +112,7 @@ def replay_of(device: torch.device, function: Function) -> Function:
 
 
 class BatchGraphs:
-    """A function of a batch that runs as a CUDA graph if the batch's shape bucket was captured.
+    """A function of a batch, with a CUDA graph for each captured shape bucket.
 
     The function must return nothing, and the tensors that it changes must stay at their addresses.
     """

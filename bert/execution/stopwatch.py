@@ -40,9 +40,9 @@ class Stopwatch:
 
     @contextmanager
     def time(self, phase: str) -> Iterator[None]:
-        """Count the body's time towards ``phase``, except for nested bodies, which count towards their own phases."""
+        """Count the block's time towards ``phase``. Nested blocks count towards their own phases."""
         self.tracker.enter(phase)
-        # ``_inside`` is the time of the bodies nested in this one.
+        # ``_inside`` is the time of the blocks nested in this one.
         begin, inside = time.perf_counter(), self._inside
         self._inside = 0.0
         try:
@@ -54,7 +54,7 @@ class Stopwatch:
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """Count the body's time as waiting for other ranks, unless the pass is being captured."""
+        """Count the block's time as waiting for other ranks, unless the pass is being captured."""
         if is_capturing():
             yield
             return
@@ -64,7 +64,7 @@ class Stopwatch:
 
     @contextmanager
     def exchanging(self) -> Iterator[None]:
-        """Count the body's time towards the enclosing phase, but also as time spent waiting for other ranks.
+        """Count the block's time towards the enclosing phase, but also as time spent waiting for other ranks.
 
         Use it for communication with the ranks that compute the same micro-batch.
         """
@@ -113,7 +113,7 @@ class DeviceStopwatch(Stopwatch):
 
     @contextmanager
     def time(self, phase: str) -> Iterator[None]:
-        """Count the body's device time towards ``phase``, except for nested bodies, which count towards their own phases."""
+        """Count the block's device time towards ``phase``. Nested blocks count towards their own phases."""
         self.tracker.enter(phase)
         capturing = self._capturing()
         begin, end = self._captured[phase] if capturing else (self._event(False), self._event(False))

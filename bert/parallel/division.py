@@ -1,6 +1,4 @@
-"""A model that is divided among the ranks of a copy: this rank's part of it, and the conversion between each rank's flat
-vectors and the whole model's.
-"""
+"""Division of a model among the ranks of a copy: this rank's part, and vectors of the whole model from all parts."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -16,7 +14,7 @@ from bert.optimizer import FlatParameters
 from bert.parallel.mesh import Mesh, process_group
 from bert.parallel.pipeline.stages import PipelineModel
 from bert.parallel.single import all_gather_single
-from bert.parallel.tensor.shards import Split, TensorParallel
+from bert.parallel.tensor.shards import TensorParallel
 
 
 def own_part(
@@ -51,7 +49,7 @@ def own_part(
 
 
 class WholeVectors:
-    """Flat vectors of the whole model, which is divided among the ranks of a copy.
+    """Conversion between flat vectors of this rank's part of the model and vectors of the whole model.
 
     Shape legend: R ranks of a tensor group, P elements of this rank's flat vectors.
     """
@@ -99,7 +97,7 @@ class WholeVectors:
         whole = vector_P.new_empty(self.size)
         for name, part in self.parts(whole):
             if name in self._own:
-                split, own = self._split(name), self._own[name]
+                split, own = None if self._tensor is None else self._tensor.splits[name], self._own[name]
                 # An undivided parameter is equal on all ranks of the group.
                 part.copy_(shards_RP[0, own].view_as(part) if split is None else split.whole(shards_RP[:, own]))
         if self._pipeline is not None:
@@ -124,6 +122,3 @@ class WholeVectors:
             if name in self._own:
                 own = part if self._tensor is None else self._tensor.own(name, part)
                 vector_P[self._own[name]] = own.flatten()
-
-    def _split(self, name: str) -> Split | None:
-        return None if self._tensor is None else self._tensor.splits[name]

@@ -1,4 +1,4 @@
-"""What a process finds around it before it joins the other ranks: its rank, the number of ranks, its launcher, its host.
+"""A process's environment before it joins the other ranks: its rank, the number of ranks, its launcher and its host.
 
 This module does not import PyTorch, so that a command line can be parsed, or an error reported with its rank, before PyTorch
 is imported.
@@ -15,7 +15,7 @@ from pathlib import Path
 from console.processes import run
 
 CLAIM = "MLPERF_BERT_CLAIM"
-"""Variable with a file to which a run writes the path of its log, for the program that started the run."""
+"""Variable that names a file. A run writes the path of its log to this file, for the program that started the run."""
 
 SITE = "MLPERF_BERT_SITE"
 """Variable with the name of the site that this host belongs to."""
@@ -40,7 +40,7 @@ class Launch:
         """Read the variables of torchrun, else mpirun (Open MPI), else an srun step; without any, return a single process.
 
         torchrun comes first because mpirun or srun may have started it. mpirun comes before srun for the same reason. Raises
-        ``ValueError`` if a variable is not an integer or the rank is outside the world.
+        ``ValueError`` if a variable is not an integer, or if the rank is not below the number of ranks.
         """
         _parent()
         launch = cls._read()
@@ -76,7 +76,7 @@ class Launch:
 
 
 def _is_slurm_task() -> bool:
-    """Tell whether srun started this process as a task, and not a shell in which the user started it."""
+    """Tell whether srun started this process as a task. A process that the user started in a shell of srun is none."""
     # A batch script also has a SLURM_PROCID, but is not a step.
     if "SLURM_STEP_ID" not in os.environ or "SLURM_PROCID" not in os.environ:
         return False
@@ -173,7 +173,7 @@ def job() -> str:
 
 
 def site() -> str:
-    """Return the site that this host states, or "" if it states none. Raises ``ValueError`` if it is not a short name."""
+    """Return the site that this host's environment names, or "". Raises ``ValueError`` if it is not a short name."""
     name = os.environ.get(SITE, "")
     if name and not re.fullmatch(r"\w[\w.-]{0,31}", name, re.ASCII):
         raise ValueError(f"{SITE} is {name[:64]!r}: expected up to 32 letters, digits, and characters of '_.-'")

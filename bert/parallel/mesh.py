@@ -203,11 +203,11 @@ def join_mesh(
         nodes = group_by_host(identities, one_launcher=device == "cuda")
         hosts = tuple(identity.host for identity in identities)
         sites = tuple(identity.site for identity in identities)
-    a_host = len(nodes[0]) if nodes else 1  # group_by_host ensures that all hosts have the same number
+    per_host = len(nodes[0]) if nodes else 1  # group_by_host ensures that all hosts have the same number
     parallel = parallel or ParallelConfig()
     # No copy of the model may span two sites.
     for ranks in Counter(sites).values():
-        require_whole_copies(parallel, ranks // a_host, a_host)
+        require_whole_copies(parallel, ranks // per_host, per_host)
     return Mesh(
         launch.rank,
         launch.world_size,
@@ -235,32 +235,32 @@ def require_gpus(processes: int) -> None:
         )
 
 
-def are_whole_copies(parallel: ParallelConfig, hosts: int, a_host: int) -> bool:
-    """Tell whether each host, with ``a_host`` ranks, holds whole copies of the model, or each copy takes whole hosts.
+def are_whole_copies(parallel: ParallelConfig, hosts: int, per_host: int) -> bool:
+    """Tell whether each host, with ``per_host`` ranks, holds whole copies of the model, or each copy takes whole hosts.
 
     Otherwise the ranks of a data group could have different positions on their hosts.
     """
-    groups, stages = a_host // parallel.tensor, parallel.pipeline
+    groups, stages = per_host // parallel.tensor, parallel.pipeline
     return (
-        a_host % parallel.tensor == 0
+        per_host % parallel.tensor == 0
         and hosts * groups % stages == 0
         and (groups % stages == 0 or stages % groups == 0)
     )
 
 
-def require_whole_copies(parallel: ParallelConfig, hosts: int, a_host: int) -> None:
+def require_whole_copies(parallel: ParallelConfig, hosts: int, per_host: int) -> None:
     """Raise ``ValueError``, with sizes that would fit, if ``are_whole_copies`` returns False."""
-    if are_whole_copies(parallel, hosts, a_host):
+    if are_whole_copies(parallel, hosts, per_host):
         return
-    ranks = f"{counted(hosts, 'host')} of {counted(a_host, 'rank')}"
+    ranks = f"{counted(hosts, 'host')} of {counted(per_host, 'rank')}"
     tensor = parallel.tensor
-    if a_host % tensor:
+    if per_host % tensor:
         raise ValueError(
             f"parallel.tensor is {tensor}, but {ranks} do not divide into groups of that size: set it to "
-            f"{math.gcd(a_host, tensor)}, or start a multiple of {tensor} ranks on each host"
+            f"{math.gcd(per_host, tensor)}, or start a multiple of {tensor} ranks on each host"
         )
-    possible = range(1, hosts * a_host // tensor + 1)
-    fitting = [each for each in possible if are_whole_copies(ParallelConfig(tensor, each), hosts, a_host)]
+    possible = range(1, hosts * per_host // tensor + 1)
+    fitting = [each for each in possible if are_whole_copies(ParallelConfig(tensor, each), hosts, per_host)]
     near = sorted(sorted(fitting, key=lambda stages: abs(stages - parallel.pipeline))[:2])
     shared = f" with parallel.tensor {tensor}," if tensor > 1 else ""
     raise ValueError(
@@ -272,14 +272,14 @@ def require_whole_copies(parallel: ParallelConfig, hosts: int, a_host: int) -> N
 def process_group(ranks: Sequence[int], *, in_network: bool = False, alone: bool = False) -> dist.ProcessGroup | None:
     """Create a group of ranks in the given order. All members must call this together, and have equally many groups.
 
-    Returns None for a single rank, unless it wants a group for itself ``alone``. If ``in_network`` is set, NCCL is asked to
-    let switches add what the ranks send (CollNet, SHARP). Raises ``ValueError`` if this version of PyTorch cannot do so.
+    A single rank gets None, or with ``alone`` a group of its own. With ``in_network``, NCCL may let switches add the vectors
+    that the ranks send (CollNet, SHARP). Raises ``ValueError`` if this version of PyTorch cannot ask NCCL for this.
     """
     if len(ranks) == 1 and not alone:
         return None
     # PyTorch 2.11 has no sort_ranks, and ascending ranks do not need it.
     order: dict[str, Any] = {} if list(ranks) == sorted(ranks) else {"sort_ranks": False}
-    # use_local_synchronization: otherwise every rank of the run would have to create every group, in the same order.
+    # Without use_local_synchronization, every rank of the run would have to create every group, in the same order.
     options = _in_network_options() if in_network else None
     group = dist.new_group(list(ranks), timeout=TIMEOUT, pg_options=options, use_local_synchronization=True, **order)
     assert isinstance(group, dist.ProcessGroup)
@@ -287,9 +287,10 @@ def process_group(ranks: Sequence[int], *, in_network: bool = False, alone: bool
 
 
 def level_groups(mesh: Mesh) -> None:
-    """Give every rank equally many groups. PyTorch names a group by its ranks and by how many groups a rank has before it.
+    """Give every rank equally many groups, so that ranks of different sites can create a group together.
 
-    Otherwise ranks of different sites could not create a group together. All ranks must call this at the same time.
+    All members must give a new group the same name, and PyTorch derives it from the group's ranks and from the number of
+    groups that a rank already has. All ranks must call this at the same time.
     """
     count = len(dist.distributed_c10d._world.pg_names)
     most = int(all_reduce_(torch.tensor(count, device=mesh.device), "max").item())

@@ -36,7 +36,7 @@ _DESCRIPTORS = 1024
 
 @dataclass(frozen=True)
 class Identity:
-    """Host of a rank: its name, and the kernel's boot id because names such as localhost may repeat, and its site."""
+    """Host of a rank, and the rank's place on it. The boot id tells hosts with equal names, such as localhost, apart."""
 
     host: str
     boot: str
@@ -124,7 +124,7 @@ def _require_resolvable(address: str) -> None:
 
 @contextmanager
 def explained_store_errors() -> Iterator[None]:
-    """Explain errors of PyTorch's store by a ``ValueError``. Anyone who can reach the store's port can cause such errors."""
+    """Turn errors of PyTorch's store, which anyone who can reach its port can cause, into a ``ValueError`` with a remedy."""
     try:
         yield
     except (RuntimeError, ValueError, IndexError) as error:
@@ -164,7 +164,7 @@ def agree_on_attempt(store: Store, launch: Launch, seconds: float) -> str:
         ranks = ", ".join(f"rank {rank}{host_of(rank, launch)}" for rank in absent[:8])
         raise ValueError(
             f"{len(absent)} of {launch.world_size} ranks have not come within {seconds:.0f} s ({ranks}"
-            f"{' and others' if len(absent) > 8 else ''}): see whether their processes were started, and reach MASTER_ADDR"
+            f"{' and others' if len(absent) > 8 else ''}): see whether their processes were started and reach MASTER_ADDR"
         )
     store.set(f"{name}/complete", "")
     return name
@@ -188,14 +188,16 @@ def _follow(store: Store, rank: int, seconds: float) -> str:
         return False
 
     if not _in_time(complete, seconds):
-        raise ValueError(f"not all ranks have come within {seconds:.0f} s: rank 0 says which, if it is there")
+        raise ValueError(
+            f"not all ranks have come within {seconds:.0f} s: if rank 0 was started, it names the missing ones"
+        )
     return name
 
 
 def _in_time(condition: Callable[[], bool], seconds: float) -> bool:
     """Poll the condition, and return whether it held within ``seconds``.
 
-    Polling is needed, because a signal does not end a wait inside the store. Raises ``ValueError`` if the launcher of this
+    The function polls because a signal does not end a wait inside the store. Raises ``ValueError`` if the launcher of this
     process has ended.
     """
     deadline, pause = time.monotonic() + seconds, 0.01
@@ -258,7 +260,7 @@ def group_by_host(identities: Sequence[Identity], one_launcher: bool = True) -> 
         if len(ranks) < announced:
             raise ValueError(
                 f"host {host} runs {counted(len(ranks), 'rank')} ({_listed(ranks)}), but its launcher announces "
-                f"{announced} a host: containers of one host need its host name"
+                f"{announced} a host: give all containers on a host the name of the host"
             )
         found = f"host {host} runs ranks {_listed(ranks)} with local ranks {_listed(local_ranks)}"
         if one_launcher and len({*local_ranks}) < len(ranks):
@@ -266,10 +268,11 @@ def group_by_host(identities: Sequence[Identity], one_launcher: bool = True) -> 
         sites = list(dict.fromkeys(identities[rank].site for rank in ranks))
         if len(sites) > 1:
             raise ValueError(f"host {host} states several sites ({', '.join(map(repr, sites))}): set one {SITE} a host")
-        # A rank's position on its host determines its rail, and groups are created with ascending ranks.
+        # A rail joins ranks at equal positions on their hosts, and groups list ranks in ascending order. So a position
+        # equals the local rank only if local ranks ascend with ranks.
         if local_ranks != sorted(local_ranks):
             raise ValueError(f"{found}: number each host's ranks in the order of its local ranks")
-    # Rails and shards depend on the position on a host, so every host needs the same number of positions.
+    # A rail joins the ranks at one position of each host, so every host needs equally many ranks.
     if len({len(ranks) for ranks in hosts.values()}) > 1:
         counts = ", ".join(f"{host} {len(ranks)}" for (host, _), ranks in list(hosts.items())[:16])
         raise ValueError(f"hosts with different numbers of ranks ({counts}): start the same number on every host")

@@ -1,9 +1,10 @@
-"""Sites: groups of hosts that a slow link joins. Each site takes several steps by itself.
+"""Training on several sites, which are groups of hosts with slow links between them. Each site takes steps by itself.
 
 A site takes ``site_steps`` steps of LAMB on its share of the global batches. Then the sites exchange how far their weights
-have moved since the last exchange, and a Nesterov momentum moves the weights that they share by the mean (DiLoCo, arXiv
-2311.08105). The exchange runs beside the next ``site_delay`` steps. Then each site continues from the shared weights, moved
-by its own steps since the exchange began. The delay is a number of steps, so that results do not depend on the link.
+have moved since the last exchange, and a Nesterov momentum moves the shared weights by the mean of these changes (DiLoCo,
+arXiv 2311.08105). The exchange runs beside the next ``site_delay`` steps. Then each site continues from the shared weights,
+to which it adds its own steps since the exchange began. The delay is a number of steps, so that results do not depend on the
+speed of the link.
 
 Shape legend: P elements of this rank's parameters, K elements of a piece, B = K / 256 blocks, C bytes.
 """
@@ -59,7 +60,7 @@ class SiteExchange:
         """The weights that all sites share; this site's weights when the last exchange began; and the momentum of the shared
         weights, of which a rank knows only the pieces that it owns."""
         self._residuals = {place: weights_P.new_zeros(length) for place in self._between.owned}
-        """What rounding has left out of the changes sent so far, for each piece that this rank owns."""
+        """Rounding errors of the last changes sent, which the next changes make up for, by number of the owned piece."""
         share_of = {rank: len(ranks) / mesh.data_size for ranks in sites for rank in ranks}
         self._share = share_of[mesh.rank]
         """Share of this site in the samples."""
@@ -77,7 +78,7 @@ class SiteExchange:
         """Elements, and bytes of their codes, that all ranks send between sites in one exchange."""
         self._bytes_sent = 0
         self.restore_()
-        # Exchange equal weights, which changes nothing: the first messages open the connections.
+        # Exchange equal weights. This changes no weight, but opens the connections before the clock starts.
         self._begin()
         self._end()
         self.take_bytes()
@@ -118,7 +119,10 @@ class SiteExchange:
         return mean_P
 
     def momentum(self) -> Tensor:
-        """Return the momentum of the shared weights, [P], and forget what rounding has left out, which is never restored."""
+        """Return the momentum of the shared weights, [P], and clear the residuals, which checkpoints do not store.
+
+        A run therefore goes on from a checkpoint exactly as if it had not been interrupted.
+        """
         for residual_K in self._residuals.values():
             residual_K.zero_()
         self._between.spread(self._momentum_N, self._slices)

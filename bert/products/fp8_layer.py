@@ -2,8 +2,8 @@
 
 A ``FusedLayer`` gives the results of ``EncoderLayer`` with ``Fp8Products``, in fewer passes over memory. Its norms also
 write their output in FP8 for the products that read it next, and they write the gradient of the preceding product only in
-FP8. Attention does the same if its implementation can. A norm returns its output twice, for the residual and for the
-products. Its backward pass reads the gradients of both.
+FP8. So does attention if its implementation can. A norm returns its output twice: one tensor for the residual
+connection and one for the products. Its backward pass reads the gradients of both.
 
 Shape legend in ``bert.products.fp8``.
 """
@@ -16,7 +16,7 @@ from torch.autograd.function import once_differentiable
 
 from bert.configuration.sections import ModelConfig, Recompute
 from bert.model import Dense, EncoderLayer, MatrixProducts, Placement
-from bert.products.fp8 import FeedForward, Fp8Dense, Fp8Scales, Passes, Product, Site, apply_passes
+from bert.products.fp8 import FeedForward, Fp8Dense, Fp8Scales, Passes, Product, Scaling, apply_passes
 from bert.products.weight_gradients import WeightGradients
 from kernels import (
     Dropout,
@@ -41,10 +41,10 @@ class HiddenStates(NamedTuple):
     quantized_TD: Tensor | None
     quantized_DT: Tensor | None
 
-    def casts(self, reader: Fp8Dense) -> tuple[Tensor, Tensor]:
-        """Return the casts for ``reader``, and make them if they do not exist yet."""
+    def casts(self, consumer: Fp8Dense) -> tuple[Tensor, Tensor]:
+        """Return the casts that the product ``consumer`` reads, and make them if they do not exist yet."""
         if self.quantized_TD is None:
-            return reader.cast_input(self.input_TD)
+            return consumer.cast_input(self.input_TD)
         assert self.quantized_DT is not None
         return self.quantized_TD, self.quantized_DT
 
@@ -61,7 +61,7 @@ class _ProductAttention(torch.autograd.Function):
         _weight_ND: Tensor,
         bias_N: Tensor,
         fp8: Fp8Dense,
-        reader: Site,
+        output_scaling: Scaling,
         heads: int,
         cu_seqlens: Tensor,
         max_seqlen: int,
@@ -69,15 +69,10 @@ class _ProductAttention(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor, Tensor]:
         qkv_T3HE = fp8.product(quantized_TD, compute_dtype(x_TD), bias_N).unflatten(-1, (3, heads, -1))
         context_THE, context_TD, context_DT, *others = attention_cast_fp8(
-            qkv_T3HE, cu_seqlens, max_seqlen, dropout, reader.scale, reader.amax
+            qkv_T3HE, cu_seqlens, max_seqlen, dropout, output_scaling.scale, output_scaling.amax
         )
-        ctx.fp8, ctx.cu_seqlens, ctx.max_seqlen, ctx.dropout, ctx.dtype = (
-            fp8,
-            cu_seqlens,
-            max_seqlen,
-            dropout,
-            x_TD.dtype,
-        )
+        ctx.fp8, ctx.dtype = fp8, x_TD.dtype
+        ctx.cu_seqlens, ctx.max_seqlen, ctx.dropout = cu_seqlens, max_seqlen, dropout
         # In the backward pass, the product that reads the casts passes the gradient of its input to the first output.
         ctx.mark_non_differentiable(context_TD, context_DT)
         ctx.set_materialize_grads(False)
@@ -88,11 +83,11 @@ class _ProductAttention(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient_TD: Tensor, *_: None) -> tuple[Tensor | None, ...]:
-        site = ctx.fp8.gradient_site
+        scaling = ctx.fp8.gradient_scaling
         qkv_T3HE, context_THE, lse_HT, kept, input_DT, _ = ctx.saved_tensors
         inputs = gradient_TD.view_as(context_THE), qkv_T3HE, ctx.cu_seqlens, context_THE, lse_HT, kept
         quantized_TN, quantized_NT, bias_gradient_N = attention_backward_cast_fp8(
-            *inputs, ctx.max_seqlen, ctx.dropout, site.scale, site.amax
+            *inputs, ctx.max_seqlen, ctx.dropout, scaling.scale, scaling.amax
         )
         gradients = Product(ctx.fp8).backward(quantized_TN, quantized_NT, input_DT, (), ctx.dtype)
         input_gradient_TD, weight_gradient_ND = gradients
@@ -110,7 +105,7 @@ class _PassesNorm(torch.autograd.Function):
         quantized_TD: Tensor,
         input_DT: Tensor,
         passes: Passes,
-        reader: Site | None,
+        output_scaling: Scaling | None,
         dropout: Dropout | None,
         eps: float,
         bias_D: Tensor,
@@ -119,11 +114,11 @@ class _PassesNorm(torch.autograd.Function):
         *_parameters: nn.Parameter,
     ) -> tuple[Tensor | None, ...]:
         product_TD, kept = passes.forward(quantized_TD, compute_dtype(x_TD))
-        # ``reader`` is the input of the FP8 product that reads this norm. Without one, the norm makes no casts.
-        site = (None, None) if reader is None else (reader.scale, reader.amax)
+        # The norm casts its output for the FP8 product that consumes it. If there is none, ``output_scaling`` is None.
+        scaling = (None, None) if output_scaling is None else (output_scaling.scale, output_scaling.amax)
         vectors = norm_weight_D, norm_bias_D, eps, dropout
-        output_TD, statistics_2T, *casts = add_norm_cast_fp8(product_TD, bias_D, residual_TD, *vectors, *site)
-        # An output without a reader gets None as its gradient, not zeros of shape [T, D].
+        output_TD, statistics_2T, *casts = add_norm_cast_fp8(product_TD, bias_D, residual_TD, *vectors, *scaling)
+        # The gradient of an output that nothing reads is then None, not zeros of shape [T, D].
         ctx.set_materialize_grads(False)
         # FP8 is a floating point type, so autograd would consider the casts differentiable.
         ctx.mark_non_differentiable(*(cast for cast in casts if cast is not None))
@@ -131,7 +126,7 @@ class _PassesNorm(torch.autograd.Function):
         of_norm = product_TD, bias_D, residual_TD, norm_weight_D, statistics_2T
         # The last tensor is saved only so that autograd notices if it is overwritten, as in ``bert.products.fp8``.
         ctx.save_for_backward(*of_norm, input_DT, *kept, passes.first.weight_KN)
-        # The second output is a view, so that autograd sees two outputs and passes the gradients of both readers separately.
+        # The second output is a view, so that autograd passes the gradients of both outputs to ``backward`` separately.
         return output_TD, output_TD.view_as(output_TD), *casts
 
     @staticmethod
@@ -139,13 +134,13 @@ class _PassesNorm(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         saved = ctx.saved_tensors  # read once, as recomputation requires
         product_TD, bias_D, residual_TD, norm_weight_D, statistics_2T, input_DT, *kept, _ = saved
-        # In the last fused layer, only the residual output has a reader.
+        # After the last fused layer, only the output for the residual is used, so the other one has no gradient.
         output_gradient_TD, *other = (gradient for gradient in gradients if gradient is not None)
         upstream = output_gradient_TD, other[0] if other else None
         of_norm = product_TD, bias_D, residual_TD, norm_weight_D, statistics_2T
-        site = ctx.passes.last.gradient_site
+        scaling = ctx.passes.last.gradient_scaling
         gradient_TD, gradient_DT, residual_gradient_TD, *of_vectors = add_norm_backward_cast_fp8(
-            *upstream, *of_norm, ctx.dropout, site.scale, site.amax
+            *upstream, *of_norm, ctx.dropout, scaling.scale, scaling.amax
         )
         input_gradient_TD, *others = ctx.passes.backward(gradient_TD, gradient_DT, input_DT, kept, ctx.dtype)
         # The casts are inputs too, and have no gradient.
@@ -154,17 +149,17 @@ class _PassesNorm(torch.autograd.Function):
 
 @torch.no_grad()  # as in the forward pass of an autograd function
 def _makes_casts(
-    name: str, qkv_T3HE: Tensor, cu_seqlens: Tensor, max_seqlen: int, dropout: Dropout | None, site: Site
+    name: str, qkv_T3HE: Tensor, cu_seqlens: Tensor, max_seqlen: int, dropout: Dropout | None, scaling: Scaling
 ) -> bool:
-    """Return whether the attention ``name`` is also the choice for attention with casts, forward and backward.
+    """Return whether the implementation ``name`` of attention is also chosen for attention with casts, in both passes.
 
-    ``kernels.tuning.autotune`` times attention with and without casts, so the call is shown to it in either case.
+    Whatever the result is, ``kernels.tuning.autotune`` sees the call, because it times attention with and without casts.
     """
-    forward = qkv_T3HE, cu_seqlens, max_seqlen, dropout, site.scale, site.amax
+    forward = qkv_T3HE, cu_seqlens, max_seqlen, dropout, scaling.scale, scaling.amax
     attention_cast_fp8.show(*forward)
     context_THE, heads = qkv_T3HE[:, 0], qkv_T3HE.shape[2]
     kept = context_THE, qkv_T3HE.new_empty(heads, 0), qkv_T3HE.new_empty(0)
-    backward = context_THE, qkv_T3HE, cu_seqlens, *kept, max_seqlen, dropout, site.scale, site.amax
+    backward = context_THE, qkv_T3HE, cu_seqlens, *kept, max_seqlen, dropout, scaling.scale, scaling.amax
     return attention_cast_fp8.takes(name, *forward) and attention_backward_cast_fp8.takes(name, *backward)
 
 
@@ -183,14 +178,14 @@ class Fp8Products(MatrixProducts):
         return EncoderLayer(config, index, placement, self, recompute)
 
     def dense(self, layer: int, name: str, inputs: int, outputs: int) -> Fp8Dense:
-        return Fp8Dense(inputs, outputs, self.scales.sites(layer, name), self._gradients)
+        return Fp8Dense(inputs, outputs, self.scales.of_dense(layer, name), self._gradients)
 
     def product(self, x: Tensor, dense: Dense, bias: Tensor | None) -> Tensor:
         assert isinstance(dense, Fp8Dense)
         if torch.is_grad_enabled():
             return apply_passes(Product(dense), x, *dense.cast_input(x), bias)
         # An evaluation needs no transpose, which only the backward pass reads, and records no magnitudes.
-        quantized_TK = cast_fp8(x, dense.input_site.scale, torch.zeros_like(dense.input_site.amax), E4M3)
+        quantized_TK = cast_fp8(x, dense.input_scaling.scale, torch.zeros_like(dense.input_scaling.amax), E4M3)
         return dense.product(quantized_TK, compute_dtype(x), bias)
 
     def feed_forward(self, x_TD: Tensor, wide: Dense, narrow: Dense) -> Tensor:
@@ -199,18 +194,18 @@ class Fp8Products(MatrixProducts):
         if torch.is_grad_enabled():
             return apply_passes(FeedForward(wide, narrow), x_TD, *wide.cast_input(x_TD))
         # An evaluation must not change the scales of training.
-        unrecorded = torch.zeros_like(wide.input_site.amax)
-        quantized_TD = cast_fp8(x_TD, wide.input_site.scale, unrecorded, E4M3)
+        unrecorded = torch.zeros_like(wide.input_scaling.amax)
+        quantized_TD = cast_fp8(x_TD, wide.input_scaling.scale, unrecorded, E4M3)
         product_TF = wide.product(quantized_TD, compute_dtype(x_TD))
-        wide_TF, _ = bias_gelu_cast_fp8(product_TF, wide.bias, narrow.input_site.scale, unrecorded)
+        wide_TF, _ = bias_gelu_cast_fp8(product_TF, wide.bias, narrow.input_scaling.scale, unrecorded)
         return narrow.product(wide_TF, product_TF.dtype)
 
 
 class FusedLayer(EncoderLayer):
     """FP8 encoder layer that takes plain hidden states, or hidden states with casts from the previous layer.
 
-    The last fused layer returns a plain tensor. Without recomputation, each layer passes casts to the next one. With
-    recomputation, only the tensors between layers are kept, so passing casts along would double the memory.
+    Each layer passes casts to the next one. With recomputation it does not, because only the tensors between layers are
+    kept, and the casts would double their memory. The last fused layer returns a plain tensor.
     """
 
     query_key_value: Fp8Dense
@@ -229,9 +224,9 @@ class FusedLayer(EncoderLayer):
         super().__init__(config, index, placement, products, recompute)
         self._feed_forward = FeedForward(self.intermediate, self.output)
         self._is_last = index + 1 == products.scales.layers
-        # The layer after the last fused layer does not multiply in FP8 and reads no casts.
+        # The model's last layer, which follows the last fused layer, does not multiply in FP8.
         reads_casts = recompute == "none" and not self._is_last
-        self._reader = products.scales.sites(index + 1, "query_key_value")[0] if reads_casts else None
+        self._output_scaling = products.scales.of_dense(index + 1, "query_key_value")[0] if reads_casts else None
 
     def compute(
         self, hidden: Tensor | HiddenStates, cu_seqlens: Tensor, max_seqlen: int, dropout_state: Tensor | None
@@ -242,14 +237,14 @@ class FusedLayer(EncoderLayer):
             assert isinstance(hidden, Tensor)
             return super().compute(hidden, cu_seqlens, max_seqlen, dropout_state)
         if isinstance(hidden, Tensor):
-            # The embeddings make no casts; autograd adds the gradients of both readers.
+            # The embeddings make no casts. Autograd adds the gradients of the residual and of the product.
             hidden = HiddenStates(hidden, hidden, None, None)
         attention_dropout, attended_dropout, output_dropout = self.dropouts(dropout_state)
         context = self._attention(hidden, cu_seqlens, max_seqlen, attention_dropout)
         # The norm makes the casts for the product that reads its output next: FC1, or the next layer's QKV.
-        projection, reader = Product(self.attention_output), self.intermediate.input_site
-        attended = self._normed(projection, context, self.attention_norm, reader, attended_dropout)
-        output = self._normed(self._feed_forward, attended, self.output_norm, self._reader, output_dropout)
+        projection, wide_scaling = Product(self.attention_output), self.intermediate.input_scaling
+        attended = self._normed(projection, context, self.attention_norm, wide_scaling, attended_dropout)
+        output = self._normed(self._feed_forward, attended, self.output_norm, self._output_scaling, output_dropout)
         return output.residual_TD if self._is_last else output
 
     def _attention(
@@ -261,29 +256,33 @@ class FusedLayer(EncoderLayer):
         # The choice of an implementation depends on shape, dtype, device and whether a backward pass follows, not on values.
         shape = len(x_TD), 3, heads, x_TD.shape[1] // heads
         stand_in = x_TD.new_empty(shape, dtype=compute_dtype(x_TD)).requires_grad_()
-        # ``decided`` also shows this call to the autotuner, unlike ``chosen``. If attention makes the casts, the op itself
-        # is never called.
-        chosen = varlen_self_attention.decided(stand_in, cu_seqlens, max_seqlen, dropout)
-        site = self.attention_output.input_site
+        # ``decide`` shows this call to the autotuner. If attention makes the casts, the op itself is never called.
+        chosen = varlen_self_attention.decide(stand_in, cu_seqlens, max_seqlen, dropout)
+        scaling = self.attention_output.input_scaling
         # If attention makes no casts, the next product makes them in a separate pass.
-        if not _makes_casts(chosen.name, stand_in.detach(), cu_seqlens, max_seqlen, dropout, site):
+        if not _makes_casts(chosen.name, stand_in.detach(), cu_seqlens, max_seqlen, dropout, scaling):
             qkv_T3HE = apply_passes(Product(dense), x_TD, *casts, bias_N).unflatten(-1, (3, heads, -1))
             context_TD = varlen_self_attention(qkv_T3HE, cu_seqlens, max_seqlen, dropout).flatten(1)
             return HiddenStates(hidden.residual_TD, context_TD, None, None)
         # Attention makes the casts for the next product, with that product's scale.
-        product = x_TD, *casts, dense.weight, bias_N, dense, site
+        product = x_TD, *casts, dense.weight, bias_N, dense, scaling
         outputs = _ProductAttention.apply(*product, heads, cu_seqlens, max_seqlen, dropout)
         return HiddenStates(hidden.residual_TD, *outputs)
 
     def _normed(
-        self, passes: Passes, hidden: HiddenStates, norm: nn.LayerNorm, reader: Site | None, dropout: Dropout | None
+        self,
+        passes: Passes,
+        hidden: HiddenStates,
+        norm: nn.LayerNorm,
+        output_scaling: Scaling | None,
+        dropout: Dropout | None,
     ) -> HiddenStates:
         outputs = _PassesNorm.apply(
             hidden.residual_TD,
             hidden.input_TD,
             *hidden.casts(passes.first),
             passes,
-            reader,
+            output_scaling,
             dropout,
             norm.eps,
             passes.last.bias,

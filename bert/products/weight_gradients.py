@@ -11,8 +11,7 @@ its gradients here.
 Shape legend: T tokens, N outputs and K inputs of a dense layer, D hidden, P elements of all parameters with their padding.
 """
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -37,20 +36,11 @@ def accumulates_products(device: torch.device, precision: Precision) -> bool:
 
 
 class WeightGradients:
-    """Accumulation of weight gradients without autograd, which only runs a parameter's hooks when a gradient is complete."""
+    """Accumulation of weight gradients outside of autograd, which still runs the hooks of a parameter."""
 
     def __init__(self) -> None:
         self.overwrite = False
-        """Whether the backward pass overwrites gradients, as the first one of a step does."""
-
-    @contextmanager
-    def overwritten(self) -> Iterator[None]:
-        """Let the backward pass in the body overwrite gradients instead of adding to them."""
-        self.overwrite = True
-        try:
-            yield
-        finally:
-            self.overwrite = False
+        """Whether the next backward pass overwrites gradients instead of adding to them, as the first one of a step does."""
 
     def add(self, weight: nn.Parameter, add: Add) -> Tensor | None:
         """Accumulate a gradient, and return it only if autograd must store it because the weight has no gradient yet."""
@@ -105,7 +95,10 @@ class AccumulatingProducts(MatrixProducts):
     def masked_lm_loss(
         self, hidden_MD: Tensor, word_VD: Tensor, bias_V: Tensor, labels_M: Tensor, count_correct: bool
     ) -> tuple[Tensor, Tensor | None]:
-        """Return ``kernels.masked_lm_loss``. The embeddings' backward pass, which comes later, runs the table's hooks."""
+        """Return ``kernels.masked_lm_loss``, whose backward pass writes the decoder's part of the table's gradient.
+
+        The table's hooks run after the embeddings' backward pass, which comes later and adds the rest.
+        """
         if not self._with_table:
             return super().masked_lm_loss(hidden_MD, word_VD, bias_V, labels_M, count_correct)
         return masked_lm_loss(

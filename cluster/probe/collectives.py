@@ -44,7 +44,7 @@ def measure_collectives(mesh: Mesh, seconds: float) -> tuple[list[Collective], l
     Each collective gets an equal part of ``seconds``. The message size grows until the next size would exceed its part.
     """
     groups = Communicators.create(mesh)
-    scopes: dict[Scope, dist.ProcessGroup | None] = {"world": groups.world}
+    scopes: dict[Scope, dist.ProcessGroup | None] = {"world": groups.data}
     # With a single node, or one rank per node, the scopes coincide.
     if 1 < len(mesh.node_ranks) < mesh.world_size:
         scopes |= {"node": groups.node, "rail": groups.rail}

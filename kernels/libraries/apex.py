@@ -14,6 +14,7 @@ from torch import Tensor
 
 from kernels.libraries.pytorch import drop
 from kernels.reference.ops import (
+    IGNORED,
     adding_gradient,
     compute_dtype,
     correct_predictions,
@@ -32,7 +33,6 @@ def dropout_add_layer_norm(
     eps: float,
     dropout: Dropout | None = None,
 ) -> Tensor:
-    """Return ``layer_norm(residual + dropout(x + bias))``, [T, D], in the type of x."""
     # apex requires all operands to have the same type.
     summed_TD = residual_TD.to(x_TD.dtype) + drop(x_TD + bias_D.to(x_TD.dtype), dropout)
     return _layer_norm(summed_TD, weight_D, norm_bias_D, eps)
@@ -51,7 +51,6 @@ def embedding_layer_norm(
     dropout: Dropout | None = None,
     word_gradient_VD: Tensor | None = None,
 ) -> Tensor:
-    """Return ``dropout(layer_norm(sum of the three embeddings))``, [T, D], in the type of the tables."""
     word_VD = adding_gradient(word_VD, word_gradient_VD)
     summed_TD = summed_embeddings(input_ids_T, position_ids_T, segment_ids_T, word_VD, position_LD, segment_2D)
     return drop(_layer_norm(summed_TD, weight_D, bias_D, eps), dropout)
@@ -62,22 +61,20 @@ def masked_lm_loss(
     decoder_VD: Tensor,
     bias_V: Tensor,
     labels_M: Tensor,
-    ignore_index: int = -1,
     count_correct: bool = True,
     decoder_gradient_VD: Tensor | None = None,
     overwrite: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the sum of the masked tokens' cross-entropies, [] fp32, and the number of correct predictions, [] int64."""
     decoder_VD = adding_gradient(decoder_VD, decoder_gradient_VD, overwrite)
     library = importlib.import_module("apex.contrib.xentropy.softmax_xentropy")
     # Counting correct predictions requires logits that have never been rounded to 16 bits.
     logits_of = masked_lm_logits if count_correct else F.linear
     logits_MV = logits_of(hidden_MD, decoder_VD, bias_V)
-    ignored_M = labels_M == ignore_index
+    ignored_M = labels_M == IGNORED
     # apex also reads the logits of ignored labels, so these labels are set to class 0, and their losses are set to 0 below.
     classes_M = labels_M.masked_fill(ignored_M, 0)
     to_float = logits_MV.dtype != torch.float32
-    losses_M = library.SoftmaxCrossEntropyLoss.apply(logits_MV, classes_M, 0.0, ignore_index, to_float)
+    losses_M = library.SoftmaxCrossEntropyLoss.apply(logits_MV, classes_M, 0.0, IGNORED, to_float)
     loss = losses_M.masked_fill(ignored_M, 0.0).sum()
     return loss, correct_predictions(logits_MV, labels_M) if count_correct else None
 

@@ -39,7 +39,6 @@ def varlen_attention(
 def varlen_self_attention(
     qkv_T3HE: Tensor, cu_seqlens: Tensor, max_seqlen: int, dropout: Dropout | None = None
 ) -> Tensor:
-    """Return softmax attention inside each sequence, [T, H, E], with one gradient for the packed tensor."""
     from flash_attn import flash_attn_varlen_qkvpacked_func  # pyright: ignore[reportMissingImports]
 
     output_THE = flash_attn_varlen_qkvpacked_func(
@@ -61,7 +60,7 @@ def _owned_rows(x: Tensor, cu_seqlens: Tensor) -> Tensor:
 
 
 def unsupported_reasons(query_QHE: Tensor, *_: Any, **__: Any) -> list[str]:
-    """Check the query, or the packed tensor [T, 3, H, E] of self-attention."""
+    """Check the query, or the fused tensor [T, 3, H, E] of self-attention."""
     reasons = [] if query_QHE.is_cuda else [f"the tensors are on {query_QHE.device.type}, expected a GPU"]
     if query_QHE.dtype not in (torch.float16, torch.bfloat16):
         reasons.append(f"{query_QHE.dtype}, expected float16 or bfloat16")

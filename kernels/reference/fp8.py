@@ -151,7 +151,7 @@ def attention_backward_cast_fp8(
     scale: Tensor,
     amax: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradient of the packed input in E5M2 [T, 3HE], its transpose [3HE, padded(T)] and its column sums [3HE].
+    """Return the gradient of ``qkv`` in E5M2 [T, 3HE], its transpose [3HE, padded(T)] and its column sums [3HE].
 
     ``gradient_THE`` is the output's gradient. ``context_THE``, ``lse_HT`` and ``kept`` were returned by the forward pass.
     """
@@ -203,7 +203,7 @@ def add_norm_backward_cast_fp8(
     scale: Tensor,
     amax: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return all gradients for the output's gradient ``dy + shortcut_dy``.
+    """Return the gradients of all inputs, given the output's gradient ``dy + shortcut_dy``.
 
     ``dy`` comes from the next products and ``shortcut_dy`` from the next residual connection; the latter may be None. The
     results are the gradient of x in E5M2 [T, D] and its transpose [D, padded(T)], the gradient of the residual [T, D], and

@@ -1,8 +1,8 @@
 """Definitions of the ops in plain PyTorch, which are the expected results in tests.
 
 A call of a function with the decorator ``op`` runs one of the implementations in the table of ``kernels/ops.py``. On a CPU,
-attention and norms are those of ``kernels/libraries/pytorch.py``, and the rest are these definitions. The attribute
-``definition`` is the plain function. Shape legend in ``kernels/__init__.py``.
+PyTorch's fused functions (``kernels/libraries/pytorch.py``) compute attention and norms, and these definitions compute all
+other ops. The attribute ``definition`` is the plain function. Shape legend in ``kernels/__init__.py``.
 """
 
 from typing import Any
@@ -13,6 +13,9 @@ from torch import Tensor
 
 from kernels.ops import op
 from kernels.reference.random import Dropout
+
+IGNORED = -1
+"""Label of rows that count in no loss: empty slots, and tokens that an evaluation leaves out."""
 
 
 def dropout_rows(x_ND: Tensor, dropout: Dropout | None, rows_N: Tensor | None = None) -> Tensor:
@@ -60,7 +63,7 @@ def varlen_attention(
 def varlen_self_attention(
     qkv_T3HE: Tensor, cu_seqlens: Tensor, max_seqlen: int, dropout: Dropout | None = None
 ) -> Tensor:
-    """Return ``varlen_attention`` of the query, key and value in one packed tensor, [T, H, E]."""
+    """Return ``varlen_attention`` of the query, key and value in one fused tensor, [T, H, E]."""
     query, key, value = qkv_T3HE.unbind(1)
     return varlen_attention.definition(query, key, value, cu_seqlens, cu_seqlens, max_seqlen, dropout)
 
@@ -160,17 +163,16 @@ def masked_lm_loss(
     decoder_VD: Tensor,
     bias_V: Tensor,
     labels_M: Tensor,
-    ignore_index: int = -1,
     count_correct: bool = True,
     decoder_gradient_VD: Tensor | None = None,
     overwrite: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """Return the sum of the masked tokens' cross-entropies, and the number of correct predictions.
 
-    A prediction is correct if the label has the largest logit. Rows whose label is ``ignore_index`` are ignored in both
-    results. Returns (loss [] in at least fp32, correct [] int64). Without ``count_correct``, ``correct`` is None, because
-    the search for the largest logit costs another pass. The caller divides the loss by the number of masked tokens in the
-    whole global batch.
+    A prediction is correct if the label has the largest logit. Rows with the label ``IGNORED`` count in neither result.
+    Returns (loss [] in at least fp32, correct [] int64). Without ``count_correct``, ``correct`` is None, because the search
+    for the largest logit costs another pass. The caller divides the loss by the number of masked tokens in the whole global
+    batch.
 
     With ``count_correct``, as in an evaluation, the logits are ``masked_lm_logits``, because rounding to 16 bits would make
     different logits equal. Otherwise, as in training, the logits have the type of the product.
@@ -180,9 +182,9 @@ def masked_lm_loss(
     """
     decoder_VD = adding_gradient(decoder_VD, decoder_gradient_VD, overwrite)
     if not count_correct:
-        return cross_entropy_sum(F.linear(hidden_MD, decoder_VD, bias_V), labels_M, ignore_index), None
+        return cross_entropy_sum(F.linear(hidden_MD, decoder_VD, bias_V), labels_M), None
     logits_MV = masked_lm_logits(hidden_MD, decoder_VD, bias_V)
-    return cross_entropy_sum(logits_MV, labels_M, ignore_index), correct_predictions(logits_MV, labels_M)
+    return cross_entropy_sum(logits_MV, labels_M), correct_predictions(logits_MV, labels_M)
 
 
 def adding_gradient(table: Tensor, gradient: Tensor | None, overwrite: bool = False) -> Tensor:
@@ -259,7 +261,7 @@ def correct_predictions(logits_MV: Tensor, labels_M: Tensor) -> Tensor:
     return ((predicted_M == labels_M) & ~largest_M.isnan()).sum()
 
 
-def cross_entropy_sum(logits_NC: Tensor, labels_N: Tensor, ignore_index: int = -1) -> Tensor:
+def cross_entropy_sum(logits_NC: Tensor, labels_N: Tensor) -> Tensor:
     """Return the cross-entropy of C classes summed over N rows, [] in fp32, or in fp64 for fp64 logits."""
     logits_NC = logits_NC.to(torch.promote_types(logits_NC.dtype, torch.float32))
-    return F.cross_entropy(logits_NC, labels_N, ignore_index=ignore_index, reduction="sum")
+    return F.cross_entropy(logits_NC, labels_N, ignore_index=IGNORED, reduction="sum")

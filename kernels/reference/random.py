@@ -85,8 +85,8 @@ def philox(seed: Tensor, counter: list[Tensor]) -> list[Tensor]:
     """Return four 32-bit random words for each counter of four words. ``seed`` is int64 []; the counter's words broadcast.
 
     All words are stored as int64, because PyTorch lacks unsigned 32-bit arithmetic on some devices. The product of two
-    words may overflow int64; its 64 bits are correct all the same, but a shift then extends the wrong sign, so higher bits
-    are masked.
+    words may overflow int64. Its 64 bits are still correct, but a right shift then fills in a wrong sign, which the code
+    masks.
     """
     c0, c1, c2, c3 = torch.broadcast_tensors(*(word & _WORD for word in counter))
     k0, k1 = seed, seed >> 32

@@ -10,7 +10,7 @@ transpose and the column sums of the tile. Bytes of memory traffic for one eleme
 | ``cast_fp8`` | 2 | 1 |
 | ``cast_transpose_fp8``, ``cast_transpose_into_fp8``, ``bias_gelu_cast_fp8`` | 2 | 2 |
 | ``cast_transpose_sum_fp8`` | 2 | 2, and 4 / 128 of partial sums, which are read again |
-| ``bias_gelu_backward_cast_fp8`` | 4 | the same |
+| ``bias_gelu_backward_cast_fp8`` | 4 | 2, and 4 / 128 of partial sums, which are read again |
 
 Reading an fp32 weight takes 4 bytes, but LAMB has left the weight in the cache. The ops are defined in
 ``kernels.reference.fp8``, which also has the shape legend. In addition, P is the number of tiles in a column of tiles.

@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.configuration import Configuration
-from kernels.reference.ops import accumulate_weight_gradient, compute_dtype, fp32_product
+from kernels.reference.ops import IGNORED, accumulate_weight_gradient, compute_dtype, fp32_product
 from kernels.triton.inputs import tensor_reasons
 
 _ROW_MULTIPLE = 64
@@ -35,14 +35,13 @@ def masked_lm_loss(
     decoder_VD: Tensor,
     bias_V: Tensor,
     labels_M: Tensor,
-    ignore_index: int = -1,
     count_correct: bool = True,
     decoder_gradient_VD: Tensor | None = None,
     overwrite: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """Return the sum of the masked tokens' cross-entropies, fp32 [], and the number of correct predictions, int64 [].
 
-    A label outside 0 to V - 1, other than ``ignore_index``, makes the loss NaN. Products follow autocast. Logits have the
+    A label outside 0 to V - 1, other than ``IGNORED``, makes the loss NaN. Products follow autocast. Logits have the
     type of the products, or fp32 if correct predictions are counted. The op saves the two operands and the gradient of
     the logits, [M, W] in the logits' type, for the backward pass. The decoder's gradient is added to
     ``decoder_gradient_VD`` without rounding it to 16 bits first.
@@ -52,7 +51,7 @@ def masked_lm_loss(
     with_gradient = torch.is_grad_enabled() and any(x.requires_grad for x in (hidden_MD, decoder_VD, bias_V))
     operands = hidden_MD, decoder_VD, bias_V, labels_M
     sums = decoder_gradient_VD, overwrite
-    loss, correct, _ = _masked_lm_loss(*operands, ignore_index, with_gradient, count_correct, *sums)
+    loss, correct, _ = _masked_lm_loss(*operands, with_gradient, count_correct, *sums)
     return loss, correct if count_correct else None
 
 
@@ -126,7 +125,6 @@ def _masked_lm_loss(
     decoder_VD: Tensor,
     bias_V: Tensor,
     labels_M: Tensor,
-    ignore_index: int,
     with_gradient: bool,
     count_correct: bool,
     decoder_gradient_VD: Tensor | None = None,
@@ -151,7 +149,7 @@ def _masked_lm_loss(
     padded_bias_W = F.pad(bias_V, (0, width - vocabulary))  # so that loads of logits and bias share a mask
     _kernel[(rows,)](
         logits_MW, padded_bias_W, labels_M.contiguous(), losses_M, correct_M,
-        vocabulary, width, ignore_index, WITH_GRADIENT=with_gradient, COUNT_CORRECT=count_correct,
+        vocabulary, width, IGNORED, WITH_GRADIENT=with_gradient, COUNT_CORRECT=count_correct,
         **tile, num_stages=1,
     )  # fmt: skip
     kept_MW = logits_MW if with_gradient else logits_MW.new_empty((0, width))
@@ -196,7 +194,7 @@ def _empty_logits(rows: int, hidden_MD: Tensor, decoder_VD: Tensor, count_correc
 
 @_masked_lm_loss.register_fake
 def _(hidden_MD: Tensor, decoder_VD: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor]:
-    _, _, _, with_gradient, count_correct, *_ = others
+    _, _, with_gradient, count_correct, *_ = others
     return (
         hidden_MD.new_empty((), dtype=torch.float32),
         hidden_MD.new_empty(() if count_correct else (0,), dtype=torch.int64),
@@ -224,7 +222,7 @@ def _setup_context(ctx, inputs, output) -> None:
 
 def _backward(ctx, upstream: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
     if upstream is None:
-        return (None,) * 9
+        return (None,) * 8
     logits_gradient_MW, _, decoder_VD, _ = ctx.saved_tensors
     hidden_gradient_MD, scaled_MD, bias_gradient_V = _masked_lm_loss_backward(upstream, *ctx.saved_tensors)
     factor_MV, decoder_gradient_VD = _factor(logits_gradient_MW, decoder_VD), None
@@ -232,7 +230,7 @@ def _backward(ctx, upstream: Tensor | None, *_: None) -> tuple[Tensor | None, ..
         decoder_gradient_VD = torch.mm(factor_MV.t(), scaled_MD)
     else:
         accumulate_weight_gradient(ctx.decoder_gradient, factor_MV, scaled_MD, ctx.overwrite)
-    return hidden_gradient_MD, decoder_gradient_VD, bias_gradient_V, *(None,) * 6
+    return hidden_gradient_MD, decoder_gradient_VD, bias_gradient_V, *(None,) * 5
 
 
 _masked_lm_loss.register_autograd(_backward, setup_context=_setup_context)

@@ -50,7 +50,7 @@ not count."""
 _LAST_RESORT = "reference"  # measured only if no other implementation works, because it takes seconds at full size
 _WITH = " with "
 FUSED, SEPARATE = f"{_WITH}fused casts", f"{_WITH}separate casts"
-"""Ways to cast attention's results for FP8 products, which follow the implementation's name in a choice."""
+"""Suffixes of an implementation's name that say how attention's results are cast for FP8 products."""
 _LOG = logging.getLogger(__name__)
 
 
@@ -139,11 +139,11 @@ class KernelChoice:
     milliseconds: dict[str, float]
     """Median time of each implementation that ran. The chosen implementation comes first, then the others by time."""
     errors: dict[str, str]
-    """Reason of the failure, for each implementation that failed to run or could not be captured."""
+    """Error of each implementation that failed to run or could not be captured."""
     cast_signature: str = ""
-    """Signature of the calls of ``attention_cast_fp8`` that this choice of attention also decides, or an empty string.
+    """Signature of the calls of ``attention_cast_fp8`` that this choice also decides, or an empty string.
 
-    If it is not empty, the names above end in ``FUSED`` or ``SEPARATE``."""
+    If it is not empty, the names in ``milliseconds`` and ``errors`` end in ``FUSED`` or ``SEPARATE``."""
 
     def __str__(self) -> str:
         times = [f"{name} {milliseconds:.3g} ms" for name, milliseconds in self.milliseconds.items()]
@@ -282,7 +282,10 @@ def _candidates(request: CallKind, arguments: Arguments) -> list[Implementation]
 
 
 def _forms(request: CallKind, arguments: Arguments, cast: bool) -> dict[str, Run]:
-    """Return the functions to measure: one for each implementation or, with ``cast``, for each way of making the casts."""
+    """Return the functions to measure, by name: one for each implementation.
+
+    With ``cast``, an implementation of attention has up to two functions, with fused and with separate casts.
+    """
     candidates = _candidates(request, arguments)
     if not cast:
         return {each.name: partial(_run, each) for each in candidates}

@@ -71,7 +71,7 @@ class _Maker:
         return torch.full((), value, dtype=dtype, device=self.device)
 
     def self_attention(self) -> tuple[Tensor, Tensor, int]:
-        """Return the packed input [T, 3, H, E], the sequences' bounds int32 [S + 1] and the longest possible length."""
+        """Return the fused input [T, 3, H, E], the sequences' bounds int32 [S + 1] and the longest possible length."""
         size = self.size
         qkv_T3HE = self.values(self.tokens, 3, size.heads, size.hidden // size.heads)
         bounds = torch.tensor([0, *size.lengths], device=self.device).cumsum(0, dtype=torch.int32)
@@ -103,7 +103,7 @@ def _op_with_gradient(op: str, make: _Maker) -> tuple[Any, ...]:
         case "masked_lm_loss":  # as in training, which does not count correct predictions
             decoder = make.values(size.vocabulary, size.hidden)
             labels = make.ids(size.vocabulary, size.masked)
-            return make.values(size.masked, size.hidden), decoder, make.values(size.vocabulary), labels, -1, False
+            return make.values(size.masked, size.hidden), decoder, make.values(size.vocabulary), labels, False
     raise KeyError(op)
 
 
@@ -111,34 +111,34 @@ def _op_without_gradient(op: str, make: _Maker) -> tuple[Any, ...]:
     size, tokens = make.size, make.tokens
     row, rows, wide_rows = (size.hidden,), (tokens, size.hidden), (tokens, size.intermediate)
     weight, transposed = (size.intermediate, size.hidden), (size.hidden, size.intermediate)
-    site = make.number(1), make.number(0)
+    scaling = make.number(1), make.number(0)
     match op:
         case "cast_fp8" | "cast_transpose_fp8":
-            return *make.detached(rows), *site, E4M3
+            return *make.detached(rows), *scaling, E4M3
         case "cast_transpose_into_fp8":  # a weight, in fp32
             casts = (torch.zeros(shape, dtype=E4M3, device=make.device) for shape in (weight, transposed))
-            return make.detached(weight)[0].float(), *site, *casts
+            return make.detached(weight)[0].float(), *scaling, *casts
         case "cast_transpose_sum_fp8":  # the gradient of query, key and value
-            return *make.detached((tokens, 3 * size.hidden)), *site, E5M2
+            return *make.detached((tokens, 3 * size.hidden)), *scaling, E5M2
         case "bias_gelu_cast_fp8":
-            return *make.detached(wide_rows, wide_rows[1:]), *site
+            return *make.detached(wide_rows, wide_rows[1:]), *scaling
         case "bias_gelu_backward_cast_fp8":
-            return *make.detached(wide_rows, wide_rows, wide_rows[1:]), *site
+            return *make.detached(wide_rows, wide_rows, wide_rows[1:]), *scaling
         case "attention_cast_fp8":
             qkv_T3HE, *others = make.self_attention()
-            return qkv_T3HE.detach(), *others, make.dropout, *site
+            return qkv_T3HE.detach(), *others, make.dropout, *scaling
         case "attention_backward_cast_fp8":  # without dropout, which would need a mask from the forward pass
             qkv_T3HE, bounds, longest = make.self_attention()
             gradient, context = make.detached(*[tuple(qkv_T3HE[:, 0].shape)] * 2)
             lse_HT = torch.full((size.heads, tokens), 10.0, device=make.device)
             forward = context, lse_HT, torch.empty(0, dtype=torch.int16, device=make.device)
-            return gradient, qkv_T3HE.detach(), bounds, *forward, longest, None, *site
+            return gradient, qkv_T3HE.detach(), bounds, *forward, longest, None, *scaling
         case "add_norm_cast_fp8":
-            return *make.detached(rows, row, rows, row, row), 1e-12, make.dropout, *site
+            return *make.detached(rows, row, rows, row, row), 1e-12, make.dropout, *scaling
         case "add_norm_backward_cast_fp8":
             # The inputs have a mean of nearly 0 and a standard deviation of nearly 1.
             statistics_2T = torch.tensor([[0.0], [1.0]], device=make.device).repeat(1, tokens)
-            return *make.detached(rows, rows, rows, row, rows, row), statistics_2T, make.dropout, *site
+            return *make.detached(rows, rows, rows, row, rows, row), statistics_2T, make.dropout, *scaling
         case "accumulate_weight_gradient":
             return torch.zeros(weight, device=make.device), *make.detached(wide_rows, rows)
         case "scaled_matmul":  # as in the forward pass: fast accumulation, no bias

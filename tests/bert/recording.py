@@ -174,7 +174,9 @@ def recordable_attention() -> Iterator[None]:
     dense = replace(implementations["reference"], functions={"varlen_attention": dense_attention})
     with ExitStack() as stack:
         stack.enter_context(patch.dict(implementations, reference=dense))
-        stack.enter_context(patch.object(varlen_attention, "definition", dense_attention))  # for the packed op
+        stack.enter_context(
+            patch.object(varlen_attention, "definition", dense_attention)
+        )  # for the op on a fused tensor
         for name in ("varlen_attention", "varlen_self_attention"):
             stack.enter_context(OPS[name].using("reference"))
         yield
@@ -189,7 +191,7 @@ def dense_attention(
     max_seqlen: int,
     dropout: Dropout | None = None,
 ) -> Tensor:
-    """Compute the same as ``kernels.reference.ops.varlen_attention``, with a mask over all pairs of tokens."""
+    """Compute ``kernels.reference.ops.varlen_attention`` with a mask over all pairs of tokens."""
     (queries, heads, _), sequences = query_QHE.shape, len(cu_seqlens_q) - 1
     query_Q, key_T = torch.arange(queries), torch.arange(len(key_THE))
     owner_Q = torch.bucketize(query_Q, cu_seqlens_q[1:].long(), right=True)

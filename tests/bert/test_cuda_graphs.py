@@ -66,7 +66,7 @@ def global_batches(run: SmallRun, count: int) -> list[list[Batch]]:
 
 @pytest.mark.parametrize("precision", ["fp32", "fp8"])
 @pytest.mark.slow
-def test_replayed_steps_are_the_steps(small_run: SmallRun, precision: Literal["fp32", "fp8"]) -> None:
+def test_replayed_steps_equal_eager_steps(small_run: SmallRun, precision: Literal["fp32", "fp8"]) -> None:
     """Compare losses and state over steps with changing shape buckets. One bucket is not captured."""
     results = []
     for capturer in (None, Recording()):
@@ -95,14 +95,14 @@ def test_fp8_starts_with_the_scales_of_its_first_weights(small_run: SmallRun, ca
     state = step.fp8
     assert state is not None
     for dense in state.denses:
-        expected = cast_fp8(dense.weight, dense.weight_site.scale, torch.zeros(()), torch.float8_e4m3fn)
+        expected = cast_fp8(dense.weight, dense.weight_scaling.scale, torch.zeros(()), torch.float8_e4m3fn)
         assert torch.equal(dense.weight_NK.float(), expected.float())
-        assert 64 < dense.weight.abs().max() * dense.weight_site.scale <= 448
-        assert dense.gradient_site.scale > 2**10, "gradients are small"
+        assert 64 < dense.weight.abs().max() * dense.weight_scaling.scale <= 448
+        assert dense.gradient_scaling.scale > 2**10, "gradients are small"
 
 
 @pytest.mark.parametrize("capturer", [None, Recording()], ids=["run", "captured"])
-def test_warming_up_leaves_no_trace(small_run: SmallRun, capturer: CudaCapturer | None) -> None:
+def test_warming_up_restores_all_state(small_run: SmallRun, capturer: CudaCapturer | None) -> None:
     step = step_of(capturer=capturer)
     before = state_of(step)
     step.warm_up(global_batches(small_run, 1)[0], 2, SHAPE_BUCKETS)
@@ -145,7 +145,7 @@ def test_captured_graphs_share_buffers_largest_first() -> None:
 
 
 @pytest.mark.parametrize("captured", [True, False])
-def test_all_is_chosen_and_run_before_anything_is_captured(small_run: SmallRun, captured: bool) -> None:
+def test_ops_are_chosen_and_run_before_the_first_capture(small_run: SmallRun, captured: bool) -> None:
     """All eager runs come before the first capture, so that the memory of both is not needed at the same time.
 
     During measurements and captures, implementations that cannot be captured are rejected.
@@ -175,7 +175,7 @@ def test_all_is_chosen_and_run_before_anything_is_captured(small_run: SmallRun, 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="PyTorch sees no GPU here")
-def test_captured_steps_on_a_gpu_are_the_steps_and_do_not_wait(small_run: SmallRun) -> None:
+def test_captured_steps_on_a_gpu_agree_with_eager_steps_and_do_not_wait(small_run: SmallRun) -> None:
     """Repeat the CPU tests with real graphs, and check that the loop never synchronizes.
 
     The results are only close, because sums are added in another order.

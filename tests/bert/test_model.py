@@ -5,7 +5,6 @@ changes neither its losses nor its gradients.
 """
 
 from collections.abc import Mapping
-from contextlib import ExitStack
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -24,7 +23,7 @@ from bert.setup import captures, choose_shapes, synthetic_batches
 from dataloading.batches.loader import Batch, batch_of, inert_batch
 from dataloading.batches.sampler import ShapeBucket
 from dataloading.shards.samples import Samples, synthetic_samples
-from kernels import OPS
+from kernels import choose
 from tests.bert.small_models import CPU, SMALL, assert_near, drawn_model, gradients, mean_loss, random_model
 
 LENGTHS = np.array([32, 32, 31, 17, 9, 3])
@@ -61,7 +60,7 @@ def imported(theirs: Any, dtype: torch.dtype) -> BertForPreTraining:
 
 
 @DTYPES
-def test_agrees_with_hugging_face(dtype: torch.dtype):
+def test_the_model_agrees_with_hugging_face(dtype: torch.dtype):
     """Compare the loss, the logits and every gradient."""
     theirs, block, tolerance = hugging_face_model(dtype), samples(), TOLERANCE[dtype]
     inputs = padded(block, SMALL.max_position_embeddings)
@@ -142,11 +141,10 @@ SHAPE_BUCKETS = [
 def trained(batch: Batch, implementation: str = "auto") -> dict[str, Tensor]:
     """Return both mean losses and the gradients of their sum."""
     model = random_model().train()
-    with ExitStack() as stack:
-        for name in ("varlen_attention", "varlen_self_attention", "dropout_add_layer_norm", "embedding_layer_norm"):
-            stack.enter_context(OPS[name].using(implementation))
-        masked_lm_loss, next_sentence_loss = model(batch).mean_losses(batch)
-        (masked_lm_loss + next_sentence_loss).backward()
+    names = "varlen_attention", "varlen_self_attention", "dropout_add_layer_norm", "embedding_layer_norm"
+    choose(dict.fromkeys(names, implementation))
+    masked_lm_loss, next_sentence_loss = model(batch).mean_losses(batch)
+    (masked_lm_loss + next_sentence_loss).backward()
     return gradients(model) | {"masked-LM loss": masked_lm_loss, "next-sentence loss": next_sentence_loss}
 
 
@@ -169,7 +167,7 @@ def test_a_batch_of_empty_slots_has_neither_losses_nor_gradients() -> None:
 
 
 @pytest.mark.parametrize(("precision", "padded"), [("fp32", False), ("bf16", True)])
-def test_products_in_16_bits_of_a_cpu_have_few_numbers_of_rows(precision: Precision, padded: bool) -> None:
+def test_bf16_batches_on_a_cpu_are_padded_to_few_shapes(precision: Precision, padded: bool) -> None:
     """oneDNN compiles 16-bit products for each number of rows, so bf16 batches are padded to few shapes."""
     config = RECIPES["tiny_cpu"]()
     model = replace(config.model, hidden_size=256, num_attention_heads=4)

@@ -17,7 +17,7 @@ def small_model() -> BertForPreTraining:
     return model
 
 
-def test_segments_follow_roles():
+def test_segments_are_parameters_and_thirds_of_the_fused_weight():
     """A segment is a parameter or a third of the fused QKV weight. A parameter's last segment includes its padding."""
     model = small_model()
     flat = FlatParameters.of(model)
@@ -83,7 +83,9 @@ def test_padding_stays_zero_and_has_no_part_in_any_norm():
         (1e-3, 100, 10, 0, {0: 0.0, 5: 5e-4, 9: 9e-4, 10: 9e-4, 99: 1e-5}),
     ],
 )
-def test_learning_rate(base: float, train_steps: int, warmup: int, start: int, expected: dict[int, float]):
+def test_the_learning_rate_warms_up_and_decays_linearly(
+    base: float, train_steps: int, warmup: int, start: int, expected: dict[int, float]
+):
     config = OptimizerConfig(base, train_steps, num_warmup_steps=warmup, start_warmup_step=start)
     rates = learning_rate(config, torch.arange(8000))
     assert rates.dtype == torch.float64

@@ -16,7 +16,7 @@ from bert.recomputation import RECOMPUTED_OPS
 from bert.step import TrainingStep
 from dataloading.batches.loader import Batch, batch_of
 from dataloading.batches.sampler import ShapeBucket
-from kernels import OPS, captured, varlen_attention
+from kernels import OPS, only_capturable, varlen_attention
 from kernels.tuning.examples import example_inputs
 from tests.bert.operators import Operators
 from tests.bert.recording import Recording
@@ -54,7 +54,7 @@ def trained(step: TrainingStep, run: SmallRun) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp8"])
 @pytest.mark.slow
-def test_recomputed_steps_are_the_steps(small_run: SmallRun, precision: Precision) -> None:
+def test_recomputed_steps_equal_plain_steps(small_run: SmallRun, precision: Precision) -> None:
     """Compare steps with dropout and gradient accumulation. In FP8, the next step's scales must match too."""
     plain = trained(step_of("none", precision), small_run)
     assert 8 < plain["means"][0][0] < 14, "the masked-LM loss of two micro-batches"
@@ -62,7 +62,7 @@ def test_recomputed_steps_are_the_steps(small_run: SmallRun, precision: Precisio
         assert_same(trained(step_of(mode, precision), small_run), plain)
 
 
-def test_what_is_computed_again(small_run: SmallRun) -> None:
+def test_recomputation_repeats_only_the_intended_ops(small_run: SmallRun) -> None:
     """Selective recomputation repeats attention and GELU in two of three layers, but no product with a weight.
 
     Forward hooks run once per forward pass, not again in recomputation.
@@ -96,9 +96,9 @@ def test_a_captured_step_gets_no_dropout_that_cannot_be_repeated() -> None:
     """Implementations whose dropout cannot be repeated are rejected, even by name, but only for recomputed ops."""
     with FakeTensorMode():
         usual = attention_call(64)
-        with captured():
+        with only_capturable():
             assert not no_graph("varlen_attention", "flash_attn", *usual)
-        with captured(["varlen_attention"]):
+        with only_capturable(["varlen_attention"]):
             assert varlen_attention.chosen(*usual).name == "triton"
             assert not no_graph("varlen_attention", "flash_attn", *attention_call(64, "cpu"))
             with (
@@ -106,7 +106,7 @@ def test_a_captured_step_gets_no_dropout_that_cannot_be_repeated() -> None:
                 pytest.raises(ValueError, match=r"flash_attn cannot .*training.recompute"),
             ):
                 varlen_attention.chosen(*usual)
-        with captured(RECOMPUTED_OPS):
+        with only_capturable(RECOMPUTED_OPS):
             assert not no_graph("varlen_attention", "flash_attn", *usual)
             x_TD, vector_D = torch.zeros(8, 64, device="cuda"), torch.zeros(64, device="cuda")
             norm = "dropout_add_layer_norm", x_TD, vector_D, x_TD, vector_D, vector_D, 1e-12, usual[-1]
@@ -115,7 +115,7 @@ def test_a_captured_step_gets_no_dropout_that_cannot_be_repeated() -> None:
 
 
 @pytest.mark.parametrize("name", RECOMPUTED_OPS)
-def test_what_drops_out_the_same_in_a_second_call_is_known(name: str) -> None:
+def test_implementations_that_repeat_their_dropout_mask_are_marked(name: str) -> None:
     args, kwargs = example_inputs(name, torch.device("cpu"), torch.float32)
     for implementation in OPS[name].implementations.values():
         if implementation.name in ("pytorch", "reference"):

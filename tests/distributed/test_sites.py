@@ -45,7 +45,7 @@ def run_at(sites: tuple[str, ...], run: SmallRun, results: Path, **changes: obje
 
 @pytest.mark.slow
 def test_a_run_is_repeated_and_resumed_bit_for_bit(small_run: SmallRun, tmp_path: Path) -> None:
-    """A checkpoint after six steps, amid a period of four, gives all sites the same state, as a resumed run has it."""
+    """A checkpoint in the middle of a period gives all sites equal states, from which a resumed run goes on."""
     sites = ("far", "near", "near", "near")
     keep = {"checkpoint__every_steps": 6, "checkpoint__keep": 9, "model__hidden_dropout": 0.1}
     for name in ("one", "other"):

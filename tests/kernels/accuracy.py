@@ -1,14 +1,25 @@
 """Accuracy rule for implementations of ops: at most twice plain PyTorch's error, measured against float64."""
 
+import importlib.util
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
 from benchmarks.gpu_parts.accuracy import Arguments, outcome, rms
+from kernels import OPS
 
 CPU = torch.device("cpu")
+IN_TRITON = [name for name, op in OPS.items() if "triton" in op.implementations]
+NO_TRITON = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+EITHER = pytest.mark.parametrize("implementation", ["reference", pytest.param("triton", marks=NO_TRITON)])
+"""Parameter for tests of the definition and of Triton's kernels in the interpreter."""
+
+
+def triton(op: str) -> Callable[..., Any]:
+    return OPS[op].implementations["triton"].function(op)
 
 
 def assert_within_twice(

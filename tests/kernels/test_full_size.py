@@ -33,7 +33,7 @@ def squares_in_float64(vector: torch.Tensor) -> float:
     return sum(float(piece @ piece) for piece in pieces)
 
 
-def test_the_definition() -> None:
+def test_the_definition_sums_the_squares_of_as_many_elements_as_bert_large_has() -> None:
     once = normal(EMBEDDING)
     exact = squares_in_float64(once)
     times, rest = divmod(PARAMETERS, EMBEDDING)
@@ -47,7 +47,9 @@ def test_the_definition() -> None:
     [(lamb_directions.definition, EMBEDDING), (triton_lamb.lamb_directions, EMBEDDING // 40)],
     ids=["definition", "triton"],
 )
-def test_the_norms_of_a_step(directions: Callable[..., torch.Tensor], size: int) -> None:
+def test_lamb_sums_the_squares_of_a_tensor_as_large_as_the_embedding(
+    directions: Callable[..., torch.Tensor], size: int
+) -> None:
     """Check the sums of squared weights and directions of a tensor as large as the embedding.
 
     A fortieth of that size suffices for Triton: a larger tensor has more chunks, which are added in fp64, but the fp32
@@ -62,7 +64,7 @@ def test_the_norms_of_a_step(directions: Callable[..., torch.Tensor], size: int)
 
 
 @pytest.mark.parametrize("sharded", [False, True])
-def test_the_norm_that_an_optimizer_returns(sharded: bool) -> None:
+def test_an_optimizer_returns_the_exact_norm_of_the_gradient(sharded: bool) -> None:
     """For these 4.9 million parameters, PyTorch's own fp32 norm is too low by a relative 1e-4."""
     model = BertForPreTraining(ModelConfig(1, 160, 2, 160, 30_522, 16))
     flat = FlatParameters.of(model)

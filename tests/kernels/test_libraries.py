@@ -55,17 +55,17 @@ def called_with(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     return seen
 
 
-@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize("fused", [True, False])
 @pytest.mark.parametrize("p", [0.25, 0.0])
-def test_flash_attn_on_a_batch_that_is_filled_up(packed: bool, p: float, called_with: dict[str, Any]) -> None:
+def test_flash_attn_gives_zeros_after_the_last_sequence(fused: bool, p: float, called_with: dict[str, Any]) -> None:
     """Rows outside of all sequences are 0 in the output and in all gradients."""
     dropout = Dropout(p, torch.zeros(2, dtype=torch.int64), 0) if p else None
     bounds_q = torch.tensor([0, 1, 3, 3], dtype=torch.int32)
-    rows = (8, 8) if packed else (3, 3, 8, 8)
-    bounds = (BOUNDS,) if packed else (bounds_q, BOUNDS)
-    shapes = [(8 + SPARE, 3, 2, 8)] if packed else [(count + SPARE, 2, 8) for count in rows[1:]]
+    rows = (8, 8) if fused else (3, 3, 8, 8)
+    bounds = (BOUNDS,) if fused else (bounds_q, BOUNDS)
+    shapes = [(8 + SPARE, 3, 2, 8)] if fused else [(count + SPARE, 2, 8) for count in rows[1:]]
     tensors = [torch.randn(shape, requires_grad=True) for shape in shapes]
-    name = "varlen_self_attention" if packed else "varlen_attention"
+    name = "varlen_self_attention" if fused else "varlen_attention"
     found = outcome(getattr(flash_attention, name), ([*tensors, *bounds, 5, dropout], {})).tensors
     expected = outcome(OPS[name].definition, ([*tensors, *bounds, 5], {})).tensors
     for got, exact, owned in zip(found, expected, rows, strict=True):
@@ -79,7 +79,9 @@ def test_flash_attn_on_a_batch_that_is_filled_up(packed: bool, p: float, called_
     [(256, "bfloat16", ""), (8, "float16", ""), (64, "float32", "torch.float32, expected float16 or bfloat16")]
     + [(size, "float16", f"a head size of {size}, expected a multiple of 8 up to 256") for size in (60, 264)],
 )
-def test_what_flash_attn_cannot_do(monkeypatch: pytest.MonkeyPatch, size: int, dtype: str, wrong: str) -> None:
+def test_flash_attn_refuses_devices_types_and_head_sizes_with_reasons(
+    monkeypatch: pytest.MonkeyPatch, size: int, dtype: str, wrong: str
+) -> None:
     with FakeTensorMode():
         query = torch.zeros(4, 2, size, dtype=getattr(torch, dtype), device="cuda")
         reasons = [wrong] if wrong else []
@@ -146,14 +148,14 @@ def test_apexs_layer_norms_are_those_of_the_definition(op: str) -> None:
 @pytest.mark.parametrize("counting", [True, False])
 def test_apexs_cross_entropy_is_that_of_the_definition(labels: list[int], counting: bool) -> None:
     tensors = [torch.randn(shape, requires_grad=True) for shape in ((5, 8), (11, 8), (11,))]
-    arguments = [*tensors, torch.tensor(labels), -1, counting]
+    arguments = [*tensors, torch.tensor(labels), counting]
     functions = apex.masked_lm_loss, masked_lm_loss.definition
     found, expected = (outcome(function, (arguments, {})).tensors for function in functions)
     for got, exact in zip(found, expected, strict=True):
         torch.testing.assert_close(got, exact)
 
 
-def test_what_apex_cannot_do() -> None:
+def test_apex_refuses_cpus_fp64_and_too_many_logits() -> None:
     rows, ids = torch.zeros(5, 8), torch.zeros(5, dtype=torch.int64)
     on_cpu, of_type = "the tensors are on cpu, expected a GPU", "torch.float64, expected float32, float16 or bfloat16"
     assert apex.norm_reasons(rows) == [on_cpu]
@@ -188,7 +190,7 @@ def test_a_weight_gradient_is_added_in_fp32(dtype: torch.dtype, overwrite: bool)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_products_of_gradients_need_16_bits_twice_and_a_gpu(dtype: torch.dtype) -> None:
+def test_products_that_add_to_gradients_need_16_bit_operands_and_a_gpu(dtype: torch.dtype) -> None:
     on_cpu = "tensors on cpu: PyTorch supports this product on CUDA only"
     with FakeTensorMode():
         for device, reasons in (("cuda", []), ("cpu", [on_cpu])):

@@ -2,13 +2,11 @@
 
 import ast
 from importlib.util import find_spec
-from types import SimpleNamespace
 
 import pytest
 from torch import Tensor
 
 import kernels
-from kernels.configuration import Configuration
 from kernels.ops import OPS, TABLE, op
 from kernels.registry import Op
 from tests.programs import REPOSITORY
@@ -30,14 +28,6 @@ def test_a_definition_without_a_row_is_an_error() -> None:
     with pytest.raises(ValueError, match=r"unlisted has no row in the table of kernels/ops\.py"):
         op(unlisted)
     assert "unlisted" not in OPS
-
-
-def test_a_configuration_has_only_its_kernels_parameters() -> None:
-    kernel = SimpleNamespace(arg_names=["x", "n", "BLOCK"])
-    types, fixed = {"n": "i32", "x": "*fp32", "y": "*fp32"}, {"OTHER": 1, "BLOCK": 64}
-    found = Configuration.of("copy", kernel, types, fixed, 4, num_stages=2)
-    assert list(found.signature.items()) == [("x", "*fp32"), ("n", "i32"), ("BLOCK", "constexpr")]
-    assert (found.constexprs, found.num_warps, found.capabilities) == ({"BLOCK": 64}, 4, (80, 90, 100))
 
 
 def test_every_function_in_the_table_exists() -> None:

@@ -15,7 +15,7 @@ def found(*instructions: str) -> list[str]:
     return sorted(complaint.partition(" writes")[0] for complaint in complaints)
 
 
-def test_writes_after_the_wait_or_to_other_registers_are_none() -> None:
+def test_writes_after_the_wait_or_to_other_registers_are_no_hazards() -> None:
     code = "LDG.E.128 R52, desc[UR4][R2.64]", PRODUCT, "LDG.E.128 R52, desc[UR4][R2.64]", "STG.E [R4], R56"
     after = "MOV R56, R3", "FADD R151, R151, R2", "EXIT"
     assert found(*code, "ISETP.GE.AND P0, PT, R56, R3, PT", "IMAD.WIDE R118, R2, R3, R4", WAIT, *after) == []

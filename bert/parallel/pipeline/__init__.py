@@ -1,6 +1,6 @@
 """Pipeline parallelism: each copy of the model is divided into stages of layers, and micro-batches pass through them.
 
-    stages.py       assigns layers to stages by cost; a rank's stages, the word table that two of them share, evaluation
+    stages.py       assigns layers to stages by cost, and computes a rank's stages
     schedule.py     runs a step's micro-batches in PyTorch's schedules
 
 ``torch.distributed.pipelining`` decides the order of forward and backward passes and sends the tensors. The schedule is

@@ -37,7 +37,7 @@ class PipelineSchedule:
         self.mean_loss = mean_loss
         self.batches: Sequence[Batch] = ()
         self.dropout_states: Sequence[Tensor | None] = ()
-        """Dropout state of each micro-batch. It is the same as on one rank, in whatever order the stages run."""
+        """Dropout state of each micro-batch: as on one rank, although stages run the micro-batches in another order."""
         self.rows = 0
         """Number of rows W of the tensors that stages send: the largest number in any micro-batch so far, rounded up."""
         self._stopwatch = stopwatch
@@ -61,7 +61,7 @@ class PipelineSchedule:
 
     @contextmanager
     def computing(self) -> Iterator[None]:
-        """Count the body's time as this rank's own computation."""
+        """Count the block's time as this rank's own computation."""
         with self._stopwatch.time("forward_backward"):
             yield
         self._stopwatch.tracker.enter("reduce")

@@ -1,5 +1,5 @@
-"""Division of a model into pipeline stages that minimises the cost of the most expensive stage; a rank's stages: their
-layers, the last stage's copy of the word table, and forward passes.
+"""Division of a model into pipeline stages so that the most expensive stage costs as little as possible, and the model of a
+rank's stages.
 
 Shape legend in ``bert/model.py``. In addition, W is the number of rows of hidden states on this rank: T, or this rank's
 share of T in a tensor group.
@@ -98,7 +98,7 @@ class WordTable(nn.Module):
     def __init__(self, word_VD: Tensor) -> None:
         super().__init__()
         word_VD = word_VD.detach().clone().requires_grad_()
-        # Autograd accumulates into this buffer. The optimizer does not use it; ``add_word_gradient_`` sends it.
+        # Autograd accumulates the gradient here, and ``add_word_gradient_`` sends it to the stage that updates the table.
         word_VD.grad = torch.zeros_like(word_VD)
         self.register_buffer("word", word_VD, persistent=False)
 
@@ -145,7 +145,7 @@ class PipelineModel(BertForPreTraining):
     def through(
         self, stage: Stage, given_WD: Tensor | None, batch: Batch, dropout_state: Tensor | None
     ) -> Tensor | PretrainingOutput:
-        """Compute a stage from the previous stage's hidden states [W, D]; the last stage returns the losses."""
+        """Compute a stage from the previous stage's hidden states [W, D], if any; the last stage returns the losses."""
         hidden_WD = self.embedded(batch, dropout_state) if given_WD is None else given_WD
         for layer in stage.layers[:-1] if stage.is_last else stage.layers:
             hidden_WD = self.layers[layer](hidden_WD, batch.cu_seqlens, batch.max_seqlen, dropout_state)
@@ -164,7 +164,7 @@ class PipelineModel(BertForPreTraining):
             if not stage.is_first:
                 shape = self.rows(batch), self.config.hidden_size
                 hidden_WD = torch.empty(shape, dtype=self.hidden_dtype(), device=batch.input_ids.device)
-                # If ranks have several stages, the last rank sends its output to the first rank.
+                # The indices wrap around, because with several stages per rank, the last rank sends to the first one.
                 dist.recv(hidden_WD, group=self.group, group_src=(self.rank - 1) % self.size)
             computed = self.through(stage, hidden_WD, batch, dropout_state)
             if isinstance(computed, Tensor):

@@ -7,8 +7,9 @@ between nodes along its rail, and an all-gather in the node. sharded omits the a
 instead. sharded_world is a reduce-scatter over all ranks, after which weights are gathered over all ranks. With tensor or
 pipeline parallelism, "all ranks" are the ranks of a data group, which hold the same shards of the model.
 
-Vectors are sent in fp32 or in bf16. PyTorch's own bf16 collectives leave the rounding of partial sums to the backend. A ring
-or a tree rounds at every hop, so the error grows with the number of ranks (7 % of the norm in bf16 with 4,096 ranks).
+Vectors are sent in fp32 or in bf16. A bf16 all-reduce of PyTorch's backends would round partial sums at every hop of a ring
+or a tree, so the error would grow with the number of ranks (7 % of the norm with 4,096 ranks). Therefore ``Sums`` sends bf16
+vectors by all-to-all and adds them in fp32.
 
 Shape legend: N elements of a vector, R ranks of the group, W = N / R elements of a shard.
 """
@@ -42,9 +43,9 @@ def shard_of(vector_N: Tensor, group: dist.ProcessGroup | None) -> Tensor:
 class Sums:
     """In-place collectives on fp32 vectors [N] that divide into one shard per rank. Without a group, they do nothing.
 
-    In fp32, NCCL, gloo or network switches add the vectors, in an order that they choose. In bf16, vectors are sent in bf16
-    and added in fp32 here. A contribution is rounded once before it is sent, and a sum once before it is gathered, for any
-    number of ranks. As many bytes are sent as in a ring all-reduce.
+    In fp32, NCCL, gloo or network switches add the vectors, in an order that they choose. In bf16, this class adds them in
+    fp32. Each contribution is rounded once before it is sent, and each sum once before it is gathered, for any number of
+    ranks. Ranks send as many bytes as in a ring all-reduce.
     """
 
     def __init__(self, bf16_elements: int, device: torch.device) -> None:
@@ -101,7 +102,7 @@ class Communicators:
     A group is None if this rank would be its only member.
     """
 
-    world: dist.ProcessGroup | None
+    data: dist.ProcessGroup | None
     node: dist.ProcessGroup | None
     rail: dist.ProcessGroup | None
     """The rail, or this site's part of it if there is an exchange ``between`` sites."""
@@ -114,20 +115,20 @@ class Communicators:
 
     @classmethod
     def create(cls, mesh: Mesh, *, in_network: bool = False, is_flat: bool = False) -> "Communicators":
-        """Create the groups; every rank must call it at the same time. A reduction that ``is_flat`` does not know sites.
+        """Create the groups; every rank must call it at the same time. A reduction that ``is_flat`` ignores sites.
 
         Only the rail asks for in-network sums: switches can hold few reduction trees, and only rails cross switches.
         """
         rails, shards, between = mesh.by_site(mesh.rail_ranks), mesh.data_size, None
         ranks = sorted(rank for node in mesh.nodes for rank in node)
         # All ranks create the groups in the same order, because creating a group waits for all of its ranks.
-        world, node = process_group(mesh.data_ranks), process_group(mesh.node_data_ranks)
+        data, node = process_group(mesh.data_ranks), process_group(mesh.node_data_ranks)
         if len(rails) > 1 and max(map(len, rails)) > 1 and not is_flat:
             between = BetweenSites(rails, mesh)
             shards *= between.pieces * len(rails)
         rail = mesh.own_site.rail_ranks if between else mesh.rail_ranks
         everyone = process_group(ranks) if len(ranks) not in (0, mesh.world_size) else None
-        return cls(world, node, process_group(rail, in_network=in_network), shards, between, everyone)
+        return cls(data, node, process_group(rail, in_network=in_network), shards, between, everyone)
 
 
 class CommunicationStream:
@@ -208,7 +209,7 @@ class Reduction:
         # A vector that is divisible by the ranks of all nodes is also divisible by the ranks of one node.
         self.buckets = bucket_slices(len(flat.weights_N), communicators.shards, bucket_bytes)
         self.stream = CommunicationStream(flat.weights_N.device)
-        sends_bf16 = reduce_dtype == "bf16" and communicators.world is not None
+        sends_bf16 = reduce_dtype == "bf16" and communicators.data is not None
         # The last bucket holds the remainder and may be shorter.
         longest = max(bucket.stop - bucket.start for bucket in self.buckets)
         self._sums = Sums(longest if sends_bf16 else 0, flat.weights_N.device)
@@ -226,11 +227,11 @@ class Reduction:
         ]
         """For each bucket, the parameters with a part in it and their offsets from the bucket's start. A parameter may lie
         across one or more boundaries."""
-        self._hooks = list(self._hook(flat)) if communicators.world else []
+        self._hooks = list(self._hook(flat)) if communicators.data else []
 
     @contextmanager
     def overlapped(self, last: bool = True) -> Iterator[None]:
-        """Start buckets during the backward pass in the body, which must contain exactly one backward pass.
+        """Start buckets during the backward pass in the ``with`` block, which must contain exactly one.
 
         Nothing starts unless this is the ``last`` backward pass of the step, which completes the gradients.
         """
@@ -270,7 +271,7 @@ class Reduction:
     def shard_group(self) -> dist.ProcessGroup | None:
         """Ranks that each have a shard of a bucket's sum, or None if this rank has the whole sum."""
         groups = self.communicators
-        return {"sharded": groups.node, "sharded_world": groups.world}.get(self.strategy)
+        return {"sharded": groups.node, "sharded_world": groups.data}.get(self.strategy)
 
     def close(self) -> None:
         for hook in self._hooks:
@@ -294,7 +295,7 @@ class Reduction:
 
     def _start(self, stop: int) -> None:
         # Start buckets in order, so that all ranks start the same bucket next.
-        if self.communicators.world:
+        if self.communicators.data:
             for bucket in self.buckets[self._started : stop]:
                 self.stream.run(lambda bucket=bucket: self._reduce(bucket))
         self._started = stop
@@ -303,10 +304,10 @@ class Reduction:
     def _reduce(self, bucket: slice) -> None:
         gradients, groups, sums = self._gradients_N[bucket], self.communicators, self._sums
         if self.strategy == "flat":
-            sums.all_reduce_(gradients, groups.world)
+            sums.all_reduce_(gradients, groups.data)
             return
         if self.strategy == "sharded_world":
-            sums.reduce_scatter_(gradients, groups.world)
+            sums.reduce_scatter_(gradients, groups.data)
             return
         # Between hosts, each rank sends only its shard of the node's sum, along its rail.
         sums.reduce_scatter_(gradients, groups.node)
@@ -327,7 +328,7 @@ def choose(config: TrainingConfig, flat: FlatParameters, communicators: Communic
     Each strategy is judged by its best round, because the first round opens connections. No round begins after
     ``_ENOUGH_S`` seconds.
     """
-    if communicators.world is None:
+    if communicators.data is None:
         return "flat", "one rank"
     if config.reduction != "auto":
         return config.reduction, "as set"
@@ -344,7 +345,7 @@ def choose(config: TrainingConfig, flat: FlatParameters, communicators: Communic
         times = torch.zeros(len(strategies), dtype=torch.float64, device=device)
         # Rounds alternate between strategies, so that a disturbance on the machine slows all of them.
         for place, reduction in enumerate(reductions):
-            barrier(communicators.world)  # late ranks must not count as slow sums
+            barrier(communicators.data)  # late ranks must not count as slow sums
             begin = time.perf_counter()
             reduction.finish()
             # On a GPU, ``finish`` makes only the stream wait for the sums, not the host.

@@ -1,6 +1,6 @@
 """Sum of gradients if each rank keeps only a shard of them (ZeRO-2). Buckets take turns in two buffers.
 
-Autograd gives every parameter a separate gradient. When all gradients of a bucket are complete, they are packed into a
+Autograd gives every parameter a separate gradient. When all gradients of a bucket are complete, they are copied into a
 buffer and freed. The buffer is reduced and scattered during the rest of the backward pass, and the result is added to this
 rank's shard. So a rank holds its shard, two buffers, and the gradients of incomplete buckets, which take about as much
 memory as one layer's. The cost is that every micro-batch sends its gradients; unsharded gradients are sent once per step.
@@ -60,7 +60,7 @@ class ShardedReduction(Reduction):
 
     @contextmanager
     def overlapped(self, last: bool = True) -> Iterator[None]:
-        """Sum the gradients of the backward pass in the body. Every rank must do so at the same time."""
+        """Sum the gradients of the backward pass in the ``with`` block. Every rank must do so at the same time."""
         self._is_last = last
         # Both buffers are free here. Forget earlier work, because a captured pass must not wait for work before the capture.
         self._until_free = [lambda: None] * BUFFERS
@@ -84,31 +84,31 @@ class ShardedReduction(Reduction):
             buffer = bucket % BUFFERS
             with self._stopwatch.waiting():
                 self._until_free[buffer]()
-            packed_B = self._pack(bucket, self._buffers[buffer])
+            gradients_B = self._fill(bucket, self._buffers[buffer])
             self._until_free[buffer] = self.stream.run(
-                lambda bucket=bucket, packed_B=packed_B, last=self._is_last: self._add(bucket, packed_B, last)
+                lambda bucket=bucket, gradients_B=gradients_B, last=self._is_last: self._add(bucket, gradients_B, last)
             )
         self._started = stop
 
-    def _pack(self, bucket: int, buffer: Tensor) -> Tensor:
+    def _fill(self, bucket: int, buffer: Tensor) -> Tensor:
         """Copy a bucket's gradients into a buffer, and free the gradients that have been copied completely."""
         size = self.buckets[bucket].stop - self.buckets[bucket].start
-        packed_B = buffer[:size].zero_()  # padding and parameters without a gradient add zeros
+        gradients_B = buffer[:size].zero_()  # padding and parameters without a gradient add zeros
         for parameter, start in self._parts[bucket].items():
             if parameter.grad is None:
                 continue
             stop = start + parameter.numel()
-            packed_B[max(0, start) : min(size, stop)] = parameter.grad.reshape(-1)[
+            gradients_B[max(0, start) : min(size, stop)] = parameter.grad.reshape(-1)[
                 max(0, -start) : min(size, stop) - start
             ]
             if start >= 0:  # this was the last part, because buckets go from the vector's end to its start
                 parameter.grad = None
-        return packed_B
+        return gradients_B
 
     @torch.no_grad()
-    def _add(self, bucket: int, packed_B: Tensor, last: bool) -> None:
-        self._sums.reduce_scatter_(packed_B, self.shard_group)
+    def _add(self, bucket: int, gradients_B: Tensor, last: bool) -> None:
+        self._sums.reduce_scatter_(gradients_B, self.shard_group)
         own_sums = self._shard_W[self._own[bucket]]
-        own_sums += shard_of(packed_B, self.shard_group)
+        own_sums += shard_of(gradients_B, self.shard_group)
         if last and self.strategy == "sharded":
             self._sums.all_reduce_(own_sums, self.communicators.rail)

@@ -26,8 +26,10 @@ from kernels import LambSegments, LambState, lamb_apply, lamb_directions, sum_of
 
 
 class ShardedLamb:
-    """LAMB like ``bert.optimizer.Lamb``, for a ``Reduction`` with the strategy sharded or sharded_world. It works after any
-    strategy if the model is divided by ``tensor``, or among the ranks of ``pipeline``, which have different parameters.
+    """LAMB on this rank's shard of the weights, after a ``Reduction`` with the strategy sharded or sharded_world.
+
+    After the other strategies, the shard is all of the rank's weights. This is for models that are divided by ``tensor`` or
+    among the ranks of ``pipeline``, over which norms must be summed.
 
     A step updates each weight on the ranks that have it in their shard; ``WeightGather`` sends it to the other ranks. Sums
     over shards are added in the order of the ranks and are therefore equal on all ranks bit for bit. So weights stay equal
@@ -59,7 +61,7 @@ class ShardedLamb:
         self.skipped = torch.zeros((), dtype=torch.int64, device=device)
         """int64 [], number of steps not taken because a gradient was not finite."""
         self._state = LambState(self.momentum_W, self.variance_W, self._update_W, self.skipped)
-        # The padding behind the last segment is a segment too.
+        # LAMB's segments cover the whole shard, so the padding behind the last segment is one more segment.
         sizes = *flat.segments.sizes, len(flat.weights_N) - len(flat.weights_P)
         adapted = *flat.segments.adapted, False
         everywhere = [False] * len(sizes) if tensor is None else [*tensor.on_all_ranks(flat), False]
@@ -193,7 +195,10 @@ def _summed(squares: Tensor, group: dist.ProcessGroup | None) -> Tensor:
 
 
 def segment_spans(sizes: tuple[int, ...], owned: list[tuple[int, int]]) -> list[tuple[int, int, int]]:
-    """Return (segment, start, stop) of each span in the shard that consists of the ``owned`` ranges of the flat vector."""
+    """Divide a shard into spans at the ends of segments, and return (segment, start, stop) of each span.
+
+    The shard consists of the ``owned`` ranges of the flat vector, one after the other. Spans count from the shard's start.
+    """
     bounds = list(pairwise(accumulate(sizes, initial=0)))
     spans, base = [], 0
     for begin, end in owned:

@@ -58,12 +58,13 @@ class Hub:
         # other error concerns only one connection.
         asyncio.get_running_loop().set_exception_handler(lambda *_: self._send_strangers_away())
         await asyncio.start_server(self._serve, sock=self._listener, limit=LINE, backlog=BACKLOG)
-        turn, told = time.monotonic(), 0.0
+        before, told = time.monotonic(), 0.0
         while self.verdict is None and not self._closing.is_set():
             await asyncio.sleep(min(self._beat_s / 4, 0.2))
             now = time.monotonic()
-            self.verdict = self._judge.pass_time(min(now - turn, 2 * self._beat_s))
-            turn = now
+            # Count at most two beats, so that no rank is blamed after the whole machine was suspended.
+            self.verdict = self._judge.pass_time(min(now - before, 2 * self._beat_s))
+            before = now
             if now - told > self._beat_s / 2:  # each rank expects a message from the hub regularly
                 told = now
                 self._tell({"heard": True})

@@ -1,7 +1,4 @@
-"""Judge of the watchdog: it decides which rank is to blame if one dies, hangs or stops.
-
-Its clock advances by a limited amount per turn, so that no rank is blamed after the whole machine was suspended.
-"""
+"""Judge of the watchdog: it decides which rank is to blame if one dies, hangs or stops."""
 
 import contextlib
 import json
@@ -16,7 +13,7 @@ FAULT_STATUS = 3
 LINE = 8192
 """Maximum length of a message in bytes."""
 _GATHER_S = 0.5
-"""Seconds that the judge waits after an error for news of a lost rank, because losing one causes errors on others."""
+"""Seconds that the judge waits after an error, because a lost rank causes errors on others, whose reports may come first."""
 # Order of the phases in a step, which shows which rank is further ahead. An unknown phase counts as furthest ahead.
 _ORDER = {phase: place for place, phase in enumerate((*PHASES, SITE_WAIT, "statistics", "checkpoint", "evaluation"))}
 

@@ -1,4 +1,4 @@
-"""If a rank dies, stops or hangs, the watchdog ends the run on every rank, with one message.
+"""Watchdog of each rank: if a rank dies, stops or hangs, it ends the run on every rank, with one message.
 
 Collectives only wait, or fail on the surviving ranks without naming the cause. A thread on every rank therefore connects to
 a hub on rank 0 (``bert.parallel.watchdog.hub``) and regularly reports the rank's position to the hub. A closed connection
@@ -56,7 +56,7 @@ class Watchdog:
         if mesh.world_size == 1:
             launcher_watch.start()
             return
-        alone = len(mesh.node_ranks) == mesh.world_size  # if so, only this host can reach the port
+        alone = len(mesh.node_ranks) == mesh.world_size  # if all ranks are on this host, listen on the loopback only
         listener = listen("127.0.0.1" if alone else "") if mesh.is_main else None
         port = agreed_integer(listener.getsockname()[1] if listener else 0, mesh)
         # The port is open to the network: the hub ignores anyone who does not know this token.
@@ -71,13 +71,13 @@ class Watchdog:
         self._readable.register(self._connection, select.POLLIN)
         self._silence_s = 0.0
         self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
-        # Both threads need the connection, which the launcher's watch uses to report the loss of the launcher.
+        # Start both threads only now, because both send through the connection.
         self._thread.start()
         launcher_watch.start()
 
     @contextlib.contextmanager
     def expect_progress(self, tracker: PhaseTracker) -> Iterator[None]:
-        """Report this rank's phases while the body runs, so that the run ends if the rank stays in a phase for too long."""
+        """Report this rank's phases while the block runs, so that the run ends if the rank stays in a phase for too long."""
         tracker.forget()
         self._tracker = tracker
         if self._mesh.world_size > 1:
@@ -88,9 +88,9 @@ class Watchdog:
             self._tracker = None
 
     def failed(self, text: str, status: int = FAULT_STATUS, error: BaseException | None = None) -> None:
-        """Report to all ranks that this one ends with an error, and end the run. Returns only in a run of one rank.
+        """Report that this rank has failed, which ends the run on all ranks. Returns only in a run of one rank.
 
-        ``status`` is the exit status of all ranks. The traceback of ``error`` is printed if this error is why the run ends.
+        ``status`` is the exit status of all ranks. The traceback of ``error`` is printed if it is the error that is blamed.
         """
         if self._mesh.world_size == 1 or self._closing.is_set():
             return
@@ -125,19 +125,19 @@ class Watchdog:
                 return
 
     def _run(self) -> None:
-        turn, due = time.monotonic(), 0.0
+        before, due = time.monotonic(), 0.0
         over = False
         while not over:
-            if turn >= due:
+            if before >= due:
                 self._send(self._place())
-                due = turn + self._beat_s
-            data = self._receive(max(0.01, due - turn))
+                due = before + self._beat_s
+            data = self._receive(max(0.01, due - before))
             now = time.monotonic()
             if self._closing.is_set():
                 return
-            # A turn counts as two beats at most, so that no rank is blamed after the whole machine was suspended.
-            over = self._take_in(data, min(now - turn, 2 * self._beat_s))
-            turn = now
+            # Count at most two beats, so that no rank is blamed after the whole machine was suspended.
+            over = self._take_in(data, min(now - before, 2 * self._beat_s))
+            before = now
 
     def _take_in(self, data: bytes | None, elapsed_s: float) -> bool:
         """Handle the hub's messages after ``elapsed_s``; return whether the watch is over."""

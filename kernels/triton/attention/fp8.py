@@ -16,7 +16,7 @@ from kernels.reference.fp8 import E4M3, E5M2
 from kernels.reference.random import Dropout
 from kernels.triton.attention import launches
 from kernels.triton.attention.launches import Casts, empty_saved, launch_backward, launch_forward, smallest_block
-from kernels.triton.attention.varlen import packed_reasons
+from kernels.triton.attention.varlen import fused_reasons
 from kernels.triton.dropout import dropout_scalars
 from kernels.triton.quantize import POINTERS, cast_reasons, fp8_pair
 
@@ -80,9 +80,9 @@ def _(_gradient: Tensor, qkv: Tensor, *_: object) -> tuple[Tensor, Tensor, Tenso
 def attention_cast_fp8(
     qkv_T3HE: Tensor, cu_seqlens: Tensor, max_seqlen: int, dropout: Dropout | None, scale: Tensor, amax: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return the output, its cast [T, HE], the transposed cast [HE, padded(T)], log-sums [H, T], and mask bits.
+    """Return the output, its cast [T, HE], the transposed cast [HE, padded(T)], and two tensors for the backward pass.
 
-    The log-sums are the logarithms of softmax's sums. The mask bits are dropout's.
+    The two tensors are the logarithms of softmax's sums, [H, T], and dropout's mask bits.
     """
     return _forward(qkv_T3HE, cu_seqlens, max_seqlen, *dropout_scalars(dropout), scale, amax)
 
@@ -105,12 +105,12 @@ def attention_backward_cast_fp8(
 
 
 def unsupported_reasons(qkv_T3HE: Tensor, *_: Any) -> list[str]:
-    return packed_reasons(qkv_T3HE) + cast_reasons(qkv_T3HE[:, 0].flatten(1))
+    return fused_reasons(qkv_T3HE) + cast_reasons(qkv_T3HE[:, 0].flatten(1))
 
 
 def backward_reasons(*arguments: Any) -> list[str]:
     _gradient, qkv_T3HE, _cu_seqlens, _context, lse_HT, *_ = arguments
-    reasons = [] if lse_HT.ndim == 2 else ["the forward pass was another implementation's"]
+    reasons = [] if lse_HT.ndim == 2 else ["another implementation computed the forward pass"]
     return reasons + unsupported_reasons(qkv_T3HE)
 
 

@@ -74,7 +74,7 @@ _FP32_LAUNCHES = {"forward": _Launch(32, 32, 4, 2), "dq": _Launch(32, 32, 4, 1),
 
 
 def _rows_of_heads(x: Tensor) -> Tensor:
-    """Return ``x`` [N, H, E] if the heads of each row are contiguous, as in a view of a packed tensor, or else a copy."""
+    """Return ``x`` [N, H, E] if the heads of each row are contiguous, as in a view of a fused tensor, or else a copy."""
     return x if x.stride()[1:] == (x.shape[2], 1) else x.contiguous()
 
 
@@ -88,7 +88,10 @@ def _written(casts: Casts | None) -> tuple[Tensor | None, ...]:
 
 
 def empty_saved(query: Tensor, max_seqlen: int, state: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Allocate what the forward pass saves: log-sums [H, Q] and dropout's mask bits [H, groups, Q, 4], or [0] without."""
+    """Allocate the tensors that the forward pass saves: the logarithms of softmax's sums [H, Q], and dropout's mask bits.
+
+    The mask bits are [H, groups, Q, 4], or [0] without dropout.
+    """
     queries, heads, _size = query.shape
     shape = (0,) if state is None else (heads, _groups(max_seqlen), queries, KEYS_A_GROUP // PLACES_A_DRAW)
     return query.new_empty((heads, queries), dtype=torch.float32), query.new_empty(shape, dtype=torch.int16)
@@ -169,14 +172,14 @@ def launch_backward(
 def configurations() -> list[Configuration]:
     """Return the kernels' bf16 configurations for BERT-Large (H = 16, E = 64) and the default model (H = 4, E = 32)."""
     kernels = {"forward": attention_forward, "dq": attention_backward_queries, "dkv": attention_backward_keys}
-    devices = {oldest: tuple(c for c in SHARED_MEMORY_LIMITS if _oldest(c) == oldest) for oldest in _LAUNCHES}
+    devices = {tuned: tuple(c for c in SHARED_MEMORY_LIMITS if _tuned_for(c) == tuned) for tuned in _LAUNCHES}
     chosen = []
     for capability, (model, heads, size), last_layer, dropout in product(
         _LAUNCHES, (("large", 16, 64), ("small", 4, 32)), (False, True), (False, True)
     ):
-        # In the last layer the queries and all gradients are separate tensors, and keys and values are packed.
-        packed = (2 if last_layer else 3) * heads * size
-        strides = [heads * size if last_layer else packed, packed, packed]
+        # In the last layer, keys and values share a tensor, and the queries and all gradients are separate tensors.
+        fused = (2 if last_layer else 3) * heads * size
+        strides = [heads * size if last_layer else fused, fused, fused]
         gradient_strides = [heads * size] * 3 if last_layer else strides
         case = f"{model}{', last layer' if last_layer else ''}{', dropout' if dropout else ''}, from sm_{capability}"
         for name, kernel in kernels.items():
@@ -218,12 +221,12 @@ def _launch(name: str, x: Tensor) -> _Launch:
     if x.element_size() == 4:
         return _FP32_LAUNCHES[name]
     major, minor = torch.cuda.get_device_capability(x.device) if x.is_cuda else (9, 0)
-    return _LAUNCHES[_oldest(10 * major + minor)][name]
+    return _LAUNCHES[_tuned_for(10 * major + minor)][name]
 
 
-def _oldest(capability: int) -> int:
-    """Return the capability whose launches a device of this ``capability`` uses."""
-    return max((oldest for oldest in _LAUNCHES if oldest <= capability), default=min(_LAUNCHES))
+def _tuned_for(capability: int) -> int:
+    """Return the highest capability in ``_LAUNCHES`` that is not above this one, or the lowest one if all are above it."""
+    return max((tuned for tuned in _LAUNCHES if tuned <= capability), default=min(_LAUNCHES))
 
 
 def smallest_block(x: Tensor) -> int:

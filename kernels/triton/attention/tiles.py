@@ -185,8 +185,7 @@ def store_rows(base, tile, rows, stop, STRIDE: tl.constexpr, HEAD_SIZE: tl.const
 
 @triton.jit
 def transposed_rows(row, tokens):
-    """Return the offset of a row in a transposed cast, whose row length is ``tokens`` rounded up to a multiple of
-    16."""
+    """Return the offset of a row in a transposed cast. The rows' length is ``tokens`` rounded up to a multiple of 16."""
     return row.to(tl.int64) * ((tokens + 15) // 16 * 16)
 
 

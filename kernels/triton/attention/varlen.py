@@ -55,12 +55,12 @@ def unsupported_reasons(query_QHE: Tensor, key_THE: Tensor, value_THE: Tensor, *
     return reasons
 
 
-def packed_reasons(qkv_T3HE: Tensor, *_: Any) -> list[str]:
+def fused_reasons(qkv_T3HE: Tensor, *_: Any) -> list[str]:
     return unsupported_reasons(*qkv_T3HE.unbind(1))
 
 
 def _parts(qkv: Sequence[Tensor]) -> list[Tensor]:
-    """Return query, key and value, which may be one packed tensor [T, 3, H, E]."""
+    """Return query, key and value. ``qkv`` has these three tensors, or one fused tensor [T, 3, H, E]."""
     return list(qkv[0].unbind(1) if len(qkv) == 1 else qkv)
 
 

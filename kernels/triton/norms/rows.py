@@ -58,8 +58,7 @@ def row_means(tile, D: tl.constexpr):
 def load_state(state):
     """Load dropout's seed and step, or return two zeros if ``state`` is None.
 
-    A kernel with a pipelined loop loads them before the loop. Inside, Triton would copy them to shared memory in every
-    turn.
+    Kernels call this before a pipelined loop. Inside, Triton would copy the loads to shared memory in every iteration.
     """
     return (0, 0) if state is None else (tl.load(state), tl.load(state + 1))
 
@@ -203,7 +202,7 @@ _TYPES |= {"programs": "i32", "width": "i32"}
 
 
 def norm_configurations(
-    stream: str,
+    hidden: str,
     *kernels: Any,
     types: Mapping[str, str] = {},
     fixed: Mapping[str, object] = {},
@@ -211,7 +210,7 @@ def norm_configurations(
 ) -> list[Configuration]:
     """Return the configurations of ``kernels`` in training under autocast, for BERT-Large and the small default model.
 
-    Parameters and embeddings are fp32, and y and dy have the type ``stream``. ``types`` and ``fixed`` describe further
+    Parameters and embeddings are fp32, and y and dy have the type ``hidden``. ``types`` and ``fixed`` describe further
     parameters of the kernels. ``devices`` is passed to ``Configuration.of``.
     """
     found = []
@@ -219,8 +218,8 @@ def norm_configurations(
         options = Layout.of(columns).options(columns, dropout)
         num_warps, num_stages = options.pop("num_warps"), options.pop("num_stages")
         constants = {**options, **fixed} if dropout else {**options, **fixed, "state": None}
-        kinds = {**_TYPES, "y": f"*{stream}", "dy": f"*{stream}", **types}
-        name = f"{stream}, D = {columns}{', dropout' if dropout else ''}"
+        kinds = {**_TYPES, "y": f"*{hidden}", "dy": f"*{hidden}", **types}
+        name = f"{hidden}, D = {columns}{', dropout' if dropout else ''}"
         found.append(Configuration.of(name, kernel, kinds, constants, num_warps, num_stages, **devices))
     return found
 

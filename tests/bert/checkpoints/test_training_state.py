@@ -129,7 +129,7 @@ def test_runs_resumed_in_another_precision(make: Make) -> None:
     restore(again.step, find(run.folder, again.config, again.train, CPU), CPU)
     assert again.step.fp8 is not None
     for dense in again.step.fp8.denses:
-        cast = dense.weight_NK.float() * dense.weight_site.inverse
+        cast = dense.weight_NK.float() * dense.weight_scaling.inverse
         torch.testing.assert_close(cast, dense.weight.detach(), rtol=2**-4, atol=1e-3)
     again.save(2)
     state = find(again.folder, run.config, run.train, CPU)

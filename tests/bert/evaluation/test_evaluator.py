@@ -92,7 +92,7 @@ def with_unknown(small_run: SmallRun, folder: Path, every: int) -> Dataset:
 def test_unknown_tokens_are_left_out_if_they_do_not_count(
     small_run: SmallRun, model: BertForPreTraining, tmp_path: Path, predicted: str, warm: bool
 ) -> None:
-    """The model predicts the same token for every gap, so its accuracy follows from the labels."""
+    """The model predicts one token at every masked position, so its accuracy follows from the labels."""
     dataset = with_unknown(small_run, tmp_path / "some", every=3)
     labels = dataset.take(np.arange(len(dataset))).masked_lm_ids
     known = labels[labels != UNKNOWN]

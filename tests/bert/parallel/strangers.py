@@ -29,7 +29,7 @@ def store() -> TCPStore:
 
 
 def answer(port: int, content: bytes, patience_s: float = 5.0) -> bytes:
-    """Send bytes to a port, and return what it says first."""
+    """Send bytes to a port, and return the first bytes of its answer."""
     with socket.create_connection(("127.0.0.1", port), timeout=patience_s) as connection, suppress(OSError):
         connection.sendall(content)
         connection.shutdown(socket.SHUT_WR)

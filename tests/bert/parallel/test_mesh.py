@@ -229,7 +229,7 @@ def test_only_rails_ask_for_sums_in_switches(monkeypatch: pytest.MonkeyPatch) ->
         Communicators.create(mesh, in_network=True)
 
 
-def test_a_device_is_set_up_with_sums_in_fp32() -> None:
+def test_joining_makes_products_accumulate_in_fp32() -> None:
     """The device's setup overrides whatever precision was set before."""
     products = torch.backends.cuda.matmul
     products.allow_bf16_reduced_precision_reduction = products.allow_fp16_reduced_precision_reduction = True

@@ -72,7 +72,7 @@ SHELL = {"SLURM_STEP_ID": "4294967290"}
         (SRUN | SHELL | {"MASTER_ADDR": "h0"}, (7, 8, 3, 4), True),
     ],
 )
-def test_a_launcher_is_read(
+def test_ranks_and_sizes_are_read_from_the_launchers_variables(
     monkeypatch: Patch, variables: dict[str, str], expected: tuple[int, ...], started_as_rank: bool
 ) -> None:
     set_all(monkeypatch, variables)
@@ -93,11 +93,11 @@ def test_a_shell_of_slurms_starts_a_single_process(monkeypatch: Patch, variable:
     assert Launch.from_environment().world_size == 8
 
 
-def test_a_launcher_that_outlives_its_processes_is_missed(monkeypatch: Patch) -> None:
+def test_the_end_of_a_launcher_that_outlives_its_processes_is_reported(monkeypatch: Patch) -> None:
     environment._parent.cache_clear()
     Launch.from_environment()  # which notes the parent
     parent = os.getppid()
-    monkeypatch.setattr(os, "getppid", lambda: 1)
+    monkeypatch.setattr(os, "getppid", lambda: parent + 1)
     gone = f"its launcher, process {parent}, is gone: killed, perhaps because memory ran out"
     for variables, said in (
         (TORCHRUN, ""),  # a shell may have set them

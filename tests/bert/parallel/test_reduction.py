@@ -20,6 +20,7 @@ from bert.parallel.reduction.gradients import (
     CommunicationStream,
     Communicators,
     Reduction,
+    add_contributions,
     bucket_slices,
     choose,
 )
@@ -56,6 +57,18 @@ def error_of(reduction: Reduction, flat: FlatParameters, mesh: Mesh) -> float:
     dist.all_gather(everyones, flat.gradients_N)
     assert all(torch.equal(everyones[0], other) for other in everyones)
     return float((flat.gradients_N - exact).norm() / exact.norm())
+
+
+@pytest.mark.parametrize("spread", [0.0, 1.0])
+def test_contributions_of_4096_ranks_are_added_in_fp32(spread: float) -> None:
+    """Add terms of both signs, and equal terms, whose bf16 sum would stop growing after 256 terms."""
+    generator = torch.Generator().manual_seed(3)
+    contributions_RW = (1 + 3 * spread * torch.randn(4096, 400, generator=generator)).bfloat16()
+    whole_W = torch.full((402,), torch.nan)
+    add_contributions(contributions_RW, whole_W[1:401])
+    exact_W = contributions_RW.double().sum(0)
+    assert (whole_W[1:401] - exact_W).norm() < 1e-6 * exact_W.norm()
+    assert whole_W[[0, -1]].isnan().all()
 
 
 @pytest.mark.slow
@@ -127,13 +140,13 @@ def test_the_fastest_strategy_is_taken_on_all_ranks() -> None:
         groups = Communicators.create(mesh)
         flat = flat_parameters(groups.shards)
         for name, fastest, times, best, left in (
-            ("world", "hierarchical", [0.4, 0.2, 0.3, 0.3, 9.0], 200, 1),
+            ("data", "hierarchical", [0.4, 0.2, 0.3, 0.3, 9.0], 200, 1),
             ("rail", "flat", [1.5, 1.5, 1.25, 9.0], 1250, 1),
             ("rail", "flat", [1.0, 2.5, 9.0], 1000, 1),
         ):
             slow, delays[:] = getattr(groups, name), times
             flat.gradients_N.fill_(1.0)
-            shown = {"flat": 0, "hierarchical": 0} | {"flat" if name == "world" else "hierarchical": best}
+            shown = {"flat": 0, "hierarchical": 0} | {"flat" if name == "data" else "hierarchical": best}
             reason = ", ".join(f"{strategy} {ms:.1f} ms" for strategy, ms in shown.items())
             assert choose(TRAINING, flat, groups) == (fastest, reason)
             assert (len(delays), bool(flat.gradients_N.any())) == (left, False)
@@ -208,7 +221,7 @@ def test_spans_cover_the_shard_and_know_their_segment() -> None:
     assert segment_spans((5,), [(6, 8)]) == []  # the shard has only padding
 
 
-def test_a_stream_keeps_order_and_hands_on_what_went_wrong() -> None:
+def test_a_stream_keeps_order_and_raises_the_errors_of_its_work() -> None:
     stream, order, held = CommunicationStream(torch.device("cpu")), [], threading.Event()
     stream.run(lambda: order.append(held.wait(30)))
     done = stream.run(lambda: order.append(2))

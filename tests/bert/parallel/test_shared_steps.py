@@ -60,7 +60,7 @@ def hold_weights_back(step: TrainingStep) -> list[slice]:
 
 
 def test_each_part_of_the_model_waits_for_its_weights_and_for_no_others() -> None:
-    """A part that does not wait uses weights of the last step, and the results differ from those of an early gathering."""
+    """A part that did not wait would use weights of the last step, and results would differ from an early gathering's."""
     chosen = config("1,1,1,sharded,block,2,1,3,fp32")
     steps = 3
 
@@ -96,14 +96,14 @@ def test_fp8_weights_are_casts_of_the_gathered_weights() -> None:
         assert not torch.equal(step.fp8.scale_S, scale_S), "scales follow the largest magnitudes"
         assert not step.gathers_in_forward, "the next forward pass has nothing left to gather"
         for dense in step.fp8.denses:
-            expected = cast_fp8(dense.weight.detach(), dense.weight_site.scale, torch.zeros(()), torch.float8_e4m3fn)
+            expected = cast_fp8(dense.weight.detach(), dense.weight_scaling.scale, torch.zeros(()), torch.float8_e4m3fn)
             assert torch.equal(dense.weight_NK.float(), expected.float())
         return step.flat.weights_P.clone()
 
     assert torch.equal(*on_ranks(2, require_casts))
 
 
-def test_captured_steps_of_ranks_with_shards_are_the_steps() -> None:
+def test_captured_steps_of_ranks_with_shards_equal_eager_steps() -> None:
     """The first, the last and the other micro-batches of a step have graphs of their own, and so has the update."""
     chosen = config("1,1,1,sharded,block,2,3,3,fp32")
     buckets = ShapeBucket(160, 8, 64, 32), ShapeBucket(170, 8, 64, 32)

@@ -20,7 +20,7 @@ SIZE, STEPS, APART, DELAY = 1500, 9, 4, 2
 SHARES = (1 / 6, 2 / 6, 3 / 6)
 
 
-def test_a_code_is_as_exact_as_its_type() -> None:
+def test_encoded_changes_are_rounded_to_their_type() -> None:
     """In int8, the largest element of each block has the code 127 or -127, and the others are rounded to the nearest."""
     change_K = torch.cat([0.5 * torch.arange(-127, 129), torch.zeros(BLOCK), torch.full((BLOCK,), 3.0)])
     change_K[254:256] = torch.tensor([0.24, -0.26])

@@ -1,4 +1,4 @@
-"""The watchdog of forked ranks: what the hub knows of them, and how all end when one fails, ends or stops."""
+"""The watchdog of forked ranks: the positions that the hub records, and the end of all ranks if one fails, ends or stops."""
 
 import os
 import signal

@@ -68,8 +68,8 @@ def test_silence_is_an_end_in_its_time_and_names_all_who_fell_silent_together() 
     assert ranks.end() == (61 - 13, Ending(f"rank 2 on host h1, rank 3 on host h1: {text}", FAULT_STATUS, 2))
 
 
-def test_who_stands_still_furthest_behind_is_named() -> None:
-    """The order is that of a step's phases, each before the exchange in it. An unknown phase is the last one."""
+def test_the_rank_that_stands_still_furthest_behind_is_named() -> None:
+    """Phases are ordered as in a step, each one before its exchange. An unknown phase comes last."""
     phases = "data_wait", "forward_backward", "reduce", "update", "site_wait", "statistics", "checkpoint", "evaluation"
     order = [(each, 5) for phase in phases for each in (phase, f"exchange in {phase}")]
     for behind, ahead in pairwise([*order, ("something new", 5), ("data_wait", 6)]):
@@ -81,7 +81,7 @@ def test_who_stands_still_furthest_behind_is_named() -> None:
         assert ranks.end() == (61, Ending(text, FAULT_STATUS, 1))
 
 
-def test_all_in_the_same_place_blames_nobody() -> None:
+def test_no_rank_is_blamed_if_all_stand_still_in_the_same_phase() -> None:
     ranks = Played()
     for rank in range(3):
         ranks.at(rank, "reduce", 9)

@@ -1,7 +1,7 @@
 """Fused FP8 layers give the same results, bit for bit, as the layers that they replace."""
 
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -15,7 +15,7 @@ from bert.configuration.sections import ModelConfig, Recompute
 from bert.products import fp8_layer
 from dataloading.batches.loader import Batch, batch_of
 from dataloading.shards.samples import synthetic_samples
-from kernels import OPS
+from kernels import OPS, choose
 from kernels.registry import Implementation
 from kernels.tuning import autotune
 from tests.bert.small_models import fp8_model, gradients, mean_loss
@@ -29,14 +29,10 @@ def small_batch() -> Batch:
     return batch_of(synthetic_samples(np.array([9, 31, 17, 26, 32, 8]), CONFIG.vocab_size, 0))
 
 
-@contextmanager
-def definitions(*besides: str) -> Iterator[None]:
-    """Compute every FP8 op, and the ops named in ``besides``, by its reference implementation."""
-    with ExitStack() as stack:
-        for name in OPS:
-            if "fp8" in name or name in ("scaled_matmul", *besides):
-                stack.enter_context(OPS[name].using("reference"))
-        yield
+def choose_definitions() -> None:
+    """Compute attention and norms by their definitions, which a CPU uses for all other ops anyway."""
+    names = "varlen_self_attention", "varlen_attention", "dropout_add_layer_norm", "embedding_layer_norm"
+    choose(dict.fromkeys(names, "reference"))
 
 
 def trained(config: ModelConfig, batch: Batch, autocast: bool, fused: bool, **how: Any) -> Found:
@@ -67,29 +63,28 @@ def assert_same(found: Found, expected: Found) -> None:
 def test_losses_gradients_and_magnitudes_are_those_of_separate_passes(autocast: bool, recompute: Recompute) -> None:
     """On a CPU, attention is PyTorch's, which does not cast its output to FP8 itself. Recomputed layers pass no casts."""
     batch = small_batch()
-    with definitions():
-        plain = trained(CONFIG, batch, autocast, fused=False)
-        assert_same(trained(CONFIG, batch, autocast, fused=True, recompute=recompute), plain)
+    plain = trained(CONFIG, batch, autocast, fused=False)
+    assert_same(trained(CONFIG, batch, autocast, fused=True, recompute=recompute), plain)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("autocast", [False, True])
 def test_attention_that_makes_casts_changes_nothing_and_drops_the_same(autocast: bool) -> None:
     batch = small_batch()
-    with definitions("varlen_self_attention", "varlen_attention", "dropout_add_layer_norm", "embedding_layer_norm"):
-        plain = trained(DROPPING, batch, autocast, fused=False)
-        assert_same(trained(DROPPING, batch, autocast, fused=True), plain)
+    choose_definitions()
+    plain = trained(DROPPING, batch, autocast, fused=False)
+    assert_same(trained(DROPPING, batch, autocast, fused=True), plain)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("op", ["attention_cast_fp8", "attention_backward_cast_fp8"])
 def test_casts_are_separate_if_another_implementation_makes_them(monkeypatch: pytest.MonkeyPatch, op: str) -> None:
     batch = small_batch()
-    with definitions("varlen_self_attention", "varlen_attention", "dropout_add_layer_norm", "embedding_layer_norm"):
-        together = trained(DROPPING, batch, True, fused=True)
-        monkeypatch.delattr(fp8_layer, "_ProductAttention")
-        with OPS[op].using("triton"):
-            assert_same(trained(DROPPING, batch, True, fused=True), together)
+    choose_definitions()
+    together = trained(DROPPING, batch, True, fused=True)
+    monkeypatch.delattr(fp8_layer, "_ProductAttention")
+    with OPS[op].using("triton"):
+        assert_same(trained(DROPPING, batch, True, fused=True), together)
 
 
 @pytest.mark.parametrize(("fused", "separate"), [(1.0, 2.0), (2.0, 1.0)])
@@ -106,56 +101,53 @@ def test_a_layer_takes_the_form_of_attention_that_was_measured_to_be_faster(
     request.addfinalizer(lambda: autotune.apply([]))
     triton = Implementation("triton", {op: partial(call, op) for op in ops})
     losses = set[float]()
-    with definitions():
-        for op in ops:
-            order = triton, OPS[op].implementations["reference"]
-            monkeypatch.setattr(OPS[op], "asked", "auto")
-            monkeypatch.setattr(OPS[op], "orders", {"cpu": order, "cuda": order})
-            monkeypatch.setitem(OPS[op].implementations, "triton", triton)
-        model, batch = fp8_model(CONFIG, fused=True)[0], small_batch()
+    for op in ops:
+        order = triton, OPS[op].implementations["reference"]
+        monkeypatch.setattr(OPS[op], "orders", {"cpu": order, "cuda": order})
+        monkeypatch.setitem(OPS[op].implementations, "triton", triton)
+    model, batch = fp8_model(CONFIG, fused=True)[0], small_batch()
 
-        def took(work: Callable[[], object]) -> float:
-            called.clear()
-            work()
-            return fused if ops[1] in called else separate
+    def took(work: Callable[[], object]) -> float:
+        called.clear()
+        work()
+        return fused if ops[1] in called else separate
 
-        for _ in range(3):
-            with autotune.observed() as requests:
-                losses.add(mean_loss(model, batch).item())
-            (choice,) = autotune.tune([request for request in requests if request.op in ops[:2]], timed=took)
-            assert len(choice.milliseconds) == 2
-            autotune.apply(autotune.from_json(autotune.to_json([choice])))
-            called.clear()
-            mean_loss(model, batch)
-            assert (ops[1] in called) == (fused < separate)
+    for _ in range(3):
+        with autotune.observed() as requests:
+            losses.add(mean_loss(model, batch).item())
+        (choice,) = autotune.tune([request for request in requests if request.op in ops[:2]], timed=took)
+        assert len(choice.milliseconds) == 2
+        autotune.apply(autotune.from_json(autotune.to_json([choice])))
+        called.clear()
+        mean_loss(model, batch)
+        assert (ops[1] in called) == (fused < separate)
     assert len(losses) == 1
 
 
 def test_evaluation_computes_with_the_scales_of_training_and_leaves_the_state_alone() -> None:
     batch, losses = small_batch(), set()
-    with definitions():
-        for fused in (False, True):
-            model, state = fp8_model(CONFIG, fused)
-            for _ in state.calibration_():
-                mean_loss(model, batch).backward()
-            with torch.no_grad():
-                for dense in state.denses:
-                    dense.bias.uniform_(-0.3, 0.3, generator=torch.Generator().manual_seed(4))
-            trained_loss = mean_loss(model, batch).item()
-            casts = [cast for dense in state.denses for cast in (dense.weight_NK, dense.weight_KN)]
-            tensors = [state.scale_S, state.inverse_S, state.amax_S, *casts]
-            before = [tensor.float() + 0 for tensor in tensors]
-            with torch.no_grad():
-                losses.add(mean_loss(model.eval(), batch).item())
-            assert all(torch.equal(tensor.float(), old) for tensor, old in zip(tensors, before, strict=True))
-            assert max(losses) == pytest.approx(trained_loss, rel=1e-6)
+    for fused in (False, True):
+        model, state = fp8_model(CONFIG, fused)
+        for _ in state.calibration_():
+            mean_loss(model, batch).backward()
+        with torch.no_grad():
+            for dense in state.denses:
+                dense.bias.uniform_(-0.3, 0.3, generator=torch.Generator().manual_seed(4))
+        trained_loss = mean_loss(model, batch).item()
+        casts = [cast for dense in state.denses for cast in (dense.weight_NK, dense.weight_KN)]
+        tensors = [state.scale_S, state.inverse_S, state.amax_S, *casts]
+        before = [tensor.float() + 0 for tensor in tensors]
+        with torch.no_grad():
+            losses.add(mean_loss(model.eval(), batch).item())
+        assert all(torch.equal(tensor.float(), old) for tensor, old in zip(tensors, before, strict=True))
+        assert max(losses) == pytest.approx(trained_loss, rel=1e-6)
     assert len(losses) == 1
 
 
 @pytest.mark.parametrize("attention", ["pytorch", "reference"])
 def test_a_backward_pass_after_the_update_is_refused(attention: str) -> None:
     batch = small_batch()
-    with definitions(), OPS["varlen_self_attention"].using(attention):
+    with OPS["varlen_self_attention"].using(attention):
         model, state = fp8_model(CONFIG, fused=True)
         loss = mean_loss(model, batch)
         state.update_()

@@ -5,7 +5,6 @@ The step is patched to use the op that adds products to gradients, as on a GPU, 
 
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any, get_args
 
@@ -21,7 +20,7 @@ from bert.products.weight_gradients import AccumulatingProducts, WeightCopies, W
 from bert.recomputation import RECOMPUTED_OPS
 from bert.step import TrainingStep
 from dataloading.batches.loader import Batch, batch_of
-from kernels import OPS
+from kernels import choose
 from tests.bert.recording import Recording, recordable_attention
 from tests.bert.small_models import OF_SMALL_RUN, assert_same, step_config, training_step
 from tests.bert.test_recompute import step_of, trained
@@ -64,7 +63,7 @@ def test_gradients_are_more_exact_than_those_of_autocast(small_run: SmallRun, as
 
 @pytest.mark.parametrize("precision", ["bf16", "fp8"])
 @pytest.mark.parametrize("accumulation", [1, 3])
-def test_steps_are_those_of_autograd(
+def test_steps_agree_with_those_of_autograd(
     small_run: SmallRun, as_on_a_gpu: pytest.MonkeyPatch, precision: Precision, accumulation: int
 ) -> None:
     """Losses, gradients, weights and an evaluation agree up to bf16 rounding."""
@@ -94,7 +93,7 @@ def test_steps_are_those_of_autograd(
 
 @pytest.mark.usefixtures("as_on_a_gpu")
 @pytest.mark.parametrize("precision", ["bf16", "fp8"])
-def test_the_first_micro_batch_writes_over_what_the_last_step_left(small_run: SmallRun, precision: str) -> None:
+def test_the_first_micro_batch_overwrites_the_last_steps_gradients(small_run: SmallRun, precision: str) -> None:
     expected, found = (made(precision) for _ in range(2))
     weights = product_weights(found.model, True)
     assert len(weights) == 4 * len(found.model.layers) - 1 + 1, "products and the word table"
@@ -107,7 +106,7 @@ def test_the_first_micro_batch_writes_over_what_the_last_step_left(small_run: Sm
 
 
 @pytest.mark.usefixtures("as_on_a_gpu")
-def test_steps_leave_copies_and_only_what_is_overwritten(small_run: SmallRun) -> None:
+def test_steps_leave_copies_of_the_weights_and_only_gradients_that_are_overwritten(small_run: SmallRun) -> None:
     """Copies equal the weights after a warm-up and after a step. Steps leave only gradients that will be overwritten."""
     step = made()
     assert isinstance(step.optimizer, Lamb)
@@ -136,7 +135,7 @@ def test_steps_leave_copies_and_only_what_is_overwritten(small_run: SmallRun) ->
 
 
 @pytest.mark.usefixtures("as_on_a_gpu")
-def test_steps_leave_fp8_weights_as_a_pass_of_their_own_does(small_run: SmallRun) -> None:
+def test_fp8_weights_of_a_step_equal_a_separate_cast(small_run: SmallRun) -> None:
     """LAMB's own cast and a separate cast give the same FP8 weights, scales and magnitudes, also after a skipped step."""
     found, expected = made("fp8"), made("fp8")
     assert isinstance(expected.optimizer, Lamb)
@@ -165,13 +164,11 @@ def fp8_numbers(step: TrainingStep) -> list[Tensor]:
 
 @pytest.mark.usefixtures("as_on_a_gpu")
 @pytest.mark.slow
-def test_recomputed_and_captured_steps_are_the_steps(small_run: SmallRun) -> None:
+def test_recomputed_and_captured_steps_equal_plain_steps(small_run: SmallRun) -> None:
     """Recomputation and CUDA graphs change no bit. The first micro-batch has its own graphs, as it overwrites."""
-    with ExitStack() as stack:
-        # PyTorch's implementations draw dropout from its generator, which a captured recomputation cannot reset.
-        for name in RECOMPUTED_OPS:
-            stack.enter_context(OPS[name].using("reference"))
-        stack.enter_context(recordable_attention())
+    # PyTorch's implementations draw dropout from its generator, which a captured recomputation cannot reset.
+    choose(dict.fromkeys(RECOMPUTED_OPS, "reference"))
+    with recordable_attention():
         expected = trained(step_of("none", "bf16"), small_run)
         for recompute in get_args(Recompute):
             capturer = Recording()
@@ -182,7 +179,7 @@ def test_recomputed_and_captured_steps_are_the_steps(small_run: SmallRun) -> Non
 @pytest.mark.oldest_torch
 @pytest.mark.usefixtures("as_on_a_gpu")
 @pytest.mark.parametrize("precision", ["bf16", "fp8"])
-def test_every_parameter_says_once_that_its_gradient_is_there(small_run: SmallRun, precision: str) -> None:
+def test_every_parameters_hook_runs_once_when_its_gradient_is_complete(small_run: SmallRun, precision: str) -> None:
     """Every parameter's hook runs once, when its gradient is complete, so that the reduction can start.
 
     This includes parameters whose gradients bypass autograd.

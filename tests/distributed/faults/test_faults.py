@@ -99,7 +99,7 @@ def test_a_rank_that_stands_still_is_named_and_not_those_that_wait(
 
 
 @pytest.mark.measured
-def test_a_wait_of_all_ranks_blames_nobody_before_its_time(start: Start) -> None:
+def test_no_rank_is_blamed_after_all_were_suspended(start: Start) -> None:
     ranks = start(training__fault_seconds=SECONDS)
     for process in ranks.processes:
         process.send_signal(signal.SIGSTOP)

@@ -1,4 +1,4 @@
-"""Resuming from a checkpoint: the same losses on any number of ranks, and a restart by torchrun after a kill."""
+"""Resuming from a checkpoint: equal losses on any number of ranks, and broken checkpoints."""
 
 import json
 import os

@@ -88,7 +88,7 @@ def test_evaluated_and_saved_weights_are_whole(small_run: SmallRun, tmp_path: Pa
         torch.testing.assert_close(other[name], tensor, rtol=1e-3, atol=1e-3)
 
 
-def test_where_agents_start_again_a_rank_that_gets_no_signal_of_its_own_asks_for_it(
+def test_a_rank_without_a_signal_of_its_own_ends_as_after_a_fault_if_agents_restart_it(
     small_run: SmallRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A signal to one rank means that its host leaves the run. The other rank ends as after a fault, to be restarted."""
@@ -102,7 +102,7 @@ def test_where_agents_start_again_a_rank_that_gets_no_signal_of_its_own_asks_for
     assert [record["status"] for record in records(tmp_path, "end")] == ["aborted"]
 
 
-def test_a_run_that_shares_copies_is_the_run_of_one_rank(small_run: SmallRun, tmp_path: Path) -> None:
+def test_a_run_that_divides_the_model_agrees_with_one_rank(small_run: SmallRun, tmp_path: Path) -> None:
     """Compare steps, evaluations and saved weights, and resume each run from the other run's checkpoint."""
     common = {"model__num_hidden_layers": 4, "checkpoint__keep": 9}
     shape = {"parallel__tensor": 2, "parallel__pipeline": 2, "training__gradient_accumulation_steps": 2}

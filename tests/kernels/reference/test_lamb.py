@@ -1,7 +1,6 @@
 # pyright: reportArgumentType=false, reportCallIssue=false
 """LAMB compared with NumPy in float64, with gradients that are not finite, and its copies of the weights."""
 
-import importlib.util
 import math
 from dataclasses import replace
 
@@ -15,10 +14,8 @@ from kernels import LambHyperparameters, LambSegments, LambState, lamb_direction
 from kernels.reference.fp8 import E4M3
 from kernels.reference.lamb import WeightCast
 from tests.conftest import at_most
+from tests.kernels.accuracy import EITHER
 from tests.kernels.lamb_oracle import HYPERPARAMETERS, NumpyLamb, at
-
-NO_TRITON = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
-EITHER = pytest.mark.parametrize("implementation", ["reference", pytest.param("triton", marks=NO_TRITON)])
 
 
 @pytest.mark.oldest_torch
@@ -31,7 +28,7 @@ EITHER = pytest.mark.parametrize("implementation", ["reference", pytest.param("t
     weight_decay=st.sampled_from([0.0, 0.01, 0.1]),
     seed=st.integers(0, 2**31),
 )
-def test_matches_numpy(parts, zero_weights, gradient_scale, betas, weight_decay, seed):
+def test_lamb_agrees_with_numpy(parts, zero_weights, gradient_scale, betas, weight_decay, seed):
     """Drawn inputs include weights that start at zero, and gradients above and below the clipping limit."""
     segments = LambSegments(tuple(size for size, _ in parts), tuple(adapted for _, adapted in parts))
     generator = torch.Generator().manual_seed(seed)
@@ -58,7 +55,7 @@ def test_zero_update_and_zero_weight_leave_a_ratio_of_one(implementation: str):
     assert flat[:3].tolist() == pytest.approx([-0.1] * 3, rel=1e-5)  # the trust ratio is 1
 
 
-def test_copies_are_of_the_updated_weights_and_nothing_need_be_adapted():
+def test_copies_and_casts_are_made_of_the_updated_weights():
     segments, flat, ones = LambSegments((40, 256, 5), (True, True, False)), torch.linspace(-3, 3, 301), torch.ones(301)
     copies, casts = torch.zeros(301, dtype=torch.bfloat16), torch.zeros(2, 16, 16).to(E4M3)
     cast, state = WeightCast(40, torch.tensor(2.0), torch.tensor(0.0), *casts), LambState.zeros_like(flat)

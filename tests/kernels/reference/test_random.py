@@ -24,7 +24,7 @@ def words(*values: int) -> list[torch.Tensor]:
         ),
     ],
 )
-def test_known_answers(counter: tuple[int, ...], key: int, expected: tuple[int, ...]):
+def test_philox_gives_the_published_words(counter: tuple[int, ...], key: int, expected: tuple[int, ...]):
     """Test vectors that the authors publish with Random123 (kat_vectors, philox 4x32-7)."""
     assert tuple(int(word) for word in philox(torch.tensor(key), words(*counter))) == expected
 
@@ -34,7 +34,7 @@ def mask(p: float = 0.1, rows: int = 4096, columns: int = 256, seed: int = 1, st
 
 
 @pytest.mark.parametrize("p", [0.0, 0.1, 25.5 / 256, 0.9])
-def test_rate(p: float):
+def test_a_mask_drops_elements_at_the_given_rate(p: float):
     kept = mask(p).double()
     deviation = math.sqrt(max(p * (1 - p), 1e-12))
     assert abs(kept.mean().item() - (1 - p)) < 5 * deviation / math.sqrt(kept.numel()) + 1 / 131072
@@ -63,7 +63,7 @@ def test_neighbours_are_independent(rows: int, columns: int):
     assert abs(both.mean().item() - 0.25) < 5 * math.sqrt(0.25 * 0.75 / both.numel())
 
 
-def test_an_element_does_not_depend_on_what_else_is_asked_for():
+def test_an_element_of_a_mask_depends_only_on_its_row_and_column():
     everything = mask(0.5, rows=64, columns=100)
     dropout = Dropout(0.5, torch.tensor([1, 2]), 3)
     some = torch.tensor([63, 5, 5])

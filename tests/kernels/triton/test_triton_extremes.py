@@ -59,7 +59,7 @@ def test_ignored_slots_are_inert_whatever_they_hold() -> None:
 
 
 @pytest.mark.parametrize("height", [1e4, -1e4])
-def test_logits_far_from_zero_and_classes_that_cannot_be(height: float) -> None:
+def test_large_logits_and_impossible_classes_give_finite_gradients(height: float) -> None:
     """Exponentials of large logits neither overflow nor vanish, and a class with bias -inf gets no probability."""
     hidden, decoder, bias, labels = loss_inputs(4, 2000)
     bias = bias.detach() + height
@@ -73,7 +73,7 @@ def test_logits_far_from_zero_and_classes_that_cannot_be(height: float) -> None:
     assert not any(gradient[:1100].any() for gradient in found[3:])
 
 
-def test_a_backward_pass_twice_and_in_part() -> None:
+def test_a_second_backward_pass_gives_the_same_gradient_although_other_inputs_are_frozen() -> None:
     """A first backward pass leaves the saved gradient intact for a second one. Frozen inputs get no gradient."""
     hidden, decoder, bias, labels = loss_inputs(5, 70)
     found, _ = loss.masked_lm_loss(hidden, decoder.detach(), bias.detach(), labels)

@@ -9,9 +9,7 @@ from torch import Tensor
 
 from kernels import OPS
 from kernels.tuning.examples import example_inputs
-from tests.kernels.accuracy import CPU
-
-IN_TRITON = [name for name, op in OPS.items() if "triton" in op.implementations]
+from tests.kernels.accuracy import CPU, IN_TRITON
 
 FIRST = {"embedding_layer_norm": 3, "attention_backward_cast_fp8": 1}
 """Index of the input whose type an op checks, for ops that do not check the first input."""
@@ -46,6 +44,8 @@ def columns(count: int) -> Callable[[Tensor], Tensor]:
         ("attention_backward_cast_fp8", {4: lambda _: torch.empty(0)}, "another implementation"),
     ],
 )
-def test_what_an_op_cannot_take(op: str, changes: dict[int, Callable[[Any], object]], reason: str) -> None:
+def test_unsupported_inputs_are_refused_with_the_reason(
+    op: str, changes: dict[int, Callable[[Any], object]], reason: str
+) -> None:
     assert reasons(op, {}) == ""
     assert reason in reasons(op, changes)

@@ -56,7 +56,7 @@ def weights_and_gradients(
         ("starts at every alignment", 1e-4, replace(HYPERPARAMETERS, beta_1=0.3, beta_2=0.4)),
     ],
 )
-def test_as_exact_as_plain_pytorch(layout: str, scale: float, hyper: LambHyperparameters) -> None:
+def test_lamb_in_triton_is_as_exact_as_in_plain_pytorch(layout: str, scale: float, hyper: LambHyperparameters) -> None:
     """Errors of weights, moments and norm are at most twice PyTorch's errors plus one unit in the last place."""
     segments = LAYOUTS[layout]
     flat, gradients = weights_and_gradients(segments, 3, scale)
@@ -81,13 +81,13 @@ def test_as_exact_as_plain_pytorch(layout: str, scale: float, hyper: LambHyperpa
                 assert error(mine, truth) <= 2 * error(theirs, truth) + ULP, (step, name, number)
 
 
-def test_more_chunks_than_are_added_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_segment_may_have_more_chunks_than_are_added_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Like BERT-Large's word embeddings, a segment has too many chunks to add up in one round."""
     monkeypatch.setattr(triton_lamb, "REDUCTION", 2)
-    test_as_exact_as_plain_pytorch("as in BERT", 1.0, HYPERPARAMETERS)
+    test_lamb_in_triton_is_as_exact_as_in_plain_pytorch("as in BERT", 1.0, HYPERPARAMETERS)
 
 
-def test_a_first_step_that_is_not_finite_leaves_what_minus_zero_and_epsilon_zero_would_break() -> None:
+def test_a_skipped_first_step_keeps_minus_zero_and_zero_moments() -> None:
     """With zero moments and epsilon 0, the update would be 0 / 0. Adding 0 would turn a weight of -0 into +0."""
     weights = torch.tensor([-0.0, 1.0, 2.0])
     state, segments = LambState.zeros_like(weights), LambSegments((3,), (True,))
@@ -121,7 +121,7 @@ def test_groups_step_as_all_segments_at_once(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.parametrize("group", [1 << 30, 2100, 1])
-def test_casts_are_those_of_a_pass_of_their_own(monkeypatch: pytest.MonkeyPatch, group: int) -> None:
+def test_casts_in_a_step_equal_separate_casts(monkeypatch: pytest.MonkeyPatch, group: int) -> None:
     """FP8 casts in a step equal separate casts of the new weights, also if the step is skipped, as the last one is."""
     monkeypatch.setattr(triton_lamb, "GROUP", group)
     segments = LambSegments((1024, 1024, 1024, 21, 43, 80 * 32), (True,) * 6)

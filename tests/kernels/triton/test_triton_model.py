@@ -1,6 +1,5 @@
 """The whole model with dropout has the same losses and gradients with Triton's kernels as with the definitions."""
 
-from contextlib import ExitStack
 from dataclasses import replace
 
 import numpy as np
@@ -14,7 +13,7 @@ from bert.model import BertForPreTraining
 from dataloading.batches.loader import Batch, batch_of
 from dataloading.batches.sampler import ShapeBucket
 from dataloading.shards.samples import synthetic_samples
-from kernels import OPS
+from kernels import OPS, choose
 
 MODEL = ModelConfig(2, 32, 2, 64, 100, 48)
 SAMPLES = synthetic_samples(np.array([33, 17, 3]), MODEL.vocab_size)
@@ -27,14 +26,12 @@ def trained(implementation: str, config: ModelConfig, batch: Batch) -> Trained:
     model = BertForPreTraining(config).train()
     initialize_(model, torch.Generator().manual_seed(0))
     model.seed_dropout(11)
-    with ExitStack() as stack:
-        for name in MODEL_OPS:
-            stack.enter_context(OPS[name].using(implementation))
-        output = model(batch)
-        masked, following = output.mean_losses(batch)
-        (masked + following).backward()
-        with torch.no_grad():
-            correct = model.eval()(batch).masked_lm_correct
+    choose(dict.fromkeys(MODEL_OPS, implementation))
+    output = model(batch)
+    masked, following = output.mean_losses(batch)
+    (masked + following).backward()
+    with torch.no_grad():
+        correct = model.eval()(batch).masked_lm_correct
     assert output.masked_lm_correct is None
     assert correct is not None
     gradients = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}

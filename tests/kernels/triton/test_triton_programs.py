@@ -15,15 +15,13 @@ from torch import Tensor
 
 import kernels.triton
 from benchmarks.gpu_parts.accuracy import Outcome, outcome, same_bits
-from kernels import OPS
 from kernels.tuning.examples import Size, example_inputs
 from tests.kernels import faulty_kernels
-from tests.kernels.accuracy import CPU
+from tests.kernels.accuracy import CPU, IN_TRITON, triton
 from tests.kernels.interpreted import Launch, Order, WrongAccessError, walked
 
 # pyright: reportArgumentType=false
 
-IN_TRITON = [name for name, op in OPS.items() if "triton" in op.implementations]
 SEVERAL_PROGRAMS = Size((40, 0, 33, 56), 56, masked=5, hidden=64, heads=2, intermediate=576, vocabulary=90)
 """Size for which every grid has several programs on each axis."""
 
@@ -39,7 +37,7 @@ def one_after_another(op: str) -> tuple[Outcome, list[Launch]]:
 
 def in_triton(op: str) -> Outcome:
     inputs = example_inputs(op, CPU, torch.float32, SEVERAL_PROGRAMS)
-    return outcome(OPS[op].implementations["triton"].function(op), inputs)
+    return outcome(triton(op), inputs)
 
 
 @pytest.mark.parametrize("op", [op for op in IN_TRITON if op != SAME_KERNELS])
@@ -102,11 +100,11 @@ def test_wrong_accesses_are_noticed(fault: str, message: str):
 
 
 @pytest.mark.parametrize("fault", ["leaves an element out", "uses lanes that are left out"])
-def test_memory_that_nobody_wrote_reaches_results(fault: str):
+def test_memory_that_no_program_wrote_makes_results_nan(fault: str):
     assert copied(fault).isnan().any()
 
 
-def test_what_lies_between_a_views_elements_is_not_its_own():
+def test_a_store_between_a_views_elements_is_refused():
     """The gap between a view's elements may hold, for example, elements of another attention head."""
     x, y = torch.arange(8.0), torch.zeros(8, 2)[:, 0]
     with pytest.raises(WrongAccessError, match="store of element 1 of y, which has 15"):

@@ -8,7 +8,7 @@ match, and a stream must wait for data of another stream.
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -28,7 +28,7 @@ from bert.parallel.reduction.gradients import CommunicationStream
 from bert.step import Statistics, TrainingStep
 from dataloading.batches.loader import inert_batch
 from dataloading.batches.sampler import ShapeBucket
-from kernels import OPS
+from kernels import OPS, choose
 from tests.bert import small_models
 from tests.bert.operators import Operators
 from tests.bert.process_groups import TimelineError, require_an_end, require_same_order
@@ -44,6 +44,10 @@ MODEL = ModelConfig(2, 32, 2, 64, 50, 48)
 def traced_step(mesh: Mesh, config: Config, capturer: CudaCapturer | None = None) -> TrainingStep:
     model = BertForPreTraining(config.model).to(mesh.device).train()
     return small_models.step_on(model, config, mesh, capturer)
+
+
+def choose_triton() -> None:
+    choose({name: "triton" if "triton" in op.implementations else "reference" for name, op in OPS.items()})
 
 
 class Watch(Operators):
@@ -64,16 +68,14 @@ class Watch(Operators):
 
 
 @pytest.mark.oldest_torch
-def test_a_step_needs_no_value_on_the_host_and_none_from_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_copies_no_values_between_host_and_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "is_autocast_enabled", lambda _device=None: False)  # "meta" has no autocast
     monkeypatch.setattr(torch, "autocast", lambda *_, **__: nullcontext())
     step = traced_step(Mesh(0, 1, 0, META), step_config(MODEL))
-    with ExitStack() as stack:
-        for op in OPS.values():
-            stack.enter_context(op.using("triton" if "triton" in op.implementations else "reference"))
-        step([BATCH])  # not watched, because it creates cached tables
-        with Watch() as watch:
-            step([BATCH, BATCH])
+    choose_triton()
+    step([BATCH])  # not watched, because it creates cached tables
+    with Watch() as watch:
+        step([BATCH, BATCH])
     assert len(watch.names) > 200
     assert sum("lamb_apply" in name for name in watch.names) == 1
     assert sum("attention" in name for name in watch.names) >= 8  # 2 layers x 2 passes x 2 batches
@@ -116,15 +118,15 @@ Fault = Callable[[int, pytest.MonkeyPatch], object]
 
 @contextmanager
 def watched(rank: int) -> Iterator[tuple[Timeline, pytest.MonkeyPatch]]:
-    """Use Triton's implementations in the block, and yield the rank's recorded timeline."""
-    with ExitStack() as stack, pytest.MonkeyPatch.context() as patch:
-        for op in OPS.values():
-            stack.enter_context(op.using("triton" if "triton" in op.implementations else "reference"))
+    """Use Triton's implementations, and yield the rank's timeline, which is recorded in the block."""
+    choose_triton()
+    with pytest.MonkeyPatch.context() as patch:
         # PyTorch raises an error if autocast is used on "meta" or queried for it.
         patch.setattr(torch, "autocast", lambda *_, **__: nullcontext())
         patch.setattr(torch, "is_autocast_enabled", lambda _device=None: False)
         patch.setattr(Statistics, "fetch", lambda _: None)  # the host reads only at evaluations and after the warm-up
-        yield stack.enter_context(Timeline(rank).watching(patch)), patch
+        with Timeline(rank).watching(patch) as timeline:
+            yield timeline, patch
 
 
 def step_on(rank: int, shape: Shape, capturer: CudaCapturer | None) -> TrainingStep:
@@ -248,6 +250,6 @@ def another_dtype_on_rank_0(rank: int, patch: pytest.MonkeyPatch) -> None:
     ],
     ids=["sums", "types", "messages"],
 )
-def test_what_does_not_fit_or_wait_is_noticed(shape: Shape, fault: Fault, message: str):
+def test_missing_waits_different_types_and_deadlocks_are_noticed(shape: Shape, fault: Fault, message: str):
     with pytest.raises(TimelineError, match=message):
         all_ranks(shape, shape.pipeline == 1, fault)

@@ -105,7 +105,7 @@ def test_the_fastest_is_measured_and_taken(monkeypatch: pytest.MonkeyPatch):
 
 
 @pytest.mark.parametrize("measured", [64, 65], ids=["a kind that was measured", "another kind of call"])
-def test_what_cannot_be_captured_is_dropped_and_the_next_is_taken(
+def test_an_implementation_that_cannot_be_captured_is_dropped_for_the_next(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, measured: int
 ):
     """An implementation that cannot be captured would make the training step's capture fail."""
@@ -138,7 +138,7 @@ def test_the_definition_is_the_last_resort(monkeypatch: pytest.MonkeyPatch):
         op(x)
 
 
-def test_only_a_choice_is_measured(monkeypatch: pytest.MonkeyPatch):
+def test_explicitly_chosen_and_single_implementations_are_not_measured(monkeypatch: pytest.MonkeyPatch):
     op = Grown(monkeypatch, {"slow": 2.0, "fast": 1.0})
     request = request_for(torch.rand(64, 8))
     with OPS["grown"].using("slow"):
@@ -253,7 +253,7 @@ def test_explicit_choices_restrict_how_attention_is_measured(
     assert attention.taken() == taken
 
 
-def test_what_does_not_fit_into_memory_is_neither_measured_nor_dropped(
+def test_a_call_without_memory_for_its_arguments_is_neither_measured_nor_dropped(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
     op = Grown(monkeypatch, {"slow": 2.0, "fast": 1.0})
@@ -310,7 +310,7 @@ def test_examples_are_calls_of_a_models_first_step() -> None:
             assert example.args[4] == hyperparameters(OptimizerConfig(rate, 10))
 
 
-def test_made_tensors_lie_in_memory_as_those_of_the_call():
+def test_generated_arguments_have_the_strides_of_the_call():
     ids, fp8 = torch.arange(5), torch.zeros(16, 32).to(torch.float8_e5m2)
     views = torch.rand(5, 3, 2, 4).unbind(1)[1], torch.rand(0, 4), torch.rand(3).expand(2, 3), fp8.t()
     made, _ = CallKind.of("grown", (ids, torch.full((), 3.0), *views), {}).arguments()
@@ -338,7 +338,7 @@ def test_an_op_that_works_in_place_leaves_the_run_alone():
     assert worked == [1]
 
 
-def test_both_ways_are_measured_where_gradients_are(monkeypatch: pytest.MonkeyPatch):
+def test_the_backward_pass_is_measured_if_inputs_require_gradients(monkeypatch: pytest.MonkeyPatch):
     ways: list[str] = []
 
     def watched(x: Tensor) -> Tensor:
