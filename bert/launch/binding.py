@@ -52,21 +52,22 @@ def binding(rank: int, ranks: int, allowed: Collection[int], sysfs: Path, visibl
 
 
 def torchrun(options: Mapping[str, object]) -> list[str]:
-    """Return the command with which torchrun starts ranks, up to their arguments. With GPUs, each binds itself first."""
+    """Return a torchrun command line up to the arguments of the ranks. On GPUs, each rank first binds itself to cores."""
     words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
     module = "bert.launch.binding" if has_gpus() else "bert.train"
     return [sys.executable, "-m", "torch.distributed.run", *words, "-m", module]
 
 
 def torchrun_environment() -> dict[str, str]:
-    """Return this process's environment without the defaults of torchrun's options, which could turn on elastic agents."""
+    """Return this process's environment without PET_* variables, with which torchrun could turn on elastic agents."""
     return {name: value for name, value in os.environ.items() if not name.startswith("PET_")}
 
 
 def become_rank(arguments: Sequence[str]) -> NoReturn:
-    """Bind this process, which a launcher has started as a rank, unless BIND=off, and replace it with `bert.train`.
+    """Replace this process, which a launcher has started as a rank, with `bert.train`.
 
-    OMP_NUM_THREADS is set unless it is set already. Raises ``ValueError`` if the launcher's variables are wrong.
+    Unless BIND=off, bind it to its cores first, and set OMP_NUM_THREADS to their number if it is not set. Raises
+    ``ValueError`` if the launcher's variables are wrong.
     """
     launch = Launch.from_environment()
     whole_number("OMP_NUM_THREADS", 1, 1)
@@ -76,7 +77,7 @@ def become_rank(arguments: Sequence[str]) -> NoReturn:
             os.sched_setaffinity(0, found.cpus)
         os.environ["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS") or str(found.cores)
         if found.gpu:
-            os.environ["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"  # numbers GPUs as `binding` does
+            os.environ["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"  # CUDA then numbers GPUs as `binding` does
     os.execv(sys.executable, [sys.executable, "-m", "bert.train", *arguments])
 
 
@@ -86,11 +87,11 @@ def _here(rank: int, ranks: int) -> Binding:
 
 
 def _gpus(sysfs: Path, visible: str) -> list[str]:
-    """Return the PCI addresses of the visible GPUs, or [] if their order is unknown. A GPU that is missing is ""."""
+    """Return the PCI addresses of the visible GPUs ("" for a GPU that is missing), or [] if their order is unknown."""
     devices = sorted((sysfs / "bus/pci/devices").glob("*"))
     displays = [device for device in devices if _value(device / "class").startswith("0x03")]
     gpus = [device for device in displays if _value(device / "vendor") == "0x10de"]
-    # If GPUs differ, CUDA puts the fastest one first.
+    # If GPUs differ, CUDA numbers the fastest one 0, so the order of the addresses is not CUDA's order.
     if len({_value(gpu / "device") for gpu in gpus}) > 1:
         return []
     names = [gpu.name for gpu in gpus]
@@ -113,7 +114,7 @@ def _value(path: Path) -> str:
 
 
 def _listed(path: Path) -> frozenset[int]:
-    """Return the numbers in a list such as "0-3,8"; empty if there is no such file."""
+    """Return the CPU numbers in a file with a list such as "0-3,8", or an empty set if there is no such file."""
     ranges = (part.partition("-") for part in _value(path).split(",") if part)
     return frozenset(cpu for first, _, last in ranges for cpu in range(int(first), int(last or first) + 1))
 
