@@ -11,9 +11,8 @@ The order of a run:
     run_start  { block_start, train, block_stop, eval_start, eval_accuracy, eval_stop } ...  run_stop
 """
 
-import logging
+import json
 import os
-import re
 import sys
 import threading
 import time
@@ -22,8 +21,6 @@ from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Literal, Self
-
-from mlperf_logging.mllog.mllog import MLLogger
 
 from compliance.log import digest, rules
 from compliance.log.order import left_open, own_settings, unearned_success, violations
@@ -57,10 +54,10 @@ class LineFile:
             self._chain.add(each)
         self._write(b"".join(each + b"\n" for each in lines))
         if self._chain.pending >= digest.LINES_A_DIGEST:
-            self.close_stretch()
+            self.write_digest()
 
-    def close_stretch(self, *, at_end: bool = False) -> None:
-        """Write the digest over all lines so far."""
+    def write_digest(self, *, at_end: bool = False) -> None:
+        """Write a digest line, which covers all lines before it."""
         self._write(self._chain.close_stretch(at_end) + b"\n")
 
     def close(self) -> None:
@@ -69,7 +66,7 @@ class LineFile:
             return
         try:
             if self._chain.lines:
-                self.close_stretch(at_end=True)
+                self.write_digest(at_end=True)
             # Sync only at the end, because during the timed run each line would wait for the disk.
             os.fsync(self._file.fileno())
         finally:
@@ -101,7 +98,6 @@ class MLLog:
 
     def __init__(self, path: Path | None, *, clock_ms: Callable[[], int] | None = None) -> None:
         self._file = None if path is None else LineFile(path)
-        self._logger = None if self._file is None else _logger_into(self._file)
         self._clock_ms = clock_ms or _steady_clock()
         self._run = LoggedRun()
         self._is_aborting = False  # an aborted run need not be complete
@@ -173,7 +169,7 @@ class MLLog:
         Raises ``RuleViolation`` if a block or an evaluation is still open, or if the status is success but the last
         accuracy does not reach the target. In that case nothing is written, and ``abort`` can still complete the log.
         """
-        if self._logger is None:
+        if self._file is None:
             return
         broken = [*left_open(self._run), *(unearned_success(self._run, samples) if status == "success" else ())]
         if broken:
@@ -189,7 +185,7 @@ class MLLog:
         """
         with self._lock:
             run = self._run
-            if self._logger is None or run.phase in ("before", "done"):
+            if self._file is None or run.phase in ("before", "done"):
                 return
             self._is_aborting = True
             if run.phase == "init":
@@ -218,22 +214,22 @@ class MLLog:
         At ``init_stop``, raises ``RuleViolation`` if a required record is missing, if a closed run differs from the
         benchmark in its target or evaluation interval, or if the initialization took too long.
         """
-        if self._logger is None or self._file is None:
+        if self._file is None:
             return
         rule = rules.KEYS.get(key)
         event_type = rule.event_type if rule else "POINT_IN_TIME"
-        write = {"INTERVAL_START": MLLogger.start, "INTERVAL_END": MLLogger.end}.get(event_type, MLLogger.event)
         # One lock covers the check, the write and the update of the state, because the watchdog's thread may call `abort`.
         with self._lock:
             # Times in a log must not decrease, even if the clock goes backwards.
             time_ms = max(self._clock_ms(), self._run.last_ms)
             record = Record(self._file.next_line, time_ms, event_type, key, value, metadata)
             self._check(record)
-            write(self._logger, key, value, metadata=metadata, time_ms=time_ms, stack_offset=_frames_to_caller())
+            fields = {"namespace": "", "time_ms": time_ms, "event_type": event_type, "key": key, "value": value}
+            self._file.write(f"{TOKEN} {json.dumps(fields | {'metadata': _caller() | metadata})}")
             self._run.add(record)
             if key == "run_stop":
                 # With a digest here, the run is provably complete even if the file is truncated after this line.
-                self._file.close_stretch()
+                self._file.write_digest()
 
     def _check(self, record: Record) -> None:
         """Raise ``RuleViolation`` if the record is not allowed at this point of the log."""
@@ -262,36 +258,15 @@ def _check_initialized(run: LoggedRun) -> None:
         raise RuleViolation(str(violation))
 
 
-class _LineHandler(logging.Handler):
-    """Handler that writes MLLogger's lines to the result file and raises the errors of these writes."""
-
-    def __init__(self, file: LineFile) -> None:
-        super().__init__(logging.INFO)
-        self._file = file
-
-    def emit(self, record: logging.LogRecord) -> None:
-        if record.levelno > logging.INFO:
-            # MLLogger catches a write error and logs a message instead of raising the error.
-            raise sys.exception() or RuntimeError(record.getMessage())
-        self._file.write(record.getMessage())
-
-
-def _logger_into(file: LineFile) -> MLLogger:
-    logger = logging.Logger("mllog", logging.INFO)  # not from getLogger, which would share handlers between logs
-    logger.addHandler(_LineHandler(file))
-    # MLLogger inserts the path into a regular expression without escaping it.
-    return MLLogger(logger, root_dir=re.escape(str(REPOSITORY_ROOT)))
-
-
 def _steady_clock() -> Callable[[], int]:
     """Return a clock in milliseconds since the Unix epoch that ignores later corrections of the wall clock."""
     offset_ns = time.time_ns() - time.monotonic_ns()
     return lambda: (time.monotonic_ns() + offset_ns) // 1_000_000
 
 
-def _frames_to_caller() -> int:
-    """Return MLLogger's stack offset to the first frame outside this file, which is the caller that logs the record."""
-    offset, frame = 0, sys._getframe(1)
+def _caller() -> dict[str, object]:
+    """Return file and line of the first frame outside this file, which is the code that logs the record."""
+    frame = sys._getframe(1)
     while frame.f_code.co_filename == __file__ and frame.f_back is not None:
-        offset, frame = offset + 1, frame.f_back
-    return offset + 1
+        frame = frame.f_back
+    return {"file": frame.f_code.co_filename.removeprefix(f"{REPOSITORY_ROOT}/"), "lineno": frame.f_lineno}
