@@ -52,7 +52,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("name", WHOLE)
-def test_every_weight_of_a_checkpoint_of_tensorflows(folder: Path, name: str, monkeypatch: pytest.MonkeyPatch):
+def test_a_checkpoint_written_by_tensorflow_gives_every_weight(
+    folder: Path, name: str, monkeypatch: pytest.MonkeyPatch
+):
     """The benchmark's checkpoint is recognized by the MD5 of its index and the size of its data file."""
     found = open_source(folder / name, num_attention_heads=2)
     names = hugging_face_names(2)
@@ -79,7 +81,7 @@ def test_every_weight_of_a_checkpoint_of_tensorflows(folder: Path, name: str, mo
         open_source(folder / name)
 
 
-def test_what_is_not_supported_is_refused_by_name(folder: Path, tmp_path: Path):
+def test_partitioned_incomplete_and_tf2_checkpoints_are_refused(folder: Path, tmp_path: Path):
     with pytest.raises(ValueError, match=f"holds no model.safetensors; for a TensorFlow .* its prefix: {BUNDLES}/tf1$"):
         open_source(BUNDLES)
     with pytest.raises(ValueError, match="word_embeddings is a partitioned variable"):
@@ -230,7 +232,7 @@ HOSTILE = [
 
 
 @pytest.mark.parametrize(("index", "message"), HOSTILE, ids=[message for _, message in HOSTILE])
-def test_a_hostile_index(tmp_path: Path, index: bytes, message: str):
+def test_a_hostile_index_is_refused(tmp_path: Path, index: bytes, message: str):
     with pytest.raises(ValueError, match=re.escape(message)) as refused:
         TensorBundle(written(tmp_path, index))
     assert str(refused.value).startswith(f"{tmp_path}/x.")
@@ -238,7 +240,7 @@ def test_a_hostile_index(tmp_path: Path, index: bytes, message: str):
     assert len(str(refused.value)) - len(str(tmp_path)) < 500
 
 
-def test_an_index_at_its_limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_an_index_at_its_limits_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Names, dimensions and positions may be as large as the limits. Fields that are not known are skipped."""
     fixed = number(6 << 3 | 5) + struct.pack("<I", 2**32 - 1) + number(9 << 3 | 1) + bytes(8)
     wide = entry(*[1] * 7, 2**40 - 1, offset=84)
@@ -261,7 +263,7 @@ def test_an_index_at_its_limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
             TensorBundle(written(tmp_path, table(data, handles=places)))
 
 
-def test_a_compressed_block_with_all_forms_of_literals_and_copies(tmp_path: Path):
+def test_all_forms_of_literals_and_copies_are_decompressed(tmp_path: Path):
     text = np.random.default_rng(0).integers(97, 123, 70_000, dtype=np.uint8).tobytes()
     name = text[5:69] + text[-300:-236] + text[-1900:-1889] + text[-1900:-1896] + b"z" * 10
     plain = block(HEADER, (b"a", entry(2, 2, extra=field(15, text))), (name, entry(2, 2)))
@@ -288,7 +290,7 @@ def test_a_compressed_block_with_all_forms_of_literals_and_copies(tmp_path: Path
         (entry(2, 2, extra=field(7, b"")), "is a partitioned variable"),
     ],
 )
-def test_a_hostile_tensor(tmp_path: Path, value: bytes, message: str):
+def test_a_hostile_tensor_is_refused(tmp_path: Path, value: bytes, message: str):
     bundle = TensorBundle(written(tmp_path, index((b"w", value))))
     with pytest.raises(ValueError, match=f": w {message}"):
         bundle.array("w")
@@ -303,7 +305,7 @@ def test_a_tensor_too_large_for_a_bert_is_not_read(tmp_path: Path):
             assert TensorBundle(prefix).readable("w") == Entry(1, (rows,), 0, 0, 4 * rows, 0, is_partitioned=False)
 
 
-def test_a_head_of_googles_models_has_64_columns(tmp_path: Path):
+def test_the_number_of_heads_follows_from_64_columns_a_head(tmp_path: Path):
     tensors = to_hugging_face(drawn_model(ModelConfig(1, 128, 2, 16, 30, 12), 0).state_dict())
     entries = {}
     for name, tensor in tensors.items():
