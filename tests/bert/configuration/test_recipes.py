@@ -55,7 +55,9 @@ def arguments(recipe: str, wikipedia: Path, results: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("recipe", GPU_RECIPES)
-def test_a_recipe_fits_its_gpus_and_is_told_what_does_elsewhere(recipe: str, wikipedia: Path, tmp_path: Path) -> None:
+def test_a_recipe_fits_its_gpus_and_another_number_of_ranks_is_refused(
+    recipe: str, wikipedia: Path, tmp_path: Path
+) -> None:
     config = parse(arguments(recipe, wikipedia, tmp_path))
     assert config.recipe == recipe
     inputs, training = check(config, gpus(recipe)), config.training
@@ -105,7 +107,7 @@ def row(config: Config) -> str:
     )
 
 
-def test_the_table_of_recipes_is_true() -> None:
+def test_the_table_in_the_documentation_lists_the_recipes_settings() -> None:
     page = (REPOSITORY / "docs/training.md").read_text(encoding="utf-8")
     table = page[page.index("| recipe | GPUs |") :].split("\n\n")[0].splitlines()
     rows = [row(RECIPES[name]()) for name in RECIPES if name in GPU_RECIPES]

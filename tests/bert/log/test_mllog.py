@@ -121,7 +121,9 @@ VIOLATIONS: dict[str, tuple[Callable[[MLLog], object], str]] = {
 
 
 @pytest.mark.parametrize(("act", "message"), VIOLATIONS.values(), ids=VIOLATIONS)
-def test_violations_write_nothing(log: MLLog, tmp_path: Path, act: Callable[[MLLog], object], message: str) -> None:
+def test_a_record_that_breaks_a_rule_raises_and_is_not_written(
+    log: MLLog, tmp_path: Path, act: Callable[[MLLog], object], message: str
+) -> None:
     path = tmp_path / "result_0.txt"
     with pytest.raises(RuleViolation, match=message):
         act(log)
@@ -135,7 +137,7 @@ def test_violations_write_nothing(log: MLLog, tmp_path: Path, act: Callable[[MLL
     assert keys[-1] == "run_stop" if "init_start" in keys else len(keys) == written
 
 
-def test_clock_that_goes_back_is_held(tmp_path: Path) -> None:
+def test_times_in_the_log_do_not_decrease_if_the_clock_goes_back(tmp_path: Path) -> None:
     times = iter([100, 50, 200])
     log = MLLog(tmp_path / "result_0.txt", clock_ms=lambda: next(times))
     log.event("cache_clear", True)
@@ -182,7 +184,7 @@ def test_abort_closes_every_interval(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full, a device that is always full")
-def test_full_disk_is_reported_as_such(tmp_path: Path) -> None:
+def test_a_full_disk_raises_its_os_error(tmp_path: Path) -> None:
     path = tmp_path / "result_0.txt"
 
     def write() -> None:
@@ -200,7 +202,7 @@ def test_full_disk_is_reported_as_such(tmp_path: Path) -> None:
 
 @at_most(30)
 @given(st.integers(1, 5000), st.integers(1, 3000), st.lists(st.floats(0, 0.59), max_size=6), st.text(min_size=1))
-def test_any_open_run_comes_back_and_passes(
+def test_any_valid_open_run_is_read_back_without_problems(
     tmp_path_factory: pytest.TempPathFactory, interval: int, batch: int, accuracies: list[float], org: str
 ) -> None:
     assume(org.strip())
@@ -249,7 +251,7 @@ def test_a_wanted_number_that_is_taken_is_refused(tmp_path: Path, there: str) ->
     assert (tmp_path / there).read_text() == "earlier\n"
 
 
-def test_runs_that_start_at_once_get_numbers_of_their_own(tmp_path: Path) -> None:
+def test_runs_that_start_at_once_get_different_numbers(tmp_path: Path) -> None:
     """In every round, all runs look at the folder before any of them creates its log."""
     folder = made(tmp_path, "result_0.txt", "result_2.txt")
     runs, rounds = 8, 5
