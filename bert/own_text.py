@@ -173,7 +173,7 @@ def _series(arguments: list[str]) -> "Series":
     from bert.launch.series import Nodes, Series
 
     config = parse(arguments)
-    return Series(config, arguments, 1, Nodes(1, 0, "127.0.0.1", 0), layout_of(config), clear_caches=False)
+    return Series(config, arguments, 1, Nodes(), layout_of(config), clear_caches=False)
 
 
 def _train(out: Path, supervisor: "Supervisor") -> None:

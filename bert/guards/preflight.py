@@ -214,8 +214,8 @@ def _common_normalization(stated: Mapping[str, Normalization | None]) -> Normali
 def _schedule(config: Config) -> EvaluationSchedule:
     """Return the schedule of the evaluations.
 
-    Raises ``ValueError`` if the run would end before its first evaluation, if sites would not be in step at an evaluation,
-    or if a run without a target would not end with an evaluation.
+    Raises ``ValueError`` if the run would end before its first evaluation, if a step would need several evaluations, if
+    sites would not be in step at an evaluation, or if a run without a target would not end with an evaluation.
     """
     interval = config.evaluation.interval_samples or evaluation_interval(config.training.global_batch_size)
     training = config.training
@@ -226,6 +226,11 @@ def _schedule(config: Config) -> EvaluationSchedule:
             f"{interval:,} samples: raise it, or lower evaluation.interval_samples"
         )
     batch = training.global_batch_size
+    if interval < batch:
+        raise ValueError(
+            f"evaluation.interval_samples is {interval:,}, less than training.global_batch_size {batch:,}: raise it, "
+            "because a run evaluates at most once a step"
+        )
     together = batch * training.site_steps
     if training.site_steps > 1 and interval % together:
         most = max(steps for steps in range(1, training.site_steps) if interval % (batch * steps) == 0 or steps == 1)

@@ -82,7 +82,7 @@ def read_nodes(*, starts: bool) -> Nodes:
             f"NODE_RANK is {rank}, but NNODES is {count}: set NODE_RANK to a number below NNODES, or leave both out"
         )
     if count == 1:
-        return Nodes(1, 0, "127.0.0.1", 0)
+        return Nodes()
     if starts and not (os.environ.get("NODE_RANK") and os.environ.get("MASTER_ADDR")):
         raise ValueError(f"NNODES is {count}, but NODE_RANK or MASTER_ADDR is not set: set both on every node")
     return Nodes(count, rank, os.environ.get("MASTER_ADDR", ""), whole_number("MASTER_PORT", 29500, 1, 65535))

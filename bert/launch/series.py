@@ -26,14 +26,15 @@ _CACHES = Path("/proc/sys/vm/drop_caches")
 
 @dataclass(frozen=True)
 class Nodes:
-    """The nodes of a run."""
+    """The nodes of a run: by default only this one."""
 
-    count: int
-    rank: int
+    count: int = 1
+    rank: int = 0
     """Number of this node."""
-    address: str
-    """Host at which rank 0 listens. On a single node, ``address`` and ``port`` are not used."""
-    port: int
+    address: str = "127.0.0.1"
+    """Host at which rank 0 listens."""
+    port: int = 0
+    """Port at which rank 0 listens, or 0 on a single node for any free port."""
 
 
 @dataclass(frozen=True)
@@ -138,15 +139,14 @@ class Series:
         """Return the command that starts the processes, up to the arguments of `bert.train`."""
         if self.world_size == 1:
             return [sys.executable, "-m", "bert.train"]
-        single = self.nodes.count == 1
         # Do not use torchrun's elastic agents (--standalone, --rdzv-backend c10d), because they unpickle the content of a
         # store that listens on all addresses without a password.
         options = {
             "nproc-per-node": self.layout.processes,
             "nnodes": self.nodes.count,
             "node-rank": self.nodes.rank,
-            "master-addr": "127.0.0.1" if single else self.nodes.address,
-            "master-port": free_port() if single else self.nodes.port,
+            "master-addr": self.nodes.address,
+            "master-port": self.nodes.port or free_port(),
             "log-dir": folder,  # otherwise torchrun leaves a folder in /tmp
         }
         return torchrun(options)

@@ -249,11 +249,6 @@ def _check_initialized(run: LoggedRun) -> None:
     missing = [key for key in due if key not in run.first and key != "init_stop"]
     if missing:
         raise RuleViolation(f"init_stop: not logged yet: {', '.join(missing)}")
-    interval, batch = run.value("eval_interval_samples"), run.value("global_batch_size")
-    if interval < batch:
-        raise RuleViolation(
-            f"eval_interval_samples: {interval}, expected at least global_batch_size {batch}: evaluate at most once a step"
-        )
     for violation in own_settings(run):
         raise RuleViolation(str(violation))
 

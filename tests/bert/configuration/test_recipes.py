@@ -81,11 +81,6 @@ def test_the_largest_model_has_3_9_billion_parameters_and_fits_its_gpus() -> Non
         assert sum(map(math.prod, parameter_shapes(each).values())) == layers * (12 * width**2 + 13 * width) + rest
     assert model.hidden_size / model.num_attention_heads == 64
     assert (config.parallel.copy_ranks, gpus(config.recipe) // config.parallel.copy_ranks) == (8, 8)
-    sequences = config.training.global_batch_size / (8 * config.training.gradient_accumulation_steps)
-    optimizer = config.optimizer
-    assert (sequences, optimizer.learning_rate_training_steps / optimizer.num_warmup_steps) == (8, 10)
-    assert (config.parallel.tensor, config.parallel.pipeline, optimizer.base_learning_rate) == (4, 2, 4e-4)
-    assert 0.97 < optimizer.learning_rate_training_steps * 1024 / config.training.max_samples < 0.98
 
 
 HEAD = (

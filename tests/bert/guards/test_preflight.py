@@ -68,6 +68,11 @@ FIRST = "ends the run before its first evaluation, after"
         ({"evaluation__interval_samples": 161}, f"training.max_samples 160 {FIRST} 161 samples: raise it, or lower"),
         ({"training__max_steps": 4}, f"training.max_steps 4 {FIRST} 80 samples"),
         (
+            {"evaluation__interval_samples": 15},
+            "interval_samples is 15, less than training.global_batch_size 16: raise it",
+        ),
+        ({"evaluation__interval_samples": 16}, None),
+        (
             {"training__site_steps": 4, "evaluation__interval_samples": 160},
             "training.site_steps is 4, which does not divide the 10 steps between evaluations: set it to 2, or "
             "evaluation.interval_samples 160 to a multiple of 64",

@@ -95,10 +95,6 @@ VIOLATIONS: dict[str, tuple[Callable[[MLLog], object], str]] = {
         lambda log: initialise(log, "open", {k: v for k, v in OPEN.items() if k != "start_warmup_step"}),
         "not logged yet: start_warmup_step",
     ),
-    "interval shorter than a batch": (
-        lambda log: initialise(log, "open", OPEN | {"eval_interval_samples": 31}),
-        "expected at least global_batch_size 32",
-    ),
     "end in a block": (
         lambda log: (initialise(log, "open"), log.block_start(0), log.run_stop("aborted", samples=0, eval_samples=5)),
         "block_start: never closed, expected block_stop",
