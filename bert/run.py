@@ -83,7 +83,7 @@ def _say_ready(config: Config, inputs: Inputs, launch: Launch) -> None:
 def _timed_run(config: Config, inputs: Inputs, mesh: Mesh, guard: DataGuard, interruption: Interruption) -> str:
     """Initialize, start the clock, train until the target is reached, stop the clock, and return the final status."""
     # The checkpoint to resume from and the shares of the ranks are decided before the log is created.
-    again = _started_again(config, mesh)
+    again = _is_restarted(config, mesh)
     if config.checkpoint.folder is not None:
         # Lock the folder before reading it, because another run could remove its checkpoints.
         lock(config.checkpoint.folder, mesh, again)
@@ -216,7 +216,7 @@ def _stopped_for_others(interruption: Interruption, mesh: Mesh) -> bool:
     return some and interruption.number is None
 
 
-def _started_again(config: Config, mesh: Mesh) -> bool:
+def _is_restarted(config: Config, mesh: Mesh) -> bool:
     """Return whether a launcher has restarted this run: its restart count is positive, or its job wrote the checkpoints.
 
     The restart count alone does not show every restart. When a host joins, torchrun's agents restart all ranks without

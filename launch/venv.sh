@@ -21,7 +21,7 @@ prepare_venv() {
   flock "$lock" # another process may be installing now
   local missing
   missing=$(venv_missing)
-  [[ ! $missing ]] || { say "$missing is gone from .venv: making it anew" && rm -rf .venv; }
+  [[ ! $missing ]] || { say "$missing is gone from .venv: installing it again" && rm -rf .venv; }
   venv_is_current "$@" || run_apart install_venv "$@"
   exec {lock}>&-
 }
@@ -64,7 +64,7 @@ run_apart() {
 # shellcheck disable=SC2329  # traps call it
 stop_apart() {
   kill -s KILL -- "-$apart" 2>/dev/null || true
-  echo "interrupted: the next start installs the packages anew" >&2
+  echo "interrupted: the next start installs the packages again" >&2
   exit "$1"
 }
 

@@ -82,8 +82,8 @@ def open_source(path: Path, num_attention_heads: int | None = None, whole: bool 
     if start.startswith((b"PK\x03\x04", b"\x80")) or path.suffix in (".bin", ".pt", ".pth", ".pkl"):
         raise ValueError(f"{path} {_PICKLE}")
     raise ValueError(
-        f"{path} is neither a safetensors file nor the index of a TensorFlow checkpoint. Name the latter by the prefix of "
-        f"its files, without {INDEX_SUFFIX} or .data-..."
+        f"{path} is neither a safetensors file nor the index of a TensorFlow checkpoint. Name a TensorFlow checkpoint by "
+        f"the prefix of its files, without {INDEX_SUFFIX} or .data-..."
     )
 
 

@@ -304,7 +304,7 @@ def _newest(folder: Path, config: Config, train: Dataset) -> RunState:
         if config.training.seed not in (None, state.seed):
             raise ValueError(f"{path} was made with training.seed {state.seed}: leave the seed out, or set this one")
         for reason in broken:
-            say(f"warning: {reason}; going on from {path}")
+            say(f"warning: {reason}; resuming from {path}")
         return state
     reasons = "".join(f"; {reason}" for reason in broken)
     raise ValueError(

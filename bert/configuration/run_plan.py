@@ -75,7 +75,7 @@ class RunPlan:
             planned = f"{counted(self.nodes, 'node')} of {counted(self.ranks_per_node, 'rank')}"
             here = counted(world_size, "rank") + (f", {local_size} a node" if local_size else "")
             raise ValueError(
-                f"{path} is a plan for {planned}, but the run has {here}: plan again for these, or start those"
+                f"{path} is a plan for {planned}, but the run has {here}: make another plan, or start the planned ranks"
             )
 
 

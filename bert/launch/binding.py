@@ -44,7 +44,7 @@ def binding(rank: int, ranks: int, allowed: Collection[int], sysfs: Path, visibl
     position, sharers = near[:rank].count(cpus), near.count(cpus)
     # Distribute cores rather than hardware threads.
     topology = sysfs / "devices/system/cpu"
-    threads = ({cpu} | _listed(topology / f"cpu{cpu}/topology/thread_siblings_list") & cpus for cpu in sorted(cpus))
+    threads = ({cpu} | _cpu_list(topology / f"cpu{cpu}/topology/thread_siblings_list") & cpus for cpu in sorted(cpus))
     cores = list(dict.fromkeys(map(frozenset, threads)))
     mine = cores[position * len(cores) // sharers : (position + 1) * len(cores) // sharers]
     mine = mine or [cores[position % len(cores)]]  # fewer cores than processes: they share cores
@@ -72,7 +72,7 @@ def become_rank(arguments: Sequence[str]) -> NoReturn:
     launch = Launch.from_environment()
     whole_number("OMP_NUM_THREADS", 1, 1)
     if os.environ.get("BIND") != "off" and 0 <= launch.local_rank < launch.local_size:
-        found = _here(launch.local_rank, launch.local_size)
+        found = _binding_here(launch.local_rank, launch.local_size)
         with suppress(OSError):  # a container may not permit it
             os.sched_setaffinity(0, found.cpus)
         os.environ["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS") or str(found.cores)
@@ -81,7 +81,7 @@ def become_rank(arguments: Sequence[str]) -> NoReturn:
     os.execv(sys.executable, [sys.executable, "-m", "bert.train", *arguments])
 
 
-def _here(rank: int, ranks: int) -> Binding:
+def _binding_here(rank: int, ranks: int) -> Binding:
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
     return binding(rank, ranks, os.sched_getaffinity(0), Path("/sys"), visible)
 
@@ -89,10 +89,10 @@ def _here(rank: int, ranks: int) -> Binding:
 def _gpus(sysfs: Path, visible: str) -> list[str]:
     """Return the PCI addresses of the visible GPUs ("" for a GPU that is missing), or [] if their order is unknown."""
     devices = sorted((sysfs / "bus/pci/devices").glob("*"))
-    displays = [device for device in devices if _value(device / "class").startswith("0x03")]
-    gpus = [device for device in displays if _value(device / "vendor") == "0x10de"]
+    displays = [device for device in devices if _content(device / "class").startswith("0x03")]
+    gpus = [device for device in displays if _content(device / "vendor") == "0x10de"]
     # If GPUs differ, CUDA numbers the fastest one 0, so the order of the addresses is not CUDA's order.
-    if len({_value(gpu / "device") for gpu in gpus}) > 1:
+    if len({_content(gpu / "device") for gpu in gpus}) > 1:
         return []
     names = [gpu.name for gpu in gpus]
     if not visible:
@@ -103,19 +103,19 @@ def _gpus(sysfs: Path, visible: str) -> list[str]:
 
 
 def _cpus_near(sysfs: Path, gpu: str) -> frozenset[int]:
-    node = _value(sysfs / f"bus/pci/devices/{gpu}/numa_node")  # -1: the firmware does not say
-    return _listed(sysfs / f"devices/system/node/node{node}/cpulist")
+    node = _content(sysfs / f"bus/pci/devices/{gpu}/numa_node")  # -1: the firmware does not say
+    return _cpu_list(sysfs / f"devices/system/node/node{node}/cpulist")
 
 
-def _value(path: Path) -> str:
+def _content(path: Path) -> str:
     with suppress(OSError):
         return path.read_text(encoding="ascii").strip()
     return ""
 
 
-def _listed(path: Path) -> frozenset[int]:
+def _cpu_list(path: Path) -> frozenset[int]:
     """Return the CPU numbers in a file with a list such as "0-3,8", or an empty set if there is no such file."""
-    ranges = (part.partition("-") for part in _value(path).split(",") if part)
+    ranges = (part.partition("-") for part in _content(path).split(",") if part)
     return frozenset(cpu for first, _, last in ranges for cpu in range(int(first), int(last or first) + 1))
 
 
@@ -126,7 +126,7 @@ def main(arguments: Sequence[str]) -> int:
             become_rank(arguments)
         ranks = whole_number("NPROC", visible_gpus(), 1)
         for rank in range(ranks):
-            found = _here(rank, ranks)
+            found = _binding_here(rank, ranks)
             cpus = ",".join(map(str, sorted(found.cpus)))
             say(f"process {rank}: GPU {found.gpu or 'none'}, {counted(found.cores, 'core')}, CPUs {cpus}")
         return 0

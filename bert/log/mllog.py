@@ -22,6 +22,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Literal, Self
 
+from bert.configuration.config import REPOSITORY
 from compliance.log import digest, rules
 from compliance.log.order import left_open, own_settings, unearned_success, violations
 from compliance.log.record import Record
@@ -29,7 +30,6 @@ from compliance.log.run import LoggedRun, samples_of
 from console.text import visible
 
 TOKEN = ":::MLLOG"
-REPOSITORY_ROOT = Path(__file__).resolve().parents[2]
 
 
 class LineFile:
@@ -264,4 +264,4 @@ def _caller() -> dict[str, object]:
     frame = sys._getframe(1)
     while frame.f_code.co_filename == __file__ and frame.f_back is not None:
         frame = frame.f_back
-    return {"file": frame.f_code.co_filename.removeprefix(f"{REPOSITORY_ROOT}/"), "lineno": frame.f_lineno}
+    return {"file": frame.f_code.co_filename.removeprefix(f"{REPOSITORY}/"), "lineno": frame.f_lineno}

@@ -210,7 +210,7 @@ class Reporter:
             plan, file = self._plan
             compared = compare_with_plan(plan, self._steps)
             self.write(compared)
-            if text := difference(compared, file):
+            if text := describe_difference(compared, file):
                 self.warn(steps, text)
         self.write(record)
 
@@ -232,7 +232,7 @@ def compare_with_plan(plan: RunPlan, intervals: Sequence[StepRecord]) -> PlanRec
     )
 
 
-def difference(found: PlanRecord, plan: Path) -> str:
+def describe_difference(found: PlanRecord, plan: Path) -> str:
     """Describe how the step time differs from the plan in the file ``plan``, and which phase differs most.
 
     Returns "" if the difference is at most 20 %.

@@ -59,7 +59,7 @@ def text(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def in_process(clock: Clock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Callable[..., object]]:
-    """Train in this process, with a function that is called before each update for each run. Nothing else is started."""
+    """Train in this process and start no other program. For each run, append a function to call before each update."""
     acts: list[Callable[..., object]] = []
     cached = cache(lambda *words: parse(words))  # parsing takes longer than these runs
 
@@ -299,7 +299,7 @@ def test_with_an_initial_checkpoint_its_model_is_used_and_each_sample_is_seen_on
 
 
 def test_evaluations_take_at_most_a_tenth_of_the_training_time() -> None:
-    """They take a tenth of the training's time, or less if 20 of them, at 0.4 of a training sample each, take less."""
+    """There are at most 20 evaluations. To evaluate a sample takes 0.4 of the time to train on one."""
     assert [affordable_samples(2201, held_out) for held_out in (20, 25, 26, 1000)] == [2041, 2001, 2000, 2000]
 
 

@@ -304,7 +304,7 @@ def test_a_restarted_run_resumes_without_the_setting_resume(
     first = start(training__max_steps=3, checkpoint__folder=tmp_path / "c", checkpoint__every_steps=2)
     assert first.status == 0
     for place, (name, value) in enumerate((("RESTART_COUNT", "1"), ("MAX_RESTARTS", "3"), ("RUN_ID", "other"))):
-        folder = shutil.copytree(tmp_path / "c", tmp_path / f"c{place}")  # this process keeps the lock of the other
+        folder = shutil.copytree(tmp_path / "c", tmp_path / f"c{place}")  # this process still locks the original
         monkeypatch.setenv(f"TORCHELASTIC_{name}", value)
         ways = {"checkpoint__folder": folder, "training__gradient_accumulation_steps": 4, "training__max_steps": 3}
         if name == "RUN_ID":

@@ -221,7 +221,7 @@ def test_the_venv_is_installed_again_only_for_new_pins_extras_and_lost_packages(
     assert prepare(bare).stdout == ""  # the packages for a run are a part of the installed ones
     assert calls(bare) == ["venv", "pip", "pip", "pip"]
     (packages / "torch").rmdir()
-    assert "==> python3.11/site-packages/torch is gone from .venv: making it anew" in prepare(bare).stdout
+    assert "==> python3.11/site-packages/torch is gone from .venv: installing it again" in prepare(bare).stdout
     assert calls(bare)[4:] == ["venv", "pip"]
     assert not packages.exists()
     (bare / ".venv/bin/python").unlink()
@@ -314,7 +314,7 @@ def test_an_interrupted_installation_prints_one_line_and_starts_anew(
     lines = process.communicate(timeout=PATIENCE_S)[0].splitlines()
     assert process.returncode == status
     said = [line for line in lines if not line.startswith("==> ")]
-    assert said == ["interrupted: the next start installs the packages anew"]
+    assert said == ["interrupted: the next start installs the packages again"]
     pip = int((bare / "pip").read_text())
     running = lambda: [each.pid for each in psutil.process_iter(["cmdline"]) if each.info["cmdline"]]  # noqa: E731
     wait_for(lambda: pip not in running())

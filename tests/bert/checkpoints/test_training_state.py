@@ -121,7 +121,7 @@ def test_training_continues_while_a_checkpoint_is_written_and_the_next_waits(
 
 
 def test_a_run_resumed_in_fp8_gets_scales_that_fit_its_weights(make: Make) -> None:
-    """In FP8, scales fit the weights: trained ones may be much larger than the initial ones of the warm-up."""
+    """Trained weights may be much larger than the initial weights, for which the warm-up chose the scales."""
     run = make(model__num_hidden_layers=3)
     with torch.no_grad():
         run.step.flat.weights_P.mul_(50)
@@ -194,7 +194,7 @@ def test_a_checkpoint_that_cannot_be_written_leaves_only_a_warning(make: Make, m
     [told] = run.save(1)  # must keep the earlier checkpoint of step 1
     assert told.startswith(f"warning at step 1: no checkpoint was written: {run.folder}")
     assert told.endswith(os.strerror(errno.ENOSPC))
-    run.checkpoints.look(Position(1, 0))
+    run.checkpoints.poll(Position(1, 0))
     assert len(run.told) == 1
     with pytest.raises(RuntimeError, match="a bug"):
         run.save(2)
@@ -288,7 +288,7 @@ def test_resuming_with_other_settings_or_data_is_refused(make: Make, small_run: 
 def test_checkpoints_of_another_run_are_neither_replaced_nor_removed(
     make: Make, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Two runs may share a folder if locks do not work. Broken checkpoints do not count among those to keep."""
+    """Two runs may share a folder if locks do not work. The setting keep does not count broken checkpoints."""
     for steps in (1, 8):  # broken from the start: step 1 may be removed, and step 8 does not count
         (make().folder / f"step_{steps:08}").mkdir(parents=True)
     first, second = make(checkpoint__keep=1), make(checkpoint__keep=1)
@@ -301,7 +301,7 @@ def test_checkpoints_of_another_run_are_neither_replaced_nor_removed(
     assert f"{first.folder}/step_00000006" in told
     assert find(first.folder, first.config, first.train, CPU).step == 7
     broken = f"{first.folder}/step_00000008/state.json: No such file or directory; remove it, or resume from another"
-    assert capsys.readouterr().out == f"warning: {broken}; going on from {first.folder}/step_00000007\n"
+    assert capsys.readouterr().out == f"warning: {broken}; resuming from {first.folder}/step_00000007\n"
     last = first.folder / "step_00000006"
     assert find(last, first.config, first.train, CPU).step == 6
     for name in (FILES[0], FILES[2]):

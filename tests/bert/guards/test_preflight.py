@@ -110,7 +110,7 @@ def test_wrong_settings_and_missing_inputs_are_refused_before_the_run(
 def test_a_plan_for_another_number_of_ranks_is_refused_unless_hosts_may_be_lost(
     small_run: SmallRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A run that was started again on other hosts keeps the settings, but not the prediction."""
+    """A run that was restarted on other hosts keeps the plan's settings, but not its predicted times."""
     arguments = small_run.arguments(tmp_path / "r")
     settings, seconds = settings_of(parse(arguments)), dict.fromkeys((*PHASES, "other"), 1.0)
     plan = RunPlan("tiny_cpu", "CPU", 1, 2, settings, "", seconds, 60.0)
@@ -118,7 +118,7 @@ def test_a_plan_for_another_number_of_ranks_is_refused_unless_hosts_may_be_lost(
     config = parse([*arguments, "--plan", str(tmp_path / "plan.json")])
     assert check(config, 2).run_plan == plan
     for ranks, on_this_node, found in ((1, 0, "1 rank"), (4, 2, "4 ranks, 2 a node"), (2, 1, "2 ranks, 1 a node")):
-        with pytest.raises(ValueError, match=f"is a plan for 1 node of 2 ranks, but the run has {found}: plan again"):
+        with pytest.raises(ValueError, match=f"is a plan for 1 node of 2 ranks, but the run has {found}: make another"):
             check(config, ranks, on_this_node)
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job")
     monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "1")

@@ -36,7 +36,7 @@ def start(folder: Path, words: str, train: str, ignored: str = "", **others: str
 
 
 def modules(calls: list[str]) -> list[str]:
-    """Return the names of the programs; the check before a run counts as one."""
+    """Return the names of the programs. The dry run before a run is called "bert.train check"."""
     return [re.sub(r" .*--dry-run$", " check", call) if "--dry-run" in call else call.split()[0] for call in calls]
 
 

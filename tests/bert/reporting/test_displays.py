@@ -122,7 +122,7 @@ def test_a_rank_is_slow_above_1_2_times_the_median(seconds: list[float], named: 
 
 
 def test_ranks_are_compared_with_ranks_of_the_same_pipeline_stage() -> None:
-    """The ranks of one stage have twice the work. A rank of the other stage takes as long as they do, so it is slow."""
+    """Stage 1 has twice the work of stage 0. Rank 2 of stage 0 takes as long as the ranks of stage 1, so it is slow."""
     places = [f" (data {rank // 2}, pipeline {rank % 2}, tensor 0)" for rank in range(6)]
     ranks = Stragglers(["n"] * 6, stages=[0, 1] * 3, places=places)
     *before, [(text, _)] = [ranks.add([0.1, 0.2, 0.2, 0.2, 0.1, 0.2]) for _ in range(3)]
