@@ -27,7 +27,7 @@ trap 'stop 129' HUP
 [[ ! -e /proc/$$ || -e /proc/$$/fd/1 ]] || exec >/dev/null # torchrun fails if standard output is closed
 
 extras=()
-! command -v nvidia-smi >/dev/null || extras=(dali) # with a GPU, DALI loads the data
+! command -v nvidia-smi >/dev/null || extras=(dali) # on a GPU, DALI can load the data
 prepare_venv "${extras[@]}"
 # Block signals until Python handles them. Older versions of env lack these options.
 hold=(env --block-signal=INT --block-signal=TERM --block-signal=HUP)

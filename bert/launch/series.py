@@ -54,7 +54,7 @@ class Series:
         return self.nodes.count * self.layout.processes
 
     def prepare(self, supervisor: Supervisor) -> int:
-        """Check the run and print its predicted time, without training (--prepare, --dry-run). Return the exit status."""
+        """Check the run and print its predicted memory and step time (--prepare, --dry-run). Return the exit status."""
         command = [sys.executable, "-m", "cluster.dry_run", *self.arguments]
         trains_here = self.config.training.device == "cpu" or has_gpus()
         # The number of GPUs matters only on a machine that trains. Elsewhere, the plan or the recipe states the ranks.

@@ -114,7 +114,7 @@ def await_orphans() -> None:
 
 
 def say_at_once(line: str) -> None:
-    """Print a line on standard error past Python's buffer, which raises an error if a signal interrupts its own writing."""
+    """Print a line on standard error. Unlike ``print``, it works in a signal handler that has interrupted a ``print``."""
     with suppress(OSError):  # the terminal may be gone, for example after SIGHUP
         os.write(2, f"{line}\n".encode())
 

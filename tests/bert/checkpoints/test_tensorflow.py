@@ -9,7 +9,6 @@ from contextlib import nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 
-import google_crc32c
 import numpy as np
 import pytest
 import torch
@@ -99,15 +98,6 @@ def test_partitioned_incomplete_and_tf2_checkpoints_are_refused(folder: Path, tm
             open_source(source)
 
 
-def copied(folder: Path, name: str, target: Path, suffix: str, content: bytes) -> Path:
-    """Copy a checkpoint with one file's content replaced, and return its prefix."""
-    target.mkdir(exist_ok=True)
-    for path in folder.glob(f"{name}.*"):
-        shutil.copy(path, target)
-    (target / f"{name}{suffix}").write_bytes(content)
-    return target / name
-
-
 def flipped(content: bytes, bit: int) -> bytes:
     changed = bytearray(content)
     changed[bit // 8] ^= 1 << bit % 8
@@ -136,8 +126,7 @@ def block(*records: tuple[bytes, bytes], restarts: int = 1, tail: bytes = b"") -
 
 def sealed(content: bytes, kind: int = 0) -> bytes:
     content += bytes([kind])
-    checksum = google_crc32c.value(content)
-    return content + struct.pack("<I", ((checksum >> 15 | checksum << 17) + 0xA282EAD8) & 0xFFFFFFFF)
+    return content + masked_crc(content)
 
 
 def table(data: bytes, kind: int = 0, handles: list[tuple[int, int]] | None = None) -> bytes:
@@ -318,9 +307,10 @@ def test_the_number_of_heads_follows_from_64_columns_a_head(tmp_path: Path):
 
 
 def test_a_damaged_checkpoint_leaves_nothing_behind(folder: Path, tmp_path: Path):
-    content = (folder / "tf1.data-00000-of-00001").read_bytes()
-    entry = TensorBundle(folder / "tf1").entries["cls/seq_relationship/output_bias"]
-    damaged = copied(folder, "tf1", tmp_path / "in", ".data-00000-of-00001", flipped(content, 8 * entry.offset + 3))
+    damaged = shutil.copytree(folder, tmp_path / "in") / "tf1"
+    entry = TensorBundle(damaged).entries["cls/seq_relationship/output_bias"]
+    data = damaged.with_name("tf1.data-00000-of-00001")
+    data.write_bytes(flipped(data.read_bytes(), 8 * entry.offset + 3))
     vocab = tmp_path / "vocab.txt"
     vocab.write_text("[PAD]\n[UNK]\n[CLS]\n[SEP]\n[MASK]\n" + "".join(f"{index}\n" for index in range(25)))
     for to, out in (("safetensors", tmp_path / "out" / "w.safetensors"), ("hugging-face", tmp_path / "out" / "folder")):
