@@ -229,7 +229,7 @@ def test_a_target_that_is_just_reached_ends_the_run(start: Start, tmp_path: Path
     assert (stated.samples, stated.correct) == (best.samples, best.correct)
 
 
-def test_the_run_tells_the_watchdog_its_phases_in_order(
+def test_the_watchdog_is_told_the_phases_in_order(
     start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two steps warm up, and evaluation data are read before the first step. Only a slow disk is waited for at the end."""
@@ -296,9 +296,7 @@ def test_gradients_that_stay_bad_end_the_run_and_are_not_in_a_checkpoint(start: 
     ]
 
 
-def test_a_restarted_run_resumes_without_the_setting_resume(
-    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_restarted_run_resumes_by_itself(start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Either the count of restarts or the job of the checkpoints shows a restart. Under torchrun, an orderly end is 0."""
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job")
     first = start(training__max_steps=3, checkpoint__folder=tmp_path / "c", checkpoint__every_steps=2)
@@ -318,7 +316,7 @@ def test_a_restarted_run_resumes_without_the_setting_resume(
         assert ("gradient_accumulation_steps", 2, {}) in done.log
 
 
-def test_a_random_seed_has_31_bits_and_the_claim_names_the_log(
+def test_random_seeds_have_31_bits_and_the_claim_names_the_log(
     start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MLPERF_BERT_CLAIM", str(tmp_path / "a claim"))
@@ -340,7 +338,7 @@ def test_a_dry_run_only_says_that_it_is_ready(start: Start, monkeypatch: pytest.
             start(print, "--dry-run", training__device="cuda")
 
 
-def test_site_steps_need_several_sites_unless_hosts_may_be_lost(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_site_steps_need_several_sites(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     ways = {"training__site_steps": 2, "evaluation__interval_samples": 32, "training__max_steps": 2}
     with pytest.raises(ValueError, match=r"site_steps is 2, but all ranks are at one site: set MLPERF_BERT_SITE"):
         start(**ways)
@@ -349,9 +347,7 @@ def test_site_steps_need_several_sites_unless_hosts_may_be_lost(start: Start, mo
     assert start(**ways).output[0] == "one site: its ranks sum the gradients of every step until another site joins"
 
 
-def test_the_data_guard_opens_after_run_start_between_two_barriers(
-    start: Start, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_data_are_released_between_two_barriers(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     """No rank may open data before rank 0 has logged run_start, so rank 0 writes it between two barriers."""
     told: list[str] = []
     event, release = MLLog.event, DataGuard.release
@@ -409,9 +405,7 @@ def test_a_rank_stopped_for_other_hosts_first_waits_for_its_own_signal(monkeypat
     assert not bert.run._stopped_for_others(interruption, CPU)
 
 
-def test_micro_batches_without_a_cuda_graph_give_one_warning_with_their_number(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_micro_batches_without_a_cuda_graph_are_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with MLLog(tmp_path / "log.txt") as log:
         bert.run._note_uncaptured(0, CPU, log)
         bert.run._note_uncaptured(1234, CPU, log)

@@ -274,9 +274,7 @@ def test_every_pin_except_pytorch_has_the_digests_of_its_wheels(bare: Path) -> N
         (None, "there is no ./python"),
     ],
 )
-def test_an_old_missing_or_pipless_interpreter_is_refused_in_one_line(
-    bare: Path, python: str | None, complaint: str
-) -> None:
+def test_an_unfit_interpreter_is_refused_in_one_line(bare: Path, python: str | None, complaint: str) -> None:
     (bare / "python").unlink()
     if python:
         write_script(bare / "python", python)
@@ -298,9 +296,7 @@ def test_a_failed_installation_is_repeated_at_the_next_start(bare: Path) -> None
 @pytest.mark.parametrize(
     ("script", "number", "status"), [("run_and_time.sh", signal.SIGTERM, 143), ("run_tests.sh", signal.SIGINT, 130)]
 )
-def test_an_interrupted_installation_prints_one_line_and_starts_anew(
-    bare: Path, script: str, number: int, status: int
-) -> None:
+def test_an_interrupted_installation_starts_again(bare: Path, script: str, number: int, status: int) -> None:
     """During pip's installation, the script gets SIGTERM as from ``docker stop``, or all processes get Ctrl-C."""
     working = (bare / "python").read_text()
     half = "mkdir -p .venv/half && echo $$ >pip; trap 'echo Operation cancelled' INT; while true; do sleep 0.1; done"

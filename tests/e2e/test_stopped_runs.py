@@ -119,7 +119,7 @@ def test_ctrl_c_before_there_is_a_log_prints_one_line(launching_checkout: Path, 
     assert not list(tmp_path.rglob("result_*"))
 
 
-def test_a_signal_to_the_second_node_ends_the_run_with_an_aborted_log(launching_checkout: Path, tmp_path: Path) -> None:
+def test_a_signal_to_the_second_node_ends_the_run(launching_checkout: Path, tmp_path: Path) -> None:
     nodes = two_nodes(launching_checkout, NEVER_REACHED, "--log.results", str(tmp_path))
     wait_for_text(tmp_path / "tiny_cpu/bert/metrics_0.jsonl", '"event": "step"')
     nodes[1].terminate()

@@ -51,9 +51,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("name", WHOLE)
-def test_a_checkpoint_written_by_tensorflow_gives_every_weight(
-    folder: Path, name: str, monkeypatch: pytest.MonkeyPatch
-):
+def test_all_weights_written_by_tensorflow_are_read(folder: Path, name: str, monkeypatch: pytest.MonkeyPatch):
     """The benchmark's checkpoint is recognized by the MD5 of its index and the size of its data file."""
     found = open_source(folder / name, num_attention_heads=2)
     names = hugging_face_names(2)

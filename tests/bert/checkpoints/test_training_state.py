@@ -92,9 +92,7 @@ def make(small_run: SmallRun, tmp_path: Path) -> Callable[..., Run]:
 Make = Callable[..., Run]
 
 
-def test_training_continues_while_a_checkpoint_is_written_and_the_next_waits(
-    make: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_training_continues_while_a_checkpoint_is_written(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """The wait is a phase of its own, "checkpoint_write", for which the watchdog records the longest duration."""
     run, begun, go, write = make(), threading.Event(), threading.Event(), writer.write_safetensors
     held = lambda *given: begun.set() or (go.wait(PATIENCE_S) and write(*given))  # noqa: E731
@@ -146,9 +144,7 @@ def test_a_run_resumed_in_fp8_gets_scales_that_fit_its_weights(make: Make) -> No
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp8"])
 @pytest.mark.slow
-def test_a_resumed_run_takes_the_same_steps_to_the_last_bit(
-    make: Make, precision: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_resumed_run_takes_the_same_steps(make: Make, precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Resume with dropout, with bf16 weight copies as on a GPU, and in FP8 with all scales and cast weights.
 
     The checkpoint is of step 3, but of optimizer step 2, because one step was skipped.
@@ -201,9 +197,7 @@ def test_a_checkpoint_that_cannot_be_written_leaves_only_a_warning(make: Make, m
     assert content() == before
 
 
-def test_the_lock_removes_unfinished_checkpoints_and_keeps_other_runs_out(
-    make: Make, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_lock_removes_unfinished_checkpoints(make: Make, capsys: pytest.CaptureFixture[str]) -> None:
     run = make()
     assert run.save(1) == []
     (run.folder / "step_00000001").rename(run.folder / ".step_00000001.fedcba9876543210.partial")
@@ -285,9 +279,7 @@ def test_resuming_with_other_settings_or_data_is_refused(make: Make, small_run: 
     assert find(run.folder / "step_00000004", other, run.train, CPU).step == 4
 
 
-def test_checkpoints_of_another_run_are_neither_replaced_nor_removed(
-    make: Make, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_checkpoints_of_another_run_are_kept(make: Make, capsys: pytest.CaptureFixture[str]) -> None:
     """Two runs may share a folder if locks do not work. The setting keep does not count broken checkpoints."""
     for steps in (1, 8):  # broken from the start: step 1 may be removed, and step 8 does not count
         (make().folder / f"step_{steps:08}").mkdir(parents=True)
@@ -324,9 +316,7 @@ def hosts(count: int, ranks: int = 1) -> list[str]:
 
 
 @given(st.integers(1, 4096), st.integers(1, 64), st.integers(1, 8), st.lists(st.integers(1, 64), max_size=4))
-def test_micro_batches_never_exceed_the_largest_that_has_fitted(
-    batch: int, first: int, steps: int, then: list[int]
-) -> None:
+def test_micro_batches_never_exceed_the_largest_fitting(batch: int, first: int, steps: int, then: list[int]) -> None:
     batch = max(batch, first * steps, *then, 1)
     made = config(batch, steps)
     world = World.of(hosts(first), made)

@@ -192,9 +192,7 @@ def test_an_exported_folder_fills_masks_as_the_model_does(tmp_path: Path):
         assert [word for word, _ in GapFiller(tmp_path / checkpoint, None)(text, top=1)[1]] == [gaps[1][0][0]]
 
 
-def test_export_needs_the_vocabulary_and_the_normalization_of_the_model(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
+def test_export_needs_the_vocabulary_of_the_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     digest = write_vocabulary(tmp_path / "words")
     save_weights(drawn_model(CONFIG, 0), tmp_path / "ours.safetensors", {"vocabulary_sha256": digest})
     out = tmp_path / "theirs"
@@ -382,7 +380,7 @@ def test_convert_overwrites_nothing(saved: Path, tmp_path: Path):
             convert(saved, "safetensors", tmp_path / kind, 2)
 
 
-def test_the_command_prints_the_model_and_reports_errors_in_one_line(
+def test_convert_prints_the_model(
     saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     def run(*arguments: object) -> int:

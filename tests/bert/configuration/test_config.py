@@ -256,9 +256,7 @@ HEADER = "# config.recipe: tiny_cpu\n# config."
         ("result_0.txt", None, r"result_0\.txt: No such file"),
     ],
 )
-def test_a_wrong_settings_file_is_refused_in_one_line(
-    name: str, content: str | None, message: str, tmp_path: Path
-) -> None:
+def test_a_wrong_settings_file_is_refused(name: str, content: str | None, message: str, tmp_path: Path) -> None:
     if content is not None:
         (tmp_path / name).write_text(content)
     with pytest.raises(ValueError, match=message) as caught:

@@ -107,7 +107,7 @@ def test_wrong_settings_and_missing_inputs_are_refused_before_the_run(
         assert re.search(said, refusal(small_run, tmp_path / "r", **change))
 
 
-def test_a_plan_for_another_number_of_ranks_is_refused_unless_hosts_may_be_lost(
+def test_a_plan_is_only_for_its_number_of_ranks(
     small_run: SmallRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A run that was restarted on other hosts keeps the plan's settings, but not its predicted times."""
@@ -142,9 +142,7 @@ def test_the_normalizations_of_the_inputs_must_agree(small_run: SmallRun, tmp_pa
             assert check(parse(small_run.arguments(tmp_path / "r", **places)), 1).normalization == stated
 
 
-def test_data_with_another_vocabulary_missing_shards_or_no_masked_tokens_are_refused(
-    small_run: SmallRun, tmp_path: Path
-) -> None:
+def test_unfit_or_incomplete_data_are_refused(small_run: SmallRun, tmp_path: Path) -> None:
     other = tmp_path / "vocab.txt"
     other.write_text((small_run.folder / "vocab.txt").read_text().replace("word7\n", "other\n"))
     assert "vocabulary" in refusal(small_run, tmp_path / "r", data__vocab=other)
@@ -169,9 +167,7 @@ def test_an_existing_result_file_is_not_overwritten(small_run: SmallRun, tmp_pat
     assert "result_3.txt exists already" in refusal(small_run, tmp_path, log__run=3)
 
 
-def test_a_disk_with_too_little_space_is_refused(
-    small_run: SmallRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_is_refused(small_run: SmallRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder, results, weights = tmp_path / "disk", tmp_path / "results", tmp_path / "weights" / "last.safetensors"
     config = parse(small_run.arguments(results))
     size = 4 * sum(parameter.numel() for parameter in BertForPreTraining(config.model).parameters())

@@ -71,9 +71,7 @@ def test_a_pickle_in_a_folder_of_others_is_not_read(visible: Path) -> None:
         assert f"{index.parent} can be written by others" in done.stderr
 
 
-def test_triton_gets_a_temporary_cache_if_others_can_write_to_its_own(
-    visible: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_triton_does_not_use_a_cache_that_others_can_write_to(visible: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(triton.CACHE_VARIABLE, raising=False)
     monkeypatch.setenv("TRITON_HOME", str(visible))
     assert triton.require_private_cache() is None

@@ -115,9 +115,7 @@ def test_wrong_or_incomplete_variables_about_nodes_are_refused(variables: pytest
         ("--meet 'a[$(>opened)]'", "PORT is 'a["),
     ],
 )
-def test_elastic_refuses_wrong_arguments_in_one_line(
-    words: str, complaint: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_elastic_refuses_wrong_arguments(words: str, complaint: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert elastic(shlex.split(words)) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("error: ")

@@ -106,7 +106,7 @@ VIOLATIONS: dict[str, tuple[Callable[[MLLog], object], str]] = {
 
 
 @pytest.mark.parametrize(("act", "message"), VIOLATIONS.values(), ids=VIOLATIONS)
-def test_a_record_that_breaks_a_rule_raises_and_is_not_written(
+def test_records_that_break_a_rule_are_not_written(
     log: MLLog, tmp_path: Path, act: Callable[[MLLog], object], message: str
 ) -> None:
     path = tmp_path / "result_0.txt"

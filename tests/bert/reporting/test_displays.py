@@ -154,7 +154,7 @@ def test_tensorboard_gets_the_numbers_of_records_over_samples(tmp_path: Path) ->
             assert (shown.step, shown.value) == (640, pytest.approx(getattr(record, tag.partition("/")[2])))
 
 
-def test_a_missing_tensorboard_package_is_refused_before_the_run(
+def test_a_missing_tensorboard_package_is_refused(
     small_run: SmallRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = parse(small_run.arguments(tmp_path / "r", log__tensorboard=tmp_path / "t"))

@@ -74,7 +74,7 @@ def test_two_tasks_train_and_the_job_reports(cluster: Cluster, checkout: Path) -
     assert (checkout / RESULTS / "report.html").exists()
 
 
-def test_tasks_start_in_the_order_of_the_host_file(
+def test_tasks_start_in_the_host_files_order(
     cluster: Cluster, checkout: Path, small_run: SmallRun, tmp_path: Path
 ) -> None:
     """``cluster place`` writes nodes in the reverse of Slurm's order, and tasks start in that order."""
