@@ -24,12 +24,12 @@ stop() { echo interrupted >&2 && exit "$1"; }
 trap 'stop 130' INT
 trap 'stop 143' TERM
 trap 'stop 129' HUP
-[[ ! -e /proc/$$ || -e /proc/$$/fd/1 ]] || exec >/dev/null # torchrun needs a standard output
+[[ ! -e /proc/$$ || -e /proc/$$/fd/1 ]] || exec >/dev/null # torchrun fails if standard output is closed
 
 extras=()
-! command -v nvidia-smi >/dev/null || extras=(dali) # with a GPU, DALI loads the data
+! command -v nvidia-smi >/dev/null || extras=(dali) # on a GPU, DALI can load the data
 prepare_venv "${extras[@]}"
-# Hold signals back until Python handles them. Older versions of env cannot.
+# Block signals until Python handles them. Older versions of env lack these options.
 hold=(env --block-signal=INT --block-signal=TERM --block-signal=HUP)
 "${hold[@]}" true 2>/dev/null || hold=()
 exec "${hold[@]}" .venv/bin/python -m bert.launch "$@"

@@ -18,8 +18,8 @@ cores=$(env -u OMP_NUM_THREADS nproc)
 workers=$((cores < 8 ? cores : 8))
 [[ ${selection[*]} || $cores -ge 8 ]] || workers=$((cores + 2)) # slow tests often wait for processes
 say "pytest with $workers workers"
-# Without this, glibc returns the memory of freed tensors to the system, which then clears it again for the next ones.
+# Let glibc keep the memory of freed tensors. Otherwise the system clears the memory again for each new tensor.
 [[ ! ${selection[*]} ]] || export MALLOC_TRIM_THRESHOLD_=2000000000 MALLOC_MMAP_THRESHOLD_=1000000000
 export OMP_NUM_THREADS=1 # because the tests themselves run in parallel
-# Loading the plugins that other packages have installed takes each worker half a second.
+# Skip the plugins of packages that the tests do not use, which saves each worker half a second.
 exec .venv/bin/python -m pytest -p no:anyio -p no:typeguard --numprocesses "$workers" --dist loadfile --no-loadscope-reorder "${selection[@]}" "$@"

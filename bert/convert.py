@@ -33,7 +33,7 @@ def convert(
         source: Prefix or .index of a TensorFlow checkpoint, a Hugging Face folder, or a safetensors file.
         to: safetensors is the format of data.initial_checkpoint; hugging-face makes a folder for from_pretrained.
         out: The file or folder to write; it must be absent.
-        num_attention_heads: Needed if the source does not state it, except for TensorFlow checkpoints with heads of size 64.
+        num_attention_heads: Needed if the source does not state it. For TensorFlow, the default is heads of size 64.
         vocab: The model's vocabulary, for hugging-face. By default the files beside the source.
         normalization: Settings that replace what is known about the normalization of the text, for hugging-face.
     """

@@ -17,19 +17,19 @@ _FEWEST_STEPS = 1000
 def _learning_rate(hidden_size: int) -> float:
     """Return a learning rate of LAMB: 0.01 up to a hidden size of 128, 0.00063 for BERT-Large.
 
-    At 128, rates of 0.005 learned less in the same time, 0.02 no more, and 0.04 diverged. For BERT-Large, the rate is less
-    than twice the published rates for small batches.
+    At a hidden size of 128, a rate of 0.005 learned less in the same time, 0.02 did not learn more, and 0.04 diverged. For
+    BERT-Large, the rate is less than twice the published rates for small batches.
     """
     return 0.01 * min(1.0, 128 / hidden_size) ** (4 / 3)
 
 
-def affordable_samples(time: float, held_out: int) -> int:
-    """Return how many samples can be trained on in the time for ``time`` samples without evaluations.
+def affordable_samples(budget: float, held_out: int) -> int:
+    """Return the number of samples to train on, so that training and evaluations together take the time ``budget``.
 
-    ``held_out`` is the number of samples that each evaluation takes.
+    The budget is in samples that could be trained on without evaluations. An evaluation takes ``held_out`` samples.
     """
     most = _MOST_EVALUATIONS * EVALUATION_COST * held_out
-    return int(max(time / (1 + _EVALUATION_SHARE), time - most))
+    return int(max(budget / (1 + _EVALUATION_SHARE), budget - most))
 
 
 def _from_the_data(config: Config) -> Config:
@@ -77,5 +77,5 @@ def _from_the_length(config: Config) -> Config:
     )
 
 
-FOLLOWING: dict[str, tuple[Callable[[Config], Config], ...]] = {"own_text_cpu": (_from_the_data, _from_the_length)}
+DERIVATIONS: dict[str, tuple[Callable[[Config], Config], ...]] = {"own_text_cpu": (_from_the_data, _from_the_length)}
 """Map from recipes to the functions that derive their default settings."""

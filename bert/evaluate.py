@@ -6,8 +6,8 @@ files. It takes the settings of ``python -m bert.train``, including --config, an
     --expect ACCURACY     the expected accuracy, such as 0.34085 for the benchmark's phase-1 checkpoint
     --tolerance SHARE     the largest allowed difference from the expected accuracy, 0.001 by default
 
-Exit status: 0 if the accuracy is as expected or no accuracy was expected, 1 if it differs, 2 for a wrong input. torchrun
-itself exits with 1 in the last two cases.
+Exit status: 0 if the accuracy is as expected or no accuracy was expected, 1 if it differs, 2 for a wrong input. Under
+torchrun, torchrun's own status is 1 instead of 2.
 """
 
 import sys

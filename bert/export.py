@@ -1,4 +1,4 @@
-"""Export of a model that was trained on own text: a Hugging Face folder with a model card, and what it has learned."""
+"""Export of a model that was trained on own text: a Hugging Face folder with a model card, and lines about its quality."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -18,7 +18,7 @@ _EXAMPLES = 3
 _EXAMPLE_CHARACTERS = 70
 _FEWEST_WORDS = 5
 _NAMED_FILES = 5
-"""Number of files from which on the model card counts the files instead of naming them."""
+"""From this number of text files on, the model card counts the files instead of naming them."""
 _READ_SAMPLES = 256
 """Number of held-out samples that are searched for examples."""
 
@@ -51,13 +51,14 @@ print(fill("{example}"))
 
 
 def export(trained: Path, data: Path, logs: Path, out: Path) -> None:
-    """Write the Hugging Face folder ``out``, and print the quality of the model, examples, and an outlook.
+    """Write the Hugging Face folder ``out``, and print the model's quality, examples, and whether to train longer.
 
-    ``trained`` has the weights, ``data`` the data sets and the vocabulary, and ``logs`` the metrics of the training.
+    ``trained`` is the file of weights, ``data`` the folder of the data sets and the vocabulary, and ``logs`` the folder of
+    the training's metrics.
     """
     found, held_out, train = stated_evaluation(trained), open_dataset(data / "evaluation"), open_dataset(data / "train")
     if found is None:
-        raise ValueError(f"{trained} does not state its evaluation: train again, to another --out")
+        raise ValueError(f"{trained} does not record the evaluation of its weights: train again, to another --out")
     fill = GapFiller(trained, data / "vocab.txt")
     weights, vocabulary, normalization = fill.source.weights, fill.vocabulary, fill.normalization
     examples = list(examples_of(held_out, vocabulary))
@@ -94,7 +95,7 @@ def _card(fill: GapFiller, found: EvaluationRecord, sources: Iterable[str], exam
 
 
 def examples_of(held_out: Dataset, vocabulary: Vocabulary) -> Iterator[tuple[str, str]]:
-    """Yield beginnings of held-out samples with a gap in place of their longest word, and this word."""
+    """Yield beginnings of held-out samples. In each, a gap replaces the longest word, which is yielded too."""
     samples = held_out.take(np.arange(min(_READ_SAMPLES, len(held_out))))
     ids = samples.unmasked_ids
     seen: set[str] = set()
@@ -131,9 +132,9 @@ def _words(tokens: Sequence[str]) -> list[list[str]]:
 
 
 def outlook(evaluations: Sequence[EvaluationRecord], best: EvaluationRecord, samples: int) -> str:
-    """Say what longer training would bring, from the held-out accuracy over the training.
+    """Return a sentence on whether longer training would help, judged by the held-out accuracies during training.
 
-    ``samples`` is the number of training samples.
+    ``samples`` is the size of the training set.
     """
     curve = {each.samples: each.masked_lm_accuracy for each in evaluations}
     end = max(curve, default=0)

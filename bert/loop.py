@@ -76,7 +76,7 @@ def train(run: Run) -> Status:
                 if run.intervals.report(at, _is_to_stop(run)):
                     status, keep = "aborted", True
                 # A background thread writes checkpoints. Check for its errors here, where the host waits anyway.
-                run.checkpoints.look(at)
+                run.checkpoints.poll(at)
 
             # Do not save while steps are being skipped: a bad checkpoint would replace a good one.
             if keep and run.intervals.bad == 0:

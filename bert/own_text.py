@@ -37,11 +37,11 @@ _RECIPE = "own_text_cpu"
 _SETTINGS, _TRAINED, _CHECKPOINTS, _LOGS = "run.toml", "trained.safetensors", "checkpoints", f"results/{_RECIPE}/bert"
 _DEFAULTS = OwnText()
 _TRIAL_STEPS, _TRIAL_MINUTES = 60, 0.15
-"""Length of the trial that measures the time of a step: the number of steps, or fewer if they take longer."""
+"""Limits of the trial run that measures the time of a step. The limit that is reached first ends it."""
 _LINE_SECONDS = 5.0
 """Approximate time between two lines about steps."""
 _MOST_BYTES = 1 << 24
-"""Most bytes of the file that says how the folder was made."""
+"""Largest size of own_text.json, which records the command that made the folder."""
 
 
 def own_text(
@@ -80,7 +80,7 @@ def own_text(
             _choose_length(minutes, initial, own, out, supervisor)
         _train(out, supervisor)
     except Stopped:
-        say(f"to go on: the same command ({out})")
+        say(f"to continue, run the same command again ({out})")
         raise SystemExit(supervisor.status) from None
     from bert.export import export  # imports PyTorch
 
@@ -88,7 +88,7 @@ def own_text(
 
 
 def _starting_point(start: str | None, own: OwnText) -> tuple[Path | None, OwnText]:
-    """Return the initial weights, if any, and the settings of the data with the vocabulary of these weights."""
+    """Return the path of the initial weights, or None, and the settings of the data with the vocabulary of the weights."""
     if start is None:
         return None, own
     if start == "tiny_cpu":
@@ -116,14 +116,14 @@ def _prepare(text: Sequence[Path], own: OwnText, initial: Path | None, minutes: 
         raise ValueError(f"{out} was made from other text or with other settings: name another --out")
     if not data.exists():
         if not stored.exists() and out.exists() and any(out.iterdir()):
-            raise ValueError(f"{out} is not empty and not from this command: name another --out")
+            raise ValueError(f"{out} is not empty, and this command did not make it: name another --out")
         out.mkdir(parents=True, exist_ok=True)
         write_atomically(stored, asked)
         report_own_text(write_own_text(text, own, data), data)
 
 
 def _choose_length(minutes: float, initial: Path | None, own: OwnText, out: Path, supervisor: "Supervisor") -> None:
-    """Write the settings of a training that takes about ``minutes``, by the speed of a short trial."""
+    """Measure the speed in a short trial, and write the settings of a training that takes about ``minutes``."""
     from dataloading.dataset.folder import open_dataset
 
     data = out / "data"
@@ -173,11 +173,11 @@ def _series(arguments: list[str]) -> "Series":
     from bert.launch.series import Nodes, Series
 
     config = parse(arguments)
-    return Series(config, arguments, 1, Nodes(1, 0, "127.0.0.1", 0), layout_of(config), clear_caches=False)
+    return Series(config, arguments, 1, Nodes(), layout_of(config), clear_caches=False)
 
 
 def _train(out: Path, supervisor: "Supervisor") -> None:
-    """Train to the end, unless an earlier call has done so. Raises ``SystemExit`` if the training does not end well."""
+    """Train to the end, unless an earlier call has done so. Raises ``SystemExit`` if training or report fail."""
     from bert.checkpoints.training_state import checkpoint_folders
     from bert.launch.supervision import Stopped
     from compliance.log.reader import read_log

@@ -24,8 +24,8 @@ from bert.checkpoints.training_state import (
 from bert.configuration.config import Config
 from bert.execution.cuda_graphs import CudaCapturer
 from bert.guards.data_guard import DataGuard
-from bert.guards.interruption import Interrupted, Interruption, orderly
-from bert.guards.preflight import Inputs, check, check_shares, refuse_others, result_folder
+from bert.guards.interruption import Interrupted, Interruption, orderly_status
+from bert.guards.preflight import Inputs, check, check_shares, refuse_foreign_checkpoints, result_folder
 from bert.guards.triton import require_private_cache
 from bert.log.mllog import MLLog
 from bert.log.result_files import CLAIM, claim, create_log, provenance
@@ -46,12 +46,11 @@ def run(config: Config, arguments: Sequence[str]) -> int:
     Raises ``ValueError`` or ``OSError`` for a wrong input or setting, and ``Interrupted`` if a signal arrives before
     training starts. The caller must always call ``leave_mesh`` afterwards, even after an exception.
     """
-    # Create the guard first, because its audit hook sees only files that are opened afterwards.
+    # Create the guard first, because its audit hook only notices files that are opened later.
     guard = DataGuard([config.data.train, config.data.evaluation])
     interruption = Interruption()
     launch = Launch.from_environment()
-    # Each rank checks its machine before the ranks join, so that a faulty machine reports its own error and no other rank
-    # waits for it.
+    # Check this machine before the ranks join. Otherwise the other ranks would wait for a rank whose check fails.
     inputs = check(config, launch.world_size, launch.local_size)
     if config.dry_run:
         _say_ready(config, inputs, launch)
@@ -61,20 +60,20 @@ def run(config: Config, arguments: Sequence[str]) -> int:
     if mesh.device.type == "cuda" and (warning := require_private_cache()) and mesh.is_main:
         say(f"warning: {warning}")
     status = _timed_run(config, inputs, mesh, guard, interruption)
-    # The last condition is a collective. The other conditions are equal on all ranks, so either all ranks call it or none.
+    # `_stopped_for_others` is a collective. The first two conditions are equal on all ranks, so all ranks call it or none.
     if status == "aborted" and may_start_again() and _stopped_for_others(interruption, mesh):
-        complain("stopped with ranks of another host: to be started again without them", "warning")
+        complain("ranks on another host were stopped: this host ends too, to be restarted without them", "warning")
         return FAULT_STATUS
     if interruption.number is None:
-        return orderly(0 if status == "success" else 1)
+        return orderly_status(0 if status == "success" else 1)
     if mesh.is_main:
         _say_how_to_go_on(config, arguments)
-    return orderly(128 + interruption.number)
+    return orderly_status(128 + interruption.number)
 
 
 def _say_ready(config: Config, inputs: Inputs, launch: Launch) -> None:
     if config.training.device == "cuda" and CLAIM in os.environ:
-        # A launcher that sets CLAIM is about to start the run on this machine. Without GPUs it would end in a traceback.
+        # The launcher is about to start the run on this machine. Without GPUs, that run would end in a traceback.
         require_gpus(max(1, launch.local_size))
     elif config.training.device == "cuda" and not torch.cuda.is_available():
         complain("training.device is cuda, but PyTorch sees no GPU here: this machine could not run it", "warning")
@@ -84,7 +83,7 @@ def _say_ready(config: Config, inputs: Inputs, launch: Launch) -> None:
 def _timed_run(config: Config, inputs: Inputs, mesh: Mesh, guard: DataGuard, interruption: Interruption) -> str:
     """Initialize, start the clock, train until the target is reached, stop the clock, and return the final status."""
     # The checkpoint to resume from and the shares of the ranks are decided before the log is created.
-    again = _started_again(config, mesh)
+    again = _is_restarted(config, mesh)
     if config.checkpoint.folder is not None:
         # Lock the folder before reading it, because another run could remove its checkpoints.
         lock(config.checkpoint.folder, mesh, again)
@@ -105,16 +104,15 @@ def _timed_run(config: Config, inputs: Inputs, mesh: Mesh, guard: DataGuard, int
     # it must be equal on all ranks.
     seed = resumed.seed if resumed else agreed_integer(_seed(config), mesh)
     barrier()  # no rank creates files before all have passed their checks
-    # Ranks other than 0 have a log that writes nothing.
-    log = MLLog(None)
+    log = MLLog(None)  # writes nothing
     if mesh.is_main:
         # Creating the file reserves its number. The number that was free during the checks may be taken by now.
         log, files = create_log(result_folder(config), config.log.run)
         inputs = replace(inputs, **files._asdict())
-    # Contexts end in reverse order. The watchdog ends before the log, because it may log a fault. The graphs are reset after
-    # the watchdog has told the other ranks about an error.
+    # Contexts end in reverse order: the watchdog before the log, because it may log a fault, and before the graphs are
+    # reset, because it must first tell the other ranks about an error.
     capturing = CudaCapturer(mesh.device) if captures(config, mesh) else nullcontext()
-    with log, capturing as capturer, _ended_together(config, mesh, log) as watchdog:
+    with log, capturing as capturer, _fail_together(config, mesh, log) as watchdog:
         drop_lost_output(partial(_note_lost_output, log))
         if mesh.is_main:
             claim(inputs.result)
@@ -154,7 +152,7 @@ def _timed_run(config: Config, inputs: Inputs, mesh: Mesh, guard: DataGuard, int
 
 
 @contextmanager
-def _ended_together(config: Config, mesh: Mesh, log: MLLog) -> Iterator[Watchdog]:
+def _fail_together(config: Config, mesh: Mesh, log: MLLog) -> Iterator[Watchdog]:
     """End the run on all ranks, and log the reason, if the body raises an exception on this rank.
 
     All ranks must enter this context at the same time.
@@ -203,11 +201,11 @@ def _note_uncaptured(batches: int, mesh: Mesh, log: MLLog) -> None:
 
 
 def _stopped_for_others(interruption: Interruption, mesh: Mesh) -> bool:
-    """Tell whether ranks on other hosts received a signal but this rank does not, so that this host must continue.
+    """Return whether only ranks on other hosts were stopped, so that this host must be restarted without them.
 
-    An elastic agent treats exit status 0 as the end of the whole run, and then all agents stop. If all ranks must restart,
-    for example because a host joins, each agent sends a signal to its own ranks at a slightly different time. This
-    function therefore waits for such a signal before it returns True.
+    After exit status 0, an elastic agent considers the whole run finished, and all agents stop. If all ranks must restart,
+    for example because a host joins, each agent signals its own ranks at a slightly different time. Therefore this
+    function waits some time for a signal to this rank before it returns True.
     """
     signals = torch.tensor([int(interruption.number is not None)], device=mesh.device)
     some = all_reduce_(signals).item() > 0
@@ -218,10 +216,11 @@ def _stopped_for_others(interruption: Interruption, mesh: Mesh) -> bool:
     return some and interruption.number is None
 
 
-def _started_again(config: Config, mesh: Mesh) -> bool:
-    """Tell whether a launcher has restarted this run, based on its restart count or on the job that wrote the checkpoints.
+def _is_restarted(config: Config, mesh: Mesh) -> bool:
+    """Return whether a launcher has restarted this run: its restart count is positive, or its job wrote the checkpoints.
 
-    The restart count is not sufficient: when a host joins, torchrun's agents restart all ranks without increasing it.
+    The restart count alone does not show every restart. When a host joins, torchrun's agents restart all ranks without
+    increasing it.
     """
     # All ranks must get the same answer, but the agents' restart counts may differ.
     if all_reduce_(torch.tensor([restarts()], device=mesh.device)).item():
@@ -232,10 +231,10 @@ def _started_again(config: Config, mesh: Mesh) -> bool:
 
 
 def _resumed(config: Config, inputs: Inputs, mesh: Mesh, again: bool) -> RunState | None:
-    """Find the checkpoint from which the run continues, if ``resume`` is set or the run is started ``again``."""
+    """Return the checkpoint to continue from: after a restart (``again``) the newest one, else that in ``resume``."""
     folder = config.resume
     if not again:
-        refuse_others(config)
+        refuse_foreign_checkpoints(config)
     elif config.checkpoint.folder and checkpoint_folders(config.checkpoint.folder):
         if config.log.division == "closed":
             raise ValueError(
@@ -246,7 +245,7 @@ def _resumed(config: Config, inputs: Inputs, mesh: Mesh, again: bool) -> RunStat
 
 
 def _accept_one_site(config: Config, mesh: Mesh, *, is_elastic: bool) -> None:
-    """Raise ``ValueError`` unless the other sites may have been lost."""
+    """Continue with one site if the hosts of the other sites may have been lost; otherwise raise ``ValueError``."""
     if not is_elastic:
         raise ValueError(
             f"training.site_steps is {config.training.site_steps}, but all ranks are at one site: set {SITE} on each host "

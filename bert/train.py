@@ -24,7 +24,7 @@ from bert.configuration.config import Config, flattened
 from bert.configuration.config_file import arguments_of, setting_names
 from bert.configuration.recipes import RECIPES, described
 from bert.configuration.run_plan import read_plan
-from bert.derived_settings import FOLLOWING
+from bert.derived_settings import DERIVATIONS
 from bert.guards.interruption import Interrupted
 from bert.parallel.environment import CLAIM, Launch
 from console.interruption import end_in_order, ignore_signals, reader_has_gone
@@ -63,7 +63,7 @@ def main(arguments: Sequence[str]) -> int:
     try:
         return run(config, arguments)
     except Interrupted as interrupted:
-        if CLAIM not in os.environ:  # otherwise the program that started this one has said so
+        if CLAIM not in os.environ:  # otherwise the launcher prints that the run was interrupted
             _complain(interrupted)
         return interrupted.status
     except (ValueError, OSError) as error:
@@ -95,7 +95,7 @@ def parse(arguments: Sequence[str], module: str = "bert.train") -> Config:
     # The header of a result file contains the text None if the run had no plan.
     plan = None if plan_file in (None, "None") else read_plan(Path(plan_file))
     if plan is not None:
-        # Put the plan's settings first, so that a contradicting setting overrides them and ``require_settings`` finds it.
+        # Settings override the plan's settings before them, and `require_settings` then refuses those that differ.
         if recipe not in (None, plan.recipe):
             raise ValueError(f"the plan is for the recipe {plan.recipe}, expected {recipe}: make a plan for {recipe}")
         recipe, settings = plan.recipe, [*plan.arguments(), *settings]
@@ -109,10 +109,10 @@ def parse(arguments: Sequence[str], module: str = "bert.train") -> Config:
     read = partial(tyro.cli, Config, prog=program, args=settings, description=_SETTINGS, config=no_comments)
     try:
         config = parsed(partial(read, default=RECIPES[recipe]()))
-        for follow in FOLLOWING.get(recipe, ()):
+        for derive in DERIVATIONS.get(recipe, ()):
             # Parse again, so that given settings override derived settings. The default must not contain
             # implementations, because tyro would turn the ops in it into separate settings.
-            default = follow(config)
+            default = derive(config)
             default = replace(default, training=replace(default.training, implementations={}))
             config = parsed(partial(read, default=default))
         if plan is not None:
@@ -130,7 +130,7 @@ def parse(arguments: Sequence[str], module: str = "bert.train") -> Config:
 
 
 def _complaint(read: Callable[[], Config]) -> str:
-    """Return what is wrong with settings; "" if nothing is."""
+    """Return the error message about settings, or "" if they are valid."""
     try:
         parsed(read)
     except ValueError as error:
@@ -139,7 +139,7 @@ def _complaint(read: Callable[[], Config]) -> str:
 
 
 def _explained(error: ValueError, recipe: str) -> str:
-    """Return what is wrong with settings. If one is unknown, it has a suggestion in place of tyro's words."""
+    """Return the error message about settings. For an unknown setting, suggest a similar name in place of tyro's words."""
     unknown = re.match("unexpected argument (.+)", str(error))
     if unknown is None:
         return str(error)
@@ -167,7 +167,7 @@ def without_option(name: str, arguments: Sequence[str]) -> tuple[str | None, lis
 
 
 def require_torch() -> None:
-    """Raise ``ValueError`` if PyTorch is older than the oldest supported release."""
+    """Raise ``ValueError`` if PyTorch is older than `OLDEST_TORCH`."""
     import torch
 
     # Compare only the first two components: in the pre-releases of NGC's images, the rest is not numeric.

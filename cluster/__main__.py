@@ -256,13 +256,13 @@ def _plan(
 def _recipe_named(name: str) -> "Config":
     """Return the named recipe. Raises ``ValueError`` if it is unknown or if its settings depend on its data."""
     from bert.configuration.recipes import RECIPES
-    from bert.derived_settings import FOLLOWING
+    from bert.derived_settings import DERIVATIONS
 
     if name not in RECIPES:
         raise ValueError(
             f"unknown recipe {name!r}: expected one of {', '.join(RECIPES)}{did_you_mean(name, list(RECIPES))}"
         )
-    if name in FOLLOWING:
+    if name in DERIVATIONS:
         raise ValueError(f"{name} derives its settings from its data when it starts: there is nothing to plan")
     return RECIPES[name]()
 

@@ -13,7 +13,7 @@ cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/.."
 source launch/environment.sh
 usage launch/docker.sh "$@"
 
-engine=${ENGINE:-$(command -v docker || command -v podman)} || fail "there is neither docker nor podman here"
+engine=${ENGINE:-$(command -v docker || command -v podman)} || fail "there is neither docker nor podman here: install one"
 command -v "$engine" >/dev/null || fail "there is no $engine here: set ENGINE to docker or podman"
 [[ ${IMAGE:=mlperf-bert} != -* ]] || fail "IMAGE is ${IMAGE@Q}, expected an image"
 # folder NAME VALUE: create the folder VALUE and print its full path. A colon is refused because it separates the fields of
@@ -26,7 +26,7 @@ folder() {
 }
 data=$(folder DATA "${DATA:-data}")
 results=$(folder RESULTS "${RESULTS:-results}")
-cache=$(umask 077 && folder CACHE "${CACHE:-.cache/container}") # Triton uses no cache that others may write
+cache=$(umask 077 && folder CACHE "${CACHE:-.cache/container}") # Triton refuses a cache that other users can write to
 
 options=(
   run --rm --init --user "$(id -u):$(id -g)" --network host --ipc host # NCCL shares memory between processes
@@ -37,7 +37,7 @@ options=(
   --volume "$cache:/cache" --env HOME=/cache
   --env NPROC --env OMP_NUM_THREADS --env PYTHONUNBUFFERED=1
 )
-[[ ! -t 0 || ! -t 1 ]] || options+=(--tty --interactive) # for the panel
+[[ ! -t 0 || ! -t 1 ]] || options+=(--tty --interactive) # then lines fit the width of the terminal
 if command -v nvidia-smi >/dev/null; then
   case ${engine##*/} in
     podman) options+=(--device nvidia.com/gpu=all) ;; # CDI; /etc/cdi/nvidia.yaml comes from nvidia-ctk cdi generate

@@ -20,6 +20,6 @@ cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/.."
 source launch/venv.sh
 usage launch/elastic.sh "$@"
 extras=()
-! command -v nvidia-smi >/dev/null || extras=(dali) # with a GPU, DALI loads the data
+! command -v nvidia-smi >/dev/null || extras=(dali) # on a GPU, DALI can load the data
 prepare_venv "${extras[@]}"
 exec .venv/bin/python -m bert.launch.elastic "$@"

@@ -12,11 +12,14 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 WHEEL = re.compile(r"-(py3|py2\.py3|cp3\d+)-(none|abi3|cp3(1[1-9]|[2-9]\d)t?)-(any|.*linux.*_(x86_64|aarch64))\.whl$")
-"""Names of wheels for Linux and for versions of Python that are supported."""
+"""Pattern of the names of wheels for Linux and for supported versions of Python."""
 
 
 def locked(*options: str, others: bytes = b"") -> dict[str, list[str]]:
-    """Return the hashes of the wheels that the program needs, by pin: with options of uv, and ``others`` beside."""
+    """Resolve the program's requirements and return the hashes of their wheels by pin.
+
+    ``options`` are options of uv, and ``others`` are further requirements, one a line.
+    """
     command = ["uv", "pip", "compile", "--quiet", "pyproject.toml", "-", "--universal", "--constraint=constraints.txt"]
     output = subprocess.check_output([*command, "--format=pylock.toml", *options], cwd=ROOT, input=others)
     return {

@@ -7,8 +7,8 @@
 # shellcheck source=launch/environment.sh
 source "${BASH_SOURCE[0]%/*}/environment.sh"
 
-# pip does not compile packages to bytecode here, so the first start does. It must be able to save the bytecode, because
-# starting PyTorch without it takes three times as long.
+# pip installs packages without bytecode, so the first start of a program compiles them. It must be able to save the
+# bytecode: without it, every start of PyTorch takes three times as long.
 unset PYTHONDONTWRITEBYTECODE
 
 # prepare_venv [EXTRA...]: install the dependencies in pyproject.toml, including the extra "train" and the given extras, at
@@ -21,7 +21,7 @@ prepare_venv() {
   flock "$lock" # another process may be installing now
   local missing
   missing=$(venv_missing)
-  [[ ! $missing ]] || { say "$missing is gone from .venv: making it anew" && rm -rf .venv; }
+  [[ ! $missing ]] || { say "$missing is gone from .venv: installing it again" && rm -rf .venv; }
   venv_is_current "$@" || run_apart install_venv "$@"
   exec {lock}>&-
 }
@@ -64,7 +64,7 @@ run_apart() {
 # shellcheck disable=SC2329  # traps call it
 stop_apart() {
   kill -s KILL -- "-$apart" 2>/dev/null || true
-  echo "interrupted: the next start installs the packages anew" >&2
+  echo "interrupted: the next start installs the packages again" >&2
   exit "$1"
 }
 
@@ -87,12 +87,12 @@ venv_entries() {
   (shopt -s nullglob dotglob && cd .venv/lib && printf '%s\n' python*/site-packages/*) 2>/dev/null | LC_ALL=C sort
 }
 
-# Print the lines of hashes.txt for the given extras. With SYSTEM_TORCH, leave out what the base keeps.
+# Print the lines of hashes.txt for the given extras. With SYSTEM_TORCH, leave out NumPy and setuptools, which stay.
 venv_hashes() {
   grep -E "# (.* )?($(IFS="|" && echo "$*"))( |\$)" hashes.txt | grep -vE "^(${SYSTEM_TORCH:+numpy|setuptools})=="
 }
 
-# Without an NVIDIA GPU, pip still installs PyTorch's CUDA build unless the index contains a CPU build.
+# Warn that pip will install PyTorch's large CUDA build on a machine without an NVIDIA GPU, if its index has no CPU build.
 warn_of_cuda() {
   local torch
   torch=$(sed -n 's/^torch==//p' constraints.txt)
@@ -105,8 +105,8 @@ warn_of_cuda() {
 
 venv_pins() { { .venv/bin/python -V && sha256sum constraints.txt hashes.txt pyproject.toml; } 2>/dev/null; }
 
-# Print the interpreter that creates .venv. If .venv is activated, its own interpreter is first in PATH, but it must not be
-# used, because it would delete itself.
+# Print the interpreter that creates .venv. If .venv is activated, its own interpreter is first in PATH. The base interpreter
+# is used instead, because the installation may delete .venv.
 venv_maker() {
   local python=${PYTHON:-python3}
   [[ $(command -v -- "$python") != "$PWD"/.venv/* ]] || python=$("$python" -c 'import sys; print(sys._base_executable)')
@@ -145,13 +145,13 @@ for line in open("constraints.txt"):
     except importlib.metadata.PackageNotFoundError:
         print(line.rstrip())
 ' >.venv/constraints.txt
-  # Wheels must have their recorded digests. What is left for the second call is PyTorch and what its build for CUDA adds: every
-  # package index has builds of its own.
+  # The first call checks the digest of each wheel. The second call installs PyTorch and the packages that its CUDA build
+  # needs. They have no recorded digests, because every package index has its own builds.
   venv_hashes run "$@" >.venv/hashes.txt
   "$python" -m pip --python .venv/bin/python install -qq --disable-pip-version-check --no-input --no-compile \
     --only-binary=:all: --require-hashes --no-deps --requirement .venv/hashes.txt ||
     fail "pip could not install the packages, see above"
-  # shellcheck disable=SC2086  # one word a requirement
+  # shellcheck disable=SC2086  # each word is a requirement
   "$python" -m pip --python .venv/bin/python install -qq --disable-pip-version-check --no-input --no-compile \
     --only-binary=:all: --constraint .venv/constraints.txt $requirements ||
     fail "pip could not install the packages, see above${SYSTEM_TORCH:+; PyTorch stays $(grep ^torch== .venv/constraints.txt)}"

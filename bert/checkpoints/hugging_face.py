@@ -20,7 +20,7 @@ from dataloading.text.tokenization import MAX_CHARACTERS_PER_WORD
 from dataloading.text.vocabulary import Vocabulary
 
 SHARDS_SUFFIX = ".safetensors.index.json"
-"""End of the name of the file that says which file holds each tensor, if there are several files."""
+"""Suffix of the index file of a checkpoint in several files. The index names the file of each tensor."""
 _MOST_JSON_BYTES = 1 << 20
 _SHARD = re.compile(r"[\w-][\w.-]{0,200}\.safetensors", re.ASCII)
 
@@ -154,7 +154,7 @@ _Fraction = Annotated[float, msgspec.Meta(ge=0, lt=1)]
 
 
 class _Stated(msgspec.Struct, rename=_THEIR_NAMES):
-    """The fields of a config.json that are read; None if a field is missing."""
+    """Fields of a config.json that this program reads. A missing field is None."""
 
     num_attention_heads: _Count
     num_hidden_layers: _Count | None = None
@@ -169,7 +169,7 @@ class _Stated(msgspec.Struct, rename=_THEIR_NAMES):
     model_type: Literal["bert"] | None = None
     position_embedding_type: Literal["absolute"] | None = None
     hidden_act: Annotated[str, msgspec.Meta(pattern="^gelu(?!_10$)")] | None = None  # gelu_10 clips
-    # These must be absent or false: with any of them, transformers computes something else.
+    # `stated_configuration` refuses true values, with which transformers computes another model.
     is_decoder: bool | None = None
     add_cross_attention: bool | None = None
     quantization_config: dict[str, Any] | None = None
@@ -199,7 +199,7 @@ def stated_configuration(path: Path) -> dict[str, int | float]:
 
 
 def read_shards(index: Path) -> dict[str, Path]:
-    """Map the name of each tensor to the file that holds it, as an index states. Raises ``ValueError`` for a wrong index."""
+    """Read an index, and return the file of each tensor by name. Raises ``ValueError`` if the index or a file is wrong."""
     remedy = "expected the index of safetensors files in the same folder; fetch the folder again"
     files = {}
     for tensor, name in read_typed(index, _Index, _MOST_JSON_BYTES, remedy).weight_map.items():

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from dataloading.options import Normalization
     from dataloading.text.vocabulary import Vocabulary
 
-# A checkpoint's word table may be padded, and dropout and initialization are not properties of the weights.
+# Fields that may differ: a checkpoint's word table may be padded, and weights do not depend on dropout and initialization.
 _NOT_COMPARED = ("vocab_size", "hidden_dropout", "attention_dropout", "initializer_range")
 
 
@@ -63,9 +63,9 @@ def _empty_model(config: Config, mesh: Mesh) -> BertForPreTraining:
 def check_initial_weights(path: Path, config: Config, vocabulary: "Vocabulary") -> "Normalization | None":
     """Raise ``ValueError`` if the weights cannot be loaded, or if the model was trained with another vocabulary.
 
-    Returns the normalization of the text that the model was trained with, if it is stated. Reads names, shapes and the
-    configuration, but no weights except a decoder that is stored beside the word table. A Hugging Face folder
-    may lack the heads, but only in the open division.
+    Returns the normalization of the text that the model was trained with, or None if the checkpoint does not state it.
+    Reads names, shapes and the configuration. It reads weights only to compare a stored decoder with the word table. In
+    the open division, a Hugging Face folder may lack the heads.
     """
     from dataloading.text.vocabulary import Vocabulary, read_stated
 
@@ -84,10 +84,10 @@ def check_initial_weights(path: Path, config: Config, vocabulary: "Vocabulary") 
 
 @torch.no_grad()
 def load_initial_weights(model: BertForPreTraining, path: Path) -> list[str]:
-    """Read a checkpoint's weights into ``model``; return the names of the weights that a Hugging Face folder lacks.
+    """Read a checkpoint's weights into ``model``, and return the names of the weights that the checkpoint lacks.
 
-    Rows of the checkpoint's word table past the model's vocabulary are padding and are omitted. Raises ``ValueError`` if
-    weights are missing, damaged, or of another architecture.
+    Only a Hugging Face folder may lack weights. Rows of the checkpoint's word table past the model's vocabulary are padding
+    and are omitted. Raises ``ValueError`` if weights are missing, damaged, or of another architecture.
     """
     state, found = model.state_dict(), _open(path, model.config, whole=not path.is_dir()).weights
     for name, weight in found.items():

@@ -7,7 +7,7 @@ read one weight at a time when they are needed.
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from bert.checkpoints.hugging_face import SHARDS_SUFFIX, hugging_face_names, read_shards, stated_configuration
 from bert.checkpoints.tensorflow import INDEX_SUFFIX, MAGIC, TensorBundle, tf1_name
-from bert.checkpoints.weights import VOCABULARY, Weight, read_header, stated_model, trained_normalization
+from bert.checkpoints.weights import MODEL, NORMALIZATION, VOCABULARY, Weight, metadata_entry, read_header
 from bert.configuration.sections import ModelConfig
 from bert.model import parameter_shapes
 from console.files import open_regular, sha256_of, shown
@@ -56,10 +56,11 @@ class CheckpointSource:
 
 
 def open_source(path: Path, num_attention_heads: int | None = None, whole: bool = True) -> CheckpointSource:
-    """Open a checkpoint and check that it holds a BERT. ``num_attention_heads`` is for files that do not state this number.
+    """Open a checkpoint and check that it holds a BERT.
 
-    Unless ``whole`` is set, Hugging Face's files may lack pooler and heads, as files of ``BertForMaskedLM`` do. Raises
-    ``ValueError`` if the checkpoint is missing, damaged or not supported.
+    Some files do not state the number of attention heads, so ``num_attention_heads`` gives it. Unless ``whole`` is set,
+    Hugging Face's files may lack pooler and heads, as files of ``BertForMaskedLM`` do. Raises ``ValueError`` if the
+    checkpoint is missing, damaged or not supported.
     """
     if not path.exists() and path.with_name(path.name + INDEX_SUFFIX).is_file():
         return _open_tensorflow(path, num_attention_heads)
@@ -81,8 +82,8 @@ def open_source(path: Path, num_attention_heads: int | None = None, whole: bool 
     if start.startswith((b"PK\x03\x04", b"\x80")) or path.suffix in (".bin", ".pt", ".pth", ".pkl"):
         raise ValueError(f"{path} {_PICKLE}")
     raise ValueError(
-        f"{path} is neither a safetensors file nor the index of a TensorFlow checkpoint. Name the latter by the prefix of "
-        f"its files, without {INDEX_SUFFIX} or .data-..."
+        f"{path} is neither a safetensors file nor the index of a TensorFlow checkpoint. Name a TensorFlow checkpoint by "
+        f"the prefix of its files, without {INDEX_SUFFIX} or .data-..."
     )
 
 
@@ -103,7 +104,7 @@ def _open_tensorflow(prefix: Path, heads: int | None) -> CheckpointSource:
         return Weight(entry.shape[::-1], lambda: read().T)
 
     layers = _layers(r"bert/encoder/layer_(\d+)/", bundle.entries)
-    weights, missing = _found(find, hugging_face_names(layers))
+    weights, missing = _collect(find, hugging_face_names(layers))
     _require_whole(str(bundle.index), missing)
     which = "the benchmark's phase-1 checkpoint" if bundle.is_published else "not the benchmark's published file"
     # The file does not contain the number of heads. In all of Google's models, a head has 64 columns.
@@ -129,7 +130,7 @@ def _weights_file(folder: Path) -> Path:
             raise ValueError(f"{folder / name} {_PICKLE}")
     prefixes = [path.with_suffix("") for depth in ("", "*/") for path in sorted(folder.glob(f"{depth}*{INDEX_SUFFIX}"))]
     if prefixes:
-        TensorBundle(prefixes[0])  # raises if the prefix cannot be used either, as with a TF2 checkpoint
+        TensorBundle(prefixes[0])  # raises if it is not a supported checkpoint, so that the hint below does not name it
     hint = f"; for a TensorFlow checkpoint name its prefix: {prefixes[0]}" if prefixes else ""
     raise ValueError(f"{folder} holds no model.safetensors{hint}")
 
@@ -137,15 +138,16 @@ def _weights_file(folder: Path) -> Path:
 def _open_safetensors(path: Path, heads: int | None, whole: bool) -> CheckpointSource:
     files, found, metadata = _stored(path)
     is_ours = "embeddings.word" in map(_unwrapped, found)
-    found = _renamed(found, _unwrapped if is_ours else _name_of_today, path)
+    found = _renamed(found, _unwrapped if is_ours else _current_name, path)
     layers = _layers(r"layers\.(\d+)\." if is_ours else r"bert\.encoder\.layer\.(\d+)\.", found)
     names = hugging_face_names(layers)
     if is_ours:
         names = {name: (name,) for name in names}
-        stated = stated_model(metadata, str(path))
+        entry = metadata_entry(metadata, MODEL, ModelConfig, str(path))
+        stated = {} if entry is None else asdict(entry)
     else:
         stated = stated_configuration(path.with_name("config.json"))
-    weights, missing = _found(found.get, names)
+    weights, missing = _collect(found.get, names)
     if not (is_ours or whole):
         missing = {name: theirs for name, theirs in missing.items() if not name.startswith(_HEADS)}
     _require_whole(str(path), missing)
@@ -163,12 +165,12 @@ def _open_safetensors(path: Path, heads: int | None, whole: bool) -> CheckpointS
         model=replace(model, **stated),
         digest=lambda: ", ".join(f"sha256 of {file.name}: {sha256_of(file)}" for file in files),
         vocabulary_sha256=metadata.get(VOCABULARY) if is_ours else None,
-        normalization=trained_normalization(metadata, str(path)) if is_ours else None,
+        normalization=metadata_entry(metadata, NORMALIZATION, Normalization, str(path)) if is_ours else None,
     )
 
 
 def _stored(path: Path) -> tuple[list[Path], dict[str, Weight], dict[str, str]]:
-    """Return the files of a safetensors checkpoint, its tensors by their names there, and the metadata of a single file."""
+    """Return a safetensors checkpoint's files, its tensors by name, and its metadata, {} if it has several files."""
     if not path.name.endswith(SHARDS_SUFFIX):
         shapes, metadata = read_header(path)
         return [path], {name: Weight(shape, partial(_read, path, name)) for name, shape in shapes.items()}, metadata
@@ -211,18 +213,22 @@ def _heads(source: str, stated: float | None, given: int | None) -> int:
     return int(heads)
 
 
-def _name_of_today(name: str) -> str:
+def _current_name(name: str) -> str:
     name = _unwrapped(name)
-    # Older files of Hugging Face have TensorFlow's names.
+    # Older files of Hugging Face name gain and bias of a layer norm as TensorFlow does.
     name = re.sub(r"LayerNorm\.gamma$", "LayerNorm.weight", re.sub(r"LayerNorm\.beta$", "LayerNorm.bias", name))
     # Names in files of a bare BertModel have no prefix.
     return name if name.startswith(("bert.", "cls.")) else f"bert.{name}"
 
 
-def _found(
+def _collect(
     find: Callable[[str], Weight | None], names: Mapping[str, tuple[str, ...]]
 ) -> tuple[dict[str, Weight], dict[str, str]]:
-    """Return the weights that ``find`` knows, by our names, and the name in the file for each missing weight."""
+    """Look up all weights with ``find``, which returns None for an unknown name.
+
+    ``names`` maps our names to names in the file. Return the weights by our names, and for each missing weight its name in
+    the file.
+    """
     weights, missing = {}, {}
     for ours, theirs in names.items():
         parts = [find(name) for name in theirs]
@@ -248,11 +254,11 @@ def _read(path: Path, name: str) -> Tensor:
 
 
 def _checked(tensor: Tensor, path: Path, name: str) -> Tensor:
-    """Return a weight as fp32. Raises ``ValueError`` if it is of another kind than usual, or not finite."""
+    """Return a weight as fp32. Raises ``ValueError`` if its dtype is not in `_DTYPES`, or if it has NaN or infinity."""
     if tensor.dtype not in _DTYPES:
         raise ValueError(f"{path} holds {name} as {tensor.dtype}: expected weights in fp32, fp64, fp16 or bf16")
     weight = tensor.float()
-    # aminmax propagates NaN, and needs neither memory nor a tenth of isfinite's time.
+    # aminmax propagates NaN. Unlike isfinite over all elements, it allocates nothing, and it takes a tenth of the time.
     if weight.numel() and not torch.stack(weight.aminmax()).isfinite().all():
         raise ValueError(f"{path}: {name} has NaN or infinity in fp32: fetch or make the checkpoint again")
     return weight
@@ -262,7 +268,9 @@ def _require_tied(path: Path, tensors: Mapping[str, Weight]) -> None:
     """Raise ``ValueError`` if a stored decoder differs from the word table, because the decoder would be ignored."""
     for copy, original in _TIED.items():
         if {copy, original} <= tensors.keys() and not torch.equal(tensors[copy].read(), tensors[original].read()):
-            raise ValueError(f"{path}: {copy} is not {original}, but this model has the two tied")
+            raise ValueError(
+                f"{path}: {copy} differs from {original}, but a BERT ties the two: choose another checkpoint"
+            )
 
 
 def _layers(pattern: str, names: Iterable[str]) -> int:
@@ -303,5 +311,5 @@ def _model_of(weights: Mapping[str, Weight], layers: int, heads: int, source: st
     for name, weight in weights.items():
         shape = expected[re.sub(r"^layers\.\d+", "layers.0", name)]
         if weight.shape != shape:
-            raise ValueError(f"{source}: {name} has the shape {weight.shape}, expected {shape} by the other weights")
+            raise ValueError(f"{source}: {name} has the shape {weight.shape}, but the other weights imply {shape}")
     return model

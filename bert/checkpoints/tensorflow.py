@@ -80,7 +80,7 @@ class TensorBundle:
             self.entries = {
                 key.decode(): _entry(value)
                 for key, value in records.items()
-                if not key.startswith(b"\0") and key  # neither a part of a partitioned variable nor the header
+                if not key.startswith(b"\0") and key  # skip the header and the parts of partitioned variables
             }
         except ValueError as error:  # includes UnicodeDecodeError, for a name that is not UTF-8
             raise ValueError(f"{self.index}: {error}; {_REMEDY}") from None
@@ -207,7 +207,7 @@ def _sorted_table(content: bytes) -> Iterator[tuple[bytes, bytes]]:
 
 
 def _block(content: bytes, offset: int, size: int, end: int) -> Iterator[tuple[bytes, bytes]]:
-    """Yield the keys and values of one block, which must end, including its trailer, before ``end``."""
+    """Yield the keys and values of one block. The block and its trailer must end before the byte ``end``."""
     after = offset + size
     if after + _TRAILER_BYTES > end or size < 4:
         raise ValueError(f"a block at bytes {offset:,} to {after:,}, expected at least four bytes before {end:,}")
@@ -269,7 +269,7 @@ def _uncompressed(packed: bytes) -> bytes:
 
 
 def _fields(content: bytes) -> tuple[dict[int, int], list[tuple[int, bytes]]]:
-    """Parse a protocol buffer message; return its numbers by field number, and its byte strings with field numbers."""
+    """Parse a protocol buffer message into its numbers, {field: value}, and its byte strings, (field, bytes) in order."""
     numbers, messages, position = dict[int, int](), list[tuple[int, bytes]](), 0
     while position < len(content):
         tag, position = _varint(content, position)

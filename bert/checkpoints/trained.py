@@ -1,4 +1,4 @@
-"""The weights that a run leaves behind, in the file that save_checkpoint names."""
+"""The file of trained weights that the setting save_checkpoint names."""
 
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import msgspec
 
-from bert.checkpoints.weights import read_header, save_weights, stated
+from bert.checkpoints.weights import metadata_entry, read_header, save_weights
 from bert.model import BertForPreTraining
 from bert.parallel.mesh import Mesh, agreed_text
 from compliance.log.metrics import EvaluationRecord
@@ -16,18 +16,18 @@ _EVALUATION = "evaluation"
 
 
 def stated_evaluation(path: Path) -> EvaluationRecord | None:
-    """Return the evaluation of the best weights of a run that their file states, or None if it states none.
+    """Return the evaluation that is recorded with the weights in a file, or None if there is none.
 
     Raises ``ValueError`` if the file is missing or damaged.
     """
-    return stated(read_header(path)[1], _EVALUATION, EvaluationRecord, str(path))
+    return metadata_entry(read_header(path)[1], _EVALUATION, EvaluationRecord, str(path))
 
 
 class TrainedWeights:
-    """Writer of a run's weights: those at its end or, if it ``keeps_best``, those of its best evaluation.
+    """Writer of a run's final weights or, if ``keeps_best`` is set, of the weights of its best evaluation.
 
-    All ranks must call the methods at the same time. ``gather`` returns the whole model, and is a collective. If
-    ``is_resumed``, a file that an earlier part of the run has written is replaced only by better weights.
+    All ranks must call each method at the same time. ``gather`` returns the whole model, and is a collective. If
+    ``is_resumed`` is set, an existing file is from before the interruption, and only better weights replace it.
     """
 
     def __init__(
@@ -48,13 +48,13 @@ class TrainedWeights:
             self._best = float(agreed_text(repr(_accuracy_of(path)) if mesh.is_main else "", mesh))
 
     def evaluated(self, found: EvaluationRecord) -> None:
-        """Write the weights if the run keeps its best weights, and these are better than all before."""
+        """Write the weights if the run keeps its best weights and this evaluation is the best so far."""
         if self._keeps_best and found.masked_lm_accuracy > self._best:
             self._best = found.masked_lm_accuracy
             self._write({_EVALUATION: msgspec.json.encode(found).decode()})
 
     def ended(self) -> None:
-        """Write the weights at the end of a run, unless the file already has those of its best evaluation."""
+        """Write the weights at the end of a run, unless the file already holds the weights of the best evaluation."""
         if self._best < 0:
             self._write({})
 
@@ -68,7 +68,7 @@ class TrainedWeights:
 
 
 def _accuracy_of(path: Path) -> float:
-    """Return the accuracy that the file of an earlier part of the run states, or -1."""
+    """Return the accuracy of the evaluation recorded in a file, or -1 if the file is missing, damaged or has no record."""
     with suppress(ValueError):
         if found := stated_evaluation(path):
             return found.masked_lm_accuracy

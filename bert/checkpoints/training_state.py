@@ -24,8 +24,7 @@ from typing import Annotated, Literal
 
 import msgspec
 import torch
-from safetensors import SafetensorError, safe_open
-from torch import Tensor
+from safetensors import safe_open
 
 from bert.configuration.config import Config, flattened
 from bert.parallel.environment import job
@@ -94,7 +93,7 @@ def rebalance_batch(config: Config, before: Allocation, data_size: int) -> Confi
 
 
 def changes(before: Allocation, now: Allocation) -> list[str]:
-    """Return lines that describe lost and gained hosts, new sites and the new batch shares; [] if nothing has changed."""
+    """Return lines about lost hosts, gained hosts, hosts at another site and new batch shares; [] if nothing has changed."""
     # Subtracting counters also finds hosts on which only the number of ranks has changed.
     gone, come = Counter(before.hosts), Counter(now.hosts)
     lines = [f"{what}: {_named(hosts)}" for what, hosts in (("lost", gone - come), ("gained", come - gone)) if hosts]
@@ -238,7 +237,10 @@ def _on_rank0(act: Callable[[], str], mesh: Mesh) -> str:
 
 
 def restore(step: TrainingStep, state: RunState, mesh: Mesh) -> None:
-    """Restore model and optimizer from the checkpoint of ``state``; every rank must call it at the same time."""
+    """Restore model and optimizer from the checkpoint that `find` has checked and returned as ``state``.
+
+    Every rank must call it at the same time.
+    """
     reseed(state.seed, state.step, mesh)
     # Start from zeros, because checkpoints do not contain the padding between parameters.
     names = FILES if step.sites is None else files_of(state)
@@ -246,7 +248,9 @@ def restore(step: TrainingStep, state: RunState, mesh: Mesh) -> None:
     for name, vector_P in zip(names, vectors, strict=True):
         whole = vector_P.new_zeros(step.vectors.size)
         if mesh.is_main:
-            _read_into(step, Path(state.path) / name, whole)
+            with safe_open(Path(state.path) / name, "pt") as file:
+                for key, part in step.vectors.parts(whole):
+                    part.copy_(file.get_tensor(key))
         # Only rank 0 reads, so that the other ranks need no access to its file system.
         step.vectors.shard_(vector_P, broadcast_(whole))
     weights_P, momentum_P, variance_P, *site_momentum = vectors
@@ -257,12 +261,10 @@ def restore(step: TrainingStep, state: RunState, mesh: Mesh) -> None:
         step.optimizer.steps.fill_(state.optimizer_steps)
         step.model.dropout_state[1] = state.dropout_draws
         if step.fp8 is not None and state.fp8_scales is not None:
-            if len(state.fp8_scales) != step.fp8.scale_S.numel():
-                raise ValueError(f"{state.path}: {len(state.fp8_scales)} FP8 scales of another model; {_REMEDY}")
             step.fp8.set_scales_(torch.tensor(state.fp8_scales))
         step.refresh_copies_()
-        if step.fp8 is not None and state.fp8_scales is None:  # the run before had another precision
-            step.fp8.update_()  # the casts above have measured the restored weights
+        if step.fp8 is not None and state.fp8_scales is None:  # the checkpoint is from a run in another precision
+            step.fp8.update_()  # choose scales by the largest values that `refresh_copies_` has measured
     step.gather_weights()  # refresh the weights that other ranks update
     if step.sites is not None:
         step.sites.restore_(*site_momentum)
@@ -302,7 +304,7 @@ def _newest(folder: Path, config: Config, train: Dataset) -> RunState:
         if config.training.seed not in (None, state.seed):
             raise ValueError(f"{path} was made with training.seed {state.seed}: leave the seed out, or set this one")
         for reason in broken:
-            say(f"warning: {reason}; going on from {path}")
+            say(f"warning: {reason}; resuming from {path}")
         return state
     reasons = "".join(f"; {reason}" for reason in broken)
     raise ValueError(
@@ -326,15 +328,3 @@ def _state_file(path: Path) -> RunState:
         return msgspec.json.decode(read_bounded(name, _STATE_BYTES, _REMEDY), type=RunState)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise ValueError(f"{name} is not the state of a run ({error}); {_REMEDY}") from None
-
-
-def _read_into(step: TrainingStep, path: Path, whole: Tensor) -> None:
-    try:
-        with safe_open(path, "pt") as file:
-            for name, part in step.vectors.parts(whole):
-                found = file.get_tensor(name)
-                if found.shape != part.shape:  # ``copy_`` would broadcast a smaller tensor
-                    raise ValueError(f"{path} holds {name} of shape {tuple(found.shape)}, expected {tuple(part.shape)}")
-                part.copy_(found)
-    except (SafetensorError, OSError, RuntimeError) as error:
-        raise ValueError(f"{path} is not a whole safetensors file of this model ({error}); {_REMEDY}") from error

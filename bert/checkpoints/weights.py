@@ -1,4 +1,4 @@
-"""This program's safetensors files: weights by name, with the model's configuration and the tokens it was trained for."""
+"""This program's safetensors files: weights by name, and metadata about the model and the text it was trained on."""
 
 import json
 import math
@@ -44,34 +44,25 @@ def model_metadata(model: ModelConfig) -> dict[str, str]:
     return {MODEL: json.dumps(asdict(model))}
 
 
-def stated_model(metadata: Mapping[str, str], source: str) -> dict[str, int | float]:
-    """Return the fields of ``ModelConfig`` in a file's metadata, or {} if there are none.
+def metadata_entry(metadata: Mapping[str, str], key: str, kind: type[_Content], source: str) -> _Content | None:
+    """Decode an entry of a file's metadata to an object of ``kind``, or return None if there is no such entry.
 
-    Raises ``ValueError`` if the fields are invalid.
+    Raises ``ValueError``, with the name of the file ``source``, if the entry is invalid.
     """
-    found = stated(metadata, MODEL, ModelConfig, source)
-    return {} if found is None else asdict(found)
-
-
-def stated(metadata: Mapping[str, str], key: str, kind: type[_Content], source: str) -> _Content | None:
-    """Return an object of ``kind`` from a file's metadata, or None. Raises ``ValueError`` if it is invalid."""
     if key not in metadata:
         return None
     try:
         return msgspec.json.decode(metadata[key], type=kind)
     except (msgspec.MsgspecError, RecursionError) as error:
-        raise ValueError(f"{source} does not state its {key} as this program does: {error}") from None
+        raise ValueError(
+            f"{source}: its metadata entry {key} is invalid ({error}): fetch or make the file again"
+        ) from None
 
 
 def text_metadata(vocabulary_sha256: str | None, normalization: Normalization | None) -> dict[str, str]:
-    """Return the metadata that say for which tokens a model was trained, as far as they are known."""
+    """Return metadata about the text that a model was trained on. An argument that is None is unknown and left out."""
     known = {} if vocabulary_sha256 is None else {VOCABULARY: vocabulary_sha256}
     return known if normalization is None else known | {NORMALIZATION: json.dumps(asdict(normalization))}
-
-
-def trained_normalization(metadata: Mapping[str, str], source: str) -> Normalization | None:
-    """Return the normalization in a file's metadata, or None. Raises ``ValueError`` if it is invalid."""
-    return stated(metadata, NORMALIZATION, Normalization, source)
 
 
 def write_safetensors(path: Path, weights: Mapping[str, Weight], metadata: Mapping[str, str]) -> None:
@@ -87,9 +78,10 @@ def write_safetensors(path: Path, weights: Mapping[str, Weight], metadata: Mappi
 
 
 def safetensors_header(shapes: Mapping[str, tuple[int, ...]], metadata: Mapping[str, str]) -> tuple[bytes, int]:
-    """Return the bytes before the tensors in a file of fp32 tensors, and the size of all tensors in bytes.
+    """Return the head of a file of fp32 tensors, and the number of bytes that the tensors take after it.
 
-    A file has eight bytes with the length of a JSON header, the header, and the tensors by name (safetensors, "Format").
+    A file begins with the length of its JSON header in eight bytes and the header. The tensors follow in the order of their
+    names (safetensors, "Format").
     """
     header: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
     end = 0

@@ -73,9 +73,9 @@ class Checkpoints:
         if self._written is not None and not self._written.done():
             self._tracker.enter("checkpoint_write")
             wait([self._written])
-        self.look(at)
+        self.poll(at)
 
-    def look(self, at: Position) -> None:
+    def poll(self, at: Position) -> None:
         """Warn if the last checkpoint could not be written, and record how long writing takes."""
         if self._written is None or not self._written.done():
             return

@@ -16,7 +16,7 @@ _MOST_SHOWN = 60  # characters of a name
 _HEAD_BYTES = 1 << 16
 """Number of bytes read from a result file. The header, which contains the configuration, lies within them."""
 _OF_ONE_RUN = ("dry_run", "log.run", "log.cache_cleared")
-"""Settings in a result file that are ignored, because they belong to one run only."""
+"""Settings that are ignored in a result file, because the next run must not repeat them."""
 _FORMER_NAMES = {
     "training.wire": "training.reduce_dtype",
     "training.fp32_sums": None,
@@ -41,13 +41,15 @@ def arguments_of(path: Path, recipe: str | None) -> tuple[str, list[str]]:
     stated = values.pop("recipe", None)
     if recipe is not None and stated not in (None, recipe):
         named = visible(stated, _MOST_SHOWN)
-        raise ValueError(f"{path} is of the recipe {named}, expected {recipe}: name {named}, or leave the recipe out")
+        raise ValueError(
+            f"{path} is for the recipe {named}, but the command line names {recipe}: name {named} or no recipe there"
+        )
     if recipe is None and stated is None:
         raise ValueError(
             f'{path} names no recipe: write it there (recipe = "tiny_cpu"), or put it before --config '
             f"{shlex.quote(str(path))} on the command line"
         )
-    # Convert to text, because the TOML value may be a number or a list.
+    # In a TOML file, the value may be of any type.
     chosen = recipe or str(stated)
     if chosen not in RECIPES:
         raise ValueError(
@@ -73,7 +75,7 @@ def _read(path: Path) -> Iterator[tuple[str, object]]:
             return _flat("", tomllib.loads(content.decode()))
         # ValueError also for an integer of thousands of digits, RecursionError for a deeply nested file.
         except (ValueError, RecursionError) as error:
-            raise ValueError(f"{path} is no TOML: {shown(error)}") from None
+            raise ValueError(f"{path} is not valid TOML: {shown(error)}") from None
     try:
         with open_regular(path) as file:
             # Replace invalid bytes, because the size limit may cut a multi-byte character in two.

@@ -1,4 +1,4 @@
-"""Plan of a run: settings that ``python -m cluster plan`` chose for a number of ranks, and predicted times."""
+"""Plan of a run: settings that ``python -m cluster plan`` has chosen for a number of ranks, and their predicted times."""
 
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -75,7 +75,7 @@ class RunPlan:
             planned = f"{counted(self.nodes, 'node')} of {counted(self.ranks_per_node, 'rank')}"
             here = counted(world_size, "rank") + (f", {local_size} a node" if local_size else "")
             raise ValueError(
-                f"{path} is a plan for {planned}, but the run has {here}: plan again for these, or start those"
+                f"{path} is a plan for {planned}, but the run has {here}: make another plan, or start the planned ranks"
             )
 
 
@@ -89,7 +89,7 @@ def settings_of(config: Config) -> dict[str, str]:
 def _check(plan: RunPlan) -> None:
     known = plan.recipe in RECIPES and set(plan.step_seconds) == {*PHASES, "other"}
     if not known or set(plan.settings) != set(PLANNED) or min(plan.nodes, plan.ranks_per_node) < 1:
-        raise ValueError("its recipe, settings or times are those of another version")
+        raise ValueError("another version of this program made it: its recipe, settings or times do not match")
 
 
 _FILE = FileKind(

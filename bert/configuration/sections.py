@@ -149,8 +149,8 @@ class TrainingConfig:
     the hosts that state the same MLPERF_BERT_SITE. 1: sites sum the gradients of every step. More: for slow links between
     sites, in the open division. It must divide the number of steps between evaluations."""
     site_dtype: SiteDtype = "int8"
-    """Type in which sites send the change of their weights. int8: with a scale for 256 elements. What rounding leaves out is
-    sent with the next change."""
+    """Type in which sites send the change of their weights. int8: 256 elements share a scale. The rounding error of each
+    change is added to the next one."""
     site_learning_rate: float = 0.7
     """Share of the sites' mean change by which the weights move."""
     site_momentum: float = 0.5
@@ -171,7 +171,7 @@ class TrainingConfig:
 
     @property
     def site_delay(self) -> int:
-        """Number of steps after which a site applies an exchange that has run beside them."""
+        """Number of steps that a site takes while an exchange is in progress, before it applies the result."""
         return self.site_steps // 2
 
     def __post_init__(self) -> None:

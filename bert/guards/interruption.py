@@ -14,7 +14,7 @@ class Interrupted(Exception):  # noqa: N818 an event, not an error
 
     @property
     def status(self) -> int:
-        return orderly(128 + self.number)
+        return orderly_status(128 + self.number)
 
 
 class Interruption:
@@ -42,7 +42,7 @@ class Interruption:
             raise Interrupted(number)
 
 
-def orderly(status: int) -> int:
+def orderly_status(status: int) -> int:
     """Return the exit status of an orderly end: 0 under torchrun, which treats any other status as a crash."""
     # torchrun sets this variable for every process that it starts.
     return 0 if "TORCHELASTIC_RUN_ID" in os.environ else status

@@ -17,7 +17,7 @@ from bert.checkpoints.initial_model import check_initial_weights
 from bert.checkpoints.training_state import BYTES_PER_PARAMETER, checkpoint_folders, find
 from bert.configuration.config import Config
 from bert.configuration.run_plan import RunPlan, read_plan
-from bert.guards.triton import lacks_of_triton
+from bert.guards.triton import missing_build_tools
 from bert.log.result_files import choose_files
 from bert.model import parameter_shapes
 from bert.parallel.environment import job, may_start_again, restarts
@@ -38,12 +38,12 @@ _MAKERS = {
     "tiny_cpu": "`./run_and_time.sh tiny_cpu` makes its data (docs/tiny_cpu.md)",
     "own_text_cpu": "`python -m dataloading from-text` makes data and vocabulary of your text (docs/own_text.md)",
 }
-"""Command that makes the missing inputs, for recipes on other data than the benchmark's."""
+"""Command that makes the missing inputs of recipes that do not use the benchmark's data."""
 
 
 @dataclass(frozen=True)
 class Inputs:
-    """Inputs of a run, whose data have not been read yet, and the paths of the files that the run writes."""
+    """Inputs of a run, and the paths of the files that the run writes. The samples have not been read yet."""
 
     train: Dataset
     evaluation: Dataset
@@ -63,24 +63,24 @@ def check(config: Config, world_size: int, local_size: int = 0) -> Inputs:
 
     ``local_size`` is the number of ranks on this node, or 0 if unknown. Raises ``ValueError`` if a check fails.
     """
-    plan, may_go_on = None, may_start_again() or restarts() > 0
+    plan, is_elastic = None, may_start_again() or restarts() > 0
     if config.plan is not None:
         # The configuration already contains the plan's settings, so only the number of ranks remains to be checked.
         plan = read_plan(config.plan)
-        if not may_go_on:
+        if not is_elastic:
             plan.require_ranks(world_size, local_size, config.plan)
         elif not plan.is_for(world_size, local_size):
             plan = None  # the hosts have changed: the plan's settings still apply, but its prediction does not
     # The hosts are not known yet, so assume one host for all ranks. ``join_mesh`` checks the real hosts.
     require_whole_copies(config.parallel, 1, world_size)
-    if not may_go_on:  # a restarted run may take its shares from the checkpoint
+    if not is_elastic:  # a restarted run may divide its batch by the sizes in the checkpoint
         check_shares(config, world_size // config.parallel.copy_ranks)
     (train, evaluation), vocabulary, normalization = _open_inputs(config, [config.data.train, config.data.evaluation])
     check_loader(config.data.loader)
-    if not (may_go_on or job()):
-        refuse_others(config)
-    if config.dry_run and config.resume is not None:  # a real run reads the checkpoint after its ranks have joined
-        # A dry run joins no other ranks, so it reads the checkpoint as if it were the only rank.
+    if not (is_elastic or job()):
+        refuse_foreign_checkpoints(config)
+    if config.dry_run and config.resume is not None:
+        # A run reads the checkpoint after its ranks have joined. A dry run joins no ranks, so it reads it here, alone.
         find(config.resume, config, train, Mesh(0, 1, 0, torch.device("cpu")))
     _check_places(config)
     # The run number is only a proposal until the log is created.
@@ -123,9 +123,9 @@ def batch_sampler(config: Config, train: Dataset, data_size: int, seed: int) -> 
 
 
 def check_shares(config: Config, data_size: int, uneven: bool = False) -> None:
-    """Raise ``ValueError`` if the global batch cannot be divided evenly over micro-batches.
+    """Raise ``ValueError`` if the global batch cannot be divided evenly among the micro-batches of all model copies.
 
-    If ``uneven`` is set, uneven shares are allowed, and the error is raised only if a model copy would get no samples.
+    If ``uneven`` is set, only micro-batches without a sample are an error.
     """
     batch, steps = config.training.global_batch_size, config.training.gradient_accumulation_steps
     require_sequences(batch, data_size, steps)
@@ -136,7 +136,7 @@ def check_shares(config: Config, data_size: int, uneven: bool = False) -> None:
         )
 
 
-def refuse_others(config: Config) -> None:
+def refuse_foreign_checkpoints(config: Config) -> None:
     """Raise ``ValueError`` if the checkpoint folder holds checkpoints of another run."""
     folder, source = config.checkpoint.folder, config.resume
     # ``resume`` may name the checkpoint folder or one checkpoint inside it.
@@ -146,7 +146,7 @@ def refuse_others(config: Config) -> None:
 
 
 def _open_inputs(config: Config, folders: Sequence[Path]) -> tuple[list[Dataset], Vocabulary, Normalization | None]:
-    """Open data sets and check the vocabulary, the weights and the software. The last folder is the evaluation set."""
+    """Open the data sets in ``folders``, and check the vocabulary, the initial weights and the software."""
     _require_presence(config, folders)
     datasets = [open_dataset(folder) for folder in folders]
     vocabulary = Vocabulary.read(config.data.vocab)
@@ -175,8 +175,8 @@ def _open_inputs(config: Config, folders: Sequence[Path]) -> tuple[list[Dataset]
         choose(config.training.implementations)
     except ValueError as error:
         raise ValueError(f"training.implementations: {error}") from None
-    # A dry run on a machine without GPUs still checks everything else. PyTorch itself warns of an outdated driver.
-    if config.training.device == "cuda" and torch.cuda.is_available() and (lacks := lacks_of_triton()):
+    # A dry run on a machine without GPUs skips this check. PyTorch itself warns of an outdated driver.
+    if config.training.device == "cuda" and torch.cuda.is_available() and (lacks := missing_build_tools()):
         raise ValueError(f"training.device is cuda, but {'; '.join(lacks)}")
     return datasets, vocabulary, normalization
 
@@ -192,12 +192,14 @@ def _require_presence(config: Config, folders: Sequence[Path]) -> None:
     if start is not None and not start.exists() and not start.with_name(f"{start.name}.index").exists():
         missing.append(f"data.initial_checkpoint {start}")
     if missing:
-        maker = _MAKERS.get(config.recipe, "`python -m dataloading wikipedia` makes the benchmark's (docs/data.md)")
+        maker = _MAKERS.get(
+            config.recipe, "`python -m dataloading wikipedia` makes the benchmark's data (docs/data.md)"
+        )
         raise ValueError(f"missing: {', '.join(missing)}. {maker}")
 
 
 def _common_normalization(stated: Mapping[str, Normalization | None]) -> Normalization | None:
-    """Return the normalization that the inputs state. Raises ``ValueError`` if two inputs differ."""
+    """Return the normalization that the inputs state, or None if none does. Raises ``ValueError`` if two inputs differ."""
     known = {name: normalization for name, normalization in stated.items() if normalization is not None}
     if len(set(known.values())) > 1:
         named = "; ".join(f"{name}: {normalization}" for name, normalization in known.items())
@@ -212,7 +214,8 @@ def _common_normalization(stated: Mapping[str, Normalization | None]) -> Normali
 def _schedule(config: Config) -> EvaluationSchedule:
     """Return the schedule of the evaluations.
 
-    Raises ``ValueError`` if the run would end before its first evaluation, or without a required final evaluation.
+    Raises ``ValueError`` if the run would end before its first evaluation, if a step would need several evaluations, if
+    sites would not be in step at an evaluation, or if a run without a target would not end with an evaluation.
     """
     interval = config.evaluation.interval_samples or evaluation_interval(config.training.global_batch_size)
     training = config.training
@@ -223,6 +226,11 @@ def _schedule(config: Config) -> EvaluationSchedule:
             f"{interval:,} samples: raise it, or lower evaluation.interval_samples"
         )
     batch = training.global_batch_size
+    if interval < batch:
+        raise ValueError(
+            f"evaluation.interval_samples is {interval:,}, less than training.global_batch_size {batch:,}: raise it, "
+            "because a run evaluates at most once a step"
+        )
     together = batch * training.site_steps
     if training.site_steps > 1 and interval % together:
         most = max(steps for steps in range(1, training.site_steps) if interval % (batch * steps) == 0 or steps == 1)
@@ -236,7 +244,7 @@ def _schedule(config: Config) -> EvaluationSchedule:
     if config.evaluation.target is None and schedule.samples(end // interval) != end:
         raise ValueError(
             f"evaluation.target is None, but with evaluation.interval_samples {interval:,} no evaluation comes after the "
-            f"last of {end:,} samples: choose a divisor of {end:,}"
+            f"last of {end:,} samples: set evaluation.interval_samples to a divisor of {end:,}"
         )
     return schedule
 

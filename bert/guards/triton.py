@@ -1,4 +1,4 @@
-"""What Triton needs on a machine: the software that compiles its kernels, and a cache that other users cannot write to."""
+"""Requirements of Triton: the build tools that it calls, and a cache folder that other users cannot write to."""
 
 import atexit
 import os
@@ -34,8 +34,8 @@ def require_private_cache() -> str | None:
     return f"other users can write to {folder}: compiled kernels are not kept; set {CACHE_VARIABLE} to another folder"
 
 
-def lacks_of_triton() -> list[str]:
-    """List the build tools that Triton needs and does not find on this machine.
+def missing_build_tools() -> list[str]:
+    """List the build tools that Triton needs and that are missing here, each with a remedy.
 
     Before it runs its first kernel, Triton compiles a launcher in C against Python and the CUDA driver.
     """

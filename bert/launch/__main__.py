@@ -1,7 +1,7 @@
 """Train, check and report: the program behind ``./run_and_time.sh [RECIPE] [RUNS] [-- --section.field value ...]``.
 
 Started by another launcher (torchrun, srun or mpirun), it becomes one process of a single run. ``--prepare RECIPE`` makes
-what a run needs and checks it; ``--verdict RESULT_FILE...`` judges finished runs. The help is at the head of the script.
+what a run needs and checks it; ``--verdict RESULT_FILE...`` judges finished runs. run_and_time.sh holds the help text.
 """
 
 import math
@@ -15,7 +15,7 @@ from pathlib import Path
 from bert.configuration.config import Config
 from bert.configuration.recipes import RECIPES
 from bert.launch.binding import become_rank
-from bert.launch.layout import has_gpus, in_range, layout_of, whole_number
+from bert.launch.layout import has_gpus, layout_of, parse_whole_number, whole_number
 from bert.launch.series import Nodes, Series, judge
 from bert.launch.supervision import Stopped, Supervisor, announce
 from bert.parallel.environment import is_rank
@@ -26,61 +26,65 @@ from console.program import accept_any_text, answer_version
 from console.text import did_you_mean
 
 ANSWERED = 10
-"""Exit status of --prepare if the settings ask for an answer (--help, --print-config, --dry-run) and not for a run."""
-_PARTS = ("--prepare", "--verdict")
-_OPTIONS = ("--help", "--version", *_PARTS)
+"""Exit status of --prepare if the settings contain --help, --print-config or --dry-run, so that no run is to follow."""
+_MODES = ("--prepare", "--verdict")
+_OPTIONS = ("--help", "--version", *_MODES)
 _USAGE = "./run_and_time.sh [RECIPE] [RUNS] [-- settings]"
 
 
 @dataclass(frozen=True)
-class Order:
-    """What the command line asks for. ``part`` is an option of the program, or "" for runs."""
+class Command:
+    """A parsed command line."""
 
-    part: str
+    mode: str
+    """--prepare, --verdict, or "" to train."""
     arguments: list[str]
     """Arguments of `bert.train`, or the result files of --verdict."""
     runs: int = 1
 
 
-def read_order(words: Sequence[str]) -> Order:
-    """Parse the words of the command line. Raises ``ValueError`` if there is a word too many, or a wrong one."""
-    part, words = (words[0], words[1:]) if words and words[0] in _PARTS else ("", words)
-    if part == "--verdict":
+def parse_command(words: Sequence[str]) -> Command:
+    """Parse the command line. Raises ``ValueError`` for an unexpected word, a wrong number or a missing result file."""
+    mode, words = (words[0], words[1:]) if words and words[0] in _MODES else ("", words)
+    if mode == "--verdict":
         expected = "expected results/<system>/bert/result_<n>.txt"
         if not words:
             raise ValueError(f"--verdict: no result file given, {expected}")
         for word in words:
             if not Path(word).is_file():
                 raise ValueError(f"--verdict: there is no file {word!r}, {expected}")
-        return Order(part, list(words))
+        return Command(mode, list(words))
     first_option = next((place for place, word in enumerate(words) if word.startswith("-")), len(words))
     named, settings = list(words[:first_option]), list(words[first_option:])
-    most = 1 if part else 2
+    most = 1 if mode else 2
     if len(named) > most:
         raise ValueError(f"unexpected argument {named[most]!r}: expected {_USAGE}")
     if settings and settings[0] == "--":
         del settings[0]
-    elif settings and settings[0] in _PARTS:
+    elif settings and settings[0] in _MODES:
         raise ValueError(f"{settings[0]} must be the first argument")
     elif settings and (close := did_you_mean(settings[0], _OPTIONS)) and settings[0] not in _OPTIONS:
         raise ValueError(f"there is no option {settings[0]}{close}")
-    runs = in_range("RUNS", named[1], 1) if len(named) > 1 else 1
-    # A file states its recipe.
+    runs = parse_whole_number("RUNS", named[1], 1) if len(named) > 1 else 1
+    # Without a recipe on the command line, a settings file or a plan names it; otherwise it is tiny_cpu.
     in_file = any(without_option(name, settings)[0] for name in ("--config", "--plan"))
-    return Order(part, [*(named[:1] or ([] if in_file else ["tiny_cpu"])), *settings], runs)
+    return Command(mode, [*(named[:1] or ([] if in_file else ["tiny_cpu"])), *settings], runs)
 
 
 def read_nodes(*, starts: bool) -> Nodes:
-    """Read torchrun's variables about nodes. They must be complete if the run ``starts`` here."""
+    """Read NNODES, NODE_RANK, MASTER_ADDR and MASTER_PORT. If ``starts`` is set, this node starts processes and needs all.
+
+    Raises ``ValueError`` for a wrong or missing value.
+    """
     count, rank = whole_number("NNODES", 1, 1), whole_number("NODE_RANK", 0, 0)
     if rank >= count:
         raise ValueError(
-            f"NODE_RANK is {rank}, but NNODES is {count}: expected one below it, and neither on a single node"
+            f"NODE_RANK is {rank}, but NNODES is {count}: set NODE_RANK to a number below NNODES, or leave both out"
         )
     if count == 1:
-        return Nodes(1, 0, "127.0.0.1", 0)
+        return Nodes()
     if starts and not (os.environ.get("NODE_RANK") and os.environ.get("MASTER_ADDR")):
-        raise ValueError(f"NNODES is {count}, expected NODE_RANK and MASTER_ADDR beside it")
+        raise ValueError(f"NNODES is {count}, but NODE_RANK or MASTER_ADDR is not set: set both on every node")
     return Nodes(count, rank, os.environ.get("MASTER_ADDR", ""), whole_number("MASTER_PORT", 29500, 1, 65535))
 
 
@@ -90,12 +94,12 @@ def main(words: Sequence[str]) -> int:
         supervisor.receive_signals()
         accept_any_text()
         answer_version(words)
-        order = read_order(words)
-        if order.part == "--verdict":
-            return judge([Path(word) for word in order.arguments], supervisor)
-        if not order.part and is_rank():
-            become_rank(order.arguments)
-        return _start(order, supervisor)
+        command = parse_command(words)
+        if command.mode == "--verdict":
+            return judge([Path(word) for word in command.arguments], supervisor)
+        if not command.mode and is_rank():
+            become_rank(command.arguments)
+        return _start(command, supervisor)
     except Stopped:
         return supervisor.status
     except (ValueError, OSError) as error:
@@ -104,13 +108,13 @@ def main(words: Sequence[str]) -> int:
         ignore_signals()
 
 
-def _start(order: Order, supervisor: Supervisor) -> int:
-    prepares = order.part == "--prepare"
+def _start(command: Command, supervisor: Supervisor) -> int:
+    prepares = command.mode == "--prepare"
     nodes = read_nodes(starts=not prepares)
     clear_caches = whole_number("CLEAR_CACHES", 1, 0, 1) == 1
     try:
-        config = parse(order.arguments)
-    except SystemExit:  # for --help and --print-config
+        config = parse(command.arguments)
+    except SystemExit:  # `parse` has answered --help or --print-config
         if prepares:
             return ANSWERED
         raise
@@ -119,7 +123,7 @@ def _start(order: Order, supervisor: Supervisor) -> int:
         _install("tensorboard", supervisor)
     if config.recipe == "tiny_cpu":
         _make_demo_data(config)
-    series = Series(config, order.arguments, order.runs, nodes, layout, clear_caches)
+    series = Series(config, command.arguments, command.runs, nodes, layout, clear_caches)
     if prepares or config.dry_run:
         status = series.prepare(supervisor)
         return ANSWERED if prepares and config.dry_run and not status else status
@@ -127,12 +131,12 @@ def _start(order: Order, supervisor: Supervisor) -> int:
 
 
 def _install(extra: str, supervisor: Supervisor) -> None:
-    """Install the packages of an extra into .venv unless they are installed."""
+    """Install the packages of an extra of pyproject.toml into .venv unless they are installed."""
     extras = (*(["dali"] if has_gpus() else []), extra)
     script = 'source launch/venv.sh && prepare_venv "$@"'
 
     def stop(process: int, number: int, _: int) -> None:
-        os.kill(process, number)  # the script says what it does
+        os.kill(process, number)  # the script itself prints that it was interrupted
 
     status = supervisor.run(["bash", "-euo", "pipefail", "-c", script, "run_and_time.sh", *extras], stop=stop)
     if status:
@@ -144,7 +148,7 @@ def _make_demo_data(config: Config) -> None:
     own = RECIPES["tiny_cpu"]().data
     if config.data.train != own.train and config.data.evaluation != own.evaluation:
         return
-    from dataloading.__main__ import demo  # these imports take time, which other recipes need not spend
+    from dataloading.__main__ import demo  # a slow import, which other recipes do not need
 
     announce("data of tiny_cpu: prose of the standard library")
     folder, lock = own.train.parent, None

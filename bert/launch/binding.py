@@ -44,7 +44,7 @@ def binding(rank: int, ranks: int, allowed: Collection[int], sysfs: Path, visibl
     position, sharers = near[:rank].count(cpus), near.count(cpus)
     # Distribute cores rather than hardware threads.
     topology = sysfs / "devices/system/cpu"
-    threads = ({cpu} | _listed(topology / f"cpu{cpu}/topology/thread_siblings_list") & cpus for cpu in sorted(cpus))
+    threads = ({cpu} | _cpu_list(topology / f"cpu{cpu}/topology/thread_siblings_list") & cpus for cpu in sorted(cpus))
     cores = list(dict.fromkeys(map(frozenset, threads)))
     mine = cores[position * len(cores) // sharers : (position + 1) * len(cores) // sharers]
     mine = mine or [cores[position % len(cores)]]  # fewer cores than processes: they share cores
@@ -52,46 +52,47 @@ def binding(rank: int, ranks: int, allowed: Collection[int], sysfs: Path, visibl
 
 
 def torchrun(options: Mapping[str, object]) -> list[str]:
-    """Return the command with which torchrun starts ranks, up to their arguments. With GPUs, each binds itself first."""
+    """Return a torchrun command line up to the arguments of the ranks. On GPUs, each rank first binds itself to cores."""
     words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
     module = "bert.launch.binding" if has_gpus() else "bert.train"
     return [sys.executable, "-m", "torch.distributed.run", *words, "-m", module]
 
 
 def torchrun_environment() -> dict[str, str]:
-    """Return this process's environment without the defaults of torchrun's options, which could turn on elastic agents."""
+    """Return this process's environment without PET_* variables, with which torchrun could turn on elastic agents."""
     return {name: value for name, value in os.environ.items() if not name.startswith("PET_")}
 
 
 def become_rank(arguments: Sequence[str]) -> NoReturn:
-    """Bind this process, which a launcher has started as a rank, unless BIND=off, and replace it with `bert.train`.
+    """Replace this process, which a launcher has started as a rank, with `bert.train`.
 
-    OMP_NUM_THREADS is set unless it is set already. Raises ``ValueError`` if the launcher's variables are wrong.
+    Unless BIND=off, bind it to its cores first, and set OMP_NUM_THREADS to their number if it is not set. Raises
+    ``ValueError`` if the launcher's variables are wrong.
     """
     launch = Launch.from_environment()
     whole_number("OMP_NUM_THREADS", 1, 1)
     if os.environ.get("BIND") != "off" and 0 <= launch.local_rank < launch.local_size:
-        found = _here(launch.local_rank, launch.local_size)
+        found = _binding_here(launch.local_rank, launch.local_size)
         with suppress(OSError):  # a container may not permit it
             os.sched_setaffinity(0, found.cpus)
         os.environ["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS") or str(found.cores)
         if found.gpu:
-            os.environ["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"  # numbers GPUs as `binding` does
+            os.environ["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"  # CUDA then numbers GPUs as `binding` does
     os.execv(sys.executable, [sys.executable, "-m", "bert.train", *arguments])
 
 
-def _here(rank: int, ranks: int) -> Binding:
+def _binding_here(rank: int, ranks: int) -> Binding:
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
     return binding(rank, ranks, os.sched_getaffinity(0), Path("/sys"), visible)
 
 
 def _gpus(sysfs: Path, visible: str) -> list[str]:
-    """Return the PCI addresses of the visible GPUs, or [] if their order is unknown. A GPU that is missing is ""."""
+    """Return the PCI addresses of the visible GPUs ("" for a GPU that is missing), or [] if their order is unknown."""
     devices = sorted((sysfs / "bus/pci/devices").glob("*"))
-    displays = [device for device in devices if _value(device / "class").startswith("0x03")]
-    gpus = [device for device in displays if _value(device / "vendor") == "0x10de"]
-    # If GPUs differ, CUDA puts the fastest one first.
-    if len({_value(gpu / "device") for gpu in gpus}) > 1:
+    displays = [device for device in devices if _content(device / "class").startswith("0x03")]
+    gpus = [device for device in displays if _content(device / "vendor") == "0x10de"]
+    # If GPUs differ, CUDA numbers the fastest one 0, so the order of the addresses is not CUDA's order.
+    if len({_content(gpu / "device") for gpu in gpus}) > 1:
         return []
     names = [gpu.name for gpu in gpus]
     if not visible:
@@ -102,19 +103,19 @@ def _gpus(sysfs: Path, visible: str) -> list[str]:
 
 
 def _cpus_near(sysfs: Path, gpu: str) -> frozenset[int]:
-    node = _value(sysfs / f"bus/pci/devices/{gpu}/numa_node")  # -1: the firmware does not say
-    return _listed(sysfs / f"devices/system/node/node{node}/cpulist")
+    node = _content(sysfs / f"bus/pci/devices/{gpu}/numa_node")  # -1: the firmware does not say
+    return _cpu_list(sysfs / f"devices/system/node/node{node}/cpulist")
 
 
-def _value(path: Path) -> str:
+def _content(path: Path) -> str:
     with suppress(OSError):
         return path.read_text(encoding="ascii").strip()
     return ""
 
 
-def _listed(path: Path) -> frozenset[int]:
-    """Return the numbers in a list such as "0-3,8"; empty if there is no such file."""
-    ranges = (part.partition("-") for part in _value(path).split(",") if part)
+def _cpu_list(path: Path) -> frozenset[int]:
+    """Return the CPU numbers in a file with a list such as "0-3,8", or an empty set if there is no such file."""
+    ranges = (part.partition("-") for part in _content(path).split(",") if part)
     return frozenset(cpu for first, _, last in ranges for cpu in range(int(first), int(last or first) + 1))
 
 
@@ -125,7 +126,7 @@ def main(arguments: Sequence[str]) -> int:
             become_rank(arguments)
         ranks = whole_number("NPROC", visible_gpus(), 1)
         for rank in range(ranks):
-            found = _here(rank, ranks)
+            found = _binding_here(rank, ranks)
             cpus = ",".join(map(str, sorted(found.cpus)))
             say(f"process {rank}: GPU {found.gpu or 'none'}, {counted(found.cores, 'core')}, CPUs {cpus}")
         return 0

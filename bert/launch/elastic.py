@@ -1,4 +1,4 @@
-"""Hosts that may be lost and come back: the program behind ``launch/elastic.sh``, whose head is the help."""
+"""Training on hosts that may be lost and come back: the program behind ``launch/elastic.sh``, which holds the help text."""
 
 import os
 import re
@@ -8,14 +8,14 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from bert.launch.binding import torchrun, torchrun_environment
-from bert.launch.layout import in_range, layout_of, whole_number
+from bert.launch.layout import layout_of, parse_whole_number, whole_number
 from bert.launch.supervision import announce
 from bert.parallel.master_port import require_free_port
 from bert.train import parse, refused
 
 
-def meet(port: int) -> NoReturn:
-    """Serve the store in which hosts find each other, until a signal ends this process.
+def serve_rendezvous(port: int) -> NoReturn:
+    """Serve the store through which hosts find each other, until a signal ends this process.
 
     Raises ``ValueError`` if this host cannot listen on the port.
     """
@@ -29,35 +29,40 @@ def meet(port: int) -> NoReturn:
         signal.pause()
 
 
-def join(hosts: str, place: str, arguments: Sequence[str]) -> NoReturn:
-    """Become torchrun's agent of this host. ``hosts`` is MIN:MAX, and ``place`` is HOST:PORT of `meet`.
+def join(hosts: str, endpoint: str, arguments: Sequence[str]) -> NoReturn:
+    """Replace this process with torchrun's agent for this host.
+
+    ``hosts`` is MIN:MAX, and ``endpoint`` is the HOST:PORT at which `serve_rendezvous` listens.
 
     Raises ``ValueError`` if an argument or a variable is wrong.
     """
     match = re.fullmatch("([1-9][0-9]{0,5}):([1-9][0-9]{0,5})", hosts)
     if not match or int(match[1]) > int(match[2]):
-        raise ValueError(f"the numbers of hosts are {hosts!r}, expected MIN:MAX, such as 3:4")
-    if not re.fullmatch(r"[A-Za-z0-9._-]+:[0-9]{1,5}", place):
-        raise ValueError(f"the place to meet is {place!r}, expected HOST:PORT of --meet")
+        raise ValueError(f"MIN:MAX is {hosts!r}, expected the minimum and maximum number of hosts, such as 3:4")
+    if not re.fullmatch(r"[A-Za-z0-9._-]+:[0-9]{1,5}", endpoint):
+        raise ValueError(f"HOST:PORT is {endpoint!r}, expected the host and the port of launch/elastic.sh --meet PORT")
     last_call = whole_number("LAST_CALL", 30, 0, 3600)
     if not arguments or arguments[0].startswith("-") or arguments[1:2] not in ([], ["--"]):
-        raise ValueError(f"expected launch/elastic.sh {hosts} {place} RECIPE -- settings")
+        raise ValueError(f"expected launch/elastic.sh {hosts} {endpoint} RECIPE -- settings")
     settings = [arguments[0], *arguments[2:]]
     config = parse(settings)
     folder = config.checkpoint.folder
     if folder is None:
-        raise ValueError("a run goes on from its checkpoints: set --checkpoint.folder to a folder that all hosts see")
+        raise ValueError(
+            "checkpoint.folder is not set, but a run continues from its checkpoints when hosts are lost or come back: "
+            "set --checkpoint.folder to a folder that all hosts see"
+        )
     layout = layout_of(config)
     options = {
         "nnodes": hosts,
         "nproc-per-node": layout.processes,
         "max-restarts": 1000,
         "rdzv-backend": "c10d",
-        "rdzv-endpoint": place,
+        "rdzv-endpoint": endpoint,
         "rdzv-id": folder,
-        # No host keeps the store, so that any host may be lost.
+        # The store is in the process of `serve_rendezvous` and not on one of the hosts, so that any host may be lost.
         "rdzv-conf": f"is_host=0,last_call_timeout={last_call}",
-        # torchrun would leave a folder on each host, with a path that contains the id.
+        # Otherwise torchrun leaves a log folder on each host, whose path contains rdzv-id.
         "log-dir": os.devnull,
         **({"local-addr": address} if (address := os.environ.get("ADDRESS")) else {}),
     }
@@ -69,9 +74,9 @@ def join(hosts: str, place: str, arguments: Sequence[str]) -> NoReturn:
 def main(arguments: Sequence[str]) -> int:
     try:
         if arguments[:1] == ["--meet"]:
-            meet(in_range("PORT", " ".join(arguments[1:]), 1, 65535))
-        hosts, place, *arguments = [*arguments, *[""] * (2 - len(arguments))]
-        join(hosts, place, arguments)
+            serve_rendezvous(parse_whole_number("PORT", " ".join(arguments[1:]), 1, 65535))
+        hosts, endpoint, *arguments = [*arguments, *[""] * (2 - len(arguments))]
+        join(hosts, endpoint, arguments)
     except (ValueError, OSError) as error:
         return refused(error)
 

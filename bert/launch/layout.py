@@ -1,6 +1,6 @@
-"""Number of processes on this node, and of threads in each.
+"""Number of processes on this node, and number of threads in each process.
 
-PyTorch is imported only to count GPUs, because importing it takes longer than most choices save.
+PyTorch is imported only to count GPUs, because the import takes more than a second.
 """
 
 import os
@@ -12,7 +12,7 @@ from bert.configuration.config import Config
 from bert.configuration.run_plan import read_plan
 
 _SMALL = 256
-"""Hidden size below which a model on a CPU gains from two processes, and not from more than two threads in each."""
+"""Hidden size below which training on a CPU is fastest with two processes of at most two threads each."""
 
 
 @dataclass(frozen=True)
@@ -30,11 +30,14 @@ def whole_number(name: str, default: int, least: int, most: int = 10**9) -> int:
 
     Raises ``ValueError`` unless the value is a whole number from ``least`` to ``most``.
     """
-    return in_range(name, os.environ.get(name) or str(default), least, most)
+    return parse_whole_number(name, os.environ.get(name) or str(default), least, most)
 
 
-def in_range(name: str, text: str, least: int, most: int = 10**9) -> int:
-    """Return a text as a number. Raises ``ValueError`` unless it is a whole number from ``least`` to ``most``."""
+def parse_whole_number(name: str, text: str, least: int, most: int = 10**9) -> int:
+    """Return the number in a text. Raises ``ValueError`` unless it is a whole number from ``least`` to ``most``.
+
+    The error message names the argument or variable ``name``.
+    """
     if not re.fullmatch("0|[1-9][0-9]{0,17}", text) or not least <= int(text) <= most:
         upper = "" if most == 10**9 else f" and at most {most}"
         raise ValueError(f"{name} is {text!r}, expected a whole number of at least {least}{upper}")
@@ -42,9 +45,9 @@ def in_range(name: str, text: str, least: int, most: int = 10**9) -> int:
 
 
 def layout_of(config: Config) -> Layout:
-    """Return the layout of a run on this node. Raises ``ValueError`` for a wrong variable.
+    """Return the layout of a run on this node. Raises ``ValueError`` if NPROC or OMP_NUM_THREADS is wrong.
 
-    NPROC, or else a plan, states the number of processes. A GPU has one process. OMP_NUM_THREADS states the threads.
+    NPROC or else a plan sets the number of processes, by default one per GPU. OMP_NUM_THREADS sets the number of threads.
     """
     training, cores = config.training, len(os.sched_getaffinity(0))
     is_small = training.device == "cpu" and config.model.hidden_size < _SMALL

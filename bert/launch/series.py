@@ -26,20 +26,24 @@ _CACHES = Path("/proc/sys/vm/drop_caches")
 
 @dataclass(frozen=True)
 class Nodes:
-    """The nodes of a run, and where their processes meet, which matters only if there are several nodes."""
+    """The nodes of a run: by default only this one."""
 
-    count: int
-    rank: int
-    address: str
-    port: int
+    count: int = 1
+    rank: int = 0
+    """Number of this node."""
+    address: str = "127.0.0.1"
+    """Host at which rank 0 listens."""
+    port: int = 0
+    """Port at which rank 0 listens, or 0 on a single node for any free port."""
 
 
 @dataclass(frozen=True)
 class Series:
-    """Runs of the same configuration. ``arguments`` are those of `bert.train`."""
+    """Runs of one configuration."""
 
     config: Config
     arguments: Sequence[str]
+    """Arguments of `bert.train` that give ``config``."""
     runs: int
     nodes: Nodes
     layout: Layout
@@ -50,16 +54,16 @@ class Series:
         return self.nodes.count * self.layout.processes
 
     def prepare(self, supervisor: Supervisor) -> int:
-        """Check a run that another launcher will start, or a dry run, and print a prediction. Return the exit status."""
+        """Check the run and print its predicted memory and step time (--prepare, --dry-run). Return the exit status."""
         command = [sys.executable, "-m", "cluster.dry_run", *self.arguments]
         trains_here = self.config.training.device == "cpu" or has_gpus()
-        # A machine that will not train says nothing about the number of ranks: the plan or the recipe states it.
+        # The number of GPUs matters only on a machine that trains. Elsewhere, the plan or the recipe states the ranks.
         if not os.environ.get("WORLD_SIZE") and (trains_here or os.environ.get("NPROC") or self.nodes.count > 1):
             return supervisor.run(command, os.environ | {"WORLD_SIZE": str(self.world_size)})
         return supervisor.run(command)
 
     def train(self, supervisor: Supervisor) -> int:
-        """Train and judge. Return the exit status: that of the verdict, or else of the last run that failed."""
+        """Train, then judge the results. Return the verdict's exit status or, if it is 0, that of the last failed run."""
         results: list[Path] = []
         status, processes = 0, counted(self.layout.processes, "process")
         with TemporaryDirectory(prefix="mlperf-bert-") as folder, suppress(Stopped):
@@ -75,7 +79,7 @@ class Series:
                 ended = self.train_once(claim, supervisor)
                 if claim.exists():
                     results.append(Path(os.fsdecode(claim.read_bytes().removesuffix(b"\n"))))
-                elif not ended and not self.nodes.rank:  # torchrun's status is 0 if a signal has ended all ranks
+                elif not ended and not self.nodes.rank:  # after a signal to all ranks, torchrun's status is 0
                     say_at_once(f"error: run {number} has left no log")
                     ended = 1
                 status = ended or status
@@ -85,12 +89,15 @@ class Series:
                     cause = f"signal {ended - 128} has ended run {number}"
                     say_at_once(f"warning: {cause}: no further runs are started")
                     break
-        if results:  # on the first node
+        if results:  # only on the first node, whose rank 0 writes the logs
             status = judge(results, supervisor) or status
         return supervisor.status or status
 
     def _check(self, claim: Path, supervisor: Supervisor) -> int:
-        """Check this node and the run's inputs, so that a fault is reported once, and before any process joins others."""
+        """Check this node and the run's inputs. Return the exit status.
+
+        The check is one process, which reports a fault once, and before ranks wait for each other.
+        """
         if self.nodes.count > 1 and self.nodes.rank == 0:
             try:
                 require_free_port(self.nodes.port)
@@ -111,9 +118,9 @@ class Series:
         def stop(process: int, number: int, earlier: int) -> None:
             ranks = [process] if self.world_size == 1 else _children(process)
             graceful = signal.SIGINT if number == signal.SIGINT else signal.SIGTERM
-            if claim.exists() or self.nodes.rank:  # other nodes do not know whether there is a log
+            if claim.exists() or self.nodes.rank:  # only the first node knows whether there is a log
                 say_at_once("ending now" if earlier else "stopping after this step; again to end now")
-                # torchrun gets no signal, because it would kill the ranks. They end in order.
+                # Signal only the ranks, which then complete the log. torchrun would kill them.
                 _send(graceful if earlier < 2 else signal.SIGKILL, ranks or [process])
                 return
             if not earlier:
@@ -132,15 +139,14 @@ class Series:
         """Return the command that starts the processes, up to the arguments of `bert.train`."""
         if self.world_size == 1:
             return [sys.executable, "-m", "bert.train"]
-        single = self.nodes.count == 1
         # Do not use torchrun's elastic agents (--standalone, --rdzv-backend c10d), because they unpickle the content of a
         # store that listens on all addresses without a password.
         options = {
             "nproc-per-node": self.layout.processes,
             "nnodes": self.nodes.count,
             "node-rank": self.nodes.rank,
-            "master-addr": "127.0.0.1" if single else self.nodes.address,
-            "master-port": free_port() if single else self.nodes.port,
+            "master-addr": self.nodes.address,
+            "master-port": self.nodes.port or free_port(),
             "log-dir": folder,  # otherwise torchrun leaves a folder in /tmp
         }
         return torchrun(options)
@@ -149,7 +155,7 @@ class Series:
 def judge(results: Sequence[Path], supervisor: Supervisor) -> int:
     """Check result files, print the table of their folder and write its report. Return 1 if anything fails.
 
-    The check and the system description are about MLPerf's rules, which do not apply to runs without a target.
+    Runs without a target are neither checked nor described, because MLPerf's rules do not apply to them.
     """
     folder, run = results[0].parent, read_log(results[0]).run
     steps = [["summary", str(folder)], ["report", str(folder)]]
@@ -160,7 +166,7 @@ def judge(results: Sequence[Path], supervisor: Supervisor) -> int:
         steps.insert(0, ["check", *map(str, results)])
     announce("summary and report" if run.trains_to_end else "check, summary and report")
     status = 0
-    for words in steps:  # a failure of one does not keep the others from reporting
+    for words in steps:  # continue after a failure, so that the later steps still report
         status |= supervisor.run([sys.executable, "-m", "compliance", *words]) != 0
         if supervisor.signals:
             break
@@ -168,7 +174,7 @@ def judge(results: Sequence[Path], supervisor: Supervisor) -> int:
 
 
 def _clear_caches() -> bool:
-    """Empty the page cache, and tell whether this was possible. It needs root."""
+    """Empty the page cache, which needs root, and return whether this succeeded."""
     if not os.access(_CACHES, os.W_OK):
         return False
     os.sync()

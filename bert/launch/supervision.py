@@ -16,17 +16,17 @@ _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _SET_PDEATHSIG, _SET_CHILD_SUBREAPER = 1, 36
 """Options of prctl(2), from linux/prctl.h."""
 _PATIENCE_S = 60.0
-"""Seconds in which processes end by themselves after their launcher was killed."""
+"""Time in seconds to wait for processes that must end by themselves after their launcher was killed."""
 
 Stop = Callable[[int, int, int], None]
-"""Function that ends a program. Its arguments are the process id, the signal, and the number of signals before it."""
+"""Function that ends a program. Its arguments are the process id, the signal number and the number of earlier signals."""
 
 
 class Stopped(BaseException):
     """A signal that arrived while no program was running.
 
-    After a ``KeyboardInterrupt`` in code that ``exec`` runs, as dataclasses do, Python would end this process by SIGINT,
-    even if the exception is caught.
+    This is not a ``KeyboardInterrupt``: if that is raised in code that ``exec`` runs, such as the methods that dataclasses
+    generate, Python later ends the process by SIGINT, even if the exception was caught.
     """
 
 
@@ -50,7 +50,7 @@ class Supervisor:
                 signal.signal(number, self._handle)
 
     def receive_signals(self) -> None:
-        """Let signals through that run_and_time.sh has held back while Python started."""
+        """Unblock the signals that run_and_time.sh has blocked while Python started."""
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
 
     def run(
@@ -61,10 +61,10 @@ class Supervisor:
         stop: Stop | None = None,
         quiet: bool = False,
     ) -> int:
-        """Run a program and return its exit status, which is 128 + n after signal n to it or to this process.
+        """Run a program and return its exit status: 128 + n if signal n ended it or arrived at this process.
 
-        ``stop`` is `end` by default. ``quiet`` drops the standard output. If this process is killed, the program gets
-        SIGTERM.
+        A signal to this process calls ``stop``, which is `end` by default. ``quiet`` drops the program's standard output.
+        If this process is killed, the program gets SIGTERM.
         """
         self._stop, self.signals, self._is_unwinding = stop or end, 0, False
         output = subprocess.DEVNULL if quiet else None
@@ -96,7 +96,7 @@ class Supervisor:
 
 
 def end(process: int, _number: int, earlier: int) -> None:
-    """End a program that may first remove unfinished files, and kill it at the second signal."""
+    """Send SIGTERM to a program, so that it can remove unfinished files, and SIGKILL at the second signal."""
     if not earlier:
         say_at_once("interrupted")
     with suppress(ProcessLookupError):
@@ -104,7 +104,7 @@ def end(process: int, _number: int, earlier: int) -> None:
 
 
 def await_orphans() -> None:
-    """Wait until the processes that a killed program has left behind have ended, and warn if they do not end."""
+    """Wait up to a minute for the processes that a killed program has left behind, and warn if some do not end."""
     deadline = time.monotonic() + _PATIENCE_S
     with suppress(ChildProcessError):  # raised if no process is left
         while time.monotonic() < deadline:
@@ -114,13 +114,13 @@ def await_orphans() -> None:
 
 
 def say_at_once(line: str) -> None:
-    """Print a line on standard error, also in a signal handler, in which a buffered stream may be in use already."""
-    with suppress(OSError):  # nobody may read it any more, for example after SIGHUP
+    """Print a line on standard error. Unlike ``print``, it works in a signal handler that has interrupted a ``print``."""
+    with suppress(OSError):  # the terminal may be gone, for example after SIGHUP
         os.write(2, f"{line}\n".encode())
 
 
 def announce(text: str) -> None:
-    """Print a line about progress. If nobody reads the output, drop it from now on, and that of later programs too."""
+    """Print a line about progress. If nobody reads the output, drop all further output, also of programs started later."""
     try:
         say(f"==> {text}")
     except OSError:

@@ -22,6 +22,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Literal, Self
 
+from bert.configuration.config import REPOSITORY
 from compliance.log import digest, rules
 from compliance.log.logged_run import LoggedRun, samples_of
 from compliance.log.order import left_open, own_settings, unearned_success, violations
@@ -29,7 +30,6 @@ from compliance.log.record import Record
 from console.text import visible
 
 TOKEN = ":::MLLOG"
-REPOSITORY_ROOT = Path(__file__).resolve().parents[2]
 
 
 class LineFile:
@@ -54,10 +54,10 @@ class LineFile:
             self._chain.add(each)
         self._write(b"".join(each + b"\n" for each in lines))
         if self._chain.pending >= digest.LINES_A_DIGEST:
-            self.close_stretch()
+            self.write_digest()
 
-    def close_stretch(self, *, at_end: bool = False) -> None:
-        """Write the digest over all lines so far."""
+    def write_digest(self, *, at_end: bool = False) -> None:
+        """Write a digest line, which covers all lines before it."""
         self._write(self._chain.close_stretch(at_end) + b"\n")
 
     def close(self) -> None:
@@ -66,7 +66,7 @@ class LineFile:
             return
         try:
             if self._chain.lines:
-                self.close_stretch(at_end=True)
+                self.write_digest(at_end=True)
             # Sync only at the end, because during the timed run each line would wait for the disk.
             os.fsync(self._file.fileno())
         finally:
@@ -228,7 +228,7 @@ class MLLog:
             self._run.add(record)
             if key == "run_stop":
                 # With a digest here, the run is provably complete even if the file is truncated after this line.
-                self._file.close_stretch()
+                self._file.write_digest()
 
     def _check(self, record: Record) -> None:
         """Raise ``RuleViolation`` if the record is not allowed at this point of the log."""
@@ -248,11 +248,6 @@ def _check_initialized(run: LoggedRun) -> None:
     missing = [key for key in due if key not in run.first and key != "init_stop"]
     if missing:
         raise RuleViolation(f"init_stop: not logged yet: {', '.join(missing)}")
-    interval, batch = run.value("eval_interval_samples"), run.value("global_batch_size")
-    if interval < batch:
-        raise RuleViolation(
-            f"eval_interval_samples: {interval}, expected at least global_batch_size {batch}: evaluate at most once a step"
-        )
     for violation in own_settings(run):
         raise RuleViolation(str(violation))
 
@@ -270,8 +265,8 @@ def _steady_clock() -> Callable[[], int]:
 
 
 def _caller() -> dict[str, object]:
-    """Return the source position of the first frame outside this file, which is the call that logs the record."""
+    """Return file and line of the first frame outside this file, which is the code that logs the record."""
     frame = sys._getframe(1)
     while frame.f_code.co_filename == __file__ and frame.f_back is not None:
         frame = frame.f_back
-    return {"file": frame.f_code.co_filename.removeprefix(f"{REPOSITORY_ROOT}/"), "lineno": frame.f_lineno}
+    return {"file": frame.f_code.co_filename.removeprefix(f"{REPOSITORY}/"), "lineno": frame.f_lineno}

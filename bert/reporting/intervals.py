@@ -36,8 +36,9 @@ class Stragglers:
     def __init__(self, hosts: Sequence[str], stages: Sequence[int], places: Sequence[str]) -> None:
         self._hosts, self._stages, self._places = hosts, stages, places
         self._in_a_row = [0] * len(hosts)
-        """For each rank, the number of consecutive intervals in which its state differed from ``_named``."""
+        """For each rank, the number of consecutive intervals in which it was slow but not named, or fast but named."""
         self._named = [False] * len(hosts)
+        """For each rank, whether the last warning about it says that it is slow."""
 
     def add(self, seconds: Sequence[float]) -> list[tuple[str, Straggler]]:
         """Add one interval's seconds per step of each rank, and return the ranks whose state has changed.
@@ -92,7 +93,7 @@ class Intervals:
         """Seconds per step of this rank's own work in the last interval."""
 
     def resume(self) -> None:
-        """Measure the step time from now on, without the time since the last report."""
+        """Restart the measurement, so that the time since the last report does not count as step time."""
         self._stopwatch.reset()  # an evaluation may have waited for other sites
         self._since = time.perf_counter()
 
@@ -110,7 +111,7 @@ class Intervals:
         # Read this before ``take``, which resets it.
         exchanged_ms = 1000 * self._stopwatch.exchanged / steps
         phases = {f"{name}_ms": 1000 * spent / steps for name, spent in self._stopwatch.take().items()}
-        # Sites take steps by themselves, and a step counts as skipped if any of them has skipped it.
+        # The mean over sites may be fractional, because sites take steps separately. Count a step that any site skipped.
         skipped = math.ceil(round(means["skipped_steps"], 3))
         self._skipped += skipped
         # The learning rate schedule counts steps from 0 and does not count skipped steps.

@@ -1,4 +1,4 @@
-"""Reporter, which passes records to all sinks: files, lines of text, and TensorBoard (the setting log.tensorboard)."""
+"""Reporter, which passes each record to all sinks: the metrics file, lines of text, and TensorBoard."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -31,9 +31,8 @@ from console.text import clock, clock_span, visible
 class StepLines:
     """Sink that describes each record in one line and passes the line to ``put``.
 
-    After ``max_samples`` samples, the run ends even if it has not reached the target. Without a ``target``, it ends only
-    then. ``resumed_samples`` is the number of samples trained before the run was resumed, which the run's time does not
-    include.
+    The run ends when it reaches ``target`` or after ``max_samples`` samples. ``resumed_samples`` is the number of samples
+    trained before the run was resumed; the run's time does not include them.
     """
 
     put: Callable[[str], None]
@@ -47,7 +46,7 @@ class StepLines:
 
     @property
     def eta(self) -> str:
-        """Time left: until the end or, with a target, a range if the accuracy is rising, and otherwise an upper bound."""
+        """Time left until the end or, with a target, a range predicted from a rising accuracy or else an upper bound."""
         steps = self.records.steps
         # There is no rate before this run has trained any samples.
         if not steps or steps[-1].samples == self.resumed_samples:
@@ -106,7 +105,7 @@ class StepLines:
         return columns | {"counts": counts} | aims | {"s": f"{record.eval_s:.2f} s"}
 
     def _fitted(self, columns: dict[str, str], dropped: Sequence[str]) -> str:
-        """Join columns, without the first of the ``dropped`` ones if the line is too long otherwise."""
+        """Join columns. While the line is too long for the terminal, leave out the next column named in ``dropped``."""
         for name in dropped:
             if self.width is None or len("  ".join(columns.values())) <= self.width:
                 break
@@ -165,15 +164,15 @@ class Position:
 
 Sink = MetricsWriter | StepLines | TensorBoard
 
-WORTH_SAYING = 0.2
-"""Relative difference from the planned step time above which a warning is given."""
+_TOLERANCE = 0.2
+"""Relative difference from the planned step time above which a run warns."""
 
 
 class Reporter:
     """Reporter that passes each record to every sink and measures the run's time. Only rank 0 has sinks."""
 
     def __init__(self, sinks: list[Sink], plan: tuple[RunPlan, Path] | None = None) -> None:
-        """``plan`` is the plan with which the run is compared, and the path of the plan's file."""
+        """``plan`` holds the plan to compare the run with, and the path of its file."""
         self._sinks, self._plan = sinks, plan
         self._steps: list[StepRecord] = []
         self._began = time.perf_counter()
@@ -211,7 +210,7 @@ class Reporter:
             plan, file = self._plan
             compared = compare_with_plan(plan, self._steps)
             self.write(compared)
-            if text := difference(compared, file):
+            if text := describe_difference(compared, file):
                 self.warn(steps, text)
         self.write(record)
 
@@ -220,7 +219,7 @@ class Reporter:
 
 
 def compare_with_plan(plan: RunPlan, intervals: Sequence[StepRecord]) -> PlanRecord:
-    """Return the medians over all log intervals beside the plan's prediction. Outliers hardly affect a median."""
+    """Return the measured times (medians over all log intervals, which outliers hardly affect) and the planned times."""
     planned_ms = {f"planned_{part}_ms": 1000 * seconds for part, seconds in plan.step_seconds.items()}
     # Compute the rest of each interval first, because medians of parts do not add up to the median of the whole.
     others = [each.step_ms - sum(getattr(each, f"{part}_ms") for part in PHASES) for each in intervals]
@@ -233,13 +232,13 @@ def compare_with_plan(plan: RunPlan, intervals: Sequence[StepRecord]) -> PlanRec
     )
 
 
-def difference(found: PlanRecord, plan: Path) -> str:
-    """Describe how the step time differs from the plan, and which phase differs most; "" below a difference of 20 %.
+def describe_difference(found: PlanRecord, plan: Path) -> str:
+    """Describe how the step time differs from the plan in the file ``plan``, and which phase differs most.
 
-    The text names the file ``plan``.
+    Returns "" if the difference is at most 20 %.
     """
     planned = found.planned_step_ms
-    if abs(found.step_ms - planned) <= WORTH_SAYING * planned:
+    if abs(found.step_ms - planned) <= _TOLERANCE * planned:
         return ""
     pairs = {part: (getattr(found, f"{part}_ms"), getattr(found, f"planned_{part}_ms")) for part in (*PHASES, "other")}
     sign, way = (1, "more") if found.step_ms > planned else (-1, "less")

@@ -19,10 +19,9 @@ SECONDS: tuple[tuple[type, str, float], ...] = (
 
 
 class Clock:
-    """Clock that moves only in the parts of a run whose time is measured. ``begin`` starts a run.
+    """Clock that moves only in the parts of a run in ``SECONDS``. ``begin`` starts a run.
 
-    ``at_update`` is called before each update of the weights, with the step and its number since the clock of the run
-    started.
+    Each update of the weights after the warm-up first calls ``at_update`` with the step and its number.
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -59,7 +59,7 @@ def text(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def in_process(clock: Clock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Callable[..., object]]:
-    """Train in this process, with a function that is called before each update for each run. Nothing else is started."""
+    """Train in this process and start no other program. For each run, append a function to call before each update."""
     acts: list[Callable[..., object]] = []
     cached = cache(lambda *words: parse(words))  # parsing takes longer than these runs
 
@@ -112,7 +112,7 @@ def test_one_command_makes_a_model_and_continues_after_an_interruption(
     lines = [f'{name} = "{value}"' for name, value in names.items()] + [f"{name} = {n}" for name, n in numbers.items()]
     assert sorted((out / "run.toml").read_text().splitlines()) == sorted(lines)
     said = capsys.readouterr().out.splitlines()
-    assert said[-1] == f"to go on: the same command ({out})"
+    assert said[-1] == f"to continue, run the same command again ({out})"
     assert "end: aborted after 128 samples and 12.0 s" in said  # the trial: at 6 s, 9 s had not passed
     assert said.count("==> short trial, to measure the speed") == 1
     with pytest.raises(ValueError, match=r"out was made from other text or with other settings: name another --out"):
@@ -167,11 +167,11 @@ def test_one_command_makes_a_model_and_continues_after_an_interruption(
         ("text.txt --out new --minutes 100001", "--minutes is 100001"),
         ("text.txt --out new --minutes nan", "--minutes is nan"),
         ("text.txt --out new --start bert-base-uncased", "--start bert-base-uncased: expected tiny_cpu, or the folder"),
-        ("text.txt --out .", "is not empty and not from this command"),
+        ("text.txt --out .", "is not empty, and this command did not make it"),
     ],
 )
 @pytest.mark.usefixtures("clock")
-def test_wrong_commands_make_nothing(
+def test_a_wrong_command_is_refused_and_leaves_no_files(
     text: Path, words: str, message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(text.parent)
@@ -273,7 +273,7 @@ def arguments(own: Path, *more: object) -> list[str]:
         ("--training.max-steps=17 --optimizer.num-warmup-steps=2", 32_000, 544, 17, 2, 128, 0.01),
     ],
 )
-def test_settings_follow_from_the_data_and_from_what_is_given(
+def test_settings_are_derived_from_the_data_and_from_given_settings(
     own: Path, given: str, samples: int, interval: int, steps: int, warmup: int, hidden: int, rate: float
 ) -> None:
     config = parse(arguments(own, *given.split()))
@@ -285,7 +285,7 @@ def test_settings_follow_from_the_data_and_from_what_is_given(
 
 
 @pytest.mark.slow
-def test_from_a_checkpoint_the_model_is_taken_and_the_data_are_seen_once(own: Path, tmp_path: Path) -> None:
+def test_with_an_initial_checkpoint_its_model_is_used_and_each_sample_is_seen_once(own: Path, tmp_path: Path) -> None:
     folder = save_pretrained(tmp_path / "theirs", own / "vocab.txt", rows=128)
     config = parse(arguments(own, f"--data.initial-checkpoint={folder}"))
     model = config.model
@@ -298,12 +298,12 @@ def test_from_a_checkpoint_the_model_is_taken_and_the_data_are_seen_once(own: Pa
     assert parse(arguments(own, f"--data.initial-checkpoint={tmp_path / 'ours.safetensors'}")).model == model
 
 
-def test_evaluations_leave_time_to_train() -> None:
-    """They take a tenth of the training's time, or less if 20 of them, at 0.4 of a training sample each, take less."""
+def test_evaluations_take_at_most_a_tenth_of_the_training_time() -> None:
+    """There are at most 20 evaluations. To evaluate a sample takes 0.4 of the time to train on one."""
     assert [affordable_samples(2201, held_out) for held_out in (20, 25, 26, 1000)] == [2041, 2001, 2000, 2000]
 
 
-def test_without_data_nothing_follows_and_the_check_names_them(tmp_path: Path) -> None:
+def test_without_data_no_settings_are_derived_and_the_check_names_the_data(tmp_path: Path) -> None:
     config = parse(arguments(tmp_path))
     with pytest.raises(ValueError, match=r"missing: data\.train .*from-text"):
         check(config, 1)
@@ -328,7 +328,7 @@ def test_the_normalization_of_data_and_checkpoint_must_agree(own: Path, tmp_path
 
 
 @pytest.mark.slow
-def test_an_exported_model_splits_text_as_its_training_did(own: Path, tmp_path: Path) -> None:
+def test_an_exported_tokenizer_splits_text_like_ours(own: Path, tmp_path: Path) -> None:
     """The weights state the normalization."""
     from transformers import AutoTokenizer
 

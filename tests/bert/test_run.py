@@ -117,7 +117,9 @@ def eval_line(step: int, rest: str = "target 0.9000") -> str:
     return f"eval {step:>6}  samples {16 * step:>9}  accuracy #  ( #/173)  {rest}  7.00 s"
 
 
-def test_a_run_up_to_its_limit_and_from_its_checkpoint(start: Start, small_run: SmallRun, tmp_path: Path) -> None:
+def test_a_run_resumed_from_a_checkpoint_ends_like_the_whole_run(
+    start: Start, small_run: SmallRun, tmp_path: Path
+) -> None:
     """The run that continues has the same steps, and ends with the same weights to the last bit."""
     ways = {"checkpoint__folder": tmp_path / "c", "checkpoint__every_steps": 4, "save_checkpoint": tmp_path / "whole"}
     done = start(**ways)
@@ -227,7 +229,9 @@ def test_a_target_that_is_just_reached_ends_the_run(start: Start, tmp_path: Path
     assert (stated.samples, stated.correct) == (best.samples, best.correct)
 
 
-def test_the_watchdog_knows_what_the_run_does(start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_watchdog_is_told_the_phases_in_order(
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Two steps warm up, and evaluation data are read before the first step. Only a slow disk is waited for at the end."""
     done: list[str] = []
     for owner, name in ((PhaseTracker, "enter"), (Evaluator, "read_ahead")):
@@ -294,13 +298,13 @@ def test_gradients_that_stay_bad_end_the_run_and_are_not_in_a_checkpoint(start: 
     ]
 
 
-def test_a_restarted_run_goes_on_by_itself(start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_restarted_run_resumes_by_itself(start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Either the count of restarts or the job of the checkpoints shows a restart. Under torchrun, an orderly end is 0."""
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job")
     first = start(training__max_steps=3, checkpoint__folder=tmp_path / "c", checkpoint__every_steps=2)
     assert first.status == 0
     for place, (name, value) in enumerate((("RESTART_COUNT", "1"), ("MAX_RESTARTS", "3"), ("RUN_ID", "other"))):
-        folder = shutil.copytree(tmp_path / "c", tmp_path / f"c{place}")  # this process keeps the lock of the other
+        folder = shutil.copytree(tmp_path / "c", tmp_path / f"c{place}")  # this process still locks the original
         monkeypatch.setenv(f"TORCHELASTIC_{name}", value)
         ways = {"checkpoint__folder": folder, "training__gradient_accumulation_steps": 4, "training__max_steps": 3}
         if name == "RUN_ID":
@@ -314,7 +318,9 @@ def test_a_restarted_run_goes_on_by_itself(start: Start, tmp_path: Path, monkeyp
         assert ("gradient_accumulation_steps", 2, {}) in done.log
 
 
-def test_seeds_have_31_bits_and_the_log_is_told(start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_random_seeds_have_31_bits_and_the_claim_names_the_log(
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("MLPERF_BERT_CLAIM", str(tmp_path / "a claim"))
     monkeypatch.setattr(os, "urandom", lambda _: b"\xff\x01\x00\xff")
     done = start(training__seed=None, training__max_steps=1, evaluation__interval_samples=16)
@@ -334,7 +340,7 @@ def test_a_dry_run_only_says_that_it_is_ready(start: Start, monkeypatch: pytest.
             start(print, "--dry-run", training__device="cuda")
 
 
-def test_steps_of_sites_need_sites_unless_these_may_be_lost(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_site_steps_need_several_sites(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     ways = {"training__site_steps": 2, "evaluation__interval_samples": 32, "training__max_steps": 2}
     with pytest.raises(ValueError, match=r"site_steps is 2, but all ranks are at one site: set MLPERF_BERT_SITE"):
         start(**ways)
@@ -343,7 +349,7 @@ def test_steps_of_sites_need_sites_unless_these_may_be_lost(start: Start, monkey
     assert start(**ways).output[0] == "one site: its ranks sum the gradients of every step until another site joins"
 
 
-def test_data_are_released_on_all_ranks_once_the_clock_is_logged(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_data_are_released_between_two_barriers(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     """No rank may open data before rank 0 has logged run_start, so rank 0 writes it between two barriers."""
     told: list[str] = []
     event, release = MLLog.event, DataGuard.release
@@ -377,7 +383,7 @@ def test_an_error_ends_all_ranks_with_its_status_and_a_fault_is_in_the_log(
     log = MLLog(tmp_path / "log.txt")
     log.event("cache_clear", False)
     log.event("init_start")
-    with pytest.raises(type(error)), bert.run._ended_together(tiny_cpu(), CPU, log):
+    with pytest.raises(type(error)), bert.run._fail_together(tiny_cpu(), CPU, log):
         raise error
     assert watchdog.return_value.method_calls == [failed, call.close()]
     _, seconds, on_fault = watchdog.call_args.args
@@ -388,7 +394,7 @@ def test_an_error_ends_all_ranks_with_its_status_and_a_fault_is_in_the_log(
 
 
 @pytest.mark.usefixtures("clock")
-def test_a_rank_that_ends_for_other_ranks_waits_for_a_signal_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_stopped_for_other_hosts_first_waits_for_its_own_signal(monkeypatch: pytest.MonkeyPatch) -> None:
     """The replaced ``all_reduce_`` returns the sum over two ranks. The other rank has received a signal."""
     interruption = Interruption()
     assert not bert.run._stopped_for_others(interruption, CPU), "no rank has got a signal"
@@ -401,7 +407,7 @@ def test_a_rank_that_ends_for_other_ranks_waits_for_a_signal_of_its_own(monkeypa
     assert not bert.run._stopped_for_others(interruption, CPU)
 
 
-def test_micro_batches_without_a_graph_are_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_micro_batches_without_a_cuda_graph_are_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with MLLog(tmp_path / "log.txt") as log:
         bert.run._note_uncaptured(0, CPU, log)
         bert.run._note_uncaptured(1234, CPU, log)

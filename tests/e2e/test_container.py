@@ -51,7 +51,7 @@ def image(tmp_path_factory: pytest.TempPathFactory) -> str:
     return IMAGE
 
 
-def test_image_trains_out_of_the_box(image: str) -> None:
+def test_a_container_trains_tiny_cpu_as_an_ordinary_user(image: str) -> None:
     config = json.loads(buildah("inspect", "--type=image", image))["Docker"]["config"]
     assert config["Cmd"] == ["tiny_cpu"]
     assert config["User"] == "10001"

@@ -26,7 +26,7 @@ def make_sums_slow(path: Path) -> None:
     write_view(replace(view, collectives=tuple(collectives)), path)
 
 
-def test_a_machine_is_probed_and_planned_for_and_a_run_follows_the_plan(checkout: Path, tmp_path: Path) -> None:
+def test_a_probe_gives_a_plan_and_a_run_follows_it(checkout: Path, tmp_path: Path) -> None:
     python, view, plan = checkout / ".venv/bin/python", tmp_path / "cluster.json", tmp_path / "plan.json"
     probed, _ = torchrun(2, ["probe", "--out", str(view), "--seconds", "1"], module="cluster").communicate(PATIENCE_S)
     assert view.exists(), probed

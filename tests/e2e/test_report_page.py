@@ -124,7 +124,7 @@ def measured(pages: dict[str, str], tmp_path_factory: pytest.TempPathFactory) ->
 
 @pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize("name", ["tiny", "closed", "failing", "experiments"])
-def test_nothing_sticks_out_or_hides(measured: dict[str, dict[str, Any]], name: str, width: int) -> None:
+def test_the_report_fits_its_width_and_is_readable(measured: dict[str, dict[str, Any]], name: str, width: int) -> None:
     for scheme, found in measured.items():
         page = found[f"{name} {width}"]
         assert page["width"] == width
@@ -138,14 +138,14 @@ def test_nothing_sticks_out_or_hides(measured: dict[str, dict[str, Any]], name: 
         assert all(chart[0] >= room and chart[1] >= 150 for chart in page["charts"]), page["charts"]
 
 
-def test_a_script_that_got_into_the_page_does_not_run(pages: dict[str, str], tmp_path: Path) -> None:
+def test_the_content_security_policy_blocks_an_injected_script(pages: dict[str, str], tmp_path: Path) -> None:
     infected = pages["tiny"].replace("</body>", "<script>document.title = 'it ran'</script></body>")
     dom, complaints = browse(tmp_path / "page.html", infected)
     assert "<title>BERT on cpu_2cores</title>" in dom
     assert "Content Security Policy" in complaints
 
 
-def test_it_prints(pages: dict[str, str], tmp_path: Path) -> None:
+def test_the_report_prints_on_2_to_8_pages(pages: dict[str, str], tmp_path: Path) -> None:
     printed = tmp_path / "page.pdf"
     _, complaints = browse(tmp_path / "page.html", pages["closed"], f"--print-to-pdf={printed}", scheme="dark")
     assert complaints == ""

@@ -93,7 +93,7 @@ def spoil_two_logs(system: Path) -> None:
         "a linked system", "a linked log",
     ],
 )  # fmt: skip
-def test_what_a_pull_request_changes_is_checked(
+def test_the_results_that_a_pull_request_changes_are_checked(
     pull_request: PullRequest, change: Callable[[Path], object], status: int, checked: list[str]
 ) -> None:
     change(pull_request.results)
@@ -103,7 +103,7 @@ def test_what_a_pull_request_changes_is_checked(
 
 
 @pytest.mark.parametrize("kind", ["removed", "linked"])
-def test_no_name_is_a_command_to_the_runner(pull_request: PullRequest, kind: str) -> None:
+def test_a_hostile_file_name_prints_no_command_for_the_runner(pull_request: PullRequest, kind: str) -> None:
     name = "x\n::error file=a::forged\r\n\x1b[2J\u202e\u2066$(touch made)]`"
     place = pull_request.results / name
     if kind == "removed":
@@ -120,7 +120,7 @@ def test_no_name_is_a_command_to_the_runner(pull_request: PullRequest, kind: str
 
 
 def change_names(names: Path) -> None:
-    """Add files of the given names, divided by zeros, to a pull request. The script checks them, and runs none of them."""
+    """Add files with the names in ``names``, divided by NUL, to a pull request. The script must run none of them."""
     root, tools = names.with_name("repository"), names.with_name("tools")
     if not tools.exists():
         tools.mkdir()
@@ -145,7 +145,7 @@ def change_names(names: Path) -> None:
     assert_harmless(done.stdout)
 
 
-def test_changes_that_cannot_be_told_fail(pull_request: PullRequest) -> None:
+def test_an_unknown_base_commit_fails(pull_request: PullRequest) -> None:
     done = pull_request.check("01234567" * 5)
     assert done.returncode != 0
     assert pull_request.checked == []

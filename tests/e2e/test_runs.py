@@ -13,7 +13,7 @@ from tests.e2e.test_scripts import REACHED_AT_ONCE, SHORT, begin, start
 from tests.programs import PATIENCE_S
 
 
-def test_two_runs_at_once_in_one_folder_each_report_their_own(checkout: Path, demo_data: Path, tmp_path: Path) -> None:
+def test_two_runs_at_once_in_one_folder_get_different_numbers(checkout: Path, demo_data: Path, tmp_path: Path) -> None:
     """Both runs have to make the data first. They evaluate on few samples, to save time."""
     shutil.rmtree(checkout / "data", ignore_errors=True)
     folder = tmp_path / "my results" / "tiny_cpu" / "bert"
@@ -53,7 +53,7 @@ def test_a_run_on_absent_gpus_is_refused_before_it_starts(checkout: Path, tmp_pa
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_ranks_are_bound_where_there_are_gpus(checkout: Path, tmp_path: Path, small_run: SmallRun) -> None:
+def test_ranks_are_bound_to_cores_only_if_there_are_gpus(checkout: Path, tmp_path: Path, small_run: SmallRun) -> None:
     module = checkout / "bert/launch/binding.py"
     original = module.read_text()
     note = f'print(launch.local_rank, "of", launch.local_size, file=open({str(tmp_path / "bound")!r}, "a"))'

@@ -122,7 +122,7 @@ OPENS = "a[$(>opened)]"
         ("bash launch/slurm.sub tiny_cpu", SLURM | {"CONTAINER": "a.sif", "MOUNTS": "/etc"}, "MOUNTS is '/etc'"),
     ],
 )  # fmt: skip
-def test_wrong_input_is_one_line(bare: Path, command: str, env: dict[str, str], complaint: str) -> None:
+def test_scripts_refuse_wrong_input_in_one_line(bare: Path, command: str, env: dict[str, str], complaint: str) -> None:
     (bare / "linked").symlink_to("a:b")
     program, *arguments = shlex.split(command)
     assert complaint in one_error(start(program, *arguments, cwd=bare, PYTHON="./python", **env))
@@ -135,6 +135,7 @@ def test_wrong_input_is_one_line(bare: Path, command: str, env: dict[str, str], 
         (f"./run_and_time.sh tiny_cpu {OPENS}", {}, "RUNS is 'a["),
         ("./run_and_time.sh", {"NPROC": OPENS}, "NPROC is 'a["),
         ("./run_and_time.sh", {"NNODES": "2\x1b[2J"}, r"NNODES is '2\x1b[2J'"),
+        ("./run_and_time.sh", {"CLEAR_CACHES": "2"}, "CLEAR_CACHES is '2', expected a whole number of at least 0"),
         ("./run_and_time.sh --hlep", {}, "there is no option --hlep; did you mean --help?"),
         ("./run_and_time.sh tiny_cpu 1 -- stray --dry-run", {}, "unexpected argument 'stray': expected settings"),
         ("./run_and_time.sh tiny_gpu", {}, "unknown recipe 'tiny_gpu'"),
@@ -143,7 +144,7 @@ def test_wrong_input_is_one_line(bare: Path, command: str, env: dict[str, str], 
         (f"launch/elastic.sh --meet {OPENS}", {}, "PORT is 'a["),
     ],
 )  # fmt: skip
-def test_wrong_input_of_the_launcher_is_one_line(
+def test_the_launcher_refuses_wrong_input_in_one_line(
     checkout: Path, tmp_path: Path, command: str, env: dict[str, str], complaint: str
 ) -> None:
     program, *arguments = shlex.split(command)
@@ -153,7 +154,7 @@ def test_wrong_input_of_the_launcher_is_one_line(
     assert not [folder for folder in (checkout, tmp_path) if (folder / "opened").exists()]
 
 
-def test_a_master_port_that_is_taken_is_one_line_on_the_node_that_would_listen(checkout: Path, tmp_path: Path) -> None:
+def test_a_taken_master_port_is_refused_in_one_line_before_a_run(checkout: Path, tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = str(other.getsockname()[1])
         env = TWO_NODES | {"NODE_RANK": "0", "MASTER_PORT": port, "OMP_NUM_THREADS": "1", "NPROC": "1"}
@@ -176,7 +177,7 @@ def test_a_master_port_that_is_taken_is_one_line_on_the_node_that_would_listen(c
         ("launch/data.sub", "  sbatch --array=1-16 --cpus-per-task=32 --mem-per-cpu=1G launch/data.sub FOLDER..."),
     ],
 )
-def test_help_is_the_scripts_head_and_help_and_version_need_no_packages(bare: Path, script: str, says: str) -> None:
+def test_help_prints_the_scripts_head_and_help_and_version_need_no_packages(bare: Path, script: str, says: str) -> None:
     done = start("bash", script, "--help", cwd=bare)
     assert (done.returncode, done.stderr) == (0, "")
     assert any(line.startswith(says) for line in done.stdout.splitlines())
@@ -188,7 +189,7 @@ def test_help_is_the_scripts_head_and_help_and_version_need_no_packages(bare: Pa
 
 
 @pytest.mark.parametrize("setting", [(), ("--log.tensorboard", "here"), ("--log.tensorboard=here",)])
-def test_what_a_setting_needs_is_installed_with_it(checkout: Path, bare: Path, setting: tuple[str, ...]) -> None:
+def test_tensorboard_is_installed_if_a_setting_needs_it(checkout: Path, bare: Path, setting: tuple[str, ...]) -> None:
     (checkout / "calls").write_text("")
     (checkout / ".venv/installed/tensorboard").unlink(missing_ok=True)
     arguments = ("tiny_cpu", "1", "--", *setting, "--dry-run")
@@ -197,13 +198,13 @@ def test_what_a_setting_needs_is_installed_with_it(checkout: Path, bare: Path, s
     assert ("tensorboard" in (checkout / "calls").read_text().split()) == bool(setting)
 
 
-def test_tests_hand_on_the_status_of_pytest(checkout: Path, tmp_path: Path) -> None:
+def test_run_tests_exits_with_the_status_of_pytest(checkout: Path, tmp_path: Path) -> None:
     assert start(checkout / "run_tests.sh", "-n0", "no_such_test.py", cwd=tmp_path).returncode == 4
     slow = ("-n0", "--collect-only", "tests/e2e/test_report_page.py")
     assert start(checkout / "run_tests.sh", "--quick", *slow, cwd=tmp_path).returncode == 5  # pytest selected no tests
 
 
-def test_venv_is_made_once_and_again_for_new_pins_and_lost_packages(bare: Path) -> None:
+def test_the_venv_is_installed_again_only_for_new_pins_extras_and_lost_packages(bare: Path) -> None:
     assert prepare(bare).returncode == 0
     assert calls(bare) == ["venv", "pip"]
     assert prepare(bare).stdout == ""
@@ -220,7 +221,7 @@ def test_venv_is_made_once_and_again_for_new_pins_and_lost_packages(bare: Path) 
     assert prepare(bare).stdout == ""  # the packages for a run are a part of the installed ones
     assert calls(bare) == ["venv", "pip", "pip", "pip"]
     (packages / "torch").rmdir()
-    assert "==> python3.11/site-packages/torch is gone from .venv: making it anew" in prepare(bare).stdout
+    assert "==> python3.11/site-packages/torch is gone from .venv: installing it again" in prepare(bare).stdout
     assert calls(bare)[4:] == ["venv", "pip"]
     assert not packages.exists()
     (bare / ".venv/bin/python").unlink()
@@ -237,7 +238,7 @@ def test_starts_at_the_same_moment_install_once(bare: Path) -> None:
     assert calls(bare) == ["venv", "pip"]
 
 
-def test_with_the_systems_pytorch_its_numpy_and_setuptools_stay(bare: Path) -> None:
+def test_system_torch_keeps_its_numpy_and_setuptools(bare: Path) -> None:
     for name, number in {"torch": "2.11.0a0+nv26.3", "numpy": "1.26.4", "setuptools": "81.0.0"}.items():
         folder = bare / f"base/{name}-{number}.dist-info"
         folder.mkdir(parents=True)
@@ -250,7 +251,7 @@ def test_with_the_systems_pytorch_its_numpy_and_setuptools_stay(bare: Path) -> N
     assert not re.search("^(numpy|setuptools)==", (bare / "hashed").read_text(), re.MULTILINE)
 
 
-def test_every_pin_but_pytorchs_has_the_digests_of_its_wheels(bare: Path) -> None:
+def test_every_pin_except_pytorch_has_the_digests_of_its_wheels(bare: Path) -> None:
     def name_of(pin: str) -> str:
         return re.sub("[-_.]+", "-", pin.lower())
 
@@ -273,7 +274,7 @@ def test_every_pin_but_pytorchs_has_the_digests_of_its_wheels(bare: Path) -> Non
         (None, "there is no ./python"),
     ],
 )
-def test_unfit_interpreter_is_one_line(bare: Path, python: str | None, complaint: str) -> None:
+def test_an_unfit_interpreter_is_refused_in_one_line(bare: Path, python: str | None, complaint: str) -> None:
     (bare / "python").unlink()
     if python:
         write_script(bare / "python", python)
@@ -281,7 +282,7 @@ def test_unfit_interpreter_is_one_line(bare: Path, python: str | None, complaint
     assert not (bare / ".venv").exists()
 
 
-def test_failed_installation_is_tried_again(bare: Path) -> None:
+def test_a_failed_installation_is_repeated_at_the_next_start(bare: Path) -> None:
     working = (bare / "python").read_text()
     (bare / "python").write_text(working.replace('echo pip "$@" >>calls', "exit 1"))
     assert one_error(prepare(bare)).endswith("pip could not install the packages, see above")
@@ -295,7 +296,7 @@ def test_failed_installation_is_tried_again(bare: Path) -> None:
 @pytest.mark.parametrize(
     ("script", "number", "status"), [("run_and_time.sh", signal.SIGTERM, 143), ("run_tests.sh", signal.SIGINT, 130)]
 )
-def test_stopped_preparation_ends_in_a_line_and_is_made_anew(bare: Path, script: str, number: int, status: int) -> None:
+def test_an_interrupted_installation_starts_again(bare: Path, script: str, number: int, status: int) -> None:
     """During pip's installation, the script gets SIGTERM as from ``docker stop``, or all processes get Ctrl-C."""
     working = (bare / "python").read_text()
     half = "mkdir -p .venv/half && echo $$ >pip; trap 'echo Operation cancelled' INT; while true; do sleep 0.1; done"
@@ -309,7 +310,7 @@ def test_stopped_preparation_ends_in_a_line_and_is_made_anew(bare: Path, script:
     lines = process.communicate(timeout=PATIENCE_S)[0].splitlines()
     assert process.returncode == status
     said = [line for line in lines if not line.startswith("==> ")]
-    assert said == ["interrupted: the next start installs the packages anew"]
+    assert said == ["interrupted: the next start installs the packages again"]
     pip = int((bare / "pip").read_text())
     running = lambda: [each.pid for each in psutil.process_iter(["cmdline"]) if each.info["cmdline"]]  # noqa: E731
     wait_for(lambda: pip not in running())

@@ -41,7 +41,7 @@ def training(
     [(2, signal.SIGTERM, 1, 143), (1, signal.SIGINT, 1, 130), (2, signal.SIGINT, 2, 130), (1, signal.SIGHUP, 1, 129)],
     indirect=["training"],
 )
-def test_signal_ends_run_as_aborted(
+def test_a_signal_ends_the_run_with_an_aborted_log_and_a_report(
     training: subprocess.Popen[str], number: int, times: int, status: int, tmp_path: Path
 ) -> None:
     assert training.stdout
@@ -82,7 +82,7 @@ def test_a_killed_script_ends_its_ranks(training: subprocess.Popen[str], tmp_pat
     assert is_aborted(tmp_path)
 
 
-def test_a_series_goes_on_when_nobody_reads_its_output(launching_checkout: Path, tmp_path: Path) -> None:
+def test_a_series_continues_when_its_output_is_closed(launching_checkout: Path, tmp_path: Path) -> None:
     settings = (*SHORT, REACHED_AT_ONCE, "--log.results", str(tmp_path))
     script = launching_checkout / "run_and_time.sh"
     process = begin(script, "tiny_cpu", "2", "--", *settings, cwd=tmp_path, NPROC="1", OMP_NUM_THREADS="1")
@@ -107,7 +107,7 @@ def is_aborted(results: Path) -> bool:
 
 
 @pytest.mark.parametrize("during", ["--dry-run", "torch.distributed.run"])
-def test_ctrl_c_before_there_is_a_log_is_one_line(launching_checkout: Path, tmp_path: Path, during: str) -> None:
+def test_ctrl_c_before_there_is_a_log_prints_one_line(launching_checkout: Path, tmp_path: Path, during: str) -> None:
     settings = ("--", *SHORT, NEVER_REACHED, "--log.results", str(tmp_path))
     process = begin(launching_checkout / "run_and_time.sh", "tiny_cpu", "1", *settings, cwd=tmp_path, NPROC="2")
     wait_for(lambda: bool(processes_of(tmp_path, during)))
@@ -119,7 +119,7 @@ def test_ctrl_c_before_there_is_a_log_is_one_line(launching_checkout: Path, tmp_
     assert not list(tmp_path.rglob("result_*"))
 
 
-def test_a_signal_to_another_node_ends_the_run_in_order(launching_checkout: Path, tmp_path: Path) -> None:
+def test_a_signal_to_the_second_node_ends_the_run(launching_checkout: Path, tmp_path: Path) -> None:
     nodes = two_nodes(launching_checkout, NEVER_REACHED, "--log.results", str(tmp_path))
     wait_for_text(tmp_path / "tiny_cpu/bert/metrics_0.jsonl", '"event": "step"')
     nodes[1].terminate()

@@ -86,7 +86,7 @@ def test_missing_heads_stay_random_in_the_open_division(tmp_path: Path, small_ru
 
 
 @pytest.mark.slow
-def test_rows_past_the_vocabulary_are_left_out(tmp_path: Path, small_run: SmallRun) -> None:
+def test_padding_rows_of_the_word_table_are_dropped(tmp_path: Path, small_run: SmallRun) -> None:
     """Some models pad the word table to a round number of rows. The extra rows are dropped."""
     folder = save_pretrained(tmp_path / "theirs", small_run.folder / "vocab.txt", rows=208)
     check(folder, config_of(small_run))
@@ -108,7 +108,7 @@ def test_rows_past_the_vocabulary_are_left_out(tmp_path: Path, small_run: SmallR
         (r'"wor\\nd3": \1', r"tokenizer\.json: the token 'wor.*' holds a line feed"),
     ],
 )
-def test_a_folder_with_another_or_a_broken_vocabulary_gets_one_line(
+def test_a_folder_with_another_or_a_broken_vocabulary_is_refused_in_one_line(
     pretrained: Path, small_run: SmallRun, tmp_path: Path, token: str, message: str
 ) -> None:
     folder = shutil.copytree(pretrained, tmp_path / "theirs")
@@ -168,7 +168,7 @@ def test_a_run_without_a_target_keeps_its_best_weights_also_after_it_was_resumed
     assert resumed.saved == 8, "a damaged file is replaced"
 
 
-def test_a_run_without_evaluations_and_one_with_a_target_save_their_last_weights(tmp_path: Path) -> None:
+def test_a_run_with_a_target_or_without_evaluations_saves_its_last_weights(tmp_path: Path) -> None:
     run = Leaving(tmp_path / "early.safetensors", keeps_best=True)
     run.weights.ended()
     assert stated_evaluation(run.path) is None

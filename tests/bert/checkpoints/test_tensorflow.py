@@ -9,7 +9,6 @@ from contextlib import nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 
-import google_crc32c
 import numpy as np
 import pytest
 import torch
@@ -52,7 +51,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("name", WHOLE)
-def test_every_weight_of_a_checkpoint_of_tensorflows(folder: Path, name: str, monkeypatch: pytest.MonkeyPatch):
+def test_all_weights_written_by_tensorflow_are_read(folder: Path, name: str, monkeypatch: pytest.MonkeyPatch):
     """The benchmark's checkpoint is recognized by the MD5 of its index and the size of its data file."""
     found = open_source(folder / name, num_attention_heads=2)
     names = hugging_face_names(2)
@@ -79,7 +78,7 @@ def test_every_weight_of_a_checkpoint_of_tensorflows(folder: Path, name: str, mo
         open_source(folder / name)
 
 
-def test_what_is_not_supported_is_refused_by_name(folder: Path, tmp_path: Path):
+def test_partitioned_incomplete_and_tf2_checkpoints_are_refused(folder: Path, tmp_path: Path):
     with pytest.raises(ValueError, match=f"holds no model.safetensors; for a TensorFlow .* its prefix: {BUNDLES}/tf1$"):
         open_source(BUNDLES)
     with pytest.raises(ValueError, match="word_embeddings is a partitioned variable"):
@@ -95,15 +94,6 @@ def test_what_is_not_supported_is_refused_by_name(folder: Path, tmp_path: Path):
             ValueError, match=r"is a TF2 checkpoint.* tf1_ckpt/.*index \(17,371 bytes\) .*4,034,713,312"
         ):
             open_source(source)
-
-
-def copied(folder: Path, name: str, target: Path, suffix: str, content: bytes) -> Path:
-    """Copy a checkpoint with one file's content replaced, and return its prefix."""
-    target.mkdir(exist_ok=True)
-    for path in folder.glob(f"{name}.*"):
-        shutil.copy(path, target)
-    (target / f"{name}{suffix}").write_bytes(content)
-    return target / name
 
 
 def flipped(content: bytes, bit: int) -> bytes:
@@ -134,8 +124,7 @@ def block(*records: tuple[bytes, bytes], restarts: int = 1, tail: bytes = b"") -
 
 def sealed(content: bytes, kind: int = 0) -> bytes:
     content += bytes([kind])
-    checksum = google_crc32c.value(content)
-    return content + struct.pack("<I", ((checksum >> 15 | checksum << 17) + 0xA282EAD8) & 0xFFFFFFFF)
+    return content + masked_crc(content)
 
 
 def table(data: bytes, kind: int = 0, handles: list[tuple[int, int]] | None = None) -> bytes:
@@ -230,7 +219,7 @@ HOSTILE = [
 
 
 @pytest.mark.parametrize(("index", "message"), HOSTILE, ids=[message for _, message in HOSTILE])
-def test_a_hostile_index(tmp_path: Path, index: bytes, message: str):
+def test_a_hostile_index_is_refused(tmp_path: Path, index: bytes, message: str):
     with pytest.raises(ValueError, match=re.escape(message)) as refused:
         TensorBundle(written(tmp_path, index))
     assert str(refused.value).startswith(f"{tmp_path}/x.")
@@ -238,7 +227,7 @@ def test_a_hostile_index(tmp_path: Path, index: bytes, message: str):
     assert len(str(refused.value)) - len(str(tmp_path)) < 500
 
 
-def test_an_index_at_its_limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_an_index_at_its_limits_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Names, dimensions and positions may be as large as the limits. Fields that are not known are skipped."""
     fixed = number(6 << 3 | 5) + struct.pack("<I", 2**32 - 1) + number(9 << 3 | 1) + bytes(8)
     wide = entry(*[1] * 7, 2**40 - 1, offset=84)
@@ -261,7 +250,7 @@ def test_an_index_at_its_limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
             TensorBundle(written(tmp_path, table(data, handles=places)))
 
 
-def test_a_compressed_block_with_all_forms_of_literals_and_copies(tmp_path: Path):
+def test_all_forms_of_literals_and_copies_are_decompressed(tmp_path: Path):
     text = np.random.default_rng(0).integers(97, 123, 70_000, dtype=np.uint8).tobytes()
     name = text[5:69] + text[-300:-236] + text[-1900:-1889] + text[-1900:-1896] + b"z" * 10
     plain = block(HEADER, (b"a", entry(2, 2, extra=field(15, text))), (name, entry(2, 2)))
@@ -288,7 +277,7 @@ def test_a_compressed_block_with_all_forms_of_literals_and_copies(tmp_path: Path
         (entry(2, 2, extra=field(7, b"")), "is a partitioned variable"),
     ],
 )
-def test_a_hostile_tensor(tmp_path: Path, value: bytes, message: str):
+def test_a_hostile_tensor_is_refused(tmp_path: Path, value: bytes, message: str):
     bundle = TensorBundle(written(tmp_path, index((b"w", value))))
     with pytest.raises(ValueError, match=f": w {message}"):
         bundle.array("w")
@@ -303,7 +292,7 @@ def test_a_tensor_too_large_for_a_bert_is_not_read(tmp_path: Path):
             assert TensorBundle(prefix).readable("w") == Entry(1, (rows,), 0, 0, 4 * rows, 0, is_partitioned=False)
 
 
-def test_a_head_of_googles_models_has_64_columns(tmp_path: Path):
+def test_the_number_of_heads_follows_from_64_columns_a_head(tmp_path: Path):
     tensors = to_hugging_face(drawn_model(ModelConfig(1, 128, 2, 16, 30, 12), 0).state_dict())
     entries = {}
     for name, tensor in tensors.items():
@@ -316,9 +305,10 @@ def test_a_head_of_googles_models_has_64_columns(tmp_path: Path):
 
 
 def test_a_damaged_checkpoint_leaves_nothing_behind(folder: Path, tmp_path: Path):
-    content = (folder / "tf1.data-00000-of-00001").read_bytes()
-    entry = TensorBundle(folder / "tf1").entries["cls/seq_relationship/output_bias"]
-    damaged = copied(folder, "tf1", tmp_path / "in", ".data-00000-of-00001", flipped(content, 8 * entry.offset + 3))
+    damaged = shutil.copytree(folder, tmp_path / "in") / "tf1"
+    entry = TensorBundle(damaged).entries["cls/seq_relationship/output_bias"]
+    data = damaged.with_name("tf1.data-00000-of-00001")
+    data.write_bytes(flipped(data.read_bytes(), 8 * entry.offset + 3))
     vocab = tmp_path / "vocab.txt"
     vocab.write_text("[PAD]\n[UNK]\n[CLS]\n[SEP]\n[MASK]\n" + "".join(f"{index}\n" for index in range(25)))
     for to, out in (("safetensors", tmp_path / "out" / "w.safetensors"), ("hugging-face", tmp_path / "out" / "folder")):

@@ -92,7 +92,7 @@ def make(small_run: SmallRun, tmp_path: Path) -> Callable[..., Run]:
 Make = Callable[..., Run]
 
 
-def test_training_goes_on_while_one_is_written_and_the_next_waits(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_training_continues_while_a_checkpoint_is_written(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """The wait is a phase of its own, "checkpoint_write", for which the watchdog records the longest duration."""
     run, begun, go, write = make(), threading.Event(), threading.Event(), writer.write_safetensors
     held = lambda *given: begun.set() or (go.wait(PATIENCE_S) and write(*given))  # noqa: E731
@@ -118,8 +118,8 @@ def test_training_goes_on_while_one_is_written_and_the_next_waits(make: Make, mo
     assert_same(state_of(again.step), saved)
 
 
-def test_runs_resumed_in_another_precision(make: Make) -> None:
-    """In FP8, scales fit the weights: trained ones may be much larger than the initial ones of the warm-up."""
+def test_a_run_resumed_in_fp8_gets_scales_that_fit_its_weights(make: Make) -> None:
+    """Trained weights may be much larger than the initial weights, for which the warm-up chose the scales."""
     run = make(model__num_hidden_layers=3)
     with torch.no_grad():
         run.step.flat.weights_P.mul_(50)
@@ -140,13 +140,11 @@ def test_runs_resumed_in_another_precision(make: Make) -> None:
     of_sites = {training_state.SITE_MOMENTUM: training_state.Digest(1, "")}
     restore(run.step, replace(state, files=state.files | of_sites), CPU)  # a run without sites does not read it
     assert torch.equal(run.step.flat.weights_P, again.step.flat.weights_P)
-    with pytest.raises(ValueError, match=r"step_00000002: 11 FP8 scales of another model; remove it, or resume from"):
-        restore(again.step, replace(state, fp8_scales=[1.0] * 11), CPU)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp8"])
 @pytest.mark.slow
-def test_what_follows_is_the_same_to_the_last_bit(make: Make, precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_resumed_run_takes_the_same_steps(make: Make, precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Resume with dropout, with bf16 weight copies as on a GPU, and in FP8 with all scales and cast weights.
 
     The checkpoint is of step 3, but of optimizer step 2, because one step was skipped.
@@ -173,7 +171,7 @@ def test_what_follows_is_the_same_to_the_last_bit(make: Make, precision: str, mo
     assert_same(again.take(3, 4, 5), further)
 
 
-def test_one_that_cannot_be_written_leaves_nothing_but_a_warning(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_checkpoint_that_cannot_be_written_leaves_only_a_warning(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """If the disk fails, the run continues. Any other error is a bug, which ends the run."""
     run, errors = make(), [OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), RuntimeError("a bug")]
     assert run.save(1) == []
@@ -192,14 +190,14 @@ def test_one_that_cannot_be_written_leaves_nothing_but_a_warning(make: Make, mon
     [told] = run.save(1)  # must keep the earlier checkpoint of step 1
     assert told.startswith(f"warning at step 1: no checkpoint was written: {run.folder}")
     assert told.endswith(os.strerror(errno.ENOSPC))
-    run.checkpoints.look(Position(1, 0))
+    run.checkpoints.poll(Position(1, 0))
     assert len(run.told) == 1
     with pytest.raises(RuntimeError, match="a bug"):
         run.save(2)
     assert content() == before
 
 
-def test_what_a_killed_run_left_is_no_checkpoint_and_is_removed(make: Make, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_lock_removes_unfinished_checkpoints(make: Make, capsys: pytest.CaptureFixture[str]) -> None:
     run = make()
     assert run.save(1) == []
     (run.folder / "step_00000001").rename(run.folder / ".step_00000001.fedcba9876543210.partial")
@@ -219,7 +217,7 @@ def test_what_a_killed_run_left_is_no_checkpoint_and_is_removed(make: Make, caps
     assert capsys.readouterr().out == said
 
 
-def test_it_gets_its_name_by_renaming_when_all_is_on_disk(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_checkpoint_gets_its_name_when_all_its_files_are_on_disk(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """A partial checkpoint never has the final name, even after a crash of the machine."""
     run, sync, synced = make(), files.sync, []
 
@@ -234,7 +232,7 @@ def test_it_gets_its_name_by_renaming_when_all_is_on_disk(make: Make, monkeypatc
     assert list(dict.fromkeys(synced)) == [*((name, False) for name in names), (run.folder.name, True)]
 
 
-def test_random_numbers_after_a_checkpoint_are_of_its_step_and_rank() -> None:
+def test_reseeding_depends_on_the_seed_the_step_and_the_rank() -> None:
     def drawn(seed: int, steps: int, rank: int) -> float:
         reseed(seed, steps, Mesh(rank, 4, rank, torch.device("cpu")))
         return torch.rand(()).item()
@@ -245,7 +243,7 @@ def test_random_numbers_after_a_checkpoint_are_of_its_step_and_rank() -> None:
     assert [drawn(*place) for place in places] == numbers
 
 
-def test_the_newest_stay_in_the_order_of_their_steps(make: Make) -> None:
+def test_the_checkpoints_with_the_highest_steps_are_kept(make: Make) -> None:
     """A new checkpoint of a step replaces an old one of the same step only when the new one is complete."""
     run = make(checkpoint__keep=2, checkpoint__every_steps=3)
     assert [steps for steps in range(1, 10) if run.checkpoints.due(steps)] == [3, 6, 9]
@@ -263,7 +261,7 @@ def test_the_newest_stay_in_the_order_of_their_steps(make: Make) -> None:
     assert find(run.folder, run.config, run.train, CPU).step == 100_000_000
 
 
-def test_settings_and_data_that_decide_the_losses_must_be_the_same(make: Make, small_run: SmallRun) -> None:
+def test_resuming_with_other_settings_or_data_is_refused(make: Make, small_run: SmallRun) -> None:
     run = make()
     assert run.save(4) == []
     for change, message in (
@@ -281,8 +279,8 @@ def test_settings_and_data_that_decide_the_losses_must_be_the_same(make: Make, s
     assert find(run.folder / "step_00000004", other, run.train, CPU).step == 4
 
 
-def test_what_another_run_wrote_is_neither_replaced_nor_removed(make: Make, capsys: pytest.CaptureFixture[str]) -> None:
-    """Two runs may share a folder if locks do not work. Broken checkpoints do not count among those to keep."""
+def test_checkpoints_of_another_run_are_kept(make: Make, capsys: pytest.CaptureFixture[str]) -> None:
+    """Two runs may share a folder if locks do not work. The setting keep does not count broken checkpoints."""
     for steps in (1, 8):  # broken from the start: step 1 may be removed, and step 8 does not count
         (make().folder / f"step_{steps:08}").mkdir(parents=True)
     first, second = make(checkpoint__keep=1), make(checkpoint__keep=1)
@@ -295,15 +293,12 @@ def test_what_another_run_wrote_is_neither_replaced_nor_removed(make: Make, caps
     assert f"{first.folder}/step_00000006" in told
     assert find(first.folder, first.config, first.train, CPU).step == 7
     broken = f"{first.folder}/step_00000008/state.json: No such file or directory; remove it, or resume from another"
-    assert capsys.readouterr().out == f"warning: {broken}; going on from {first.folder}/step_00000007\n"
+    assert capsys.readouterr().out == f"warning: {broken}; resuming from {first.folder}/step_00000007\n"
     last = first.folder / "step_00000006"
-    state = find(last, first.config, first.train, CPU)
-    assert state.step == 6
+    assert find(last, first.config, first.train, CPU).step == 6
     for name in (FILES[0], FILES[2]):
         whole = load_file(last / name)
         save_file({each: tensor.reshape(-1)[:1] for each, tensor in whole.items()}, last / name)
-        with pytest.raises(ValueError, match=rf"{name} holds .* of shape \(1,\), expected \("):
-            restore(first.step, state, CPU)
         reason = f"{last}/{name} is missing, or not as it was written; remove it, or resume from another"
         with pytest.raises(ValueError, match=rf"no whole checkpoint in {last}: .*out; {reason}"):
             find(last, first.config, first.train, CPU)
@@ -321,7 +316,7 @@ def hosts(count: int, ranks: int = 1) -> list[str]:
 
 
 @given(st.integers(1, 4096), st.integers(1, 64), st.integers(1, 8), st.lists(st.integers(1, 64), max_size=4))
-def test_no_micro_batch_grows_however_often_ranks_change(batch: int, first: int, steps: int, then: list[int]) -> None:
+def test_micro_batches_never_exceed_the_largest_fitting(batch: int, first: int, steps: int, then: list[int]) -> None:
     batch = max(batch, first * steps, *then, 1)
     made = config(batch, steps)
     allocation = Allocation.of(hosts(first), made)
@@ -338,7 +333,7 @@ def test_no_micro_batch_grows_however_often_ranks_change(batch: int, first: int,
         fitting = allocation.fitting
 
 
-def test_shares_after_ranks_were_lost_and_came_back() -> None:
+def test_rebalancing_keeps_the_global_batch_when_ranks_are_lost_and_come_back() -> None:
     """A pipeline keeps whole rounds: 3 micro-batches are no whole round of 2 stages."""
     made = config(448, 2)
     first = Allocation.of(hosts(4, 8), made)
@@ -352,7 +347,7 @@ def test_shares_after_ranks_were_lost_and_came_back() -> None:
     assert training_state.rebalance_batch(made, first, 3).training.gradient_accumulation_steps == 4
 
 
-def test_hosts_that_went_came_or_moved_are_named_with_the_shares() -> None:
+def test_lost_gained_and_moved_hosts_are_named_with_the_new_shares() -> None:
     first = Allocation.of(hosts(4, 2), config(32), sites=["a"] * 8)
     assert training_state.changes(first, first) == []
     then = Allocation.of(["h0", "h0", "h1", "h9", "h9", "\x1b[2J"], config(32, 2), first, ["b"] * 6)

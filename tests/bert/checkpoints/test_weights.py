@@ -45,7 +45,7 @@ def write_vocabulary(path: Path, words: int = 25) -> str:
     return Vocabulary.from_file(path).sha256
 
 
-def test_round_trip(tmp_path: Path):
+def test_saved_weights_load_unchanged(tmp_path: Path):
     """Save parameters that are views of one buffer over an existing file, and compare with the safetensors library."""
     path = tmp_path / "new folder" / "weights.safetensors"
     source, target = drawn_model(CONFIG, 0), drawn_model(CONFIG, 1)
@@ -79,7 +79,7 @@ HEADS = ("pooler.weight", "pooler.bias", "next_sentence.weight", "next_sentence.
 FOUR_HEADS = ModelConfig(2, 24, 4, 16, 30, 12, hidden_dropout=0.2, layer_norm_eps=1e-6)
 
 
-def test_a_file_says_which_model_it_holds_and_is_not_guessed_at(tmp_path: Path):
+def test_the_architecture_comes_from_the_metadata_and_survives_conversion(tmp_path: Path):
     """Shapes do not determine the whole model: the number of heads, for example, comes from the metadata."""
     write_vocabulary(tmp_path / "vocab.txt")
     ours, again, theirs = tmp_path / "ours.safetensors", tmp_path / "again.safetensors", tmp_path / "theirs"
@@ -132,7 +132,7 @@ def change(path: Path, changes: Changes) -> None:
         ({"weights.safetensors": 8000}, "not a whole safetensors file"),
         ({"weights.safetensors": None}, r": no such file"),
         ({"pooler.bias": None}, " lacks pooler.bias: expected BERT's encoder and pooler with the masked-LM"),
-        ({"pooler.bias": torch.zeros(4)}, r": pooler.bias has the shape \(4,\), expected \(8,\) by the other weights"),
+        ({"pooler.bias": torch.zeros(4)}, r": pooler.bias has the shape \(4,\), but the other weights imply \(8,\)"),
         ({"pooler.bias": torch.ones(8, dtype=torch.int32)}, " holds pooler.bias as torch.int32: expected weights"),
         ({"pooler.bias": torch.ones(8).to(torch.float8_e4m3fn)}, " holds pooler.bias as torch.float8"),
         ({"pooler.bias": torch.full((8,), torch.nan)}, ": pooler.bias has NaN or infinity in fp32"),
@@ -141,7 +141,7 @@ def change(path: Path, changes: Changes) -> None:
         ({"embeddings.segment": torch.ones(8)}, r": 2 layers and tables of shapes .*\(8,\)\], expected a BERT"),
     ],
 )
-def test_a_file_that_is_damaged_or_does_not_fit(saved: Path, changes: Changes, message: str):
+def test_damaged_and_unfit_weights_are_refused(saved: Path, changes: Changes, message: str):
     change(saved, changes)
     with pytest.raises(ValueError, match=rf"weights\.safetensors.*{message}"):
         load_initial_weights(drawn_model(CONFIG, 1), saved)
@@ -162,10 +162,10 @@ ODD = ({"hidden_size": True}, {"num_attention_heads": 3}, {"intermediate_size": 
 
 
 @pytest.mark.parametrize("stated", ["{", "[" * 100_000, "null", *(json.dumps(asdict(CONFIG) | each) for each in ODD)])
-def test_a_statement_that_makes_no_sense(tmp_path: Path, stated: str):
+def test_invalid_metadata_about_the_model_is_refused(tmp_path: Path, stated: str):
     save_file(drawn_model(CONFIG, 0).state_dict(), tmp_path / "odd.safetensors", {"model": stated})
     other = "its metadata states intermediate_size 17, but the weights in .* have 16"
-    message = other if "17" in stated else r"odd\.safetensors does not state its model as this program does"
+    message = other if "17" in stated else r"odd\.safetensors: its metadata entry model is invalid"
     with pytest.raises(ValueError, match=message):
         load_initial_weights(drawn_model(CONFIG, 1), tmp_path / "odd.safetensors")
 
@@ -192,7 +192,7 @@ def test_an_exported_folder_fills_masks_as_the_model_does(tmp_path: Path):
         assert [word for word, _ in GapFiller(tmp_path / checkpoint, None)(text, top=1)[1]] == [gaps[1][0][0]]
 
 
-def test_a_vocabulary_is_asked_for_and_must_be_the_models(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_export_needs_the_vocabulary_of_the_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     digest = write_vocabulary(tmp_path / "words")
     save_weights(drawn_model(CONFIG, 0), tmp_path / "ours.safetensors", {"vocabulary_sha256": digest})
     out = tmp_path / "theirs"
@@ -243,7 +243,7 @@ def test_every_format_gives_the_same_weights(tmp_path: Path):
 
 
 @pytest.mark.slow
-def test_a_folder_that_transformers_saved(theirs: Path, tmp_path: Path):
+def test_folders_with_a_decoder_half_precision_or_old_names_load(theirs: Path, tmp_path: Path):
     """Variants of the folder: an explicit decoder, half precision, or old parameter names. Read weights are fp32."""
     from_pretrained(theirs).save_pretrained(tmp_path / "again")
     path = tmp_path / "again" / "model.safetensors"
@@ -266,7 +266,7 @@ def renamed(path: Path, rename: Callable[[str], str]) -> None:
 
 
 @pytest.mark.parametrize("prefix", ["module.", "_orig_mod.", "module._orig_mod.", "_orig_mod.module.module."])
-def test_prefixes_of_wrappers_are_taken_off(saved: Path, theirs: Path, prefix: str):
+def test_prefixes_that_torch_compile_and_ddp_add_are_removed(saved: Path, theirs: Path, prefix: str):
     """The bare folder also lacks "bert.", as a wrapped ``BertModel`` does."""
     bare = shutil.copytree(theirs, theirs.with_name("bare"))
     for path, rename in (
@@ -289,7 +289,7 @@ def sharded(theirs: Path) -> Path:
 
 
 @pytest.mark.parametrize("named", ["", INDEX])
-def test_weights_in_several_files(sharded: Path, tmp_path: Path, named: str):
+def test_weights_in_several_files_equal_the_single_file(sharded: Path, tmp_path: Path, named: str):
     source = open_source(sharded / named)
     expected = open_source(tmp_path / "theirs")
     assert source.model == expected.model
@@ -312,8 +312,11 @@ NO_NAME = "is not the name of a safetensors file; expected the index of safetens
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({DECODER: torch.ones(30, 8)}, r"decoder\.weight is not bert\.embeddings.*, but this model has the two tied"),
-        ({DECODER: torch.ones(0, 8)}, r"decoder\.weight is not bert\.embeddings"),
+        (
+            {DECODER: torch.ones(30, 8)},
+            r"decoder\.weight differs from bert\.embeddings.*, but a BERT ties the two: choose",
+        ),
+        ({DECODER: torch.ones(0, 8)}, r"decoder\.weight differs from bert\.embeddings"),
         ({DECODER: NAN, WORD: NAN}, r"model\.safetensors: .*\.weight has NaN or infinity"),
         ({"module.bert.pooler.dense.bias": torch.ones(8)}, r"the same weight as .*pooler\.dense\.bias and as "),
         ({"pooler.dense.bias": torch.ones(8)}, r"holds the same weight as .*pooler\.dense\.bias and as "),
@@ -348,7 +351,7 @@ NO_NAME = "is not the name of a safetensors file; expected the index of safetens
         ({INDEX: " " * 2_000_000}, "2,000,000 bytes, expected at most"),
     ],
 )
-def test_wrong_folders_are_told(request: pytest.FixtureRequest, changes: Changes, message: str):
+def test_wrong_hugging_face_folders_are_refused(request: pytest.FixtureRequest, changes: Changes, message: str):
     folder = request.getfixturevalue("sharded" if {LAST, INDEX} & changes.keys() else "theirs")
     change(folder / "model.safetensors", changes)
     with pytest.raises(ValueError, match=message):
@@ -368,7 +371,7 @@ def test_pickles_are_refused_by_their_content_and_by_their_name(tmp_path: Path):
         path.unlink()
 
 
-def test_nothing_is_overwritten(saved: Path, tmp_path: Path):
+def test_convert_overwrites_nothing(saved: Path, tmp_path: Path):
     (tmp_path / "file").touch()
     (tmp_path / "folder").mkdir()
     (tmp_path / "dangling link").symlink_to("nowhere")
@@ -377,7 +380,9 @@ def test_nothing_is_overwritten(saved: Path, tmp_path: Path):
             convert(saved, "safetensors", tmp_path / kind, 2)
 
 
-def test_the_command(saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+def test_convert_prints_the_model(
+    saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
     def run(*arguments: object) -> int:
         monkeypatch.setattr(sys, "argv", ["convert", *map(str, arguments)])
         return run_command(convert, "bert.convert")

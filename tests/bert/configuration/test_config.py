@@ -22,7 +22,7 @@ from bert.train import OLDEST_TORCH, main, parse, require_torch
 from tests.conftest import REPOSITORY
 
 
-def test_settings_are_changed_by_name() -> None:
+def test_options_change_settings() -> None:
     """Names may have hyphens or underscores."""
     given = "--optimizer.base-learning-rate=0.001 --training.global_batch_size 64 --data.loader dali"
     recipe, config = tiny_cpu(), parse(f"tiny_cpu {given} --training.implementations dense_gelu reference".split())
@@ -132,7 +132,7 @@ def test_the_limits_of_settings_are_exact(name: str, accepted: tuple[object], re
             replace(own, **{field: value})
 
 
-def test_numbers_that_follow_from_settings() -> None:
+def test_the_sample_limit_and_the_site_delay_follow_from_settings() -> None:
     training = replace(tiny_cpu().training, max_samples=100)
     assert [replace(training, max_steps=steps).sample_limit for steps in (3, 4, None)] == [96, 100, 100]
     assert [replace(training, site_steps=steps).site_delay for steps in (1, 2, 5)] == [0, 1, 2]
@@ -193,7 +193,9 @@ def test_settings_from_toml(tmp_path: Path) -> None:
         assert parse(given) == expected
     more = parse(["--config", str(file), "--training.max-samples", "9600"])
     assert more == replace(expected, training=replace(training, max_samples=9600))
-    with pytest.raises(ValueError, match=r"mine\.toml is of the recipe tiny_cpu, expected h100_1x1: name tiny_cpu, or"):
+    with pytest.raises(
+        ValueError, match=r"mine\.toml is for the recipe tiny_cpu, but the command line names h100_1x1: n"
+    ):
         parse(["h100_1x1", "--config", str(file)])
 
 
@@ -211,8 +213,7 @@ def test_a_result_file_configures_its_run_once_more(recipe: str, tmp_path: Path)
     assert dict(flattened("config", found)) == dict(flattened("config", expected))
 
 
-def test_a_result_file_of_an_earlier_version_does_so_too() -> None:
-    """A result file may have settings that were renamed or removed since."""
+def test_a_result_file_with_settings_renamed_or_removed_since_configures_its_run() -> None:
     config, recipe = parse(["--config", str(REPOSITORY / "results/cpu_2cores/bert/result_0.txt")]), tiny_cpu()
     assert flattened("", config) == flattened("", replace(recipe, log=replace(recipe.log, system="cpu_2cores")))
 
@@ -236,10 +237,10 @@ HEADER = "# config.recipe: tiny_cpu\n# config."
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("a.toml", "training = [", "is no TOML"),
-        ("a.toml", "x = " + "[" * 100_000, "is no TOML"),
-        ("a.toml", "recipe = " + "7" * 5000, "is no TOML"),
-        ("a.toml", f"[{'x' * 3000}]\n" * 2, "is no TOML"),
+        ("a.toml", "training = [", "is not valid TOML"),
+        ("a.toml", "x = " + "[" * 100_000, "is not valid TOML"),
+        ("a.toml", "recipe = " + "7" * 5000, "is not valid TOML"),
+        ("a.toml", f"[{'x' * 3000}]\n" * 2, "is not valid TOML"),
         ("a.toml", "recipe = 1" + "0" * 4000, r"names the recipe '1000"),
         ("a.toml", "", r"names no recipe: .* put it before --config '?/.*a\.toml"),
         ("a.toml", 'recipe = "tiny"', r"names the recipe 'tiny': expected recipe = one of tiny_cpu, own_"),
@@ -254,7 +255,7 @@ HEADER = "# config.recipe: tiny_cpu\n# config."
         ("result_0.txt", None, r"result_0\.txt: No such file"),
     ],
 )
-def test_a_file_that_cannot_be_used(name: str, content: str | None, message: str, tmp_path: Path) -> None:
+def test_a_wrong_settings_file_is_refused(name: str, content: str | None, message: str, tmp_path: Path) -> None:
     if content is not None:
         (tmp_path / name).write_text(content)
     with pytest.raises(ValueError, match=message) as caught:
@@ -262,13 +263,13 @@ def test_a_file_that_cannot_be_used(name: str, content: str | None, message: str
     assert "\n" not in str(caught.value)
     assert str(tmp_path / name) in str(caught.value)
     assert len(str(caught.value)) < 500
-    if "seed" in message or "target" in message:  # the command line is not to blame for the file, nor the file for it
+    if "seed" in message or "target" in message:  # the same settings on the command line do not name the file
         with pytest.raises(ValueError, match=message) as caught:
             parse(["tiny_cpu", *arguments_of(tmp_path / name, None)[1]])
         assert name not in str(caught.value)
 
 
-def test_a_file_is_not_blamed_for_the_command_line(tmp_path: Path) -> None:
+def test_an_error_on_the_command_line_does_not_name_the_settings_file(tmp_path: Path) -> None:
     (tmp_path / "a.toml").write_text('recipe = "tiny_cpu"\n[training]\nseed = -1\n')
     with pytest.raises(ValueError, match=r"^training\.max_steps is 0") as caught:
         parse(["--config", str(tmp_path / "a.toml"), "--training.seed", "3", "--training.max-steps", "0"])

@@ -55,7 +55,7 @@ def arguments(recipe: str, wikipedia: Path, results: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("recipe", GPU_RECIPES)
-def test_a_recipe_fits_its_gpus_and_is_told_what_does_elsewhere(recipe: str, wikipedia: Path, tmp_path: Path) -> None:
+def test_a_recipe_fits_only_its_number_of_gpus(recipe: str, wikipedia: Path, tmp_path: Path) -> None:
     config = parse(arguments(recipe, wikipedia, tmp_path))
     assert config.recipe == recipe
     inputs, training = check(config, gpus(recipe)), config.training
@@ -79,11 +79,6 @@ def test_the_largest_model_has_3_9_billion_parameters_and_fits_its_gpus() -> Non
         assert sum(map(math.prod, parameter_shapes(each).values())) == layers * (12 * width**2 + 13 * width) + rest
     assert model.hidden_size / model.num_attention_heads == 64
     assert (config.parallel.copy_ranks, gpus(config.recipe) // config.parallel.copy_ranks) == (8, 8)
-    sequences = config.training.global_batch_size / (8 * config.training.gradient_accumulation_steps)
-    optimizer = config.optimizer
-    assert (sequences, optimizer.learning_rate_training_steps / optimizer.num_warmup_steps) == (8, 10)
-    assert (config.parallel.tensor, config.parallel.pipeline, optimizer.base_learning_rate) == (4, 2, 4e-4)
-    assert 0.97 < optimizer.learning_rate_training_steps * 1024 / config.training.max_samples < 0.98
 
 
 HEAD = "| recipe | GPUs | global batch | per GPU x accumulation | learning rate | steps | precision |"
@@ -117,7 +112,7 @@ def row(config: Config) -> str:
     )
 
 
-def test_the_table_of_recipes_is_true() -> None:
+def test_the_table_in_the_documentation_lists_the_recipes_settings() -> None:
     page = (REPOSITORY / "docs/training.md").read_text(encoding="utf-8")
     table = page[page.index("| recipe | GPUs |") :].split("\n\n")[0].splitlines()
     rows = [row(RECIPES[name]()) for name in RECIPES if name in GPU_RECIPES]

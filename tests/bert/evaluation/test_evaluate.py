@@ -47,7 +47,7 @@ def accuracy(small_run: SmallRun, model: BertForPreTraining) -> Accuracy:
 @pytest.mark.parametrize(
     ("difference", "tolerance", "status"), [(0, "1e-5", 0), (-0.005, "0.006", 0), (0.02, "0.01", 1), (None, "1", 0)]
 )
-def test_the_accuracy_of_a_checkpoint_and_whether_it_is_as_expected(
+def test_the_accuracy_is_printed_and_decides_the_status_by_expectation_and_tolerance(
     settings: list[str],
     tmp_path: Path,
     accuracy: Accuracy,
@@ -79,7 +79,7 @@ def test_a_dry_run_counts_the_samples(settings: list[str], capsys: pytest.Captur
     assert "--expect ACCURACY     the expected accuracy" in capsys.readouterr().out
 
 
-def test_unknown_tokens_may_not_count(
+def test_unknown_tokens_are_left_out_by_the_setting(
     settings: list[str], small_run: SmallRun, capsys: pytest.CaptureFixture[str]
 ) -> None:
     labels = small_run.evaluation.masked_lm_ids
@@ -103,7 +103,7 @@ def test_unknown_tokens_may_not_count(
         ("--evaluation.batchsize 64", "--evaluation.batchsize"),
     ],
 )
-def test_what_is_wrong_is_named(
+def test_wrong_settings_are_refused_in_one_line(
     settings: list[str], options: str, words: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert evaluate.main([*settings, *options.split()]) == 2
@@ -113,7 +113,7 @@ def test_what_is_wrong_is_named(
 
 
 @pytest.mark.slow
-def test_ranks_share_the_work(settings: list[str], accuracy: Accuracy) -> None:
+def test_several_ranks_find_the_same_accuracy(settings: list[str], accuracy: Accuracy) -> None:
     with Ranks([*settings, "--expect", f"{accuracy.value:.5f}", "--tolerance", "1e-5"], 3, "bert.evaluate") as ranks:
         assert ranks.ends() == [0, 0, 0], ranks.output
         assert ranks.output.count("masked-LM accuracy ") == 1

@@ -34,7 +34,7 @@ def refusal(small_run: SmallRun, results: Path, **changes: object) -> str:
     return str(caught.value)
 
 
-def test_places_that_cannot_be_written(small_run: SmallRun, tmp_path: Path) -> None:
+def test_folders_that_cannot_be_written_are_refused(small_run: SmallRun, tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.touch()
     for place, why in (
@@ -68,6 +68,11 @@ FIRST = "ends the run before its first evaluation, after"
         ({"evaluation__interval_samples": 161}, f"training.max_samples 160 {FIRST} 161 samples: raise it, or lower"),
         ({"training__max_steps": 4}, f"training.max_steps 4 {FIRST} 80 samples"),
         (
+            {"evaluation__interval_samples": 15},
+            "interval_samples is 15, less than training.global_batch_size 16: raise it",
+        ),
+        ({"evaluation__interval_samples": 16}, None),
+        (
             {"training__site_steps": 4, "evaluation__interval_samples": 160},
             "training.site_steps is 4, which does not divide the 10 steps between evaluations: set it to 2, or "
             "evaluation.interval_samples 160 to a multiple of 64",
@@ -78,7 +83,7 @@ FIRST = "ends the run before its first evaluation, after"
         (
             {"evaluation__target": None, "training__max_samples": 170},
             "evaluation.target is None, but with evaluation.interval_samples 80 no evaluation comes after the last of "
-            "176 samples: choose a divisor of 176",
+            "176 samples: set evaluation.interval_samples to a divisor of 176",
         ),
         ({"evaluation__target": None}, None),
         ({"training__gradient_accumulation_steps": 3}, "16 does not divide over 1 ranks x 3 .* a multiple of 3"),
@@ -90,28 +95,31 @@ FIRST = "ends the run before its first evaluation, after"
         ({"training__implementations": "dense_gelu unknown"}, "training.implementations: "),
     ],
 )
-def test_what_would_stop_a_run_is_named(
+def test_wrong_settings_and_missing_inputs_are_refused_before_the_run(
     small_run: SmallRun, tmp_path: Path, change: dict[str, object], said: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Settings without a message just pass."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(preflight, "lacks_of_triton", lambda: ["no compiler", "no headers"])
+    monkeypatch.setattr(preflight, "missing_build_tools", lambda: ["no compiler", "no headers"])
     if said is None:
         check(parse(small_run.arguments(tmp_path / "r", **change)), 1)
     else:
         assert re.search(said, refusal(small_run, tmp_path / "r", **change))
 
 
-def test_a_plan_is_for_a_number_of_ranks(small_run: SmallRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A run that was started again on other hosts keeps the settings, but not the prediction."""
+def test_a_plan_is_only_for_its_number_of_ranks(
+    small_run: SmallRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run that was restarted on other hosts keeps the plan's settings, but not its predicted times."""
     arguments = small_run.arguments(tmp_path / "r")
     settings, seconds = settings_of(parse(arguments)), dict.fromkeys((*PHASES, "other"), 1.0)
     plan = RunPlan("tiny_cpu", "CPU", 1, 2, settings, "", seconds, 60.0)
     write_plan(plan, tmp_path / "plan.json")
     config = parse([*arguments, "--plan", str(tmp_path / "plan.json")])
     assert check(config, 2).run_plan == plan
-    with pytest.raises(ValueError, match="is a plan for 1 node of 2 ranks, but the run has 1 rank: plan again"):
-        check(config, 1)
+    for ranks, on_this_node, found in ((1, 0, "1 rank"), (4, 2, "4 ranks, 2 a node"), (2, 1, "2 ranks, 1 a node")):
+        with pytest.raises(ValueError, match=f"is a plan for 1 node of 2 ranks, but the run has {found}: make another"):
+            check(config, ranks, on_this_node)
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job")
     monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "1")
     assert [check(config, ranks).run_plan for ranks in (1, 2)] == [None, plan]
@@ -134,7 +142,7 @@ def test_the_normalizations_of_the_inputs_must_agree(small_run: SmallRun, tmp_pa
             assert check(parse(small_run.arguments(tmp_path / "r", **places)), 1).normalization == stated
 
 
-def test_data_that_do_not_belong_together_or_have_nothing_to_predict(small_run: SmallRun, tmp_path: Path) -> None:
+def test_unfit_or_incomplete_data_are_refused(small_run: SmallRun, tmp_path: Path) -> None:
     other = tmp_path / "vocab.txt"
     other.write_text((small_run.folder / "vocab.txt").read_text().replace("word7\n", "other\n"))
     assert "vocabulary" in refusal(small_run, tmp_path / "r", data__vocab=other)
@@ -159,7 +167,7 @@ def test_an_existing_result_file_is_not_overwritten(small_run: SmallRun, tmp_pat
     assert "result_3.txt exists already" in refusal(small_run, tmp_path, log__run=3)
 
 
-def test_a_disk_that_is_too_full_is_found(small_run: SmallRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_is_refused(small_run: SmallRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder, results, weights = tmp_path / "disk", tmp_path / "results", tmp_path / "weights" / "last.safetensors"
     config = parse(small_run.arguments(results))
     size = 4 * sum(parameter.numel() for parameter in BertForPreTraining(config.model).parameters())

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 
 from bert.guards import triton
-from bert.guards.triton import LIBCUDA, lacks_of_triton
+from bert.guards.triton import LIBCUDA, missing_build_tools
 from console import processes
 from tests.programs import python
 
@@ -71,7 +71,7 @@ def test_a_pickle_in_a_folder_of_others_is_not_read(visible: Path) -> None:
         assert f"{index.parent} can be written by others" in done.stderr
 
 
-def test_triton_gets_a_folder_of_its_own_where_others_can_write(visible: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_triton_does_not_use_a_cache_that_others_can_write_to(visible: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(triton.CACHE_VARIABLE, raising=False)
     monkeypatch.setenv("TRITON_HOME", str(visible))
     assert triton.require_private_cache() is None
@@ -86,26 +86,26 @@ def test_triton_gets_a_folder_of_its_own_where_others_can_write(visible: Path, m
     assert list(own.iterdir()) == []
 
 
-def test_what_triton_lacks_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_build_tools_of_triton_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton")
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CC", raising=False)
     monkeypatch.setenv("TRITON_LIBCUDA_PATH", str(tmp_path))
     monkeypatch.setattr(sysconfig, "get_paths", lambda **_: {"include": str(tmp_path / "include")})
-    compiler, header, driver = lacks_of_triton()
+    compiler, header, driver = missing_build_tools()
     assert "C compiler" in compiler
     assert f"{tmp_path}/include/Python.h" in header
     assert LIBCUDA in driver
     (tmp_path / "include").mkdir()
     for path in ("clang", "include/Python.h", LIBCUDA):
         (tmp_path / path).touch(mode=0o755)
-    assert lacks_of_triton() == []
+    assert missing_build_tools() == []
     monkeypatch.delenv("TRITON_LIBCUDA_PATH")
     for answer, folders, found in (("", "", False), (f"{LIBCUDA} => /lib", "", True), ("", f":{tmp_path}", True)):
         monkeypatch.setattr(processes, "run", lambda *_, said=answer, **__: SimpleNamespace(answer=said))
         monkeypatch.setenv("LD_LIBRARY_PATH", folders)
-        assert (lacks_of_triton() == []) == found
+        assert (missing_build_tools() == []) == found
     monkeypatch.setenv("CC", "my-compiler")
-    assert lacks_of_triton() == ["no C compiler (my-compiler) for Triton: install gcc, or set CC"]
+    assert missing_build_tools() == ["no C compiler (my-compiler) for Triton: install gcc, or set CC"]
     monkeypatch.setattr(triton, "find_spec", lambda _: None)
-    assert lacks_of_triton() == []
+    assert missing_build_tools() == []

@@ -28,9 +28,9 @@ RUNNING: list[subprocess.Popen[str]] = []
 
 
 class Started:
-    """A started program of `bert.launch`. ``train`` and the following are scripts in place of its programs.
+    """A running program of `bert.launch`. ``train``, ``check``, ``compliance`` and ``dry_run`` replace its programs.
 
-    The launcher starts with the signal of the name ``ignored`` ignored.
+    ``ignored`` names a signal that is ignored when the launcher starts.
     """
 
     def __init__(

@@ -66,7 +66,7 @@ def test_processes_share_the_allowed_cores_of_their_visible_gpus_node(machine: M
 
 
 @pytest.mark.parametrize("node", ["-1", "7", ""])
-def test_a_gpu_whose_node_is_unknown_or_has_no_cores_is_not_counted_to_any(machine: Machine, node: str) -> None:
+def test_processes_split_all_cores_if_the_node_of_a_gpu_is_unknown_or_has_none(machine: Machine, node: str) -> None:
     machine.write("devices/pci0000:80/0000:80:01.0/0000:01:00.0/numa_node", node)
     assert cpus(machine, 4) == HALVES
 
@@ -107,7 +107,7 @@ def bound(rank: int) -> Binding:
         ),
     ],
 )
-def test_a_rank_of_another_launcher_is_bound_and_becomes_the_training(
+def test_a_rank_of_another_launcher_is_bound_and_replaced_by_bert_train(
     tmp_path: Path, program: str, variables: dict[str, str], rank: int | None
 ) -> None:
     done = Started(tmp_path, f"{program} --log.run 3", train=SHOWS, **variables).end()

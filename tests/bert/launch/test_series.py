@@ -1,18 +1,16 @@
-"""Series of runs: what is started in which order, what a failure ends, and what signals do."""
+"""Series of runs: the order in which programs start, the effect of failures, and the effect of signals."""
 
 import os
 import re
 import shutil
 import signal
-import socket
 from pathlib import Path
 
 import pytest
 
-from console.program import version_line
 from tests.bert.launch.started import Started
 from tests.compliance.result_folders import write_experiment
-from tests.programs import PATIENCE_S, REPOSITORY, python, wait_for
+from tests.programs import REPOSITORY, python, wait_for
 
 pytestmark = pytest.mark.slow
 
@@ -38,7 +36,7 @@ def start(folder: Path, words: str, train: str, ignored: str = "", **others: str
 
 
 def modules(calls: list[str]) -> list[str]:
-    """Return the names of the programs; the check before a run counts as one."""
+    """Return the names of the programs. The dry run before a run is called "bert.train check"."""
     return [re.sub(r" .*--dry-run$", " check", call) if "--dry-run" in call else call.split()[0] for call in calls]
 
 
@@ -84,7 +82,7 @@ def test_runs_without_a_target_are_not_judged_by_rules(tmp_path: Path) -> None:
         ({"compliance": "[[ $3 != summary ]]"}, 1, "", "check train check train VERDICT"),
     ],
 )
-def test_a_failure_ends_what_depends_on_it(
+def test_wrong_input_and_killed_runs_end_the_series_and_missed_targets_do_not(
     tmp_path: Path, log: Path, scripts: dict[str, str], status: int, said: str, programs: str
 ) -> None:
     """The system is described already, so it is not described again."""
@@ -142,39 +140,6 @@ def test_torchrun_starts_the_processes_of_a_node_without_elastic_agents(
     assert len(started.calls) == 2
 
 
-@pytest.mark.parametrize(
-    ("words", "variables", "status", "said"),
-    [
-        ("--version", {}, 0, version_line()),
-        (
-            "tiny_cpu",
-            {"CLEAR_CACHES": "2"},
-            2,
-            "CLEAR_CACHES is '2', expected a whole number of at least 0 and at most 1",
-        ),
-        ("tiny_cpu", {"NNODES": "2"}, 2, "NNODES is 2, expected NODE_RANK and MASTER_ADDR beside it"),
-    ],
-    ids=["version", "caches", "nodes"],
-)
-def test_a_version_or_a_wrong_variable_starts_nothing(
-    tmp_path: Path, words: str, variables: dict[str, str], status: int, said: str
-) -> None:
-    started = Started(tmp_path, f"bert.launch {words}", **variables)
-    done = started.end()
-    assert (done.returncode, done.stdout + done.stderr) == (status, f"{'error: ' if status else ''}{said}\n")
-    assert started.calls == []
-
-
-def test_a_port_that_is_taken_ends_the_series(tmp_path: Path, log: Path) -> None:
-    with socket.create_server(("", 0)) as other:
-        taken = TWO_NODES | {"MASTER_PORT": str(other.getsockname()[1]), "NODE_RANK": "0"}
-        started = start(tmp_path, "tiny_cpu", logs(log), **taken)
-        done = started.end()
-    assert done.returncode == 2
-    assert done.stderr.startswith(f"error: MASTER_PORT is {taken['MASTER_PORT']}, but this node cannot listen there")
-    assert started.calls == []
-
-
 WITHOUT_GPUS = ":".join(each for each in os.environ["PATH"].split(":") if not Path(each, "nvidia-smi").exists())
 
 
@@ -193,7 +158,7 @@ WITHOUT_GPUS = ":".join(each for each in os.environ["PATH"].split(":") if not Pa
         ("--prepare h100_1x8 --", {"NPROC": "", "NNODES": "2", "PATH": WITHOUT_GPUS}, 0, "2"),
     ],
 )
-def test_a_preparation_is_only_checked(
+def test_prepare_and_dry_runs_start_only_the_dry_run_for_the_ranks_of_all_nodes(
     tmp_path: Path, words: str, variables: dict[str, str], status: int, world_size: str | None
 ) -> None:
     shows = 'echo "${WORLD_SIZE-unset} ${MLPERF_BERT_CLAIM-none}" >&2'
@@ -227,7 +192,7 @@ def interrupt(started: Started, folder: Path, number: int) -> None:
         ({"compliance": WAITS}, signal.SIGINT, 130, "interrupted\ngot TERM\n", 2),
     ],
 )
-def test_a_signal_is_answered_at_once_and_passed_on(
+def test_a_signal_prints_a_line_and_reaches_the_running_program(
     tmp_path: Path, log: Path, scripts: dict[str, str], number: int, status: int, said: str, trained: int
 ) -> None:
     waiting = f"{tmp_path}/waiting"
@@ -242,7 +207,7 @@ def test_a_signal_is_answered_at_once_and_passed_on(
     assert not list((tmp_path / "tmp").iterdir())
 
 
-def test_torchrun_is_killed_before_there_is_a_log_and_its_ranks_are_not(tmp_path: Path) -> None:
+def test_before_there_is_a_log_a_signal_kills_torchrun_and_ends_its_ranks_in_order(tmp_path: Path) -> None:
     rank = f"trap 'touch {tmp_path}/ended; exit' TERM; {LOOP}".replace("FILE", f"{tmp_path}/waiting")
     started = start(tmp_path, "tiny_cpu", f"trap 'echo got TERM >&2; exit' TERM; ({rank}) & wait", NPROC="2")
     interrupt(started, tmp_path, signal.SIGTERM)
@@ -251,18 +216,7 @@ def test_torchrun_is_killed_before_there_is_a_log_and_its_ranks_are_not(tmp_path
     assert (tmp_path / "ended").exists()
 
 
-def test_output_that_nobody_reads_ends_nothing(tmp_path: Path, log: Path) -> None:
-    go = tmp_path / "go"
-    wait = f"while [[ ! -e {go} ]]; do sleep 0.02; done"
-    started = start(tmp_path, "tiny_cpu", logs(log), check=wait, compliance="echo checked")
-    assert started.process.stdout
-    started.process.stdout.close()
-    go.touch()
-    assert started.process.wait(PATIENCE_S) == 0
-    assert modules(started.calls).count("compliance") == 4
-
-
-def test_the_third_signal_kills(tmp_path: Path, log: Path) -> None:
+def test_the_third_signal_kills_the_run(tmp_path: Path, log: Path) -> None:
     stubborn = f"trap 'echo got INT >&2' INT; {logs(log, '')} {LOOP}".replace("FILE", f"{tmp_path}/waiting")
     started = start(tmp_path, "tiny_cpu", stubborn)
     wait_for((tmp_path / "waiting").exists, started.process)
@@ -275,12 +229,6 @@ def test_the_third_signal_kills(tmp_path: Path, log: Path) -> None:
     started.process.send_signal(signal.SIGINT)
     assert started.end().returncode == 130
     assert sorted(lines) == ["ending now\n", "got INT\n", "got INT\n", STOPPING]
-
-
-def test_a_killed_launcher_takes_its_program_along(tmp_path: Path) -> None:
-    ends = f"trap 'touch {tmp_path}/ended; exit' TERM; {LOOP}".replace("FILE", f"{tmp_path}/waiting")
-    interrupt(start(tmp_path, "tiny_cpu", ends), tmp_path, signal.SIGKILL)
-    wait_for((tmp_path / "ended").exists)
 
 
 def test_the_verdict_waits_for_processes_whose_launcher_was_killed(tmp_path: Path, log: Path) -> None:
@@ -313,6 +261,6 @@ except Stopped:
 """
 
 
-def test_a_signal_inside_of_generated_code_does_not_change_the_status() -> None:
+def test_a_signal_inside_code_run_by_exec_ends_with_the_status_of_the_signal() -> None:
     done = python("-c", STOPPED)
     assert (done.returncode, done.stderr) == (143, "interrupted\n")

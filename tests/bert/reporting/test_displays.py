@@ -65,7 +65,7 @@ def test_lines_fit_a_narrow_terminal() -> None:
     assert lines == [evaluation, evaluation, without, without.replace("  (25/100)", "").replace("  0.50 s", "")]
 
 
-def test_time_left_is_a_range_once_there_is_a_curve_and_counts_the_samples_of_this_run_alone() -> None:
+def test_the_time_left_is_a_range_if_the_accuracy_rises_and_else_an_upper_bound() -> None:
     resumed = display(replace(STEP, samples=320), resumed_samples=320)
     assert resumed.eta == "-"
     resumed.write(STEP)  # 320 samples took 2 s since resuming, and 5760 remain
@@ -115,14 +115,14 @@ def test_a_rank_is_named_after_three_intervals_in_a_row_and_once_until_it_is_fas
         ([0.0] * 4, None),
     ],
 )
-def test_the_measure_is_the_median_of_all(seconds: list[float], named: str | None) -> None:
+def test_a_rank_is_slow_above_1_2_times_the_median(seconds: list[float], named: str | None) -> None:
     ranks = same_work()
     said = [text for _ in range(3) for text, _ in ranks.add(seconds)]
     assert said == ([] if named is None else [f"rank {named} the median"])
 
 
-def test_ranks_are_compared_with_those_of_their_own_stage_and_named_with_their_place() -> None:
-    """The ranks of one stage have twice the work. A rank of the other stage takes as long as they do, so it is slow."""
+def test_ranks_are_compared_with_ranks_of_the_same_pipeline_stage() -> None:
+    """Stage 1 has twice the work of stage 0. Rank 2 of stage 0 takes as long as the ranks of stage 1, so it is slow."""
     places = [f" (data {rank // 2}, pipeline {rank % 2}, tensor 0)" for rank in range(6)]
     ranks = Stragglers(["n"] * 6, stages=[0, 1] * 3, places=places)
     *before, [(text, _)] = [ranks.add([0.1, 0.2, 0.2, 0.2, 0.1, 0.2]) for _ in range(3)]
@@ -140,7 +140,7 @@ OF_AN_EVALUATION = "evaluation/masked_lm_accuracy evaluation/eval_s"
 
 
 @pytest.mark.slow
-def test_the_numbers_of_records_are_shown_by_samples(tmp_path: Path) -> None:
+def test_tensorboard_gets_the_numbers_of_records_over_samples(tmp_path: Path) -> None:
     sink = TensorBoard(tmp_path)
     for record in (STEP, EVALUATION, END):
         sink.write(record)
@@ -154,7 +154,9 @@ def test_the_numbers_of_records_are_shown_by_samples(tmp_path: Path) -> None:
             assert (shown.step, shown.value) == (640, pytest.approx(getattr(record, tag.partition("/")[2])))
 
 
-def test_a_missing_package_is_named(small_run: SmallRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_tensorboard_package_is_refused(
+    small_run: SmallRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     config = parse(small_run.arguments(tmp_path / "r", log__tensorboard=tmp_path / "t"))
     check(config, 1)
     monkeypatch.setattr(reporter, "find_spec", lambda _: None)

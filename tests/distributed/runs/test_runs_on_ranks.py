@@ -98,7 +98,7 @@ def test_a_rank_without_a_signal_of_its_own_ends_as_after_a_fault_if_agents_rest
         started.wait_for_text(result_of(tmp_path), '"eval_stop"')
         started.processes[1].send_signal(signal.SIGTERM)
         assert started.ends() == [FAULT_STATUS, 128 + signal.SIGTERM], started.output
-    assert "stopped with ranks of another host: to be started again without them" in started.output
+    assert "ranks on another host were stopped: this host ends too, to be restarted without them" in started.output
     assert [record["status"] for record in records(tmp_path, "end")] == ["aborted"]
 
 

@@ -74,7 +74,9 @@ def test_two_tasks_train_and_the_job_reports(cluster: Cluster, checkout: Path) -
     assert (checkout / RESULTS / "report.html").exists()
 
 
-def test_tasks_come_in_order_of_place(cluster: Cluster, checkout: Path, small_run: SmallRun, tmp_path: Path) -> None:
+def test_tasks_start_in_the_host_files_order(
+    cluster: Cluster, checkout: Path, small_run: SmallRun, tmp_path: Path
+) -> None:
     """``cluster place`` writes nodes in the reverse of Slurm's order, and tasks start in that order."""
     view, hosts = made_up(hosts=2, ranks=1), tmp_path / "hosts.txt"
     named = tuple(replace(host, name=name) for host, name in zip(view.hosts, ("n2", "n1"), strict=True))
@@ -99,7 +101,7 @@ def test_tasks_come_in_order_of_place(cluster: Cluster, checkout: Path, small_ru
     assert "# processes: 2 x 1 threads" in (checkout / RESULTS / "result_0.txt").read_text()
 
 
-def test_requeued_job_repeats_what_was_cut_off(cluster: Cluster, checkout: Path, small_run: SmallRun) -> None:
+def test_a_requeued_job_repeats_only_the_interrupted_run(cluster: Cluster, checkout: Path, small_run: SmallRun) -> None:
     """Run 0 ends at its sample limit and run 1 is interrupted. The job repeats only run 1, under the same number."""
     settings = small(small_run, "results/of us all", samples=4800)
     folder = Path("results/of us all/tiny_cpu/bert")
@@ -122,7 +124,7 @@ def test_requeued_job_repeats_what_was_cut_off(cluster: Cluster, checkout: Path,
     assert not list((checkout / "results").glob(f"slurm-{job}.claim*"))
 
 
-def test_requeued_job_goes_on_with_nodes_that_are_left(cluster: Cluster, checkout: Path, small_run: SmallRun) -> None:
+def test_a_requeued_job_resumes_on_the_remaining_node(cluster: Cluster, checkout: Path, small_run: SmallRun) -> None:
     """One node goes down while the requeued job waits. The job resumes on the other node with the same global batch."""
     checkpoints = {"log__division": "open", "checkpoint__folder": "results/checkpoints", "checkpoint__every_steps": 5}
     job = submit(cluster, checkout, "tiny_cpu", "1", *small(small_run, **checkpoints), options=("-N1-2",))
@@ -189,7 +191,7 @@ def test_a_job_that_is_ended_leaves_an_aborted_log(
     assert "not a valid result (aborted)" in output(checkout, job)
 
 
-def test_dead_task_fails_the_job(cluster: Cluster, checkout: Path, small_run: SmallRun) -> None:
+def test_a_killed_task_fails_the_job(cluster: Cluster, checkout: Path, small_run: SmallRun) -> None:
     job = submit(cluster, checkout, "tiny_cpu", "2", *small(small_run))
     training(cluster, checkout, 0)
     # Match the cluster too, because another one on this machine may have a job with this number.

@@ -10,7 +10,7 @@ import pytest
 
 from bert.configuration.config import Config
 from bert.configuration.recipes import RECIPES, tiny_cpu
-from bert.launch.__main__ import Order, read_nodes, read_order
+from bert.launch.__main__ import Command, parse_command, read_nodes
 from bert.launch.elastic import main as elastic
 from bert.launch.layout import Layout, has_gpus, layout_of
 from bert.launch.series import Nodes
@@ -29,22 +29,22 @@ def variables(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 
 
 @pytest.mark.parametrize(
-    ("words", "order"),
+    ("words", "command"),
     [
-        ("", Order("", ["tiny_cpu"])),
-        ("h100_1x8 10", Order("", ["h100_1x8"], 10)),
-        ("h100_1x8 10 -- --log.run 3", Order("", ["h100_1x8", "--log.run", "3"], 10)),
-        ("h100_1x8 -- --log.run 3", Order("", ["h100_1x8", "--log.run", "3"])),
-        ("--log.run 3", Order("", ["tiny_cpu", "--log.run", "3"])),
-        ("tiny_cpu --help", Order("", ["tiny_cpu", "--help"])),
-        ("-- --config mine.toml", Order("", ["--config", "mine.toml"])),
-        ("-- --plan=plan.json", Order("", ["--plan=plan.json"])),
-        ("--prepare", Order("--prepare", ["tiny_cpu"])),
-        ("--prepare h100_1x8 -- --plan plan.json", Order("--prepare", ["h100_1x8", "--plan", "plan.json"])),
+        ("", Command("", ["tiny_cpu"])),
+        ("h100_1x8 10", Command("", ["h100_1x8"], 10)),
+        ("h100_1x8 10 -- --log.run 3", Command("", ["h100_1x8", "--log.run", "3"], 10)),
+        ("h100_1x8 -- --log.run 3", Command("", ["h100_1x8", "--log.run", "3"])),
+        ("--log.run 3", Command("", ["tiny_cpu", "--log.run", "3"])),
+        ("tiny_cpu --help", Command("", ["tiny_cpu", "--help"])),
+        ("-- --config mine.toml", Command("", ["--config", "mine.toml"])),
+        ("-- --plan=plan.json", Command("", ["--plan=plan.json"])),
+        ("--prepare", Command("--prepare", ["tiny_cpu"])),
+        ("--prepare h100_1x8 -- --plan plan.json", Command("--prepare", ["h100_1x8", "--plan", "plan.json"])),
     ],
 )
-def test_words_become_an_order(words: str, order: Order) -> None:
-    assert read_order(shlex.split(words)) == order
+def test_a_command_line_gives_the_mode_the_arguments_and_the_runs(words: str, command: Command) -> None:
+    assert parse_command(shlex.split(words)) == command
 
 
 @pytest.mark.parametrize(
@@ -61,26 +61,26 @@ def test_words_become_an_order(words: str, order: Order) -> None:
         ("-- --config", "--config: expected a value"),
     ],
 )
-def test_wrong_words_are_refused(words: str, complaint: str) -> None:
+def test_a_wrong_command_line_is_refused(words: str, complaint: str) -> None:
     with pytest.raises(ValueError, match=complaint):
-        read_order(shlex.split(words))
+        parse_command(shlex.split(words))
 
 
 def test_result_files_may_have_any_name(tmp_path: Path) -> None:
     log = tmp_path / 'it\'s "a"\nresult_0.txt'
     log.touch()
-    assert read_order(["--verdict", str(log)]) == Order("--verdict", [str(log)])
+    assert parse_command(["--verdict", str(log)]) == Command("--verdict", [str(log)])
 
 
-def test_nodes_are_read_whole_or_refused(variables: pytest.MonkeyPatch) -> None:
-    assert read_nodes(starts=True) == Nodes(1, 0, "127.0.0.1", 0)
+def test_wrong_or_incomplete_variables_about_nodes_are_refused(variables: pytest.MonkeyPatch) -> None:
+    assert read_nodes(starts=True) == Nodes()
     for name, value in TWO.items():
         variables.setenv(name, value)
     assert read_nodes(starts=True) == Nodes(2, 1, "a", 29500)
     for name, value, complaint in (
         ("NODE_RANK", "2", "NODE_RANK is 2, but NNODES is 2"),
-        ("NODE_RANK", "", "NNODES is 2, expected NODE_RANK and MASTER_ADDR"),
-        ("MASTER_ADDR", "", "NNODES is 2, expected NODE_RANK and MASTER_ADDR"),
+        ("NODE_RANK", "", "NNODES is 2, but NODE_RANK or MASTER_ADDR is not set"),
+        ("MASTER_ADDR", "", "NNODES is 2, but NODE_RANK or MASTER_ADDR is not set"),
         ("NNODES", "1", "NODE_RANK is 1, but NNODES is 1"),
         ("MASTER_PORT", "65536", "MASTER_PORT is '65536', expected a whole number of at least 1 and at most 65535"),
         *((name, text, f"{name} is ") for name in ("NNODES", "NODE_RANK", "MASTER_PORT") for text in HOSTILE),
@@ -97,12 +97,12 @@ def test_nodes_are_read_whole_or_refused(variables: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("words", "complaint"),
     [
-        ("", "the numbers of hosts are ''"),
-        ("4:3 h0:1 tiny_cpu", "the numbers of hosts are '4:3'"),
-        ("'2:a[$(>opened)]' h0:1 tiny_cpu", "the numbers of hosts are '2:a["),
-        ("3:4", "the place to meet is ''"),
+        ("", "MIN:MAX is ''"),
+        ("4:3 h0:1 tiny_cpu", "MIN:MAX is '4:3'"),
+        ("'2:a[$(>opened)]' h0:1 tiny_cpu", "MIN:MAX is '2:a["),
+        ("3:4", "HOST:PORT is ''"),
         ("3:4 h0:1 tiny_cpu", "set --checkpoint.folder"),
-        ("3:4 h0 tiny_cpu", "the place to meet is 'h0'"),
+        ("3:4 h0 tiny_cpu", "HOST:PORT is 'h0'"),
         ("3:4 h0:1", "expected launch/elastic.sh 3:4 h0:1 RECIPE -- settings"),
         ("3:4 h0:1 tiny_cpu --log.run 3", "expected launch/elastic.sh 3:4 h0:1 RECIPE -- settings"),
         ("3:4 h0:1 tiny_gpu", "unknown recipe 'tiny_gpu'"),
@@ -115,14 +115,14 @@ def test_nodes_are_read_whole_or_refused(variables: pytest.MonkeyPatch) -> None:
         ("--meet 'a[$(>opened)]'", "PORT is 'a["),
     ],
 )
-def test_wrong_words_about_hosts_are_one_line(words: str, complaint: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_elastic_refuses_wrong_arguments(words: str, complaint: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert elastic(shlex.split(words)) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("error: ")
     assert complaint in line
 
 
-def test_a_host_becomes_an_agent_of_torchrun(
+def test_elastic_becomes_torchruns_agent_with_its_options(
     variables: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The ranks get no defaults of torchrun's options, and the threads of the layout."""
@@ -154,7 +154,7 @@ def test_a_host_becomes_an_agent_of_torchrun(
     assert (capsys.readouterr().err, started) == (said, [])
 
 
-def test_variables_state_the_layout_and_wrong_ones_are_refused(variables: pytest.MonkeyPatch) -> None:
+def test_nproc_and_omp_num_threads_set_the_layout_and_wrong_values_are_refused(variables: pytest.MonkeyPatch) -> None:
     config = tiny_cpu()
     variables.setenv("OMP_NUM_THREADS", "5")
     assert layout_of(config).threads == 5
@@ -191,7 +191,7 @@ def odd_batch(config: Config) -> Config:
         (RECIPES["h100_1x8"](), 16, 0, Layout(1, 16)),
     ],
 )
-def test_defaults_follow_the_device_the_cores_and_the_model(
+def test_the_default_layout_depends_on_the_device_the_cores_and_the_model(
     config: Config, cores: int, gpus: int, expected: Layout, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)))
