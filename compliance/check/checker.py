@@ -40,7 +40,8 @@ def check_logs(logs: Sequence[Log], ruleset: str, limit: str = rules.NEWEST_RULE
         return [_verdict(each, ruleset) for each in examined]
     tried: dict[int, list[Verdict]] = {}
     for candidate, expected in _candidates(examined, limit):
-        # The official checker is asked once, unless it rejects what our checks accept.
+        # Stop once as many logs pass as could pass under this candidate by our own checks. Usually that is after the first
+        # candidate, so that the official checker judges each log once.
         if tried and max(tried) >= expected:
             break
         verdicts = [replace(_verdict(each, candidate), missed=_missed(each, candidate)) for each in examined]
@@ -57,7 +58,7 @@ class _Examination:
         self._opinions: dict[str, official.Opinion] = {}
 
     def under(self, ruleset: str) -> tuple[CheckedLog, list[Finding]]:
-        """Return the log under check, and the findings."""
+        """Return the checked log, and the findings of our own checks."""
         if ruleset not in self._done:
             context = CheckedLog(self.log, ruleset)
             self._done[ruleset] = context, [finding for check in checks_of(context) for finding in check(context)]
@@ -162,12 +163,11 @@ def _unexplained(context: CheckedLog, own: list[Finding], opinion: official.Opin
         if not context.log.token_lines or explained[complaint.severity] & complaint.keys:
             continue
         if complaint.severity == "error" and fails:
-            # These complaints are consequences of faults already found: a message without a key, "the run has not
-            # started" after records out of order, or records that an aborted run did not reach.
-            if not complaint.keys or (
-                complaint.about_state and (context.undated or errors & {*TIMELINE, "submission_division"})
-            ):
+            # After records out of order, the checker complains about its state, such as "the run has not started".
+            is_disordered = context.undated or errors & {*TIMELINE, "submission_division"}
+            if not complaint.keys or (complaint.about_state and is_disordered):
                 continue
+            # An aborted run ends before its last records.
             if complaint.absent and context.aborted:
                 continue
         record = next((record for record in context.log.records if record.line == complaint.line), None)

@@ -175,5 +175,5 @@ def _differences(package: Package, score: dict[str, Any]) -> Iterator[Finding]:
         # A figure that only one of the two programs computes is also a difference.
         if ours is None or theirs is None or not math.isclose(ours, theirs, rel_tol=AGREEMENT):
             remedy = "do not submit it: one of the two programs is wrong about these logs"
-            found = f"the {name} is {ours} here and {theirs} there{fault}"
+            found = f"the {name} is {ours} by this program and {theirs} by the official tools{fault}"
             yield Finding(None, "", "result summarizer", found, remedy)

@@ -21,7 +21,7 @@ RULED_FIELDS = {
     "official", "ours", "dropped", "target", "converged_samples", "verdict", "note", "ruleset", "division",
     "score_seconds", "scaled_score_seconds", "convergence", "beside", "description",
 }  # fmt: skip
-"""Fields about the rules of MLPerf, which the documents about an experiment lack."""
+"""Fields about the rules of MLPerf, which reports on experiments omit."""
 
 MAX_NAMED = 3
 MAX_CELL = 40

@@ -130,8 +130,9 @@ def _verdict(
     """
     if answer.outcome == "fail" and not any(finding.severity == "error" for finding in findings):
         tool = process.NAMES[_TOOLS[part]]
-        found = f"the official {tool} rejects it, expected no objection: {answer.message or 'it does not say why'}"
-        findings.append(Finding(None, "", f"mlperf-logging, ruleset {ruleset}", found, "correct what it names"))
+        found = f"the official {tool} rejects it: {answer.message or 'it does not say why'}"
+        remedy = "correct what it names" if answer.message else f"run the {tool} of mlperf-logging, and read its output"
+        findings.append(Finding(None, "", f"mlperf-logging, ruleset {ruleset}", found, remedy))
     return Verdict(path, ruleset, answer.outcome, tuple(findings), None, None, missed, part)
 
 
@@ -164,7 +165,7 @@ def _errors(description: Description, ruleset: str) -> list[Finding]:
 
 
 def _run_of(log: Log | Verdict, verdict: Verdict) -> FolderRun:
-    # The records of two runs in one file say nothing about either of them.
+    # An unreadable log, or a log with the records of several runs, is not compared with the other logs.
     if isinstance(log, Verdict) or not verdict.is_one_run:
         return FolderRun(verdict, LoggedRun())
     # Digest only the records, so that a copy of a log with other comments is recognised.
@@ -246,9 +247,9 @@ def _failed_runs(runs: Sequence[FolderRun], answer: Answer) -> Finding:
 
 
 def _convergence(runs: Sequence[FolderRun], ruleset: str) -> Outlook | None:
-    """Compare closed runs with the reference; None if they are no set, or nothing can be compared.
+    """Compare closed runs with the reference; None if their batch sizes differ or more than one run failed.
 
-    One run of the set may fail. It counts as not converged, as the slowest.
+    A single failed run counts as a run that did not converge.
     """
     times = [run.logged.seconds if run.complete_verdict.passed else None for run in runs]
     chosen = submitted([run.logged.start_ms or 0 for run in runs], [time or FAILED for time in times])

@@ -31,7 +31,7 @@ SUBMISSION_KEYS: dict[str, Severity] = {
 """Keys that must have the same value in all logs of a folder, and the severity of a difference."""
 
 NOT_COMPARED = ("training.seed", "log.", "checkpoint.", "plan", "resume", "save_checkpoint", "dry_run")
-"""Beginnings of the names of configuration lines that are no settings of a result: seeds, places, the start of a run."""
+"""Prefixes of configuration names that are not compared: seeds, output folders, and how the run was started."""
 
 MAX_SETTINGS = 100
 

@@ -169,9 +169,8 @@ def package_findings(
 ) -> Iterator[Finding]:
     """Compare the score in README.md and the settings in benchmarks/bert/<system>/ with the logs of the system.
 
-    `seconds` has the time to train of each run, None for a run that is no valid result.
-
-    Both are in the submissions of `python -m compliance package`. Other submissions have no such table or file.
+    `python -m compliance package` writes both. Other submissions have no such table or file. `seconds` has the time to
+    train of each run, None for a run that is not a valid result.
     """
     if not tree.submission:
         return
@@ -180,7 +179,9 @@ def package_findings(
         score = olympic_mean(times) * (_factor(prospect) if prospect else 1.0) if len(times) >= 3 else FAILED
         if name == system and abs(float(minutes) - score) > 1e-3:
             found = f"README.md says {minutes} minutes, scaled by {scaling}, and the logs say {score:.4f} minutes"
-            yield Finding(None, "", "result summarizer", f"{found}, expected the same", "correct it")
+            yield Finding(
+                None, "", "result summarizer", f"{found}, expected the same", "correct the table in README.md"
+            )
     for path in sorted((tree.submission / "benchmarks" / "bert" / system).glob(f"{system}_*.json"))[:MAX_DERIVED]:
         try:
             content = read_json(path, MAX_BYTES, "")

@@ -164,7 +164,7 @@ def against_logs(description: Description, runs: Sequence[LoggedRun]) -> Iterato
     ):
         if described and logged and not agree(described, logged):
             what = "number_of_nodes x accelerators_per_node" if name == "accelerators_per_node" else "value"
-            found = f"{what} {shown(described)}, expected what the heads of the logs say, {shown(logged)}"
+            found = f"{what} {shown(described)}, expected what the headers of the logs say, {shown(logged)}"
             remedy = f"`python -m compliance system --out FILE --set {name}=...`, or take the logs of this system"
             severity = "error" if name in ESSENTIAL else "warning"
             yield Finding(description.lines.get(name), name, AGREEMENT, found, remedy, severity=severity)

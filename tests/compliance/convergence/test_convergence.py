@@ -216,7 +216,7 @@ def test_the_command_about_each_kind_of_set(tmp_path: Path) -> None:
         "open": (0, "No reference convergence point applies in the open division."),
         "above": (1, "batch size 20000 is above the largest one, 16384"),
         "alike": (0, "2 of 10 runs"),
-        "mixed": (2, "the logs do not share one submission_division and one global_batch_size"),
+        "mixed": (2, "the logs do not agree on one submission_division and one global_batch_size"),
         "nowhere": (2, "no such folder"),
     }
     for arguments, (expected, *words) in sets.items():

@@ -173,7 +173,10 @@ BROKEN: list[tuple[LoggedRun, str, int, list[str]]] = [
     (run_until("eval_start", "eval_accuracy"), "eval_stop", 150_079, ["150079 samples, expected at least 150080 (TR 11)"]),
     (run_until(), "eval_stop", 150_080, ["nothing is open, expected eval_start first (TR 11)",
                                          NO_RESULT]),
-    (run_until("eval_start"), "eval_start", 150_080, ["the one of line 6 is still open, expected eval_stop first (TR 11)"]),
+    (
+        run_until("eval_start"), "eval_start", 150_080,
+        ["the eval_start on line 6 is still open, expected eval_stop first (TR 11)"],
+    ),
 ]  # fmt: skip
 
 

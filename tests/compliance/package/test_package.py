@@ -128,7 +128,7 @@ SERIES = {
         [11] * 10, "converges faster", epoch_nums(*[156_725_653] * 11), failing=("package checker", CHECK)
     ),
     "another system": Series(
-        PASSING, "value 'NVIDIA A100', expected what the heads of the logs say, 'NVIDIA H100 80GB HBM3'",
+        PASSING, "value 'NVIDIA A100', expected what the headers of the logs say, 'NVIDIA H100 80GB HBM3'",
         header=(("accelerator", "NVIDIA H100 80GB HBM3"), ("processes", "8 x 14 threads"), ("torch", "2.13.0+cu130")),
         description=(("division", "Closed"), ("accelerator_model_name", "NVIDIA A100"), ("framework", "PyTorch 2.11")),
         failing=(CHECK, "score, scaling, samples equal"),
@@ -170,7 +170,7 @@ def test_a_figure_that_the_summarizer_gives_otherwise_is_said(ten: Path, tmp_pat
     for name, title in titles.items():
         for other in (None, 1.001 * (score[name] or 0)):
             [finding] = _differences(package, score | {name: other})
-            assert finding.found == f"the {title} is {score[name]} here and {other} there"
+            assert finding.found == f"the {title} is {score[name]} by this program and {other} by the official tools"
     assert "(it crashed)" in next(_differences(package, {"crash": "it crashed"})).found
 
 

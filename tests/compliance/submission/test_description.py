@@ -109,7 +109,7 @@ def test_what_a_description_and_the_logs_say_is_told_in_full(tmp_path: Path) -> 
     runs = [LoggedRun(HEAD | {"processes": "1"})] * 2
     found = [*against_logs(read_description(write_description(tmp_path, **MACHINE)), runs)]
     assert [str(finding) for finding in found] == [
-        "error: line 20: accelerators_per_node: number_of_nodes x accelerators_per_node '16', expected what the heads of "
+        "error: line 20: accelerators_per_node: number_of_nodes x accelerators_per_node '16', expected what the headers of "
         "the logs say, '1' [SR System description]; `python -m compliance system --out FILE --set "
         "accelerators_per_node=...`, or take the logs of this system"
     ]
