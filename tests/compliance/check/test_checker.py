@@ -29,7 +29,7 @@ from tests.compliance.run_logs import initialise
 from tests.conftest import at_most
 
 
-def test_written_logs_pass_every_ruleset(tell: Tell, closed_log: str, open_log: str) -> None:
+def test_logs_of_the_writer_pass_every_ruleset(tell: Tell, closed_log: str, open_log: str) -> None:
     for division, text in (("closed", closed_log), ("open", open_log)):
         for ruleset in rules.RULESETS:
             assert tell(text, ruleset) == f"official pass, valid {division} log, ruleset {ruleset}"
@@ -39,7 +39,7 @@ TELEMETRY = "keep telemetry and other programs' output in other files"
 ONE_RUN = f"the rest was not read [SR Submission form]; log one run a file, and {TELEMETRY}"
 
 
-def test_a_log_beyond_a_bound_gets_one_clear_finding(
+def test_a_log_beyond_a_size_limit_gets_one_finding(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, open_log: str
 ) -> None:
     path, remedy = tmp_path / "result_0.txt", "write every record from one process, whole, on a line of its own"
@@ -69,7 +69,7 @@ def test_a_log_beyond_a_bound_gets_one_clear_finding(
 
 
 @pytest.mark.parametrize("division", rules.DIVISIONS)
-def test_the_log_of_a_run_that_was_interrupted_says_so_and_nothing_else(tmp_path: Path, division: str) -> None:
+def test_the_log_of_an_interrupted_run_has_one_finding(tmp_path: Path, division: str) -> None:
     for reached in ("init", "evaluation"):
         path = tmp_path / f"{reached}.txt"
         with pytest.raises(KeyboardInterrupt), MLLog(path) as log:  # noqa: PT012
@@ -114,7 +114,7 @@ UNEXPLAINED: list[tuple[Edit, list[Complaint], list[str]]] = [
 ]  # fmt: skip
 
 
-def test_complaints_of_the_official_checker_that_nothing_explains_are_kept(
+def test_official_complaints_become_findings_unless_an_own_finding_explains_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "result_0.txt"
@@ -158,7 +158,7 @@ def mangled(data: st.DataObject, text: str) -> str:
 @at_most(40)
 @given(data=st.data())
 @pytest.mark.slow
-def test_nothing_passes_that_the_official_checker_fails_and_any_log_gives_a_report(
+def test_a_mangled_log_passes_only_if_the_official_checker_passes_it(
     tmp_path_factory: pytest.TempPathFactory, open_log: str, closed_log: str, data: st.DataObject
 ) -> None:
     path = tmp_path_factory.mktemp("log") / "result_0.txt"
@@ -204,7 +204,7 @@ CHOICES: list[tuple[Edit, str]] = [
 ]  # fmt: skip
 
 
-def test_the_newest_ruleset_that_accepts_a_log_is_taken_and_what_the_newest_would_object_to_is_said(
+def test_auto_chooses_the_newest_accepting_ruleset_and_names_the_objections_of_5_0_0(
     tmp_path: Path, closed_log: str
 ) -> None:
     path = tmp_path / "result_0.txt"
@@ -219,7 +219,7 @@ def test_the_newest_ruleset_that_accepts_a_log_is_taken_and_what_the_newest_woul
     assert (check_file(log, AUTO).ruleset, check_file(log, AUTO).ours) == ("5.0.0", "fail")
 
 
-def test_the_ruleset_that_most_logs_pass_is_taken_and_the_official_checker_must_agree(
+def test_auto_chooses_the_ruleset_that_most_logs_pass_here_and_officially(
     tmp_path: Path, closed_log: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "result_0.txt"
@@ -248,7 +248,7 @@ def test_the_ruleset_that_most_logs_pass_is_taken_and_the_official_checker_must_
     assert chosen(OF_2_1, in_turn()) == [old, ("2.0.0", "pass", "the official checker rejects it under 5.0.0")]
 
 
-def test_a_round_is_a_folder_of_submissions(tmp_path: Path) -> None:
+def test_a_round_is_checked_submission_by_submission(tmp_path: Path) -> None:
     for org in ("Example", "Other"):
         write_submission(tmp_path / org, runs=2, org=org)
     (tmp_path / "NoBert" / "results" / "node" / "resnet").mkdir(parents=True)

@@ -229,7 +229,7 @@ VERDICTS = dict(line.split(" => ") for line in Path(__file__).with_name("verdict
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_fault_is_said_with_its_place_its_rule_and_a_remedy_and_nothing_else(tell: Tell, name: str) -> None:
+def test_each_edit_of_a_log_gets_the_recorded_verdict(tell: Tell, name: str) -> None:
     division, change, ruleset = CASES[name]
     valid = f"official pass, valid {division} log, ruleset {ruleset}"
     assert tell(change(whole.brief(division=division)), ruleset) == VERDICTS.get(name, valid)
@@ -239,7 +239,7 @@ REQUIRED = [key for key, rule in rules.KEYS.items() if rule.required_in("5.0.0",
 
 
 @pytest.mark.parametrize("key", REQUIRED)
-def test_a_required_key_is_asked_for_once_and_with_a_value_of_its_type(tmp_path: Path, key: str) -> None:
+def test_a_required_key_that_is_missing_repeated_or_of_a_wrong_type_gets_one_finding(tmp_path: Path, key: str) -> None:
     text, path, rule = whole.brief(), tmp_path / "result_0.txt", rules.KEYS[key]
     place = 1 + text.splitlines(keepends=True).index(lines_of(text, key)[0])
     path.write_text(delete(key)(text))
@@ -264,7 +264,7 @@ def test_a_required_key_is_asked_for_once_and_with_a_value_of_its_type(tmp_path:
             assert wrong == -1.5 or found[0].severity == "error"  # some accepted logs contain such numbers
 
 
-def test_a_log_that_was_cut_off_or_joined_needs_no_digests_to_be_one_finding(tell: Tell) -> None:
+def test_a_log_that_was_cut_off_or_joined_gets_one_error(tell: Tell) -> None:
     text = log_of((0.5, 0.6, 0.73)).decode()
     for share in (0.05, 0.3, 0.9, 0.97, 0.985):
         cut = whole.lines_from(0, share)(text)

@@ -62,7 +62,7 @@ def look(root: Path, recipe: str = "h100_1x8", answers: Answers | None = None, *
     return list(examine(IntendedRun(recipe, **{"quick": True, **request}), host(root, answers), MACHINE))
 
 
-def test_the_whole_output(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_whole_output_of_the_doctor(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     gpus = [replace(gpu, pcie_width=8 if gpu.index == 3 else 16) for gpu in MACHINE.gpus.gpus]
     machine = replace(MACHINE, gpus=replace(MACHINE.gpus, gpus=tuple(gpus)))
     for name in ("train", "evaluation"):
@@ -88,7 +88,7 @@ def test_the_whole_output(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
         ("h100_one", None, 0, {}, (1, 1)),
     ],
 )
-def test_nodes_and_ranks(
+def test_the_doctor_takes_nodes_and_ranks_from_options_environment_or_recipe(
     tmp_path: Path, name: str, nodes: int | None, gpus: int, environment: dict[str, str], expected: tuple[int, int]
 ) -> None:
     machine = fake_host(tmp_path, answers={RECIPES: recipe()}, environment=environment)
@@ -96,7 +96,7 @@ def test_nodes_and_ranks(
     assert (plan.nodes, plan.ranks, plan.on_gpus, plan.is_closed) == (*expected, True, True)
 
 
-def test_ranks_on_processors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_doctor_counts_ranks_on_cpus_as_the_launcher_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     machine = fake_host(tmp_path, answers={RECIPES: recipe().replace("cuda", "cpu")})
     for name, cores, ranks in (("tiny_cpu", 1, 1), ("own_text_cpu", 2, 2), ("other_cpu", 9, 1)):
         monkeypatch.setattr("os.sched_getaffinity", lambda process, cores=cores: {0: range(cores)}[process])
@@ -111,7 +111,7 @@ def test_numbers_that_the_launchers_refuse_are_refused(tmp_path: Path, wrong: di
 
 
 @pytest.mark.slow
-def test_the_recipes_of_this_repository_can_be_asked_for() -> None:
+def test_the_doctor_reads_the_recipes_of_this_repository() -> None:
     for recipe in ("tiny_cpu", "own_text_cpu"):
         plan = lay_out(IntendedRun(recipe), ExaminedHost(environment={}), 0)
         assert (plan.ranks, plan.is_closed) == (layout_of(parse([recipe])).processes, False)
@@ -125,14 +125,14 @@ def test_the_recipes_of_this_repository_can_be_asked_for() -> None:
             lay_out(intended, ExaminedHost(), 0)
 
 
-def test_a_trainer_that_cannot_be_asked_for_a_recipe_is_quoted(tmp_path: Path) -> None:
+def test_the_doctor_quotes_the_error_of_a_trainer_that_cannot_print_a_recipe(tmp_path: Path) -> None:
     broken = Output("", f"Traceback\nModuleNotFoundError: {'x' * 400}\n", "python failed with status 1")
     with pytest.raises(ValueError, match=f"^--recipe h100_1x8: ModuleNotFoundError: {'x' * 379}$"):
         look(tmp_path, answers={RECIPES: broken})
 
 
 @pytest.mark.parametrize(("name", "state"), [("", "warn"), ("h100_1x8", "fail")])
-def test_caches(tmp_path: Path, name: str, state: str) -> None:
+def test_the_doctor_checks_that_caches_may_be_dropped(tmp_path: Path, name: str, state: str) -> None:
     assert told(look(tmp_path, name), "caches") == "ok caches: may be dropped before the run\n"
     assert (tmp_path / "proc/sys/vm/drop_caches").read_text() == ""  # examining must not drop caches
     blocked = fake_host(tmp_path / "blocked", {"/proc/sys/vm/drop_caches/x": ""}, {RECIPES: recipe()})
@@ -161,14 +161,14 @@ FILES: dict[str, tuple[str, str, dict[str, Any]]] = {
 }
 
 
-def test_data_and_results(tmp_path: Path) -> None:
+def test_the_doctors_findings_about_data_and_results(tmp_path: Path) -> None:
     said = ""
     for name, (subject, recipe, changes) in FILES.items():
         said += tell({name: look(tmp_path / name, recipe, **changes)}, subject).replace(f"{tmp_path}/{name}", "ROOT")
     assert said == Path(__file__).with_name("data.txt").read_text()
 
 
-def test_the_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_doctor_names_the_commit_of_the_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for revision, expected in (
         ("abcdef0123456789", "ok source: commit abcdef012345\n"),
         ("abcdef0123456789 with local changes", "warn source: commit abcdef0123456789 with local changes; commit all"),
@@ -178,7 +178,7 @@ def test_the_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         assert told(look(tmp_path), "source").startswith(expected)
 
 
-def test_the_dry_run_is_given_what_was_asked_for(tmp_path: Path) -> None:
+def test_the_dry_run_gets_the_options_of_the_doctor(tmp_path: Path) -> None:
     path = tmp_path / "x.safetensors"
     path.touch()
     for name in ("train", "evaluation"):
@@ -195,7 +195,9 @@ def test_the_dry_run_is_given_what_was_asked_for(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["", "h100_1x8"])
 @pytest.mark.parametrize("tools", [{}, {"": Output("garbage, 1\n\x00", trouble="x failed with status 1")}])
-def test_a_bare_machine_and_tools_that_fail_are_no_crash(tmp_path: Path, name: str, tools: Answers) -> None:
+def test_the_doctor_diagnoses_a_bare_machine_on_which_every_tool_fails(
+    tmp_path: Path, name: str, tools: Answers
+) -> None:
     answers: Answers = {RECIPES: recipe()} | tools
     found = list(examine(IntendedRun(name), fake_host(tmp_path, answers=answers), BARE))
     assert len(found) > 6
@@ -203,7 +205,7 @@ def test_a_bare_machine_and_tools_that_fail_are_no_crash(tmp_path: Path, name: s
     assert "fail" in [one.state for one in found] or not name
 
 
-def test_the_command_on_this_machine() -> None:
+def test_the_doctor_command_on_this_machine() -> None:
     status, text = command.run("doctor", "--quick", "--json")
     entries = json.loads(text)
     assert {frozenset(entry) for entry in entries} == {frozenset(("subject", "state", "found", "remedy"))}
@@ -211,7 +213,7 @@ def test_the_command_on_this_machine() -> None:
     assert status == any(entry["state"] == "fail" for entry in entries)
 
 
-def test_the_file_system_of_a_path(tmp_path: Path) -> None:
+def test_the_file_system_of_a_missing_path_is_that_of_its_parent(tmp_path: Path) -> None:
     link = tmp_path / "data"
     link.symlink_to("/dev/shm")
     for path in (link, link / "is" / "not" / "there"):
@@ -219,7 +221,7 @@ def test_the_file_system_of_a_path(tmp_path: Path) -> None:
         assert told(found, "results").startswith(f"warn results: {path} lies on memory: tmpfs at /dev/shm; choose")
 
 
-def test_commands_run_in_the_checkout_or_else_in_the_current_folder(
+def test_the_doctor_runs_commands_in_the_checkout_or_else_in_the_current_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)

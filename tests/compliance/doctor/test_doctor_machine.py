@@ -34,7 +34,7 @@ FACTS: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
-def test_each_wrong_fact_is_named() -> None:
+def test_the_doctors_findings_about_machines() -> None:
     cases = {
         f"{number} {layout} {', '.join(facts)}": check_machine(replace(MACHINE, **facts), LAYOUTS[layout])
         for number, (layout, facts) in enumerate(FACTS)
@@ -42,7 +42,7 @@ def test_each_wrong_fact_is_named() -> None:
     assert tell(cases) == Path(__file__).with_name("machine.txt").read_text()
 
 
-def test_the_facts_of_this_machine_within_a_containers_limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_facts_of_this_machine_respect_the_containers_limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("psutil.getloadavg", lambda: (1.5, 2.5, 3.5))
     port, cpu = "/sys/class/infiniband/mlx5_0/ports/1", "/sys/devices/system/cpu"
     files = {
@@ -70,7 +70,7 @@ def test_the_facts_of_this_machine_within_a_containers_limits(tmp_path: Path, mo
     assert (machine.ports[0].state, machine.has_rdma_devices) == ("unknown", True)
 
 
-def test_facts_that_the_kernel_does_not_tell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_facts_that_the_kernel_does_not_report_are_0_or_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(_: object) -> None:
         raise OSError
 

@@ -53,7 +53,7 @@ ANSWERS: dict[str, dict[str, Any]] = {
 }
 
 
-def test_what_is_said_of_gpus() -> None:
+def test_the_doctors_findings_about_gpus() -> None:
     cases = {name: check_gpus(run, found, PYTORCH | {"gpus": run.ranks}) for name, (run, found) in CASES.items()}
     said = tell(cases | {name: check_gpus(NODE, GPUS, answer) for name, answer in ANSWERS.items()})
     assert said == Path(__file__).with_name("gpus.txt").read_text()
@@ -106,7 +106,7 @@ class Nvml:
         return call
 
 
-def test_the_answers_of_nvml_become_facts() -> None:
+def test_answers_of_nvml_are_converted_to_facts() -> None:
     found = read_gpus(Nvml())
     assert found.gpus == (replace(GPU, used_bytes=1 << 20), replace(GPU, index=1, used_bytes=1 << 20))
     assert (found.driver, found.trouble, found.ways) == ("580.65.06", "", {NVLINK: 1})
@@ -138,7 +138,7 @@ def test_the_answers_of_nvml_become_facts() -> None:
     assert read_gpus(odd).ways == {PCIE: 1}
 
 
-def test_what_a_driver_does_not_know_is_left_out() -> None:
+def test_properties_that_nvml_does_not_support_are_0() -> None:
     nothing = {name: NVMLError("Not Supported") for name in Nvml().answers if name.startswith("DeviceGet")}
     kept = {name: Nvml().answers[name] for name in ("DeviceGetCount", "DeviceGetHandleByIndex")}
     found = read_gpus(Nvml(**nothing | kept))
@@ -146,7 +146,7 @@ def test_what_a_driver_does_not_know_is_left_out() -> None:
     assert "warn GPU links: the driver reports no topology" in told(check_gpus(replace(NODE, ranks=2), found, PYTORCH))
 
 
-def test_a_machine_without_a_driver_and_a_driver_in_trouble() -> None:
+def test_nvml_errors_become_the_trouble_of_the_driver() -> None:
     assert read_gpus(Nvml(Init=NVMLError_LibraryNotFound())) == Gpus()
     assert read_gpus(Nvml(Init=NVMLError("Driver Not Loaded"))).trouble == "Driver Not Loaded"
     assert read_gpus(Nvml(DeviceGetHandleByIndex=NVMLError("GPU is lost"))).trouble == "GPU is lost"

@@ -288,5 +288,5 @@ def outcome(root: Path, mutations: tuple[Mutation, ...], part: str, ruleset: str
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
-def test_one_fault_gets_one_clear_message(root: Path, name: str) -> None:
+def test_each_fault_of_a_submission_gets_the_recorded_findings(root: Path, name: str) -> None:
     assert outcome(root, *CASES[name]) == FINDINGS.get(name, "0 | 10 logs: 10 pass; 3 folders and descriptions: 3 pass")
