@@ -122,11 +122,13 @@ def find(path: Path) -> Tree:
     """
     if not path.is_dir():
         raise ValueError(f"{path}: no such folder, expected a log, results/<system>/bert, or a folder above it")
+    below = _folders(path, None)
+    # Folders with earlier runs may lie in a benchmark folder, and stray logs in a system's folder, which contains bert.
+    holds_runs = _has_logs(path) and (_is_named_bert(path) or not any(map(_is_named_bert, below)))
     if (path / "results").is_dir():  # a submission, or bare results
         submission = path if _is_submission(path) else None
         found = _of_results(path / "results", submission)
-    # A folder of logs that is named bert is not a system's folder, even if it contains folders with earlier runs.
-    elif not (_is_named_bert(path) and _has_logs(path)) and any(map(_is_benchmark, _folders(path, None))):
+    elif not holds_runs and any(map(_is_benchmark, below)):  # results/<system>
         submission = _submission_above(path, 2)
         found = _of_system(path, submission)
     elif _is_benchmark(path):  # results/<system>/bert

@@ -244,10 +244,12 @@ def load_results(folder: Path, ruleset: str = rules.NEWEST_RULESET) -> Results:
     """Read and check every run of results/<system>/bert.
 
     Raises:
-        ValueError: the folder is missing or contains no result file.
+        ValueError: the folder is missing or contains no result file, or its logs lie beside a folder with results.
     """
     logs = numbered_logs(folder)
     verdicts = {verdict.path: verdict for verdict in check_paths([folder], ruleset)}
+    if folder not in verdicts:
+        raise ValueError(f"{folder}: its logs lie beside a folder with results. Move them to results/<system>/bert")
     # For "auto", use the ruleset that the check chose for the folder.
     ruleset = verdicts[folder].ruleset
     runs: list[ReportedRun] = []

@@ -42,6 +42,14 @@ def test_without_logs_the_innermost_folder_named_bert_is_the_benchmark_folder(fo
         assert [found.path for found in find(folder).benchmarks] == [inner]
 
 
+@pytest.mark.parametrize(("below", "found"), [("earlier", "runs"), ("bert", "runs/bert")])
+def test_a_folder_with_logs_is_a_benchmark_folder_unless_it_contains_bert(folder: Path, below: str, found: str) -> None:
+    (folder / "runs" / below).mkdir(parents=True)
+    for path in (folder / "runs", folder / "runs" / below):
+        (path / "result_0.txt").touch()
+    assert [each.path for each in find(folder / "runs").benchmarks] == [folder / found]
+
+
 def test_logs_are_ordered_by_number(folder: Path) -> None:
     for number in ("10", "9", "99999999999999999999", "10000000000", "seed"):
         (folder / f"result_{number}.txt").touch()

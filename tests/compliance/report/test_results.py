@@ -70,6 +70,9 @@ def test_a_report_needs_logs_and_shows_two_logs_of_one_number(one: Path) -> None
     with pytest.raises(ValueError, match="no such folder"):
         load_results(one / "none")
     write_run(one / "result_00.txt", "open")
+    write_run(one.parent / "result_0.txt", "open")
+    with pytest.raises(ValueError, match="its logs lie beside a folder with results"):
+        load_results(one.parent)
     assert sorted(run.log.path.name for run in load_results(one).runs) == ["result_0.txt", "result_00.txt"]
 
 
