@@ -194,9 +194,9 @@ def layout_findings(folder: BenchmarkFolder, runs: int | None) -> Iterator[Findi
         remedy = "add the missing runs" if count < runs else "choose the runs to submit: `python -m compliance package`"
         found = f"{counted(count, 'log')} result_<n>.txt, expected exactly {runs} in a submission"
         yield Finding(None, "", "TR 12; package checker", found, remedy, severity=folder.severity)
-    if runs is not None and (packed := [path for path in folder.logs if _is_packed(path)]):
-        found = f"{_name(packed[0])} is compressed, expected plain text in a submission"
-        yield Finding(None, "", LAYOUT, found, "unpack it: `gunzip`", severity="warning", more=len(packed) - 1)
+    if runs is not None and (compressed := [path for path in folder.logs if _is_compressed(path)]):
+        found = f"{_name(compressed[0])} is compressed, expected plain text in a submission"
+        yield Finding(None, "", LAYOUT, found, "unpack it: `gunzip`", severity="warning", more=len(compressed) - 1)
     # For a submission, `repository_findings` reports the links.
     links = [path for path in folder.logs if path.is_symlink() and path.resolve().parent != path.parent.resolve()]
     if links and not folder.submission:
@@ -268,7 +268,7 @@ def _is_named_bert(folder: Path) -> bool:
 def _benchmark_folder(path: Path, submission: Path | None) -> BenchmarkFolder:
     logs, misnamed, entries = [], [], _entries(path)
     for entry in entries:
-        if _is_counted(entry) or (_is_packed(entry) and not submission):
+        if _is_counted(entry) or (_is_compressed(entry) and not submission):
             (logs if entry.is_file() else misnamed).append(entry)
         elif LIKE_A_LOG.fullmatch(entry.name) and entry.is_file():
             misnamed.append(entry)
@@ -294,14 +294,14 @@ def _other_logs(entries: Sequence[Path]) -> list[Path]:
 
 
 def _has_logs(folder: Path) -> bool:
-    return any((_is_counted(entry) or _is_packed(entry)) and entry.is_file() for entry in _entries(folder))
+    return any((_is_counted(entry) or _is_compressed(entry)) and entry.is_file() for entry in _entries(folder))
 
 
 def _is_counted(path: Path) -> bool:
     return fnmatch.fnmatchcase(path.name, COUNTED)
 
 
-def _is_packed(path: Path) -> bool:
+def _is_compressed(path: Path) -> bool:
     return fnmatch.fnmatchcase(path.name, COUNTED + _GZIP)
 
 

@@ -148,7 +148,7 @@ def _official_opinion(log: Log, ruleset: str) -> official.Opinion:
     # `log.evidence` omits overlong lines, so the official checker would judge an incomplete log.
     overlong = f"it would need hours for a record of more than {MAX_LINE_BYTES} bytes" if log.overlong else ""
     if why := log.given_up or overlong:
-        return official.Opinion("fail", (official.Complaint(f"not asked: {why}"),), judged=False)
+        return official.Opinion("fail", (official.Complaint(f"not asked: {why}"),))
     return official.opinion(log.evidence, ruleset)
 
 
@@ -164,7 +164,7 @@ def _unexplained(context: CheckedLog, own: list[Finding], opinion: official.Opin
             continue
         if complaint.severity == "error" and fails:
             # After records out of order, the checker complains about its state, such as "the run has not started".
-            is_disordered = context.undated or errors & {*TIMELINE, "submission_division"}
+            is_disordered = context.misdated or errors & {*TIMELINE, "submission_division"}
             if not complaint.keys or (complaint.about_state and is_disordered):
                 continue
             # An aborted run ends before its last records.

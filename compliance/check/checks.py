@@ -116,12 +116,12 @@ def _check_division(context: CheckedLog) -> Iterator[Finding]:
 
 def _check_time(context: CheckedLog) -> Iterator[Finding]:
     """Check that times never decrease. Before run_start, several processes log, so only phase starts must be in order."""
-    if context.undated:
-        record, more = context.undated[0], len(context.undated) - 1
+    if context.misdated:
+        record, more = context.misdated[0], len(context.misdated) - 1
         found, expected = f"time_ms {record.time_ms}{_time_unit(record.time_ms)}", "milliseconds since 1970"
         remedy = "log with the logger of mlperf-logging, while the run goes on"
         yield replace(at(record, found, expected, remedy, "log format; TR 11"), more=more)
-    undated = {record.line for record in context.undated}
+    misdated = {record.line for record in context.misdated}
     start = context.run.first.get("run_start")
     run_line = start.line if start else sys.maxsize
     offline = _is_evaluated_offline(context)
@@ -129,7 +129,7 @@ def _check_time(context: CheckedLog) -> Iterator[Finding]:
     phase: Record | None = None  # the latest record that begins a phase
     for record in context.log.records:
         # Every process may log these keys, with its own clock.
-        if record.key in rules.PER_RANK or record.line in undated:
+        if record.key in rules.PER_RANK or record.line in misdated:
             continue
         if latest and record.time_ms < latest.time_ms:
             back = latest.time_ms - record.time_ms
@@ -182,11 +182,11 @@ def _check_fixed_settings(context: CheckedLog) -> Iterator[Finding]:
         return
     for violation in own_settings(run):
         record = run.first[violation.key]
-        padded = violation.key == "eval_samples" and rules.EVAL_SAMPLES < record.value < 2 * rules.EVAL_SAMPLES
-        if padded:
+        is_padded = violation.key == "eval_samples" and rules.EVAL_SAMPLES < record.value < 2 * rules.EVAL_SAMPLES
+        if is_padded:
             remedy = "make sure that padding is not counted, and each of the 10,000 sequences once in every evaluation"
             violation = violation._replace(remedy=remedy)
-        yield finding_of(record, violation, "warning" if padded else "error")
+        yield finding_of(record, violation, "warning" if is_padded else "error")
     cleared = context.log.all("cache_clear")
     # Every process may log cache_clear. It is enough if one process dropped the caches.
     if cleared and all(record.value is False for record in cleared):
@@ -214,7 +214,7 @@ def _check_plausibility(context: CheckedLog) -> Iterator[Finding]:
         yield at(run.first["gradient_accumulation_steps"], found, expected, "log the micro-batches of a step")
     stop, rate = run.last.get("run_stop"), run.sequences_per_s
     is_plausible = rate is None or rules.MIN_RATE <= rate <= rules.MAX_RATE
-    if stop and not context.undated and (run.seconds == 0 or not is_plausible):
+    if stop and not context.misdated and (run.seconds == 0 or not is_plausible):
         found = f"{run.trained or 0} sequences in {run.seconds:g} s"
         expected = f"from {rules.MIN_RATE:g} to {rules.MAX_RATE:,.0f} a second, as in any published run"
         yield at(stop, found, expected, "check the unit of time_ms, and that run_start and run_stop are of one run")

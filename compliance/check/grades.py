@@ -110,7 +110,7 @@ class CheckedLog:
     def _is_late(self, record: Record, previous: Record) -> bool:
         """Tell whether a cache_clear or init_start before all settings is so late that it begins another attempt."""
         # A job may wait in a queue for hours between its cache_clear and its init_start.
-        if self.undated or (previous.key == "cache_clear" and record.key != "cache_clear"):
+        if self.misdated or (previous.key == "cache_clear" and record.key != "cache_clear"):
             return False
         limit_ms = 60_000 * rules.init_limit_minutes(self.ruleset, self.run.division)
         begins = all(self.run.first[key].line > record.line for key in _SETTINGS if key in self.run.first)
@@ -142,7 +142,7 @@ class CheckedLog:
         return frozenset().union(*(problem.keys for problem in self.log.problems if problem.severity == "error"))
 
     @cached_property
-    def undated(self) -> list[Record]:
+    def misdated(self) -> list[Record]:
         """Records whose time is not in milliseconds since 1970."""
         return [record for record in self.log.records if not rules.FIRST_MS <= record.time_ms < rules.LAST_MS]
 
@@ -213,7 +213,7 @@ def _grade(context: CheckedLog, record: Record, violation: Violation) -> Severit
         case "metadata":
             return decides
         case "init time":
-            return None if context.undated else "error"
+            return None if context.misdated else "error"
         # "span" and "evaluation" bind only our writer. `_check_evaluations` grades "schedule" and "count".
         case _:
             return None

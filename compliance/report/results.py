@@ -143,7 +143,7 @@ class Results:
         return tuple(run for run in self.submitted if run.counted_seconds < FAILED)
 
     @property
-    def lost(self) -> int:
+    def invalid_count(self) -> int:
         """Number of invalid submitted runs. If it is more than one, there is no score (TR 12)."""
         return len(self.submitted) - len(self.valid)
 

@@ -105,8 +105,8 @@ def _named(settings: Iterable[str]) -> str:
 def _score_statement(results: Results) -> Statement:
     if results.differing:
         return Statement("plain", "Score", f"No score: the runs differ in {_named(results.differing)}.")
-    if results.lost > 1:
-        why = f"{results.lost} of {len(results.submitted)} runs are no valid results, and only one may be"
+    if results.invalid_count > 1:
+        why = f"{results.invalid_count} of {len(results.submitted)} runs are no valid results, and only one may be"
         return Statement("bad", "Score", f"No score: {why}.")
     if results.score_seconds is None:
         needed = f"it needs at least {MIN_RUNS_FOR_SCORE} runs"

@@ -20,7 +20,7 @@ from compliance.official import checker as official
 from compliance.official.checker import Complaint
 from compliance.report.page import render_as
 from compliance.report.results import load_results
-from tests.compliance.check.conftest import Tell
+from tests.compliance.check.conftest import VerdictText
 from tests.compliance.check.whole_logs import brief, timed
 from tests.compliance.command import run
 from tests.compliance.log_edits import Edit, delete, in_turn, metadata, move_before, original_verdict, swap, value
@@ -29,10 +29,10 @@ from tests.compliance.run_logs import initialise
 from tests.conftest import at_most
 
 
-def test_logs_of_the_writer_pass_every_ruleset(tell: Tell, closed_log: str, open_log: str) -> None:
+def test_logs_of_the_writer_pass_every_ruleset(verdict_text: VerdictText, closed_log: str, open_log: str) -> None:
     for division, text in (("closed", closed_log), ("open", open_log)):
         for ruleset in rules.RULESETS:
-            assert tell(text, ruleset) == f"official pass, valid {division} log, ruleset {ruleset}"
+            assert verdict_text(text, ruleset) == f"official pass, valid {division} log, ruleset {ruleset}"
 
 
 TELEMETRY = "keep telemetry and other programs' output in other files"
@@ -45,27 +45,27 @@ def test_a_log_beyond_a_size_limit_gets_one_finding(
     path, remedy = tmp_path / "result_0.txt", "write every record from one process, whole, on a line of its own"
     full = open_log + "#" * (2**20 - len(open_log))
 
-    def told(text: str) -> str:
+    def outcome(text: str) -> str:
         path.write_text(text)
         verdict = check_file(path)
         return "; ".join([verdict.official, *map(str, verdict.findings)])
 
     monkeypatch.setattr(checks, "MAX_FILE_BYTES", 2**20)
-    assert told(full) == "pass"
+    assert outcome(full) == "pass"
     found = "a file of 1.0 MiB; expected at most 1 MiB"
-    assert told(full + "#") == f"pass; error: {found} [SR Submission form]; {TELEMETRY}"
+    assert outcome(full + "#") == f"pass; error: {found} [SR Submission form]; {TELEMETRY}"
     monkeypatch.setattr(reader, "MAX_LOG_BYTES", 2**20)
-    assert told(full) == "pass"
-    assert told(full + "#") == f"fail; error: a file of more than 1 MiB; expected at most 50 MiB: {ONE_RUN}"
+    assert outcome(full) == "pass"
+    assert outcome(full + "#") == f"fail; error: a file of more than 1 MiB; expected at most 50 MiB: {ONE_RUN}"
     monkeypatch.setattr(reader, "MAX_RECORD_LINES_BYTES", sum(map(len, open_log.splitlines())))
-    assert told(full) == "pass"
+    assert outcome(full) == "pass"
     found = "more than 0 MiB of records; expected the records of one run"
-    assert told(open_log.replace('"metadata"', ' "metadata"', 1)) == f"fail; error: {found}: {ONE_RUN}"
+    assert outcome(open_log.replace('"metadata"', ' "metadata"', 1)) == f"fail; error: {found}: {ONE_RUN}"
     # The official checker would take hours for an overlong record.
     monkeypatch.setattr(reader, "MAX_LINE_BYTES", 2**18)
     found = "a line of more than 262144 bytes; expected at most 16384 [log format]"
     overlong = open_log + TOKEN + "x" * 2**18
-    assert told(overlong) == f"fail; error: line {1 + open_log.count(chr(10))}: {found}; {remedy}"
+    assert outcome(overlong) == f"fail; error: line {1 + open_log.count(chr(10))}: {found}; {remedy}"
 
 
 @pytest.mark.parametrize("division", rules.DIVISIONS)

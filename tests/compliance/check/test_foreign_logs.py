@@ -18,7 +18,7 @@ from compliance.log.findings import Finding, Verdict
 from compliance.log.reader import STDIN
 from compliance.log.record import TOKEN
 from compliance.submission.check import accepted, check_paths
-from tests.compliance.check.conftest import Tell
+from tests.compliance.check.conftest import VerdictText
 from tests.compliance.check.whole_logs import brief
 
 
@@ -47,8 +47,8 @@ FORMATS: dict[str, Callable[[str], str | bytes]] = {
 }
 
 
-def test_a_file_of_another_format_gets_one_finding_that_names_the_format(tell: Tell) -> None:
-    said = "".join(f"{name} => {tell(change(brief()))}\n" for name, change in FORMATS.items())
+def test_a_file_of_another_format_gets_one_finding_that_names_the_format(verdict_text: VerdictText) -> None:
+    said = "".join(f"{name} => {verdict_text(change(brief()))}\n" for name, change in FORMATS.items())
     assert said == Path(__file__).with_name("formats.txt").read_text()
 
 

@@ -16,7 +16,7 @@ from compliance.doctor.host import ExaminedHost
 from compliance.doctor.run import IntendedRun, lay_out
 from console.processes import Output
 from tests.compliance import command
-from tests.compliance.doctor.fake_host import BARE, MACHINE, FakeHost, fake_host, tell, told
+from tests.compliance.doctor.fake_host import BARE, MACHINE, FakeHost, fake_host, lines_about, lines_by_case
 from tests.conftest import REPOSITORY
 
 CONFIG = """# config.data.train: data/w/train
@@ -133,14 +133,14 @@ def test_the_doctor_quotes_the_error_of_a_trainer_that_cannot_print_a_recipe(tmp
 
 @pytest.mark.parametrize(("name", "state"), [("", "warn"), ("h100_1x8", "fail")])
 def test_the_doctor_checks_that_caches_may_be_dropped(tmp_path: Path, name: str, state: str) -> None:
-    assert told(look(tmp_path, name), "caches") == "ok caches: may be dropped before the run\n"
+    assert lines_about(look(tmp_path, name), "caches") == "ok caches: may be dropped before the run\n"
     assert (tmp_path / "proc/sys/vm/drop_caches").read_text() == ""  # examining must not drop caches
     blocked = fake_host(tmp_path / "blocked", {"/proc/sys/vm/drop_caches/x": ""}, {RECIPES: recipe()})
-    said = told(examine(IntendedRun(name, quick=True), blocked, MACHINE), "caches")
+    said = lines_about(examine(IntendedRun(name, quick=True), blocked, MACHINE), "caches")
     where = f"{tmp_path}/blocked/proc/sys/vm/drop_caches: Is a directory"
     assert said.startswith(f"{state} caches: may not be dropped before the run: {where}; run as root")
     blocked.answers["sudo -n -l sysctl -q vm.drop_caches=3"] = "/usr/sbin/sysctl -q vm.drop_caches=3\n"
-    said = told(examine(IntendedRun(name, quick=True), blocked, MACHINE), "caches")
+    said = lines_about(examine(IntendedRun(name, quick=True), blocked, MACHINE), "caches")
     assert said == "ok caches: may be dropped by sudo, as launch/slurm.sub does\n"
 
 
@@ -164,7 +164,9 @@ FILES: dict[str, tuple[str, str, dict[str, Any]]] = {
 def test_the_doctors_findings_about_data_and_results(tmp_path: Path) -> None:
     said = ""
     for name, (subject, recipe, changes) in FILES.items():
-        said += tell({name: look(tmp_path / name, recipe, **changes)}, subject).replace(f"{tmp_path}/{name}", "ROOT")
+        said += lines_by_case({name: look(tmp_path / name, recipe, **changes)}, subject).replace(
+            f"{tmp_path}/{name}", "ROOT"
+        )
     assert said == Path(__file__).with_name("data.txt").read_text()
 
 
@@ -175,7 +177,7 @@ def test_the_doctor_names_the_commit_of_the_source(tmp_path: Path, monkeypatch: 
         ("unknown", "warn source: its commit is unknown; run from a checkout"),
     ):
         monkeypatch.setattr("compliance.doctor.examination.commit", lambda revision=revision: revision)
-        assert told(look(tmp_path), "source").startswith(expected)
+        assert lines_about(look(tmp_path), "source").startswith(expected)
 
 
 def test_the_dry_run_gets_the_options_of_the_doctor(tmp_path: Path) -> None:
@@ -185,7 +187,7 @@ def test_the_dry_run_gets_the_options_of_the_doctor(tmp_path: Path) -> None:
         (tmp_path / "d" / name).mkdir(parents=True)
     machine = host(tmp_path)
     found = examine(IntendedRun("h100_1x8", tmp_path / "d", path, tmp_path / "r", nodes=2), machine, MACHINE)
-    assert told(found, "dry run") == f"ok dry run: {READY}"
+    assert lines_about(found, "dry run") == f"ok dry run: {READY}"
     [(command, environment)] = [asked for asked in machine.asked if "--dry-run" in asked[0]]
     given = f"--log.results {tmp_path}/r --data.initial-checkpoint {path}"
     given += f" --data.train {tmp_path}/d/train --data.evaluation {tmp_path}/d/evaluation"
@@ -218,7 +220,9 @@ def test_the_file_system_of_a_missing_path_is_that_of_its_parent(tmp_path: Path)
     link.symlink_to("/dev/shm")
     for path in (link, link / "is" / "not" / "there"):
         found = examine(IntendedRun(results=path, quick=True), ExaminedHost(), BARE)
-        assert told(found, "results").startswith(f"warn results: {path} lies on memory: tmpfs at /dev/shm; choose")
+        assert lines_about(found, "results").startswith(
+            f"warn results: {path} lies on memory: tmpfs at /dev/shm; choose"
+        )
 
 
 def test_the_doctor_runs_commands_in_the_checkout_or_else_in_the_current_folder(

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from compliance.doctor.machine import AdapterPort, check_machine, read_machine
-from tests.compliance.doctor.fake_host import CPU, MACHINE, NODE, NODES, PORTS, fake_host, tell
+from tests.compliance.doctor.fake_host import CPU, MACHINE, NODE, NODES, PORTS, fake_host, lines_by_case
 
 DOWN = tuple(replace(port, state="DOWN") for port in PORTS)
 ONE_DOWN = (*PORTS[:3], replace(PORTS[3], state="INIT"), *PORTS[4:])
@@ -39,7 +39,7 @@ def test_the_doctors_findings_about_machines() -> None:
         f"{number} {layout} {', '.join(facts)}": check_machine(replace(MACHINE, **facts), LAYOUTS[layout])
         for number, (layout, facts) in enumerate(FACTS)
     }
-    assert tell(cases) == Path(__file__).with_name("machine.txt").read_text()
+    assert lines_by_case(cases) == Path(__file__).with_name("machine.txt").read_text()
 
 
 def test_facts_of_this_machine_respect_the_containers_limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

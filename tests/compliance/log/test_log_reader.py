@@ -112,7 +112,7 @@ def official_records(path: Path) -> list[tuple[Any, ...]] | None:
 
 
 def as_utf_8(value: object) -> Any:
-    """Correct a value by the official parser, which decodes UTF-8 as latin-1."""
+    """Decode as UTF-8 a value that the official parser has decoded as latin-1."""
     text = json.dumps(value, ensure_ascii=False)
     try:
         return json.loads(text.encode("latin-1").decode("utf-8"))

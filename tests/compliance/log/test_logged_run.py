@@ -21,7 +21,7 @@ def run_of(
     status: str = "success",
     **settings: Any,
 ) -> LoggedRun:
-    """Return a run of 100 s with an evaluation at each count. Batches have 448 sequences, which sets 150,000 an interval."""
+    """Return a run of 100 s with an evaluation at each count, and batches of 448, whose interval is 150,000."""
     run, settings = LoggedRun(), {"global_batch_size": 448, "submission_division": "closed"} | settings
     keys = [("init_start", None, {}), *((key, value, {}) for key, value in settings.items()), ("init_stop", None, {})]
     keys += [("run_start", None, {}), *(("block_stop", None, {"samples_count": count}) for count in blocks)]

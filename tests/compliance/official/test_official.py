@@ -46,7 +46,7 @@ def test_messages_of_the_official_checker_are_parsed(ask: Ask, closed_log: str) 
     ):
         assert ask(change) == Opinion("fail", tuple(complaints))
     renamed = ask(lambda text: text.replace("layer_0/output/dense/bias", "x"), "2.0.0")
-    assert (renamed.complaints, renamed.errors) == ((tensors,), 1)
+    assert renamed.complaints == (tensors,)
 
 
 @pytest.mark.parametrize(
@@ -91,8 +91,7 @@ def test_one_process_judges_all_logs_and_is_replaced_after_its_death_or_a_timeou
     assert opinion(lines, "5.0.0").outcome == "pass"
     monkeypatch.setattr(official, "TIMEOUT_S", 0)
     verdict = opinion(lines * 3, "5.0.0")
-    assert (verdict.outcome, verdict.judged) == ("fail", False)
-    assert verdict.complaints[0].text == "the official compliance checker did not end within 0 s"
+    assert verdict == Opinion("fail", (Complaint("the official compliance checker did not end within 0 s"),))
     monkeypatch.undo()
     assert opinion(lines, "5.0.0") == Opinion("pass")  # not the late answer to the request before, which has warnings
 
