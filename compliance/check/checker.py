@@ -21,12 +21,7 @@ def check_file(path: Path, ruleset: str = rules.NEWEST_RULESET) -> Verdict:
 
     Raises ``ValueError`` if the file or the ruleset does not exist, or if the official checker is not installed.
     """
-    return check_log(read_log(path), ruleset)
-
-
-def check_log(log: Log, ruleset: str = rules.NEWEST_RULESET) -> Verdict:
-    """Check a log under a ruleset; `rules.AUTO` takes the newest ruleset that accepts it. Raises as `check_file` does."""
-    return check_logs([log], ruleset)[0]
+    return check_logs([read_log(path)], ruleset)[0]
 
 
 def check_logs(logs: Sequence[Log], ruleset: str, limit: str = rules.NEWEST_RULESET) -> list[Verdict]:

@@ -184,7 +184,7 @@ def _number_and_kind(run: ExaminedRun, found: Gpus) -> Iterator[Diagnosis]:
     if len(kinds) > 1:
         yield fail("GPUs", f"of several kinds: {named}", "use GPUs of one kind: CUDA_VISIBLE_DEVICES")
     elif len(found.gpus) < run.ranks:
-        remedy = "use a recipe for this machine, or make the others visible (CUDA_VISIBLE_DEVICES, --gpus, dmesg)"
+        remedy = "use a recipe for this machine, or make the other GPUs visible (CUDA_VISIBLE_DEVICES, --gpus)"
         yield fail("GPUs", f"{named}, but {run.recipe} needs {run.ranks} per node", remedy)
     elif len(found.gpus) > run.ranks:
         yield warn("GPUs", f"{named}, of which {run.ranks} would be used", "set NPROC, or take another recipe")
@@ -194,7 +194,7 @@ def _number_and_kind(run: ExaminedRun, found: Gpus) -> Iterator[Diagnosis]:
     intended = re.search(r"[abhv]\d{3}", run.recipe)
     model = intended[0].upper() if intended and shape_in_name(run.recipe) else ""
     if model and not re.search(rf"\b{model}", named):
-        remedy = "look for a recipe of this GPU; memory and speed decide the batch of a rank"
+        remedy = "use a recipe for this GPU: its memory and speed determine the batch size of a rank"
         yield warn("GPU kind", f"{run.recipe} was made for {model}, found {named}", remedy)
 
 

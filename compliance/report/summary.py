@@ -124,7 +124,9 @@ def _score_statement(results: Results) -> Statement:
     if len(results.runs) != SUBMISSION_RUNS and (results.for_submission or results.submitted != results.runs):
         text += f" A submission has {SUBMISSION_RUNS} runs, here are {len(results.runs)}"
         text += (
-            ": these are the consecutive ones of median score (TR 12.1)." if results.submitted != results.runs else "."
+            ": the ten consecutive runs with the median score count (TR 12.1)."
+            if results.submitted != results.runs
+            else "."
         )
     return Statement("good" if len(results.submitted) == SUBMISSION_RUNS else "plain", "Score", text)
 

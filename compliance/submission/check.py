@@ -79,7 +79,7 @@ def is_for_submission(run: LoggedRun) -> bool:
 
 
 def _check_tree(tree: Tree, ruleset: str) -> list[Verdict]:
-    # One submission is of one round. Bare results may be of several rounds.
+    # All logs of a submission belong to one round, so judge them under one ruleset. Bare results may be of several rounds.
     if tree.submission:
         paths = [path for folder in tree.benchmarks for path in folder.logs]
         all_runs, chosen = _check_logs(paths, tree.descriptions, ruleset)
@@ -147,7 +147,7 @@ def _read(path: Path) -> Log | Verdict:
 
 
 def _check_logs(paths: Sequence[Path], descriptions: Sequence[Path], ruleset: str) -> tuple[list[FolderRun], str]:
-    """Read and check logs that are judged, with their descriptions, under one ruleset. Return the runs and this ruleset."""
+    """Read logs, and check them and their descriptions under one ruleset. Return the runs and the ruleset."""
     logs, limit = [_read(path) for path in paths], rules.NEWEST_RULESET
     if ruleset == rules.AUTO:
         described = [read_description(path) for path in descriptions if path.is_file()]

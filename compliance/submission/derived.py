@@ -58,15 +58,14 @@ def scaling_findings(
     factor = content.get("scaling_factor", 1.0) if isinstance(content, dict) else None
     expected, why = [1.0], "no file, because the score of these logs is not scaled"
     if convergence and convergence.verdict in ("pass", "scaled"):
-        # The points differ between rounds, and the RCP checker reads the last evaluation.
+        # Accept the factor by the points of any round, counted to the first evaluation at the target, or to the last one,
+        # as the RCP checker counts.
         batch = runs[0].global_batch_size or 0
         last = [*(run.epoch_nums[-1] if run.epoch_nums else None for run in runs), *[None] * failed]
-        expected = [_factor(convergence)]
+        expected = [convergence.applied_scaling]
         for ruleset in rules.RULESETS:
-            expected += [
-                _factor(outlook_of(runs, batch, ruleset, failed=failed)),
-                _factor(outlook(last, batch, ruleset)),
-            ]
+            outlooks = outlook_of(runs, batch, ruleset, failed=failed), outlook(last, batch, ruleset)
+            expected += [each.applied_scaling for each in outlooks]
         if convergence.verdict == "scaled":
             why = f"{convergence.scaling:.6f}, the mean of the reference divided by the mean of the runs"
     if rules.is_number(factor) and any(math.isclose(factor, each, rel_tol=TOLERANCE) for each in expected):
@@ -77,10 +76,6 @@ def scaling_findings(
     is_harmless = rules.is_number(factor) and factor > min(expected)
     severity: Severity = "warning" if is_harmless else "error"
     yield Finding(None, "scaling_factor", "TR 13; RCP checker", found, remedy, severity=severity)
-
-
-def _factor(convergence: Outlook) -> float:
-    return convergence.scaling if convergence.verdict == "scaled" else 1.0
 
 
 def metrics_fault(metrics: Metrics, run: LoggedRun) -> str:
@@ -179,7 +174,9 @@ def readme_findings(
         return
     times = [FAILED if each is None else each / 60 for each in seconds]
     for name, minutes, scaling in README_ROW.findall(text):
-        score = olympic_mean(times) * (_factor(convergence) if convergence else 1.0) if len(times) >= 3 else FAILED
+        score = (
+            olympic_mean(times) * (convergence.applied_scaling if convergence else 1.0) if len(times) >= 3 else FAILED
+        )
         if name == folder.system and abs(float(minutes) - score) > 1e-3:
             found = f"README.md says {minutes} minutes, scaled by {scaling}, and the logs say {score:.4f} minutes"
             yield Finding(

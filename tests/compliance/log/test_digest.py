@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bert.log.mllog import MLLog
-from compliance.check.checker import check_file, check_log
+from compliance.check.checker import check_file
 from compliance.log import digest
 from compliance.log.reader import read_log
 from tests.compliance.run_logs import initialise, write_run
@@ -50,7 +50,7 @@ def test_an_intact_digest_chain_passes_with_any_line_ends(tmp_path: Path, lines:
     assert broken_stretch(tmp_path, lines) is None
     log = read_log(tmp_path / "result_0.txt")
     assert (log.chain.opened, log.chain.ended, log.header) == (True, True, {"recipe": "test"})
-    assert check_log(log).findings == ()
+    assert check_file(log.path).findings == ()
 
 
 EDITS: dict[str, Callable[[list[str], int, int], list[str]]] = {

@@ -112,16 +112,10 @@ def test_converged_samples_are_those_of_the_first_evaluation_at_the_target() -> 
     assert (odd.reached, odd.curve, odd.accuracy) == (1, [(300_160, 0.73)], 0.73)
 
 
-def test_the_rate_of_a_resumed_log_excludes_the_sequences_before_the_checkpoint() -> None:
+def test_the_rate_is_that_of_the_time_to_train() -> None:
     run = run_of(150_080, 300_160)
     assert (run.seconds, run.sequences_per_s) == (100.0, 3001.6)
     assert run_of().sequences_per_s is None
-    resumed = LoggedRun({"resumed from": "a"})
-    for line, (key, time_ms, count) in enumerate(
-        [("run_start", 0, None), ("block_start", 1, 100), ("eval_accuracy", 2, 700), ("run_stop", 2000, None)], start=1
-    ):
-        resumed.add(Record(line, START_MS + time_ms, "", key, 0.5, {} if count is None else {"epoch_num": count}))
-    assert (resumed.resumed_samples, resumed.counted_samples, resumed.sequences_per_s) == (100, 700, 300.0)
 
 
 def test_settings_of_a_wrong_type_count_as_unknown() -> None:

@@ -90,7 +90,7 @@ def test_evaluations_beyond_a_bound_are_ignored() -> None:
     run = begun("open", eval_interval_samples=32)
     for index in range(1, running.MAX_EVALUATIONS + 3):
         evaluate(run, 32 * index, 0.1, BASE + 1000 * index)
-    assert list(run.complaints) == ["there are more than 1000 evaluations: the others are ignored"]
+    assert list(run.complaints) == ["there are more than 1000 evaluations: the later ones are ignored"]
     assert len(run.curve) == running.MAX_EVALUATIONS == 1000
 
 
