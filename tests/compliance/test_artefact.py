@@ -18,9 +18,7 @@ from tests.programs import PATIENCE_S
 
 
 @pytest.mark.slow
-def test_every_file_of_a_package_is_flushed_before_the_tree_is_renamed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_files_of_a_package_are_flushed_before_it_is_renamed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     names: dict[int, str] = {}
     wait = os.fsync
 

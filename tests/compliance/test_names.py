@@ -54,9 +54,7 @@ COMMANDS = {
 @pytest.mark.parametrize(
     ("status", "words"), [(status, line.strip()) for status in COMMANDS for line in re.split("[;\n]", COMMANDS[status])]
 )
-def test_commands_escape_hostile_names_in_their_output(
-    words: str, status: int | None, results: Path, log: Path, tmp_path: Path
-) -> None:
+def test_output_escapes_hostile_names(words: str, status: int | None, results: Path, log: Path, tmp_path: Path) -> None:
     places = {"LOG": log, "RESULTS": results, "BERT": results / NAME / "bert", "OUT": tmp_path}
     arguments = words.split()
     given = [re.sub("^OUT/", f"{tmp_path}/", str(places.get(word, word))) for word in arguments]

@@ -39,9 +39,7 @@ TELEMETRY = "keep telemetry and other programs' output in other files"
 ONE_RUN = f"the rest was not read [SR Submission form]; log one run a file, and {TELEMETRY}"
 
 
-def test_a_log_beyond_a_size_limit_gets_one_finding(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, open_log: str
-) -> None:
+def test_a_log_above_a_limit_gets_one_finding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, open_log: str) -> None:
     path, remedy = tmp_path / "result_0.txt", "write every record from one process, whole, on a line of its own"
     full = open_log + "#" * (2**20 - len(open_log))
 
@@ -114,9 +112,7 @@ UNEXPLAINED: list[tuple[Edit, list[Complaint], list[str]]] = [
 ]  # fmt: skip
 
 
-def test_official_complaints_become_findings_unless_an_own_finding_explains_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unexplained_official_complaints_become_findings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "result_0.txt"
     for edit, complaints, expected in UNEXPLAINED:
         path.write_text(edit(brief()))
@@ -204,9 +200,7 @@ CHOICES: list[tuple[Edit, str]] = [
 ]  # fmt: skip
 
 
-def test_auto_chooses_the_newest_accepting_ruleset_and_names_the_objections_of_5_0_0(
-    tmp_path: Path, closed_log: str
-) -> None:
+def test_auto_chooses_the_newest_accepting_ruleset_and_says_what_5_0_0_rejects(tmp_path: Path, closed_log: str) -> None:
     path = tmp_path / "result_0.txt"
     for edit, summary in CHOICES:
         path.write_text(edit(closed_log))

@@ -83,9 +83,7 @@ SUMMARY = f"{START} compliance.__main__.app.run('compliance', ['summary', 'resul
     ],
     ids=["start", "summary"],
 )
-def test_a_command_does_not_import_modules_of_other_commands(
-    program: str, needed: set[str], unneeded: set[str]
-) -> None:
+def test_commands_do_not_import_modules_of_other_commands(program: str, needed: set[str], unneeded: set[str]) -> None:
     done = python("-c", f"{program}import json, sys; print(json.dumps([*sys.modules]))")
     assert done.returncode == 0, done.stderr
     imported = set(json.loads(done.stdout.splitlines()[-1]))

@@ -82,7 +82,7 @@ UNPACKED: dict[str, tuple[Callable[[bytes], bytes], str]] = {
 
 
 @pytest.mark.parametrize("form", UNPACKED)
-def test_compressed_logs_are_read_from_files_and_from_standard_input(
+def test_compressed_logs_are_read_from_file_and_stdin(
     form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     change, words = UNPACKED[form]

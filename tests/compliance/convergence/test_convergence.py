@@ -82,9 +82,7 @@ BATCHES = st.one_of(st.sampled_from([256, 448, 768, 4608, 6144, 12288, 16384, 20
 
 
 @given(data=st.data(), ruleset=st.sampled_from(RULESETS), batch=BATCHES, failed=st.sampled_from([0, 0, 0, 1, 1, 2, 3]))
-def test_the_outlook_equals_the_verdict_of_the_rcp_checker(
-    tmp_path_factory, data, ruleset: str, batch: int, failed: int
-) -> None:
+def test_the_outlook_agrees_with_the_rcp_checker(tmp_path_factory, data, ruleset: str, batch: int, failed: int) -> None:
     # Imported here, because it imports SciPy's statistics for half a second.
     from mlperf_logging.rcp_checker import rcp_checker
 

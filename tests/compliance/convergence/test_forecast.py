@@ -98,9 +98,7 @@ def test_a_hyperbola_is_extrapolated_below_its_limit() -> None:
         [(2**63 - 4, 0.1), (2**63 - 3, 0.2), (2**63 - 2, 0.3), (2**63 - 1, 0.4)],
     ],
 )
-def test_extrapolating_extreme_curves_gives_a_finite_number_or_none(
-    points: list[tuple[int, float]], power: float
-) -> None:
+def test_extrapolated_extreme_curves_are_finite_or_none(points: list[tuple[int, float]], power: float) -> None:
     found = reach(points, power, 0.72)
     assert found is None or 0 <= found <= MAX_SAMPLES
 

@@ -197,9 +197,7 @@ def test_the_dry_run_gets_the_options_of_the_doctor(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["", "h100_1x8"])
 @pytest.mark.parametrize("tools", [{}, {"": Output("garbage, 1\n\x00", trouble="x failed with status 1")}])
-def test_the_doctor_diagnoses_a_bare_machine_on_which_every_tool_fails(
-    tmp_path: Path, name: str, tools: Answers
-) -> None:
+def test_the_doctor_diagnoses_a_bare_machine_whose_tools_fail(tmp_path: Path, name: str, tools: Answers) -> None:
     answers: Answers = {RECIPES: recipe()} | tools
     found = list(examine(IntendedRun(name), fake_host(tmp_path, answers=answers), BARE))
     assert len(found) > 6
@@ -225,9 +223,7 @@ def test_the_file_system_of_a_missing_path_is_that_of_its_parent(tmp_path: Path)
         )
 
 
-def test_the_doctor_runs_commands_in_the_checkout_or_else_in_the_current_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_commands_run_in_the_checkout_or_the_current_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     asked = ("sh", "-c", "pwd; echo $LC_ALL $A $B")
     host = ExaminedHost(environment={"PATH": os.defpath, "LC_ALL": "de_DE", "A": "a", "B": "b"})

@@ -169,9 +169,7 @@ def test_the_state_of_a_run_after_each_record() -> None:
         (LAST_MS - 1, LAST_MS, None),
     ],
 )
-def test_times_that_decrease_or_have_another_unit_give_no_duration(
-    start_ms: int, stop_ms: int, seconds: float | None
-) -> None:
+def test_decreasing_or_misdated_times_give_no_duration(start_ms: int, stop_ms: int, seconds: float | None) -> None:
     run = LoggedRun()
     run.add(Record(1, start_ms, "", "run_start", None, {}))
     assert run.seconds is None

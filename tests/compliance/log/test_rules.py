@@ -99,9 +99,7 @@ def test_both_roundings_of_the_schedule_are_accepted(
         (rules.DECAY, [0, 0.999], [1, -0.1]),
     ],
 )
-def test_each_value_rule_accepts_and_refuses_the_right_values(
-    rule: rules.ValueRule, taken: list[object], refused: list[object]
-) -> None:
+def test_values_that_each_rule_accepts(rule: rules.ValueRule, taken: list[object], refused: list[object]) -> None:
     assert [value for value in taken if not rule.accepts(value)] == []
     assert [value for value in refused if rule.accepts(value)] == []
 

@@ -77,9 +77,7 @@ def test_messages_of_the_official_checker_are_shortened_and_escaped(ask: Ask) ->
 # The checker's process
 
 
-def test_one_process_judges_all_logs_and_is_replaced_after_its_death_or_a_timeout(
-    closed_log: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_process_judges_all_logs_until_it_dies_or_hangs(closed_log: str, monkeypatch: pytest.MonkeyPatch) -> None:
     lines = [*enumerate(closed_log.encode().splitlines(), start=1)]
     assert opinion(lines, "5.0.0") == Opinion("pass")
     running = process.the_worker().process

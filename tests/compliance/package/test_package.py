@@ -189,9 +189,7 @@ def test_figures_that_differ_from_the_result_summarizers_are_findings(ten: Path,
         ),
     ],
 )
-def test_the_package_command_refuses_too_few_valid_runs(
-    ten: Path, tmp_path: Path, edited: list[int], edit: Edit, match: str
-) -> None:
+def test_package_refuses_too_few_runs(ten: Path, tmp_path: Path, edited: list[int], edit: Edit, match: str) -> None:
     shutil.copytree(ten / "runs", tmp_path / "runs")
     for number in edited:
         edit_log(tmp_path / f"runs/result_{number}.txt", edit)

@@ -63,9 +63,7 @@ def outline(text: str) -> str:
 
 
 @pytest.mark.slow
-def test_whole_pages_are_as_recorded_self_contained_and_accessible(
-    closed: Results, failing: Results, experiments: Results
-) -> None:
+def test_whole_pages_and_their_accessibility(closed: Results, failing: Results, experiments: Results) -> None:
     for name, results in {"closed": closed, "failing": failing, "experiments": experiments}.items():
         text = report.render(results)
         assert outline(text) == (FOLDER / f"{name}_page.txt").read_text()

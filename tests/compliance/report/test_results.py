@@ -42,9 +42,7 @@ def opened(folder: Path) -> Results:
     return load_results(folder)
 
 
-def test_the_number_of_accelerators_comes_from_the_description_or_else_from_the_metrics(
-    closed: Results, opened: Results
-) -> None:
+def test_accelerators_are_counted_by_the_description_or_else_the_metrics(closed: Results, opened: Results) -> None:
     assert (closed.accelerator, closed.accelerators) == ("NVIDIA H100 80GB HBM3", 8)
     described = replace(closed, description={"number_of_nodes": "4", "accelerators_per_node": "8"})
     assert (described.accelerator, described.accelerators) == ("NVIDIA H100 80GB HBM3", 32)  # name from the log

@@ -37,9 +37,7 @@ def closed(root: Path, change: Edit | None = None, runs: int = 10) -> Path:
 
 
 @pytest.mark.slow
-def test_relative_paths_inside_a_failing_folder_or_submission_fail_too(
-    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failing_folder_fails_by_relative_paths(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = closed(tmp_path, change=value("global_batch_size", 0), runs=2)
     monkeypatch.chdir(folder)
     for options in ([], ["--json"], ["--format", "github"], ["--quiet"], ["--junit", "../a.xml"]):
@@ -123,7 +121,7 @@ def accuracy(samples: int, value: float) -> EvaluationRecord:
         ),
     ],
 )
-def test_metrics_contradict_a_log_beyond_the_tolerance(
+def test_metrics_contradict_a_log_above_tolerance(
     tmp_path: Path, records: list[RunRecord | Record], fault: str
 ) -> None:
     metrics = Metrics()

@@ -143,9 +143,7 @@ def test_a_pipe_in_place_of_a_log_is_reported_without_blocking(root: Path) -> No
     assert (answer.outcome, "did not end" in answer.message) == ("fail", False)
 
 
-def test_an_official_tool_that_dies_twice_fails_the_folder(
-    root: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_tool_that_dies_twice_fails_the_folder(root: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     broken = tmp_path / "python"
     broken.write_text(f"#!/bin/sh\nread request\nprintf half\necho x >> {tmp_path}/tries\n")
     broken.chmod(0o755)
@@ -184,7 +182,7 @@ def test_links_out_of_the_folder_are_reported_and_their_contents_never_shown(bar
 
 
 @pytest.mark.slow
-def test_a_submission_with_paths_longer_than_the_system_allows_is_checked(
+def test_a_submission_with_paths_beyond_the_system_limit_is_checked(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     depth = 1500

@@ -135,9 +135,7 @@ def test_the_watch_gives_up_on_a_log_that_never_comes_or_stops_growing(tmp_path:
     assert clock_of_watch.monotonic() - begin == pytest.approx(1.6, abs=0.011)
 
 
-def test_the_watch_waits_longer_for_a_silent_initialisation(
-    tmp_path: Path, clock_of_watch: Clock, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_initialisation_may_be_silent(tmp_path: Path, clock_of_watch: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "result_0.txt"
     begin_ms = int(clock_of_watch.time() * 1000) - 26 * 60_000 - 5_000
     path.write_bytes(line("init_start", None, begin_ms, "INTERVAL_START") + b"\n")
