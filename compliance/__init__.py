@@ -1,4 +1,4 @@
-"""Rules of MLPerf BERT logs, checks of logs and submissions, and reports on them. The package works on files only."""
+"""Rules of MLPerf BERT logs, checks of logs and submissions, and reports on them."""
 
 from console.interruption import show_in_one_line
 

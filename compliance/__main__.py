@@ -66,7 +66,7 @@ def check(
         output.write_sarif(sarif, verdicts)
     if junit:
         output.write_junit(junit, verdicts)
-    # A folder of ten logs may pass even if one log fails.
+    # Not simply all(): a folder of ten logs passes even if one of them fails.
     is_accepted = accepted(verdicts)
     if json:
         say_json([verdict.as_dict() for verdict in verdicts])
@@ -93,7 +93,7 @@ def report(folder: Folder, ruleset: AnyRuleset = AUTO, format: Format = "html", 
     if format == "html" or out is not None:
         say(write_report(folder, ruleset, format, out))
     elif format == "json":
-        # `say_json` escapes text from the logs that a CI server would execute as a command.
+        # Text in a log may look like a command of a CI server (`::error::`). `say_json` escapes it.
         say_json(as_dict(load_results(folder, ruleset)))
     else:
         say_document(render_as(load_results(folder, ruleset), format))
@@ -147,7 +147,8 @@ def convergence(folder: Folder, ruleset: Ruleset = NEWEST_RULESET) -> int:
     results = load_results(folder, ruleset)
     outlook = results.convergence
     if not outlook and results.division != "open":
-        raise ValueError(f"{folder}: the logs do not share one submission_division and one global_batch_size")
+        found = "the logs do not agree on one submission_division and one global_batch_size"
+        raise ValueError(f"{folder}: {found}. Keep only the runs of one configuration in the folder")
     print_summary(results)
     say(outlook.sentence if outlook else "No reference convergence point applies in the open division.")
     return 1 if outlook and outlook.verdict in ("fail", "no reference", "unknown") else 0

@@ -39,18 +39,20 @@ COUNTED = "result_*.txt"
 """File name pattern that the official package checker accepts as a log."""
 
 _GZIP = ".gz"
-"""End of the names of compressed logs, which count only outside of a submission."""
+"""Suffix of compressed logs, which are accepted only outside of a submission."""
 
 LIKE_A_LOG = re.compile(r"results?[-_. ]*\d*(\.(txt|log|out))?(\.(gz|xz|zst|zip|bak|old))?", re.IGNORECASE)
 """Pattern of names of files that were probably meant as logs."""
 
 MAX_ENTRIES = 10_000  # in one folder
-SEARCHED_BYTES = 2**20  # of a file of another name, for records
+SEARCHED_BYTES = 2**20  # read from a file that is not named like a log, to look for records
 MAX_DEPTH = 64  # of nested folders
 MAX_NAME = 200  # characters of a name in a message
 
 LAYOUT = "SR Directory structure"
+"""Rule that findings about names and places of files refer to."""
 REPOSITORY = "repository checker"
+"""Rule that findings about all files of a submission refer to."""
 
 
 @dataclass(frozen=True)
@@ -106,7 +108,7 @@ def find_all(path: Path) -> list[Tree]:
     submissions = [folder for folder in _folders(path, path) if _is_submission(folder)]
     if not submissions or (path / "results").is_dir() or _has_logs(path):
         return [find(path)]
-    # A submission may have results of other benchmarks only.
+    # Skip submissions that have only results of other benchmarks.
     trees = [find(submission) for submission in submissions if _of_results(submission / "results", submission)]
     if not trees:
         raise ValueError(f"{path}: no logs of {BENCHMARK} in the {counted(len(submissions), 'submission')} below it")
@@ -120,11 +122,13 @@ def find(path: Path) -> Tree:
     """
     if not path.is_dir():
         raise ValueError(f"{path}: no such folder, expected a log, results/<system>/bert, or a folder above it")
+    below = _folders(path, None)
+    # Folders with earlier runs may lie in a benchmark folder, and stray logs in a system's folder, which contains bert.
+    holds_runs = _has_logs(path) and (_is_named_bert(path) or not any(map(_is_named_bert, below)))
     if (path / "results").is_dir():  # a submission, or bare results
         submission = path if _is_submission(path) else None
         found = _of_results(path / "results", submission)
-    # A benchmark folder may contain other folders of logs, such as earlier runs.
-    elif not (_is_named_bert(path) and _has_logs(path)) and any(map(_is_benchmark, _folders(path, None))):
+    elif not holds_runs and any(map(_is_benchmark, below)):  # results/<system>
         submission = _submission_above(path, 2)
         found = _of_system(path, submission)
     elif _is_benchmark(path):  # results/<system>/bert
@@ -154,8 +158,8 @@ def numbered_logs(folder: Path) -> list[tuple[int, Path]]:
     named = [(match, path) for path in folder.iterdir() if (match := rules.RESULT_FILE.fullmatch(path.name))]
     if not named:
         others = ", ".join(_name(path) for path in _other_logs(_entries(folder))[:3])
-        named_so = f"{others} hold a run's records; name the logs result_<n>.txt"
-        why = named_so if others else "expected results/<system>/bert after a run"
+        rename = f"{others} hold a run's records; name the logs result_<n>.txt"
+        why = rename if others else "expected results/<system>/bert after a run"
         raise ValueError(f"{folder}: no result_<n>.txt in it, {why}")
     return sorted((int(match[1]), path) for match, path in named)
 
@@ -190,16 +194,16 @@ def layout_findings(folder: BenchmarkFolder, runs: int | None) -> Iterator[Findi
         remedy = "add the missing runs" if count < runs else "choose the runs to submit: `python -m compliance package`"
         found = f"{counted(count, 'log')} result_<n>.txt, expected exactly {runs} in a submission"
         yield Finding(None, "", "TR 12; package checker", found, remedy, severity=folder.severity)
-    if runs is not None and (packed := [path for path in folder.logs if _is_packed(path)]):
-        found = f"{_name(packed[0])} is compressed, expected plain text in a submission"
-        yield Finding(None, "", LAYOUT, found, "unpack it: `gunzip`", severity="warning", more=len(packed) - 1)
+    if runs is not None and (compressed := [path for path in folder.logs if _is_compressed(path)]):
+        found = f"{_name(compressed[0])} is compressed, expected plain text in a submission"
+        yield Finding(None, "", LAYOUT, found, "unpack it: `gunzip`", severity="warning", more=len(compressed) - 1)
     # For a submission, `repository_findings` reports the links.
     links = [path for path in folder.logs if path.is_symlink() and path.resolve().parent != path.parent.resolve()]
     if links and not folder.submission:
         found = f"{_name(links[0])} is a symbolic link to a file outside of the folder, expected the log itself"
         remedy = "put the file itself in its place"
         yield Finding(None, "", LAYOUT, found, remedy, severity="warning", more=len(links) - 1)
-    # The official tools crash without a description.
+    # The official tools crash without a description. Runs that are not meant for a submission may lack the whole folder.
     is_due = folder.submission or runs is not None or folder.description.parent.is_dir()
     if not folder.description.is_file() and is_due:
         name = f"systems/{folder.system}.json"
@@ -248,7 +252,7 @@ def _of_system(system: Path, submission: Path | None) -> list[BenchmarkFolder]:
 
 
 def _is_benchmark(folder: Path) -> bool:
-    """Tell whether a folder is for BERT logs: it contains a log, or "bert" is in its name and in no subfolder's name."""
+    """Tell whether a folder is meant for BERT logs: it has a log, or "bert" is in its name and in no subfolder's name."""
     if absolute(folder).name in OTHER_BENCHMARKS:
         return False
     if _has_logs(folder):
@@ -264,7 +268,7 @@ def _is_named_bert(folder: Path) -> bool:
 def _benchmark_folder(path: Path, submission: Path | None) -> BenchmarkFolder:
     logs, misnamed, entries = [], [], _entries(path)
     for entry in entries:
-        if _is_counted(entry) or (_is_packed(entry) and not submission):
+        if _is_counted(entry) or (_is_compressed(entry) and not submission):
             (logs if entry.is_file() else misnamed).append(entry)
         elif LIKE_A_LOG.fullmatch(entry.name) and entry.is_file():
             misnamed.append(entry)
@@ -290,14 +294,14 @@ def _other_logs(entries: Sequence[Path]) -> list[Path]:
 
 
 def _has_logs(folder: Path) -> bool:
-    return any((_is_counted(entry) or _is_packed(entry)) and entry.is_file() for entry in _entries(folder))
+    return any((_is_counted(entry) or _is_compressed(entry)) and entry.is_file() for entry in _entries(folder))
 
 
 def _is_counted(path: Path) -> bool:
     return fnmatch.fnmatchcase(path.name, COUNTED)
 
 
-def _is_packed(path: Path) -> bool:
+def _is_compressed(path: Path) -> bool:
     return fnmatch.fnmatchcase(path.name, COUNTED + _GZIP)
 
 

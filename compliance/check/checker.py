@@ -21,12 +21,7 @@ def check_file(path: Path, ruleset: str = rules.NEWEST_RULESET) -> Verdict:
 
     Raises ``ValueError`` if the file or the ruleset does not exist, or if the official checker is not installed.
     """
-    return check_log(read_log(path), ruleset)
-
-
-def check_log(log: Log, ruleset: str = rules.NEWEST_RULESET) -> Verdict:
-    """Check a log under a ruleset; `rules.AUTO` takes the newest ruleset that accepts it. Raises as `check_file` does."""
-    return check_logs([log], ruleset)[0]
+    return check_logs([read_log(path)], ruleset)[0]
 
 
 def check_logs(logs: Sequence[Log], ruleset: str, limit: str = rules.NEWEST_RULESET) -> list[Verdict]:
@@ -40,7 +35,8 @@ def check_logs(logs: Sequence[Log], ruleset: str, limit: str = rules.NEWEST_RULE
         return [_verdict(each, ruleset) for each in examined]
     tried: dict[int, list[Verdict]] = {}
     for candidate, expected in _candidates(examined, limit):
-        # The official checker is asked once, unless it rejects what our checks accept.
+        # Stop once as many logs pass as could pass under this candidate by our own checks. Usually that is after the first
+        # candidate, so that the official checker judges each log once.
         if tried and max(tried) >= expected:
             break
         verdicts = [replace(_verdict(each, candidate), missed=_missed(each, candidate)) for each in examined]
@@ -57,7 +53,7 @@ class _Examination:
         self._opinions: dict[str, official.Opinion] = {}
 
     def under(self, ruleset: str) -> tuple[CheckedLog, list[Finding]]:
-        """Return the log under check, and the findings."""
+        """Return the checked log, and the findings of our own checks."""
         if ruleset not in self._done:
             context = CheckedLog(self.log, ruleset)
             self._done[ruleset] = context, [finding for check in checks_of(context) for finding in check(context)]
@@ -147,7 +143,7 @@ def _official_opinion(log: Log, ruleset: str) -> official.Opinion:
     # `log.evidence` omits overlong lines, so the official checker would judge an incomplete log.
     overlong = f"it would need hours for a record of more than {MAX_LINE_BYTES} bytes" if log.overlong else ""
     if why := log.given_up or overlong:
-        return official.Opinion("fail", (official.Complaint(f"not asked: {why}"),), judged=False)
+        return official.Opinion("fail", (official.Complaint(f"not asked: {why}"),))
     return official.opinion(log.evidence, ruleset)
 
 
@@ -162,12 +158,11 @@ def _unexplained(context: CheckedLog, own: list[Finding], opinion: official.Opin
         if not context.log.token_lines or explained[complaint.severity] & complaint.keys:
             continue
         if complaint.severity == "error" and fails:
-            # These complaints are consequences of faults already found: a message without a key, "the run has not
-            # started" after records out of order, or records that an aborted run did not reach.
-            if not complaint.keys or (
-                complaint.about_state and (context.undated or errors & {*TIMELINE, "submission_division"})
-            ):
+            # After records out of order, the checker complains about its state, such as "the run has not started".
+            is_disordered = context.misdated or errors & {*TIMELINE, "submission_division"}
+            if not complaint.keys or (complaint.about_state and is_disordered):
                 continue
+            # An aborted run ends before its last records.
             if complaint.absent and context.aborted:
                 continue
         record = next((record for record in context.log.records if record.line == complaint.line), None)

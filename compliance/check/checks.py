@@ -50,9 +50,8 @@ def _check_defect(context: CheckedLog) -> Iterator[Finding]:
             found = f"two attempts in one file: the second begins on line {line}; expected the log of one run"
             yield Finding(line, "", "log format", found, "log every attempt to a file of its own")
         case "ranks":
-            found = (
-                f"{context.writers} processes have logged the whole run, each with a run_start; expected one of them"
-            )
+            found = f"{context.writers} processes have logged the whole run, each with a run_start"
+            found += "; expected the log of one process"
             remedy = "log from one process: a second run_start changes the measured time"
             yield Finding(context.log.all("run_start")[1].line, "", "log format; TR 11", found, remedy)
         case "cut off":
@@ -81,7 +80,7 @@ def _check_chain(context: CheckedLog) -> Iterator[Finding]:
         found = "a line below the digest at the end; expected none"
         yield Finding(chain.after_end, "", rule, found, remedy)
     elif not chain.ended and not context.aborted and not context.defect:
-        found = f"no digest at the end; expected one below line {chain.covered}: the log was cut off, or the run was"
+        found = f"no digest at the end; expected one below line {chain.covered}: the log or the run was cut off"
         stop = context.run.last.get("run_stop")
         # If a digest follows run_stop, the whole run is covered, so that a missing final digest is only a warning.
         severity: Severity = "warning" if stop and stop.line < chain.covered else "error"
@@ -91,7 +90,7 @@ def _check_chain(context: CheckedLog) -> Iterator[Finding]:
 def _check_whole_run(context: CheckedLog) -> Iterator[Finding]:
     if resumed := context.log.header.get("resumed from"):
         remedy = "submit a run that was timed from its start to its end"
-        found = f"the run went on from a checkpoint, {shown(resumed)}; expected a run trained from run_start on"
+        found = f"the run resumed from the checkpoint {shown(resumed)}; expected all training after run_start"
         yield Finding(None, "", "TR 11", found, remedy)
 
 
@@ -117,12 +116,12 @@ def _check_division(context: CheckedLog) -> Iterator[Finding]:
 
 def _check_time(context: CheckedLog) -> Iterator[Finding]:
     """Check that times never decrease. Before run_start, several processes log, so only phase starts must be in order."""
-    if context.undated:
-        record, more = context.undated[0], len(context.undated) - 1
+    if context.misdated:
+        record, more = context.misdated[0], len(context.misdated) - 1
         found, expected = f"time_ms {record.time_ms}{_time_unit(record.time_ms)}", "milliseconds since 1970"
         remedy = "log with the logger of mlperf-logging, while the run goes on"
         yield replace(at(record, found, expected, remedy, "log format; TR 11"), more=more)
-    undated = {record.line for record in context.undated}
+    misdated = {record.line for record in context.misdated}
     start = context.run.first.get("run_start")
     run_line = start.line if start else sys.maxsize
     offline = _is_evaluated_offline(context)
@@ -130,7 +129,7 @@ def _check_time(context: CheckedLog) -> Iterator[Finding]:
     phase: Record | None = None  # the latest record that begins a phase
     for record in context.log.records:
         # Every process may log these keys, with its own clock.
-        if record.key in rules.PER_RANK or record.line in undated:
+        if record.key in rules.PER_RANK or record.line in misdated:
             continue
         if latest and record.time_ms < latest.time_ms:
             back = latest.time_ms - record.time_ms
@@ -183,11 +182,11 @@ def _check_fixed_settings(context: CheckedLog) -> Iterator[Finding]:
         return
     for violation in own_settings(run):
         record = run.first[violation.key]
-        padded = violation.key == "eval_samples" and rules.EVAL_SAMPLES < record.value < 2 * rules.EVAL_SAMPLES
-        if padded:
+        is_padded = violation.key == "eval_samples" and rules.EVAL_SAMPLES < record.value < 2 * rules.EVAL_SAMPLES
+        if is_padded:
             remedy = "make sure that padding is not counted, and each of the 10,000 sequences once in every evaluation"
             violation = violation._replace(remedy=remedy)
-        yield finding_of(record, violation, "warning" if padded else "error")
+        yield finding_of(record, violation, "warning" if is_padded else "error")
     cleared = context.log.all("cache_clear")
     # Every process may log cache_clear. It is enough if one process dropped the caches.
     if cleared and all(record.value is False for record in cleared):
@@ -204,7 +203,7 @@ def _check_plausibility(context: CheckedLog) -> Iterator[Finding]:
         for record in context.log.all(key):
             if rules.is_number(record.value) and record.value > 0 and not low <= record.value <= high:
                 found, expected = f"value {shown(record.value)}", f"{low:g} to {high:g}, as in any run of BERT-Large"
-                # A fraction above 1 is an error already.
+                # `check_records` reports an accuracy above 1.
                 is_result = key == "eval_accuracy"
                 if not is_result or rules.FRACTION.accepts(record.value):
                     severity: Severity = "error" if is_result else "warning"
@@ -215,7 +214,7 @@ def _check_plausibility(context: CheckedLog) -> Iterator[Finding]:
         yield at(run.first["gradient_accumulation_steps"], found, expected, "log the micro-batches of a step")
     stop, rate = run.last.get("run_stop"), run.sequences_per_s
     is_plausible = rate is None or rules.MIN_RATE <= rate <= rules.MAX_RATE
-    if stop and not context.undated and (run.seconds == 0 or not is_plausible):
+    if stop and not context.misdated and (run.seconds == 0 or not is_plausible):
         found = f"{run.trained or 0} sequences in {run.seconds:g} s"
         expected = f"from {rules.MIN_RATE:g} to {rules.MAX_RATE:,.0f} a second, as in any published run"
         yield at(stop, found, expected, "check the unit of time_ms, and that run_start and run_stop are of one run")
@@ -226,9 +225,9 @@ def _check_result(context: CheckedLog) -> Iterator[Finding]:
     stop = run.last.get("run_stop")
     if stop and context.aborted:
         remedy = "run again; a run that misses its target is not a result"
-        yield at(stop, "status aborted: not a valid result (aborted)", "status success", remedy, "TR 11, 12")
+        yield at(stop, "status aborted", "status success", remedy, "TR 11, 12")
         return
-    # If the last accuracy is not a fraction, another finding reports it.
+    # If the last accuracy is not a fraction, `check_records` reports it.
     if not run.accuracies or not rules.FRACTION.accepts(run.accuracies[-1].value):
         return
     trained, samples, batch = run.first.get("train_samples"), run.epoch_nums, run.global_batch_size
@@ -244,7 +243,7 @@ def _check_result(context: CheckedLog) -> Iterator[Finding]:
         remedy = "log the samples at convergence"
         yield at(trained, f"value {shown(trained.value)}", f"at least one batch of {batch}", remedy, "TR 24.6")
     reached, last = run.reached, run.accuracies[-1]
-    # If the last accuracy is below the target, this is an error already.
+    # A last accuracy below the target has been reported above, as an error.
     if reached is not None and run.went_on and last.value >= rules.QUALITY_TARGET:
         found = f"evaluation {reached + 1} reached the target, and the run went on to evaluation {len(run.accuracies)}"
         remedy = "stop at the first evaluation that reaches the target: the RCP checker judges the last one"
@@ -252,17 +251,24 @@ def _check_result(context: CheckedLog) -> Iterator[Finding]:
 
 
 def checks_of(context: CheckedLog) -> tuple[Callable[[CheckedLog], Iterator[Finding]], ...]:
-    # The other checks would complain about records that were not read or that belong to another run.
+    # The other checks would complain about the records that were not read.
     if context.log.given_up:
         return (check_lines,)
-    # Without any readable record, a complaint about each missing one would only repeat why.
+    # The line checks say why no record can be read. Do not report every required record as missing, too.
     if not context.log.records:
         return (check_lines, _check_chain)
+    # The other checks would take the records of several attempts or processes, or of a part of a run, for one run.
     if context.defect in ("joined", "ranks", "headless"):
         return (_check_defect, check_lines)
     of_records = (
-        *(check_lines, _check_chain, _check_whole_run, check_records),
-        *(_check_division, _check_time, _check_fixed_settings, _check_plausibility),
+        check_lines,
+        _check_chain,
+        _check_whole_run,
+        check_records,
+        _check_division,
+        _check_time,
+        _check_fixed_settings,
+        _check_plausibility,
     )
     if context.defect:
         return (_check_defect, *of_records)

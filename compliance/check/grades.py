@@ -108,16 +108,16 @@ class CheckedLog:
         return None
 
     def _is_late(self, record: Record, previous: Record) -> bool:
-        """Tell whether a cache_clear or init_start is too late for the attempt of the previous one, before any setting."""
-        # A single cache_clear may precede a long queue.
-        if self.undated or (previous.key == "cache_clear" and record.key != "cache_clear"):
+        """Tell whether a cache_clear or init_start before all settings is so late that it begins another attempt."""
+        # A job may wait in a queue for hours between its cache_clear and its init_start.
+        if self.misdated or (previous.key == "cache_clear" and record.key != "cache_clear"):
             return False
         limit_ms = 60_000 * rules.init_limit_minutes(self.ruleset, self.run.division)
         begins = all(self.run.first[key].line > record.line for key in _SETTINGS if key in self.run.first)
         return begins and record.time_ms - previous.time_ms >= limit_ms
 
     def _is_restart(self, start: Record, silence_ms: int, *, is_cleared: bool) -> bool:
-        """Tell whether an init_start, after this silence, begins the log anew. Processes of the run may log it late too."""
+        """Tell whether an init_start begins another attempt. If not, a late process of the same run has logged it."""
         first, last = self.run.first, self.run.last
         before = {key for key in (*_SETTINGS, *TIMELINE) if key in first and first[key].line < start.line}
         again = {key for key in before if last[key].line > start.line}
@@ -125,7 +125,8 @@ class CheckedLog:
             return True
         if "init_stop" in before:
             return bool(again - {"init_start"})
-        # A second attempt logs all settings again. If all processes log them, then each logs init_stop too.
+        # A second attempt logs all settings again. Settings that are no more frequent than init_stop are those of
+        # several processes, each of which logs one init_stop.
         if silence_ms < SHORTEST_RESTART_MS:
             return False
         before &= _SETTINGS
@@ -141,7 +142,7 @@ class CheckedLog:
         return frozenset().union(*(problem.keys for problem in self.log.problems if problem.severity == "error"))
 
     @cached_property
-    def undated(self) -> list[Record]:
+    def misdated(self) -> list[Record]:
         """Records whose time is not in milliseconds since 1970."""
         return [record for record in self.log.records if not rules.FIRST_MS <= record.time_ms < rules.LAST_MS]
 
@@ -178,7 +179,7 @@ def check_records(context: CheckedLog) -> Iterator[Finding]:
     for record, violation in context.broken:
         if severity := _grade(context, record, violation):
             yield finding_of(record, violation, severity)
-    # For a log that was cut off, another finding covers the open intervals.
+    # A log that was cut off ends within an interval, and `_check_defect` reports that it was cut off.
     for violation in left_open(context.run) if context.run.is_ended else ():
         record = context.run.open[violation.key]
         if record.line < context.run.last["run_stop"].line and (severity := _grade(context, record, violation)):
@@ -212,7 +213,7 @@ def _grade(context: CheckedLog, record: Record, violation: Violation) -> Severit
         case "metadata":
             return decides
         case "init time":
-            return None if context.undated else "error"
+            return None if context.misdated else "error"
         # "span" and "evaluation" bind only our writer. `_check_evaluations` grades "schedule" and "count".
         case _:
             return None
@@ -221,9 +222,9 @@ def _grade(context: CheckedLog, record: Record, violation: Violation) -> Severit
 def _grade_of_place(context: CheckedLog, record: Record) -> Severity | None:
     rule, run = rules.KEYS[record.key], context.run
     is_interval = record.key in rules.INTERVALS or record.key in rules.INTERVALS.values()
-    # Records of settings may be on any line of the log.
+    # Settings may be on any line of the log. All other records have their place.
     has_place = is_interval or rule.phases == ("run",) or record.key == "cache_clear"
-    # A wrong order of the phases is a separate finding.
+    # `check_records` reports a wrong order of the phases.
     if context.disorder or record.key in TIMELINE[1:] or not has_place:
         return None
     if rule.phases == ("run",) and not {"run_start", "run_stop"} <= run.first.keys():
@@ -253,7 +254,7 @@ def _grade_of_pair(context: CheckedLog, key: str) -> Severity | None:
     if start in TIMELINE or start not in context.run.first or {start, stop} & context.lost_keys:
         return None
     if stop not in context.run.first and rules.KEYS[stop].required_in(context.ruleset, division):
-        return None  # another finding reports the missing start
+        return None  # `_check_presence` reports the missing stop
     return "warning" if name == "epoch" or division == "open" else "error"
 
 
@@ -314,8 +315,8 @@ def _irregular_evaluation(run: LoggedRun) -> tuple[int, int, int | None] | None:
 
     The result is its index, its distance from the previous evaluation, and the usual distance, if it is near the rules'.
     Accepted submissions count a partial last batch, round the interval differently, or use the interval of a
-    neighbouring batch size. Packed batches hold more or fewer sequences than their nominal size. Each of the two counts
-    of a distance may therefore be a batch off, and the usual distance 25,000 samples plus a batch.
+    neighbouring batch size. Packed batches hold more or fewer sequences than their nominal size. Therefore a distance may
+    be two batches off, and the usual distance may differ from the rules' interval by 25,000 samples and a batch.
     """
     schedule, samples = run.schedule, run.epoch_nums
     if schedule is None:

@@ -43,7 +43,7 @@ def read_known(path: Path) -> Known:
         return frozenset((file, finding["key"], finding["rule"], finding["found"]) for file, finding in found)
     except (TypeError, KeyError) as error:
         expected = "expected what `python -m compliance check PATH... --json` prints"
-        raise ValueError(f"{path}: is not a list of verdicts with findings, {expected}") from error
+        raise ValueError(f"{path}: not a list of verdicts with findings, {expected}") from error
 
 
 def without_known(verdicts: Sequence[Verdict], known: Known) -> tuple[list[Verdict], int]:

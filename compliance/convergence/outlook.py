@@ -84,11 +84,6 @@ def reference(ruleset: str, global_batch_size: int) -> Reference | None:
     return Reference(ruleset, global_batch_size, *figures, answer["origin"], tuple(answer["points"]))
 
 
-def largest_batch_size(ruleset: str) -> int:
-    """Return the batch size of the largest reference point. Raises as `reference` does."""
-    return _ask(ruleset, 1)["largest"]
-
-
 @lru_cache(maxsize=64)
 def _ask(ruleset: str, global_batch_size: int) -> dict[str, Any]:
     rules.check_ruleset(ruleset)
@@ -121,6 +116,11 @@ class Outlook:
     sentence: str
     note: str = ""
     by_train_samples: bool = False
+
+    @property
+    def applied_scaling(self) -> float:
+        """Factor by which the score is multiplied: `scaling` if the verdict is "scaled", else 1."""
+        return self.scaling if self.verdict == "scaled" else 1.0
 
 
 def outlook_of(
@@ -184,7 +184,7 @@ def outlook(
     if found is None:
         why = "none applies in the open division"
         if division == "closed":
-            largest = largest_batch_size(ruleset)
+            largest = _ask(ruleset, global_batch_size)["largest"]
             why = f"batch size {global_batch_size} is above the largest one, {largest}; submit reference runs (TR 13.1)"
         return Outlook(None, mean, "no reference", 1.0, f"{head}; no reference convergence point: {why}.")
     basis = f"mean {found.mean:,.0f}, minimum {found.minimum:,.0f}, {found.description}"
@@ -201,7 +201,7 @@ def outlook(
     to_stand = _first_evaluation(found, values, missing, found.mean)
     sentence = (
         f"{head} (reference: {basis}). {_condition(found, 'pass', to_pass, missing)} "
-        f"{_condition(found, 'stand unscaled', to_stand, missing)}"
+        f"{_condition(found, 'pass unscaled', to_stand, missing)}"
     )
     return Outlook(found, mean, "unfinished" if to_pass else "fail", scaling, sentence)
 

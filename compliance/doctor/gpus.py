@@ -58,21 +58,22 @@ class Gpu:
 class Gpus:
     """The GPUs of a machine.
 
-    `trouble` says why NVIDIA's driver lists no GPUs; it is "" on a machine without the driver. `ways` counts the pairs
-    of GPUs by their connection: `NVLINK`, `PCIE` or `ACROSS_NODES`.
+    `trouble` says why NVIDIA's driver lists no GPUs; it is "" on a machine without the driver. `connections` has the number
+    of pairs of GPUs for each kind of connection: `NVLINK`, `PCIE` or `ACROSS_NODES`.
     """
 
     gpus: tuple[Gpu, ...] = ()
     trouble: str = ""
     driver: str = ""
-    ways: Counter[str] = field(default_factory=Counter)
+    connections: Counter[str] = field(default_factory=Counter)
 
     @property
     def topology(self) -> str:
         """How the GPUs are connected, in words; "" for a single GPU."""
-        if len(self.ways) == 1:
-            return f"every GPU to every other: {next(iter(self.ways))}"
-        return ", ".join(f"{count} of {self.ways.total()} pairs: {way}" for way, count in self.ways.most_common())
+        if len(self.connections) == 1:
+            return f"every GPU to every other: {next(iter(self.connections))}"
+        pairs = self.connections.total()
+        return ", ".join(f"{count} of {pairs} pairs: {kind}" for kind, count in self.connections.most_common())
 
 
 def read_gpus(nvml: Any = None) -> Gpus:
@@ -89,7 +90,7 @@ def read_gpus(nvml: Any = None) -> Gpus:
         handles = [nvml.nvmlDeviceGetHandleByIndex(index) for index in range(nvml.nvmlDeviceGetCount())]
         gpus = tuple(_read_gpu(nvml, index, handle) for index, handle in enumerate(handles))
         trouble = "" if gpus else "the driver lists no GPU"
-        return Gpus(gpus, trouble, str(nvml.nvmlSystemGetDriverVersion()), Counter(_ways(nvml, handles)))
+        return Gpus(gpus, trouble, str(nvml.nvmlSystemGetDriverVersion()), Counter(_connections(nvml, handles)))
     except nvml.NVMLError as error:
         return Gpus(trouble=str(error))
     finally:
@@ -143,7 +144,7 @@ def _named(pid: int) -> str:
     return f"{name} (pid {pid})"
 
 
-def _ways(nvml: Any, handles: Sequence[Any]) -> Iterator[str]:
+def _connections(nvml: Any, handles: Sequence[Any]) -> Iterator[str]:
     for one, other in combinations(handles, 2):
         with suppress(nvml.NVMLError):
             if nvml.nvmlDeviceGetP2PStatus(one, other, nvml.NVML_P2P_CAPS_INDEX_NVLINK) == nvml.NVML_P2P_STATUS_OK:
@@ -183,7 +184,7 @@ def _number_and_kind(run: ExaminedRun, found: Gpus) -> Iterator[Diagnosis]:
     if len(kinds) > 1:
         yield fail("GPUs", f"of several kinds: {named}", "use GPUs of one kind: CUDA_VISIBLE_DEVICES")
     elif len(found.gpus) < run.ranks:
-        remedy = "use a recipe for this machine, or make the others visible (CUDA_VISIBLE_DEVICES, --gpus, dmesg)"
+        remedy = "use a recipe for this machine, or make the other GPUs visible (CUDA_VISIBLE_DEVICES, --gpus)"
         yield fail("GPUs", f"{named}, but {run.recipe} needs {run.ranks} per node", remedy)
     elif len(found.gpus) > run.ranks:
         yield warn("GPUs", f"{named}, of which {run.ranks} would be used", "set NPROC, or take another recipe")
@@ -193,7 +194,7 @@ def _number_and_kind(run: ExaminedRun, found: Gpus) -> Iterator[Diagnosis]:
     intended = re.search(r"[abhv]\d{3}", run.recipe)
     model = intended[0].upper() if intended and shape_in_name(run.recipe) else ""
     if model and not re.search(rf"\b{model}", named):
-        remedy = "look for a recipe of this GPU; memory and speed decide the batch of a rank"
+        remedy = "use a recipe for this GPU: its memory and speed determine the batch size of a rank"
         yield warn("GPU kind", f"{run.recipe} was made for {model}, found {named}", remedy)
 
 
@@ -236,12 +237,12 @@ def _other_programs(found: Gpus) -> Diagnosis:
 
 
 def _links(found: Gpus) -> Diagnosis:
-    if not found.ways:
+    if not found.connections:
         return warn("GPU links", "the driver reports no topology", "look at nvidia-smi topo -m")
-    if NVLINK in found.ways and len(found.ways) > 1:
+    if NVLINK in found.connections and len(found.connections) > 1:
         remedy = "nvidia-smi nvlink --status; fabric manager must run on machines with NVSwitch"
         return warn("GPU links", f"some pairs lack NVLink: {found.topology}", remedy)
-    if ACROSS_NODES in found.ways:
+    if ACROSS_NODES in found.connections:
         return warn("GPU links", found.topology, "expect slow reductions, or train on the GPUs of one socket")
     return ok("GPU links", found.topology)
 

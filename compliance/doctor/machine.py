@@ -165,11 +165,11 @@ def _network(machine: Machine, run: ExaminedRun) -> Iterator[Diagnosis]:
         yield ok("network", "TCP" if several else "no adapter with RDMA, and one node needs none")
     if several and ports and not machine.has_rdma_devices:
         remedy = "start the container with --device=/dev/infiniband, or privileged"
-        yield fail("network", "the adapters are here, but not /dev/infiniband", remedy)
+        yield fail("network", "the host has RDMA adapters, but no /dev/infiniband", remedy)
     locked = machine.lockable_bytes
     if several and ports and locked is not None and locked < MIN_LOCKABLE_BYTES:
         remedy = "ulimit -l unlimited (limits.conf, LimitMEMLOCK=infinity of slurmd, docker --ulimit memlock=-1)"
         yield fail("limits", f"a process may lock {locked >> 10} KiB, and RDMA locks the memory that it sends", remedy)
     if several and (not machine.address or machine.address.startswith("127.")):
-        found = f"this host's name stands for {machine.address or 'no address'}, which other nodes cannot reach"
+        found = f"this host's name resolves to {machine.address or 'no address'}, which other nodes cannot reach"
         yield warn("host name", found, "set MASTER_ADDR to an address of the first node, or correct /etc/hosts")

@@ -17,7 +17,7 @@ class Follower:
     def __init__(self, path: Path, limit: int = sys.maxsize) -> None:
         self.path, self._limit = path, limit
         self._bytes_read = 0
-        self._is_inside = False  # of an overlong line
+        self._is_inside = False  # whether the next byte continues an overlong line
 
     def lines(self) -> Iterator[bytes]:
         """Yield the new complete lines, without line ends. An unreadable file has no new lines."""

@@ -71,7 +71,7 @@ def violations(run: LoggedRun, record: Record, ruleset: str | None = None) -> It
         yield Violation("place", key, found, expected, "log it when it happens", "common.yaml; TR 11")
     if rule.once and key in run.first:
         yield _repeated(run.first[key], record, rule)
-    yield from _misstated(rule, record, ruleset)
+    yield from _wrong_content(rule, record, ruleset)
     if key in rules.INTERVALS or key in OPENED_BY:
         yield from _unpaired(run, record)
     if key == "init_stop":
@@ -88,7 +88,7 @@ def _repeated(first: Record, record: Record, rule: rules.KeyRule) -> Violation:
     )
 
 
-def _misstated(rule: rules.KeyRule, record: Record, ruleset: str | None) -> Iterator[Violation]:
+def _wrong_content(rule: rules.KeyRule, record: Record, ruleset: str | None) -> Iterator[Violation]:
     key, metadata = rule.key, record.metadata
     if rule.value is not None and not rule.value.accepts(record.value):
         value, wording, remedy = record.value, rule.value.wording, "correct the value that is logged"
@@ -114,7 +114,7 @@ def _unpaired(run: LoggedRun, record: Record) -> Iterator[Violation]:
     opening = OPENED_BY.get(key)
     if opening is None:
         if key in run.open:
-            found = f"the one of line {run.open[key].line} is still open"
+            found = f"the {key} on line {run.open[key].line} is still open"
             yield Violation("pair", key, found, f"{rules.INTERVALS[key]} first", remedy, where)
     elif opening not in run.open:
         yield Violation("pair", key, "nothing is open", f"{opening} first", remedy, where)
@@ -134,7 +134,7 @@ def _slow_start(run: LoggedRun, record: Record, ruleset: str | None) -> Iterator
     if minutes < 0:
         found, remedy = f"{-minutes:.1f} min before every init_start", KEEP_THE_CLOCK
         yield Violation("init time", "init_stop", found, "a later time", remedy, where)
-    # The rule files compare with <, so the limit itself is too long.
+    # The rule files compare with <, so an initialisation of exactly the limit is too long.
     if minutes >= limit:
         found, remedy = f"initialisation took {minutes:.1f} min", "shorten compilation and warm-up"
         yield Violation("init time", "init_stop", found, f"less than {limit} min", remedy, where)
@@ -167,7 +167,7 @@ def _misplaced_evaluation(run: LoggedRun, record: Record, *, is_exact: bool) -> 
         elif run.is_evaluated:
             found = "a second time for one evaluation"
             yield Violation("evaluation", record.key, found, "eval_stop", remedy, where)
-    # Outside of the timed run there is no schedule. Another check reports the wrong place.
+    # Outside of the timed run there is no schedule. `violations` reports the record as being in the wrong phase.
     if rules.is_integer(samples) and run.phase == "run":
         yield from _off_schedule(run, record.key, samples, is_exact=is_exact)
 
@@ -209,7 +209,7 @@ def own_settings(run: LoggedRun) -> Iterator[Violation]:
     } | rules.FIXED_SETTINGS
     for key, expected in fixed.items():
         value = run.value(key)
-        # Another check reports a missing setting.
+        # A missing setting is no deviation. `Log.missing` finds the settings that are required.
         if expected is None or not rules.is_number(value):
             continue
         # The interval may be rounded up to a whole batch, and some software logs numbers in single precision.
@@ -221,7 +221,7 @@ def own_settings(run: LoggedRun) -> Iterator[Violation]:
 
 def left_open(run: LoggedRun) -> Iterator[Violation]:
     """Yield the blocks, epochs and evaluations that have not been closed."""
-    # For an open phase, another check reports the missing record.
+    # The records that end phases are required, so `Log.missing` finds them.
     for key in run.open:
         if key not in rules.NEXT_PHASE:
             remedy = "log the start and the stop of every interval"

@@ -161,7 +161,7 @@ def _read(log: Log, file: IO[bytes], *, unpack: bool) -> None:
             _read(log, plain, unpack=False)
         log.given_up = log.given_up and f"after unpacking, {log.given_up}"
         log.hint = log.hint and (f"after unpacking, {log.hint[0]}", log.hint[1])
-    elif head[257:262] == b"ustar":  # its text would be read as one log
+    elif head[257:262] == b"ustar":  # a tar archive contains plain text, so its files would be read as one log
         log.hint = "it is a tar archive", "unpack it"
     else:
         _read_lines(log, file)

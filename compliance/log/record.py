@@ -1,7 +1,7 @@
 """Parse a log line with the token :::MLLOG into a record and the faults of the line.
 
 Every line that the official parser accepts becomes a `Record`. The official parser decodes latin-1, cuts a line at its
-last token, strips it, and requires a JSON object with time_ms, key, value and metadata. Any other fault becomes a `Problem`.
+last token, strips it, and requires a JSON object with time_ms, key, value and metadata. Every fault becomes a `Problem`.
 """
 
 import json
@@ -44,8 +44,8 @@ class Record(NamedTuple):
 class Problem(NamedTuple):
     """Fault in a log line that contains the token ``:::MLLOG``.
 
-    `keys` has the keys in the line, as far as they can be recognised. `severity` is "error" if a record is lost or
-    cannot be parsed by any parser.
+    `keys` has the keys in the line, as far as they can be recognised. `severity` is "error" if a record is lost or if no
+    parser can read it.
     """
 
     line: int
@@ -56,7 +56,7 @@ class Problem(NamedTuple):
 
 
 class _RecordError(Exception):
-    """Error for a line that is not a record. Its arguments are what was found and what was expected."""
+    """Raised for a line that is not a record. Its two arguments describe what was found and what was expected."""
 
 
 def parse_line(line: bytes, number: int) -> tuple[Record | None, list[Problem]]:
@@ -115,7 +115,7 @@ def _parse_record(content: bytes, number: int, problems: list[Problem]) -> Recor
         warn(f"time_ms {shown(time_ms, MAX_SHOWN)}", expected)
     if event_type not in EVENT_TYPES:
         warn(f"event_type {shown(event_type, MAX_SHOWN)}", " or ".join(EVENT_TYPES))
-        event_type = ""  # marks the wrong event_type as already reported
+        event_type = ""  # reported here, so `_grade` in compliance/check/grades.py skips an empty event_type
     if metadata is None:
         warn("metadata null", "an object")
         metadata = {}

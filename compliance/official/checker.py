@@ -40,17 +40,11 @@ class Complaint:
 class Opinion:
     """Verdict of the official checker on one log. Its warnings do not count as errors.
 
-    `judged` is False if the checker was not run, crashed or timed out.
+    If the checker was not run, crashed or timed out, the outcome is "fail" and the only complaint says why.
     """
 
     outcome: Outcome
     complaints: tuple[Complaint, ...] = ()
-    judged: bool = True
-
-    @property
-    def errors(self) -> int:
-        """Number of complaints that make the log fail."""
-        return sum(complaint.severity == "error" for complaint in self.complaints)
 
 
 def opinion(lines: Sequence[tuple[int, bytes]], ruleset: str) -> Opinion:
@@ -62,7 +56,7 @@ def opinion(lines: Sequence[tuple[int, bytes]], ruleset: str) -> Opinion:
     path.write_bytes(b"\n".join(line for _, line in lines))
     answer = process.ask("log", path, ruleset, TIMEOUT_S)
     if "crash" in answer:
-        return Opinion("fail", (Complaint(visible(answer["crash"], MAX_TEXT_CHARACTERS)),), judged=False)
+        return Opinion("fail", (Complaint(visible(answer["crash"], MAX_TEXT_CHARACTERS)),))
     places = [number for number, _ in lines]
     complaints = [_parse_message(key, text, places, "error") for key, text in answer["errors"]]
     complaints += [_parse_message(key, text, places, "warning") for key, text in answer["warnings"]]

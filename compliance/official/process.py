@@ -49,7 +49,7 @@ class Worker:
         self._temporary = tempfile.TemporaryDirectory(prefix="compliance-")  # is removed at exit
         self.folder = Path(self._temporary.name)
         atexit.register(self.end)
-        atexit.register(ignore_signals)  # called before `end`
+        atexit.register(ignore_signals)  # runs before `end`, because the last registered function runs first
 
     def answer(self, question: str, subject: str | int, ruleset: str, timeout_s: float) -> dict[str, Any]:
         """Return the answer to a question, or {"crash": reason} if the tool died twice or timed out."""
@@ -66,7 +66,7 @@ class Worker:
                     process.stdin.write(request)
                     process.stdin.flush()
                 answer = process.stdout.readline()
-            finally:  # after a signal, too: Python waits for the thread before it ends
+            finally:  # also after a signal, because Python does not end before the timer's thread has ended
                 watchdog.cancel()
             # An answer without a line end means that the process died while answering.
             if answer.endswith(b"\n"):

@@ -11,7 +11,7 @@ from shlex import quote
 from typing import Any
 
 from compliance.artefact import MAX_FILE_BYTES
-from compliance.check.checker import check_log
+from compliance.check.checker import check_logs
 from compliance.convergence.outlook import outlook_of
 from compliance.convergence.selection import FAILED, Selection, select
 from compliance.folders import BENCHMARK, absolute, numbered_logs
@@ -119,7 +119,7 @@ def _choose(logs: list[Log], request: PackageRequest) -> tuple[tuple[SubmittedRu
     if len(logs) < SUBMISSION_RUNS:
         remedy = f"`python -m compliance convergence {quote(str(request.runs))}` says what the missing runs must do"
         raise ValueError(f"{request.runs}: {len(logs)} complete logs, expected {SUBMISSION_RUNS} (TR 12): {remedy}")
-    verdicts = [check_log(log, rules.NEWEST_RULESET) for log in logs]
+    verdicts = check_logs(logs, rules.NEWEST_RULESET)
     # A log that fails a check counts as a failed run, even if its status is success.
     seconds = [log.run.seconds if verdict.passed else None for log, verdict in zip(logs, verdicts, strict=True)]
     times = [FAILED if each is None else each / 60 for each in seconds]
@@ -163,11 +163,11 @@ def _differences(package: Package, score: dict[str, Any]) -> Iterator[Finding]:
     factor = read_json(written, MAX_FILE_BYTES, "")["scaling_factor"] if written.is_file() else 1.0
     figures = [
         ("score in minutes", package.minutes, score.get("minutes")),
-        ("scaling of scaling.json", package.scaling, factor),
+        ("scaling of scaling.json", package.outlook.applied_scaling, factor),
     ]
     # The summarizer always reads epoch_num of the last evaluation.
     if not package.outlook.note:
-        figures.append(("scaling", package.scaling, score.get("scaling")))
+        figures.append(("scaling", package.outlook.applied_scaling, score.get("scaling")))
     if package.division == "closed" and not package.outlook.note:
         figures.append(("mean samples to the target", package.outlook.mean, score.get("samples")))
     fault = f" ({visible(score['crash'])})" if "crash" in score else ""
@@ -175,5 +175,5 @@ def _differences(package: Package, score: dict[str, Any]) -> Iterator[Finding]:
         # A figure that only one of the two programs computes is also a difference.
         if ours is None or theirs is None or not math.isclose(ours, theirs, rel_tol=AGREEMENT):
             remedy = "do not submit it: one of the two programs is wrong about these logs"
-            found = f"the {name} is {ours} here and {theirs} there{fault}"
+            found = f"the {name} is {ours} by this program and {theirs} by the official tools{fault}"
             yield Finding(None, "", "result summarizer", found, remedy)

@@ -89,14 +89,9 @@ class Package:
         return self.request.tree / "results" / self.request.system.stem / "bert"
 
     @property
-    def scaling(self) -> float:
-        """Scaling factor of the score; 1 unless the outlook's verdict is "scaled"."""
-        return self.outlook.scaling if self.outlook.verdict == "scaled" else 1.0
-
-    @property
     def minutes(self) -> float:
-        """The score: Olympic mean of the times to train, multiplied by `scaling`."""
-        return self.selection.score * self.scaling
+        """The score: Olympic mean of the times to train, multiplied by the scaling factor (TR 13)."""
+        return self.selection.score * self.outlook.applied_scaling
 
     @property
     def choice(self) -> str:
@@ -114,10 +109,10 @@ class Package:
 
 @dataclass(frozen=True)
 class SourceTree:
-    """Source files of a submission, as sorted paths below `root`. The files in `modified` differ from `commit`.
+    """Source files of a submission, as sorted paths below `root`, where `commit` is checked out.
 
-    `commit` is checked out. The files exclude links, hidden files, files of more than 50 MiB, and names with spaces or
-    unprintable characters, because a submission must not contain any of them.
+    The files in `modified` differ from the commit. Links, hidden files, files of more than 50 MiB, and names with spaces or
+    unprintable characters are left out, because a submission must not contain them.
     """
 
     root: Path
@@ -189,7 +184,7 @@ def _fill(root: Path, package: Package, description: Mapping[str, Any], source: 
         _copy(run.log.path, results / run.name)
     # Write scaling.json here, because the summarizer reads it before its convergence check writes it.
     if package.outlook.verdict == "scaled":
-        _text(results / "scaling.json", json.dumps({"scaling_factor": package.scaling}))
+        _text(results / "scaling.json", json.dumps({"scaling_factor": package.outlook.scaling}))
     _text(root / "systems" / f"{system}.json", json.dumps(dict(description), indent=2, ensure_ascii=False) + "\n")
     configuration = json.dumps(_configuration(package.runs[0].log), indent=2)
     _text(benchmark / system / f"{system}_{IMPLEMENTATION}.json", configuration + "\n")
@@ -219,14 +214,14 @@ def _configuration(log: Log) -> dict[str, Any]:
 
 
 def _readme(package: Package) -> str:
-    request, system = package.request, package.request.system.stem
+    request, system, scaling = package.request, package.request.system.stem, package.outlook.applied_scaling
     return f"""# {request.org}
 
 {rules.NOT_A_RESULT}
 
 | system | division | benchmark | runs | minutes | scaled by |
 |---|---|---|---|---|---|
-| {system} | {package.division} | bert | {len(package.runs)} | {package.minutes:.4f} | {package.scaling:.6f} |
+| {system} | {package.division} | bert | {len(package.runs)} | {package.minutes:.4f} | {scaling:.6f} |
 
 `benchmarks/bert/implementations/{IMPLEMENTATION}/` is the source. `./run_and_time.sh RECIPE {SUBMISSION_RUNS}` there, with
 the recipe and the settings of `benchmarks/bert/{system}/{system}_{IMPLEMENTATION}.json`, repeats the runs. The

@@ -106,7 +106,9 @@ def _figures(results: Results) -> list[tuple[str, str, str]]:
         seconds, over = results.scaled_seconds, f"mean of {counted(len(kept), 'run')}, fastest and slowest dropped"
     else:
         # Without a score, show the time of one run, unless too many runs are invalid.
-        seconds, over = (None, "no score") if results.lost > 1 else (shown.logged.seconds, f"run {shown.number}")
+        seconds, over = (
+            (None, "no score") if results.invalid_count > 1 else (shown.logged.seconds, f"run {shown.number}")
+        )
     rates = [run.logged.sequences_per_s for run in kept or [shown] if run.logged.sequences_per_s]
     mean_rate = sum(rates) / len(rates) if rates else None
     each = "evaluations included"

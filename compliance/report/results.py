@@ -11,7 +11,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import Literal, TypeVar
 
-from compliance.check.checker import check_log
 from compliance.convergence.outlook import Outlook, outlook_of
 from compliance.convergence.selection import FAILED, olympic_mean, submitted
 from compliance.folders import find, numbered_logs
@@ -58,7 +57,7 @@ class ReportedRun:
 
     @property
     def outcome(self) -> Outcome:
-        """Verdict on a run with a target. For a run without a target, how it ended: "resumed" if it then finished."""
+        """Verdict on a run with a target. For a run without one, how it ended; "resumed" if it finished after resuming."""
         if self.logged.trains_to_end:
             if self.logged.status == "success":
                 return "resumed" if "resumed from" in self.log.header else "finished"
@@ -143,7 +142,7 @@ class Results:
         return tuple(run for run in self.submitted if run.counted_seconds < FAILED)
 
     @property
-    def lost(self) -> int:
+    def invalid_count(self) -> int:
         """Number of invalid submitted runs. If it is more than one, there is no score (TR 12)."""
         return len(self.submitted) - len(self.valid)
 
@@ -244,17 +243,17 @@ def load_results(folder: Path, ruleset: str = rules.NEWEST_RULESET) -> Results:
     """Read and check every run of results/<system>/bert.
 
     Raises:
-        ValueError: the folder is missing or contains no result file.
+        ValueError: the folder is missing or contains no result file, or its logs lie beside a folder with results.
     """
     logs = numbered_logs(folder)
     verdicts = {verdict.path: verdict for verdict in check_paths([folder], ruleset)}
+    if folder not in verdicts:
+        raise ValueError(f"{folder}: its logs lie beside a folder with results. Move them to results/<system>/bert")
     # For "auto", use the ruleset that the check chose for the folder.
     ruleset = verdicts[folder].ruleset
     runs: list[ReportedRun] = []
     for number, path in logs:  # result_1.txt and result_01.txt are two runs with the same number
-        log = read_log(path)
-        # Check the log here if the folder's check did not include it.
-        verdict = verdicts.pop(path, None) or check_log(log, ruleset)
+        log, verdict = read_log(path), verdicts.pop(path)
         metrics = read_metrics(folder / f"metrics_{number}.jsonl")
         # The check warns of metrics of another run. Its times must not be shown as this run's.
         runs.append(ReportedRun(number, log, verdict, Metrics() if metrics_fault(metrics, log.run) else metrics))

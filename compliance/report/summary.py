@@ -21,7 +21,7 @@ RULED_FIELDS = {
     "official", "ours", "dropped", "target", "converged_samples", "verdict", "note", "ruleset", "division",
     "score_seconds", "scaled_score_seconds", "convergence", "beside", "description",
 }  # fmt: skip
-"""Fields about the rules of MLPerf, which the documents about an experiment lack."""
+"""Fields about the rules of MLPerf, which reports on experiments omit."""
 
 MAX_NAMED = 3
 MAX_CELL = 40
@@ -105,8 +105,8 @@ def _named(settings: Iterable[str]) -> str:
 def _score_statement(results: Results) -> Statement:
     if results.differing:
         return Statement("plain", "Score", f"No score: the runs differ in {_named(results.differing)}.")
-    if results.lost > 1:
-        why = f"{results.lost} of {len(results.submitted)} runs are no valid results, and only one may be"
+    if results.invalid_count > 1:
+        why = f"{results.invalid_count} of {len(results.submitted)} runs are no valid results, and only one may be"
         return Statement("bad", "Score", f"No score: {why}.")
     if results.score_seconds is None:
         needed = f"it needs at least {MIN_RUNS_FOR_SCORE} runs"
@@ -124,7 +124,9 @@ def _score_statement(results: Results) -> Statement:
     if len(results.runs) != SUBMISSION_RUNS and (results.for_submission or results.submitted != results.runs):
         text += f" A submission has {SUBMISSION_RUNS} runs, here are {len(results.runs)}"
         text += (
-            ": these are the consecutive ones of median score (TR 12.1)." if results.submitted != results.runs else "."
+            ": the ten consecutive runs with the median score count (TR 12.1)."
+            if results.submitted != results.runs
+            else "."
         )
     return Statement("good" if len(results.submitted) == SUBMISSION_RUNS else "plain", "Score", text)
 

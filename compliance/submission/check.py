@@ -31,7 +31,7 @@ from compliance.log.rules import SUBMISSION_RUNS
 from compliance.official import process
 from compliance.official.package import Answer, ask, ask_about_folder
 from compliance.submission.comparison import FolderRun, compare_seeds, compare_settings, without_copies
-from compliance.submission.derived import metrics_findings, package_findings, report_findings, scaling_findings
+from compliance.submission.derived import metrics_findings, readme_findings, report_findings, scaling_findings
 from compliance.submission.description import Description, against_logs, description_findings, read_description
 from console.text import counted, visible
 
@@ -79,7 +79,7 @@ def is_for_submission(run: LoggedRun) -> bool:
 
 
 def _check_tree(tree: Tree, ruleset: str) -> list[Verdict]:
-    # One submission is of one round. Bare results may be of several rounds.
+    # All logs of a submission belong to one round, so judge them under one ruleset. Bare results may be of several rounds.
     if tree.submission:
         paths = [path for folder in tree.benchmarks for path in folder.logs]
         all_runs, chosen = _check_logs(paths, tree.descriptions, ruleset)
@@ -104,7 +104,7 @@ def _check_tree(tree: Tree, ruleset: str) -> list[Verdict]:
         verdicts.append(_verdict(path, "description", chosen, ask("system", path, chosen), findings, missed))
     owners: dict[bytes, BenchmarkFolder] = {}
     for folder, runs, chosen in checked:
-        verdicts += _check_folder(tree, folder, runs, chosen, _shared(folder, runs, owners))
+        verdicts += _check_folder(folder, runs, chosen, _shared(folder, runs, owners))
     return verdicts
 
 
@@ -130,8 +130,9 @@ def _verdict(
     """
     if answer.outcome == "fail" and not any(finding.severity == "error" for finding in findings):
         tool = process.NAMES[_TOOLS[part]]
-        found = f"the official {tool} rejects it, expected no objection: {answer.message or 'it does not say why'}"
-        findings.append(Finding(None, "", f"mlperf-logging, ruleset {ruleset}", found, "correct what it names"))
+        found = f"the official {tool} rejects it: {answer.message or 'it does not say why'}"
+        remedy = "correct what it names" if answer.message else f"run the {tool} by hand (docs/submission.md)"
+        findings.append(Finding(None, "", f"mlperf-logging, ruleset {ruleset}", found, remedy))
     return Verdict(path, ruleset, answer.outcome, tuple(findings), None, None, missed, part)
 
 
@@ -146,7 +147,7 @@ def _read(path: Path) -> Log | Verdict:
 
 
 def _check_logs(paths: Sequence[Path], descriptions: Sequence[Path], ruleset: str) -> tuple[list[FolderRun], str]:
-    """Read and check logs that are judged, with their descriptions, under one ruleset. Return the runs and this ruleset."""
+    """Read logs, and check them and their descriptions under one ruleset. Return the runs and the ruleset."""
     logs, limit = [_read(path) for path in paths], rules.NEWEST_RULESET
     if ruleset == rules.AUTO:
         described = [read_description(path) for path in descriptions if path.is_file()]
@@ -164,7 +165,7 @@ def _errors(description: Description, ruleset: str) -> list[Finding]:
 
 
 def _run_of(log: Log | Verdict, verdict: Verdict) -> FolderRun:
-    # The records of two runs in one file say nothing about either of them.
+    # An unreadable log, or a log with the records of several runs, is not compared with the other logs.
     if isinstance(log, Verdict) or not verdict.is_one_run:
         return FolderRun(verdict, LoggedRun())
     # Digest only the records, so that a copy of a log with other comments is recognised.
@@ -173,7 +174,7 @@ def _run_of(log: Log | Verdict, verdict: Verdict) -> FolderRun:
 
 
 def _check_folder(
-    tree: Tree, folder: BenchmarkFolder, runs: list[FolderRun], ruleset: str, findings: list[Finding]
+    folder: BenchmarkFolder, runs: list[FolderRun], ruleset: str, findings: list[Finding]
 ) -> list[Verdict]:
     # Use the division that most logs name, or else closed, which is stricter.
     named = Counter(str(run.verdict.division).lower() for run in runs)
@@ -185,15 +186,15 @@ def _check_folder(
         run.findings.extend(metrics_findings(run.verdict.path, run.logged))
     is_meant = folder.submission or not runs or any(is_for_submission(run.logged) for run in runs)
     findings += layout_findings(folder, SUBMISSION_RUNS if is_meant else None)
-    prospect = _convergence(runs, ruleset) if division == "closed" else None
+    convergence = _convergence(runs, ruleset) if division == "closed" else None
     answer = _official_answer(
-        folder, runs, division, ruleset, by_train_samples=bool(prospect and prospect.by_train_samples)
+        folder, runs, division, ruleset, by_train_samples=bool(convergence and convergence.by_train_samples)
     )
     if any(not run.complete_verdict.passed for run in runs):
         findings.append(_failed_runs(runs, answer))
-    if prospect:
-        findings += _convergence_findings(prospect, folder.severity)
-    findings += _derived_findings(tree, folder, runs, prospect)
+    if convergence:
+        findings += _convergence_findings(convergence, folder.severity)
+    findings += _derived_findings(folder, runs, convergence)
     missed = [run.verdict.missed for run in runs if run.verdict.missed]
     verdict = _verdict(folder.path, "folder", ruleset, answer, findings, missed[0] if missed else "")
     return [verdict, *(run.complete_verdict for run in runs)]
@@ -212,16 +213,16 @@ def _official_answer(
 
 
 def _derived_findings(
-    tree: Tree, folder: BenchmarkFolder, runs: Sequence[FolderRun], prospect: Outlook | None
+    folder: BenchmarkFolder, runs: Sequence[FolderRun], convergence: Outlook | None
 ) -> Iterator[Finding]:
     logged = {run.verdict.path: run.logged for run in runs}
     passed = [run.logged for run in runs if run.complete_verdict.passed]
-    yield from scaling_findings(folder, prospect, passed, len(runs) - len(passed))
+    yield from scaling_findings(folder, convergence, passed, len(runs) - len(passed))
     yield from report_findings(
         folder, {int(number): run for path, run in logged.items() if (number := log_number(path))}
     )
     seconds = [run.logged.seconds if run.complete_verdict.passed else None for run in runs]
-    yield from package_findings(tree, folder.system, [*logged.values()], seconds, prospect)
+    yield from readme_findings(folder, seconds, convergence)
 
 
 def _failed_runs(runs: Sequence[FolderRun], answer: Answer) -> Finding:
@@ -246,9 +247,9 @@ def _failed_runs(runs: Sequence[FolderRun], answer: Answer) -> Finding:
 
 
 def _convergence(runs: Sequence[FolderRun], ruleset: str) -> Outlook | None:
-    """Compare closed runs with the reference; None if they are no set, or nothing can be compared.
+    """Compare closed runs with the reference; None if their batch sizes differ or more than one run failed.
 
-    One run of the set may fail. It counts as not converged, as the slowest.
+    A single failed run counts as a run that did not converge.
     """
     times = [run.logged.seconds if run.complete_verdict.passed else None for run in runs]
     chosen = submitted([run.logged.start_ms or 0 for run in runs], [time or FAILED for time in times])
@@ -268,22 +269,22 @@ def _convergence(runs: Sequence[FolderRun], ruleset: str) -> Outlook | None:
     return found
 
 
-def _convergence_findings(prospect: Outlook, submission: Severity) -> Iterator[Finding]:
+def _convergence_findings(convergence: Outlook, submission: Severity) -> Iterator[Finding]:
     rule = "TR 13; RCP checker"
-    if prospect.verdict in ("fail", "unknown"):
+    if convergence.verdict in ("fail", "unknown"):
         remedy = (
             "check data, loss and evaluation against the reference: faster convergence than its runs needs a reason"
         )
-        if prospect.verdict == "unknown":
+        if convergence.verdict == "unknown":
             remedy = (
                 "log the sequences trained so far as epoch_num of every evaluation, and at the end as train_samples"
             )
-        yield Finding(None, "eval_accuracy", rule, prospect.sentence, remedy)
-    elif prospect.verdict == "no reference":
+        yield Finding(None, "eval_accuracy", rule, convergence.sentence, remedy)
+    elif convergence.verdict == "no reference":
         remedy = "submit reference runs at this batch size, or choose a smaller one"
-        yield Finding(None, "global_batch_size", rule, prospect.sentence, remedy, severity=submission)
-    elif prospect.note:
+        yield Finding(None, "global_batch_size", rule, convergence.sentence, remedy, severity=submission)
+    elif convergence.note:
         remedy = "log the true epoch_num, and stop at the target"
-        if prospect.by_train_samples:
+        if convergence.by_train_samples:
             remedy += "; until then, the package checker needs --rcp-bert-train-samples"
-        yield Finding(None, "eval_accuracy", rule, prospect.note, remedy, severity="warning")
+        yield Finding(None, "eval_accuracy", rule, convergence.note, remedy, severity="warning")

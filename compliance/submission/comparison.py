@@ -31,7 +31,7 @@ SUBMISSION_KEYS: dict[str, Severity] = {
 """Keys that must have the same value in all logs of a folder, and the severity of a difference."""
 
 NOT_COMPARED = ("training.seed", "log.", "checkpoint.", "plan", "resume", "save_checkpoint", "dry_run")
-"""Beginnings of the names of configuration lines that are no settings of a result: seeds, places, the start of a run."""
+"""Prefixes of configuration names that are not compared: seeds, output folders, and how the run was started."""
 
 MAX_SETTINGS = 100
 
@@ -55,7 +55,7 @@ class FolderRun:
         """File name of the log, escaped for messages."""
         return visible(self.verdict.path.name)
 
-    def object(
+    def add_finding(
         self, record: Record | None, key: str, rule: str, found: str, remedy: str, severity: Severity, more: int = 0
     ) -> None:
         """Add a finding from the comparison with other logs, unless the record already has an error of its own."""
@@ -79,29 +79,29 @@ def without_copies(runs: Sequence[FolderRun]) -> list[FolderRun]:
         original = originals.setdefault(run.digest, run) if run.digest else run
         if original is not run:
             found = f"{run.name} is a copy of {original.name}: all records are the same, expected a run of its own"
-            run.object(None, "", "TR 12", found, "remove the copy, and run again", "error")
+            run.add_finding(None, "", "TR 12", found, "remove the copy, and run again", "error")
     return [run for run in runs if originals.get(run.digest, run) is run]
 
 
 def compare_settings(runs: Sequence[FolderRun], division: rules.Division) -> None:
     """Add a finding to each log for every setting that differs from most logs."""
     for key, severity in SUBMISSION_KEYS.items():
-        for run, record, found in _odd_ones(runs, key):
-            run.object(record, key, "TR 12", found, "keep the logs of one system and entry in a folder", severity)
+        for run, record, found in _deviations(runs, key):
+            run.add_finding(record, key, "TR 12", found, "keep the logs of one system and entry in a folder", severity)
     severity = "error" if division == "closed" else "warning"
     remedy = "submit runs of one configuration: run this one again"
     key, apart = "global_batch_size", set()
-    for run, record, found in _odd_ones(runs, key):
+    for run, record, found in _deviations(runs, key):
         apart.add(run.name)
-        run.object(record, key, "TR 12; RCP checker", found, remedy, severity)
+        run.add_finding(record, key, "TR 12; RCP checker", found, remedy, severity)
     # Compare only runs of the same batch size, because many settings depend on it.
     alike = [run for run in runs if run.name not in apart]
     odd: dict[str, list[tuple[FolderRun, Record, str]]] = {}
-    for run, record, found in (each for key in HYPERPARAMETERS for each in _odd_ones(alike, key)):
+    for run, record, found in (each for key in HYPERPARAMETERS for each in _deviations(alike, key)):
         odd.setdefault(run.name, []).append((run, record, found))
     for (run, record, found), *others in odd.values():
         likewise = f"; {', '.join(other.key for _, other, _ in others)} likewise" if others else ""
-        run.object(record, record.key, "TR 9.1; TR 12", found + likewise, remedy, severity)
+        run.add_finding(record, record.key, "TR 9.1; TR 12", found + likewise, remedy, severity)
 
 
 def differing_settings(runs: Sequence[LoggedRun]) -> dict[str, list[str]]:
@@ -128,7 +128,7 @@ def _is_setting(line: str) -> bool:
     )
 
 
-def _odd_ones(runs: Sequence[FolderRun], key: str) -> Iterator[tuple[FolderRun, Record, str]]:
+def _deviations(runs: Sequence[FolderRun], key: str) -> Iterator[tuple[FolderRun, Record, str]]:
     """Yield (run, record, finding in words) for each run whose value of `key` differs from most runs."""
     holders = [(run, run.logged.first[key]) for run in runs if key in run.logged.first]
     counts = Counter(_comparable(record.value) for _, record in holders)
@@ -166,7 +166,7 @@ def compare_seeds(runs: Sequence[FolderRun], division: rules.Division, submissio
             if position is None and division == "closed":
                 found = "no metadata file and lineno, expected them, as the seed checker does"
                 remedy = "log it with the logger of mlperf-logging"
-                run.object(record, "seed", "seed checker", found, remedy, submission)
+                run.add_finding(record, "seed", "seed checker", found, remedy, submission)
                 continue
             earlier = logged.setdefault((position, seed), (run, record))
             if earlier[1] is record and index == 0:
@@ -176,12 +176,12 @@ def compare_seeds(runs: Sequence[FolderRun], division: rules.Division, submissio
         # Before ruleset 4.1.0 a missing seed is a warning, but the seed checker fails the folder under all rulesets.
         if not run.seeds and run.verdict.official == "pass" and division == "closed" and submission == "error":
             found = "no record, expected one with the seed of the run: the seed checker asks for it"
-            run.object(None, "seed", rule, found, "log the seed, once, from one process", "error")
+            run.add_finding(None, "seed", rule, found, "log the seed, once, from one process", "error")
         for record, seed, other, first in shared[:1]:
             where = "" if other is run else f"{other.name} "
             found = f"value {seed} was logged before, in {where}line {first.line}, expected another seed in every run"
             remedy = "run again with a seed from the clock or /dev/urandom, logged once by one process"
-            run.object(record, "seed", rule, found, remedy, severity, len(shared) - 1)
+            run.add_finding(record, "seed", rule, found, remedy, severity, len(shared) - 1)
 
 
 def _seed(record: Record) -> int | None:

@@ -1,4 +1,4 @@
-"""Compare files that were derived from the logs with the logs: scaling.json, metrics, reports, and a package's tables.
+"""Compare files that were derived from the logs with the logs: scaling.json, metrics, reports, and a package's README.md.
 
 The official tools and people read these files in place of the logs, so a file that contradicts its logs is a fault.
 """
@@ -15,7 +15,7 @@ from typing import Any
 
 from compliance.convergence.outlook import Outlook, outlook, outlook_of
 from compliance.convergence.selection import FAILED, olympic_mean
-from compliance.folders import BenchmarkFolder, Tree, log_number
+from compliance.folders import BenchmarkFolder, log_number
 from compliance.log import rules
 from compliance.log.findings import Finding, Severity, shown
 from compliance.log.logged_run import LoggedRun
@@ -45,7 +45,7 @@ MAX_ROWS = 1_000
 
 
 def scaling_findings(
-    folder: BenchmarkFolder, prospect: Outlook | None, runs: Sequence[LoggedRun], failed: int
+    folder: BenchmarkFolder, convergence: Outlook | None, runs: Sequence[LoggedRun], failed: int
 ) -> Iterator[Finding]:
     """Compare scaling.json, by which the result summarizer multiplies the score, with the valid runs and the failed ones."""
     path = folder.path / SCALING
@@ -57,18 +57,17 @@ def scaling_findings(
         content = str(error).removeprefix(f"{path}: ")
     factor = content.get("scaling_factor", 1.0) if isinstance(content, dict) else None
     expected, why = [1.0], "no file, because the score of these logs is not scaled"
-    if prospect and prospect.verdict in ("pass", "scaled"):
-        # The points differ between rounds, and the RCP checker reads the last evaluation.
+    if convergence and convergence.verdict in ("pass", "scaled"):
+        # Accept the factor by the points of any round, counted to the first evaluation at the target, or to the last one,
+        # as the RCP checker counts.
         batch = runs[0].global_batch_size or 0
         last = [*(run.epoch_nums[-1] if run.epoch_nums else None for run in runs), *[None] * failed]
-        expected = [_factor(prospect)]
+        expected = [convergence.applied_scaling]
         for ruleset in rules.RULESETS:
-            expected += [
-                _factor(outlook_of(runs, batch, ruleset, failed=failed)),
-                _factor(outlook(last, batch, ruleset)),
-            ]
-        if prospect.verdict == "scaled":
-            why = f"{prospect.scaling:.6f}, the mean of the reference divided by the mean of the runs"
+            outlooks = outlook_of(runs, batch, ruleset, failed=failed), outlook(last, batch, ruleset)
+            expected += [each.applied_scaling for each in outlooks]
+        if convergence.verdict == "scaled":
+            why = f"{convergence.scaling:.6f}, the mean of the reference divided by the mean of the runs"
     if rules.is_number(factor) and any(math.isclose(factor, each, rel_tol=TOLERANCE) for each in expected):
         return
     found = f"{SCALING} has scaling_factor {shown(content if factor is None else factor)}, expected {why}"
@@ -77,10 +76,6 @@ def scaling_findings(
     is_harmless = rules.is_number(factor) and factor > min(expected)
     severity: Severity = "warning" if is_harmless else "error"
     yield Finding(None, "scaling_factor", "TR 13; RCP checker", found, remedy, severity=severity)
-
-
-def _factor(prospect: Outlook) -> float:
-    return prospect.scaling if prospect.verdict == "scaled" else 1.0
 
 
 def metrics_fault(metrics: Metrics, run: LoggedRun) -> str:
@@ -164,38 +159,26 @@ def _number(value: object) -> float | None:
     return number if abs(number) < 1e18 else None
 
 
-def package_findings(
-    tree: Tree, system: str, runs: Sequence[LoggedRun], seconds: Sequence[float | None], prospect: Outlook | None
+def readme_findings(
+    folder: BenchmarkFolder, seconds: Sequence[float | None], convergence: Outlook | None
 ) -> Iterator[Finding]:
-    """Compare the score in README.md and the settings in benchmarks/bert/<system>/ with the logs of the system.
+    """Compare the score in the README.md that `python -m compliance package` wrote with the logs of the system.
 
-    `seconds` has the time to train of each run, None for a run that is no valid result.
-
-    Both are in the submissions of `python -m compliance package`. Other submissions have no such table or file.
+    `seconds` has the time to train of each run, None for a run that is not a valid result.
     """
-    if not tree.submission:
+    if not folder.submission:
+        return
+    try:
+        text = read_bounded(folder.submission / "README.md", MAX_BYTES, "").decode("utf-8", "replace")
+    except (OSError, ValueError):
         return
     times = [FAILED if each is None else each / 60 for each in seconds]
-    for name, minutes, scaling in README_ROW.findall(_text(tree.submission / "README.md")):
-        score = olympic_mean(times) * (_factor(prospect) if prospect else 1.0) if len(times) >= 3 else FAILED
-        if name == system and abs(float(minutes) - score) > 1e-3:
+    for name, minutes, scaling in README_ROW.findall(text):
+        score = (
+            olympic_mean(times) * (convergence.applied_scaling if convergence else 1.0) if len(times) >= 3 else FAILED
+        )
+        if name == folder.system and abs(float(minutes) - score) > 1e-3:
             found = f"README.md says {minutes} minutes, scaled by {scaling}, and the logs say {score:.4f} minutes"
-            yield Finding(None, "", "result summarizer", f"{found}, expected the same", "correct it")
-    for path in sorted((tree.submission / "benchmarks" / "bert" / system).glob(f"{system}_*.json"))[:MAX_DERIVED]:
-        try:
-            content = read_json(path, MAX_BYTES, "")
-        except ValueError:
-            continue
-        settings = content.get("logged") if isinstance(content, dict) else None
-        for key, value in settings.items() if isinstance(settings, dict) else ():
-            logged = [run.value(key) for run in runs]
-            if key in rules.KEYS and key != "seed" and logged and value not in logged:
-                found = f"{visible(path.name)} has {key} {shown(value)}, expected {shown(logged[0])} as in the logs"
-                yield Finding(None, key, "TR 9.1", found, "write the settings of these runs")
-
-
-def _text(path: Path) -> str:
-    try:
-        return read_bounded(path, MAX_BYTES, "").decode("utf-8", "replace")
-    except (OSError, ValueError):
-        return ""
+            yield Finding(
+                None, "", "result summarizer", f"{found}, expected the same", "correct the table in README.md"
+            )

@@ -33,7 +33,7 @@ AGREEMENT = "SR System description"
 ESSENTIAL = ("accelerators_per_node", "accelerator_model_name")
 """Fields that must agree with the logs. Otherwise the description is for another system."""
 
-_HEADS = ("accelerator", "cpu", "torch", "processes")
+_HEADER_KEYS = ("accelerator", "cpu", "torch", "processes")
 _NONE = ("", "none", "n/a", "-")
 
 # The official checker means to check the status from 4.1 on, but its condition already holds for 4.0.
@@ -136,7 +136,7 @@ def description_findings(description: Description, ruleset: str) -> Iterator[Fin
 def against_logs(description: Description, runs: Sequence[LoggedRun]) -> Iterator[Finding]:
     """Yield findings for the fields that differ from the records or headers of most logs."""
     for name, key, agree, severity in _RECORDS:
-        described, said = description.text(name), _usual([run.value(key) for run in runs])
+        described, said = description.text(name), _most_frequent([run.value(key) for run in runs])
         # Skip a field that is missing here or in all logs: it is optional, or already reported.
         if described is None or said is None or agree(described, said):
             continue
@@ -151,7 +151,7 @@ def against_logs(description: Description, runs: Sequence[LoggedRun]) -> Iterato
         yield Finding(description.lines.get(name), name, rule, found, remedy, severity=severity)
     yield from _implausible_rate(description, runs)
     # The headers of this repository's logs name hardware and software.
-    head = {key: _usual([run.header.get(key) for run in runs]) or "" for key in _HEADS}
+    head = {key: _most_frequent([run.header.get(key) for run in runs]) or "" for key in _HEADER_KEYS}
     # Each rank has its own accelerator. On CPUs the number of ranks says nothing about the hardware.
     ranks = "" if head["accelerator"].lower() in _NONE else head["processes"].partition(" ")[0]
     model, torch = head["cpu"].rpartition(", ")[0], f"PyTorch {head['torch']}" if head["torch"] else ""
@@ -164,7 +164,7 @@ def against_logs(description: Description, runs: Sequence[LoggedRun]) -> Iterato
     ):
         if described and logged and not agree(described, logged):
             what = "number_of_nodes x accelerators_per_node" if name == "accelerators_per_node" else "value"
-            found = f"{what} {shown(described)}, expected what the heads of the logs say, {shown(logged)}"
+            found = f"{what} {shown(described)}, expected what the headers of the logs say, {shown(logged)}"
             remedy = f"`python -m compliance system --out FILE --set {name}=...`, or take the logs of this system"
             severity = "error" if name in ESSENTIAL else "warning"
             yield Finding(description.lines.get(name), name, AGREEMENT, found, remedy, severity=severity)
@@ -192,7 +192,7 @@ def count_accelerators(fields: Mapping[str, Any]) -> int | None:
     return int(counts[0]) * int(counts[1])
 
 
-def _usual(values: Sequence[object]) -> str | None:
+def _most_frequent(values: Sequence[object]) -> str | None:
     counts = Counter(value for value in values if isinstance(value, str) and value.strip())
     return max(counts, key=lambda value: counts[value], default=None)
 

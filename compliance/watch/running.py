@@ -135,7 +135,7 @@ class RunningLog(LoggedRun):
         key = record.key
         # Limit the evaluations, because all of them are stored.
         if key == "eval_accuracy" and len(self.accuracies) >= MAX_EVALUATIONS:
-            self.complain(f"there are more than {MAX_EVALUATIONS} evaluations: the others are ignored")
+            self.complain(f"there are more than {MAX_EVALUATIONS} evaluations: the later ones are ignored")
             return
         for violation in violations(self, record, rules.NEWEST_RULESET):
             if _is_fatal(violation):
@@ -153,7 +153,7 @@ class RunningLog(LoggedRun):
         """Add complaints about missing or wrong records that must be logged before the clock starts."""
         is_closed = self.division == "closed"
         if "cache_clear" not in self.first:
-            self.complain("no cache_clear before run_start: caches must be dropped, and that logged (TR 6.1)")
+            self.complain("no cache_clear before run_start: drop the caches before a run, and log it (TR 6.1)")
         elif is_closed and not self._cleared:
             self.complain("caches were not dropped before this closed run (TR 6.1)")
         if is_closed and "seed" not in self.first:

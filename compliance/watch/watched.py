@@ -116,7 +116,7 @@ class Watch:
 
 
 def results_in(folder: Path) -> dict[Path, float]:
-    """Return the modification time of each log of a folder, the newest last."""
+    """Return the newest `MAX_LOGS` logs of a folder with their modification times, the newest log last."""
     found: list[tuple[float, Path]] = []
     with suppress(OSError):
         for path in folder.iterdir():
@@ -146,7 +146,7 @@ def choose(path: Path) -> Path | None:
             return path
         return None
     for folder in (path, path / "bert"):
-        # Never choose a finished log: the watch may be started before the run that it is for.
+        # Never choose a finished log: a watch may be started before its run has a log.
         for log, written in reversed(results_in(folder).items()):
             if not _read_log(log, written).is_ended:
                 return log

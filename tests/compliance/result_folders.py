@@ -110,7 +110,7 @@ def benchmark_folder(root: Path) -> Path:
 
 
 def write_listed(root: Path, listed: bytes, logs: Sequence[bytes]) -> None:
-    """Make the folder ``root`` of lines with a path, a tab, and a content: link TARGET, pipe, log WORD, system, or text."""
+    """Create ``root`` from lines of a path, a tab and a content, which is link TARGET, pipe, log WORD, system, or text."""
     shutil.rmtree(root, ignore_errors=True)
     root.mkdir()
     for line in os.fsdecode(listed).split("\n")[:40]:

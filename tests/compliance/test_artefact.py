@@ -18,9 +18,7 @@ from tests.programs import PATIENCE_S
 
 
 @pytest.mark.slow
-def test_every_file_and_folder_of_a_tree_is_on_the_disk_before_the_tree_has_its_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_files_of_a_package_are_flushed_before_it_is_renamed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     names: dict[int, str] = {}
     wait = os.fsync
 
@@ -64,7 +62,7 @@ def package(folder: Path) -> list[str]:
 
 @pytest.mark.parametrize(("command", "module", "function"), [(report, "os", "fsync"), (package, "shutil", "copyfile")])
 @pytest.mark.slow
-def test_sigterm_in_the_middle_of_writing_leaves_nothing(
+def test_sigterm_while_writing_leaves_no_files(
     command: Callable[[Path], list[str]], module: str, function: str, tmp_path: Path
 ) -> None:
     arguments = command(tmp_path)

@@ -17,7 +17,7 @@ def folder(tmp_path: Path) -> Path:
     return path
 
 
-def test_a_repository_is_searched_to_a_depth_and_files_to_a_size(folder: Path) -> None:
+def test_the_repository_search_is_limited_in_depth_and_reports_files_above_50_mib(folder: Path) -> None:
     root = folder.parents[2]
     (folder / "result_0.txt").touch()
     (root / ".git" / "a b").mkdir(parents=True)  # not searched
@@ -36,10 +36,18 @@ def test_a_repository_is_searched_to_a_depth_and_files_to_a_size(folder: Path) -
     ]
 
 
-def test_a_folder_without_logs_is_for_them_if_it_is_named_bert_and_holds_none_of_that_name(folder: Path) -> None:
+def test_without_logs_the_innermost_folder_named_bert_is_the_benchmark_folder(folder: Path) -> None:
     for name, inner in (("old", folder), ("bert_2", folder / "bert_2")):
         (folder / name).mkdir()
         assert [found.path for found in find(folder).benchmarks] == [inner]
+
+
+@pytest.mark.parametrize(("below", "found"), [("earlier", "runs"), ("bert", "runs/bert")])
+def test_a_folder_with_logs_is_a_benchmark_folder_unless_it_contains_bert(folder: Path, below: str, found: str) -> None:
+    (folder / "runs" / below).mkdir(parents=True)
+    for path in (folder / "runs", folder / "runs" / below):
+        (path / "result_0.txt").touch()
+    assert [each.path for each in find(folder / "runs").benchmarks] == [folder / found]
 
 
 def test_logs_are_ordered_by_number(folder: Path) -> None:
@@ -51,7 +59,7 @@ def test_logs_are_ordered_by_number(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(("logs", "others"), [(9, 1), (9, 3), (8, 4), (10, 1), (11, 1)])
-def test_files_with_records_may_be_the_logs_that_lack(folder: Path, logs: int, others: int) -> None:
+def test_misnamed_files_with_records_are_reported_if_logs_are_missing(folder: Path, logs: int, others: int) -> None:
     (folder.parents[2] / "systems" / "node.json").touch()
     with pytest.raises(ValueError, match=r" in it, expected results/<system>/bert after a run$"):
         numbered_logs(folder)

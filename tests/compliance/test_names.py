@@ -54,7 +54,7 @@ COMMANDS = {
 @pytest.mark.parametrize(
     ("status", "words"), [(status, line.strip()) for status in COMMANDS for line in re.split("[;\n]", COMMANDS[status])]
 )
-def test_a_name_forges_nothing(words: str, status: int | None, results: Path, log: Path, tmp_path: Path) -> None:
+def test_output_escapes_hostile_names(words: str, status: int | None, results: Path, log: Path, tmp_path: Path) -> None:
     places = {"LOG": log, "RESULTS": results, "BERT": results / NAME / "bert", "OUT": tmp_path}
     arguments = words.split()
     given = [re.sub("^OUT/", f"{tmp_path}/", str(places.get(word, word))) for word in arguments]
@@ -76,7 +76,7 @@ def test_a_name_forges_nothing(words: str, status: int | None, results: Path, lo
         assert "`" not in text.replace("\\`", "")
 
 
-def test_a_terminal_that_knows_only_ascii_ends_no_check(log: Path) -> None:
+def test_the_check_escapes_names_for_an_ascii_terminal(log: Path) -> None:
     (log.parent / "größe.txt").write_bytes(log.read_bytes())
     done = python("-m", "compliance", "check", log, log.parent / "größe.txt", PYTHONIOENCODING="ascii")
     assert (done.returncode, done.stdout[:5], done.stderr) == (0, "PASS ", "")

@@ -50,7 +50,7 @@ def losses() -> list[dict[str, float]]:
     return curve
 
 
-def test_the_loss_curve_matches_the_golden_one() -> None:
+def test_the_loss_curve_equals_the_golden_curve() -> None:
     golden = json.loads(FILE.read_text(encoding="utf-8"))
     curve = losses()
     assert len(golden) == len(curve) == STEPS

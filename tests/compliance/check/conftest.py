@@ -9,14 +9,14 @@ import pytest
 from compliance.check.checker import check_file
 from tests.compliance.log_edits import original_verdict
 
-Tell = Callable[..., str]
+VerdictText = Callable[..., str]
 
 
 @pytest.fixture
-def tell(tmp_path: Path) -> Tell:
-    """Return a function that checks a log and returns the verdict with all findings, without positions in the tests."""
+def verdict_text(tmp_path: Path) -> VerdictText:
+    """Return a function that checks a log and returns its verdict and findings, without source positions in tests."""
 
-    def told(content: str | bytes, ruleset: str = "5.0.0") -> str:
+    def text_of(content: str | bytes, ruleset: str = "5.0.0") -> str:
         path = tmp_path / "result_0.txt"
         path.write_bytes(content if isinstance(content, bytes) else content.encode())
         verdict = check_file(path, ruleset)
@@ -25,4 +25,4 @@ def tell(tmp_path: Path) -> Tell:
         said = "; ".join([f"official {verdict.official}, {verdict.summary}", *map(str, verdict.findings)])
         return re.sub(r"; logged at tests/compliance/run_logs\.py:\d+(?=\])", "", said)
 
-    return told
+    return text_of

@@ -20,7 +20,7 @@ from compliance.official import checker as official
 from compliance.official.checker import Complaint
 from compliance.report.page import render_as
 from compliance.report.results import load_results
-from tests.compliance.check.conftest import Tell
+from tests.compliance.check.conftest import VerdictText
 from tests.compliance.check.whole_logs import brief, timed
 from tests.compliance.command import run
 from tests.compliance.log_edits import Edit, delete, in_turn, metadata, move_before, original_verdict, swap, value
@@ -29,47 +29,45 @@ from tests.compliance.run_logs import initialise
 from tests.conftest import at_most
 
 
-def test_written_logs_pass_every_ruleset(tell: Tell, closed_log: str, open_log: str) -> None:
+def test_logs_of_the_writer_pass_every_ruleset(verdict_text: VerdictText, closed_log: str, open_log: str) -> None:
     for division, text in (("closed", closed_log), ("open", open_log)):
         for ruleset in rules.RULESETS:
-            assert tell(text, ruleset) == f"official pass, valid {division} log, ruleset {ruleset}"
+            assert verdict_text(text, ruleset) == f"official pass, valid {division} log, ruleset {ruleset}"
 
 
 TELEMETRY = "keep telemetry and other programs' output in other files"
 ONE_RUN = f"the rest was not read [SR Submission form]; log one run a file, and {TELEMETRY}"
 
 
-def test_a_log_beyond_a_bound_gets_one_clear_finding(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, open_log: str
-) -> None:
+def test_a_log_above_a_limit_gets_one_finding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, open_log: str) -> None:
     path, remedy = tmp_path / "result_0.txt", "write every record from one process, whole, on a line of its own"
     full = open_log + "#" * (2**20 - len(open_log))
 
-    def told(text: str) -> str:
+    def outcome(text: str) -> str:
         path.write_text(text)
         verdict = check_file(path)
         return "; ".join([verdict.official, *map(str, verdict.findings)])
 
     monkeypatch.setattr(checks, "MAX_FILE_BYTES", 2**20)
-    assert told(full) == "pass"
+    assert outcome(full) == "pass"
     found = "a file of 1.0 MiB; expected at most 1 MiB"
-    assert told(full + "#") == f"pass; error: {found} [SR Submission form]; {TELEMETRY}"
+    assert outcome(full + "#") == f"pass; error: {found} [SR Submission form]; {TELEMETRY}"
     monkeypatch.setattr(reader, "MAX_LOG_BYTES", 2**20)
-    assert told(full) == "pass"
-    assert told(full + "#") == f"fail; error: a file of more than 1 MiB; expected at most 50 MiB: {ONE_RUN}"
+    assert outcome(full) == "pass"
+    assert outcome(full + "#") == f"fail; error: a file of more than 1 MiB; expected at most 50 MiB: {ONE_RUN}"
     monkeypatch.setattr(reader, "MAX_RECORD_LINES_BYTES", sum(map(len, open_log.splitlines())))
-    assert told(full) == "pass"
+    assert outcome(full) == "pass"
     found = "more than 0 MiB of records; expected the records of one run"
-    assert told(open_log.replace('"metadata"', ' "metadata"', 1)) == f"fail; error: {found}: {ONE_RUN}"
+    assert outcome(open_log.replace('"metadata"', ' "metadata"', 1)) == f"fail; error: {found}: {ONE_RUN}"
     # The official checker would take hours for an overlong record.
     monkeypatch.setattr(reader, "MAX_LINE_BYTES", 2**18)
     found = "a line of more than 262144 bytes; expected at most 16384 [log format]"
     overlong = open_log + TOKEN + "x" * 2**18
-    assert told(overlong) == f"fail; error: line {1 + open_log.count(chr(10))}: {found}; {remedy}"
+    assert outcome(overlong) == f"fail; error: line {1 + open_log.count(chr(10))}: {found}; {remedy}"
 
 
 @pytest.mark.parametrize("division", rules.DIVISIONS)
-def test_the_log_of_a_run_that_was_interrupted_says_so_and_nothing_else(tmp_path: Path, division: str) -> None:
+def test_the_log_of_an_interrupted_run_has_one_finding(tmp_path: Path, division: str) -> None:
     for reached in ("init", "evaluation"):
         path = tmp_path / f"{reached}.txt"
         with pytest.raises(KeyboardInterrupt), MLLog(path) as log:  # noqa: PT012
@@ -114,9 +112,7 @@ UNEXPLAINED: list[tuple[Edit, list[Complaint], list[str]]] = [
 ]  # fmt: skip
 
 
-def test_complaints_of_the_official_checker_that_nothing_explains_are_kept(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unexplained_official_complaints_become_findings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "result_0.txt"
     for edit, complaints, expected in UNEXPLAINED:
         path.write_text(edit(brief()))
@@ -158,7 +154,7 @@ def mangled(data: st.DataObject, text: str) -> str:
 @at_most(40)
 @given(data=st.data())
 @pytest.mark.slow
-def test_nothing_passes_that_the_official_checker_fails_and_any_log_gives_a_report(
+def test_a_mangled_log_passes_only_if_the_official_checker_passes_it(
     tmp_path_factory: pytest.TempPathFactory, open_log: str, closed_log: str, data: st.DataObject
 ) -> None:
     path = tmp_path_factory.mktemp("log") / "result_0.txt"
@@ -204,9 +200,7 @@ CHOICES: list[tuple[Edit, str]] = [
 ]  # fmt: skip
 
 
-def test_the_newest_ruleset_that_accepts_a_log_is_taken_and_what_the_newest_would_object_to_is_said(
-    tmp_path: Path, closed_log: str
-) -> None:
+def test_auto_chooses_the_newest_accepting_ruleset_and_says_what_5_0_0_rejects(tmp_path: Path, closed_log: str) -> None:
     path = tmp_path / "result_0.txt"
     for edit, summary in CHOICES:
         path.write_text(edit(closed_log))
@@ -219,7 +213,7 @@ def test_the_newest_ruleset_that_accepts_a_log_is_taken_and_what_the_newest_woul
     assert (check_file(log, AUTO).ruleset, check_file(log, AUTO).ours) == ("5.0.0", "fail")
 
 
-def test_the_ruleset_that_most_logs_pass_is_taken_and_the_official_checker_must_agree(
+def test_auto_chooses_the_ruleset_that_most_logs_pass_here_and_officially(
     tmp_path: Path, closed_log: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "result_0.txt"
@@ -248,7 +242,7 @@ def test_the_ruleset_that_most_logs_pass_is_taken_and_the_official_checker_must_
     assert chosen(OF_2_1, in_turn()) == [old, ("2.0.0", "pass", "the official checker rejects it under 5.0.0")]
 
 
-def test_a_round_is_a_folder_of_submissions(tmp_path: Path) -> None:
+def test_a_round_is_checked_submission_by_submission(tmp_path: Path) -> None:
     for org in ("Example", "Other"):
         write_submission(tmp_path / org, runs=2, org=org)
     (tmp_path / "NoBert" / "results" / "node" / "resnet").mkdir(parents=True)

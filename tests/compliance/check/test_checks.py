@@ -8,7 +8,7 @@ from compliance.check.checker import check_file
 from compliance.log import rules
 from compliance.log.rules import FIRST_MS
 from tests.compliance.check import whole_logs as whole
-from tests.compliance.check.conftest import Tell
+from tests.compliance.check.conftest import VerdictText
 from tests.compliance.log_edits import (
     Edit,
     delete,
@@ -60,7 +60,7 @@ OTHER_SETTINGS: dict[str, float] = {
     "max_predictions_per_seq": 80,
     "opt_gradient_clip_norm": 5,
 }
-"""Settings that are logged after the last one."""
+"""Settings that are logged after eval_interval_samples, the last setting of the log."""
 
 TIMES = (0, 1, FIRST_MS // 1000, FIRST_MS)
 
@@ -229,17 +229,17 @@ VERDICTS = dict(line.split(" => ") for line in Path(__file__).with_name("verdict
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_fault_is_said_with_its_place_its_rule_and_a_remedy_and_nothing_else(tell: Tell, name: str) -> None:
+def test_each_edit_of_a_log_gets_the_recorded_verdict(verdict_text: VerdictText, name: str) -> None:
     division, change, ruleset = CASES[name]
     valid = f"official pass, valid {division} log, ruleset {ruleset}"
-    assert tell(change(whole.brief(division=division)), ruleset) == VERDICTS.get(name, valid)
+    assert verdict_text(change(whole.brief(division=division)), ruleset) == VERDICTS.get(name, valid)
 
 
 REQUIRED = [key for key, rule in rules.KEYS.items() if rule.required_in("5.0.0", "closed") and key != "run_stop"]
 
 
 @pytest.mark.parametrize("key", REQUIRED)
-def test_a_required_key_is_asked_for_once_and_with_a_value_of_its_type(tmp_path: Path, key: str) -> None:
+def test_a_required_key_that_is_missing_repeated_or_of_a_wrong_type_gets_one_finding(tmp_path: Path, key: str) -> None:
     text, path, rule = whole.brief(), tmp_path / "result_0.txt", rules.KEYS[key]
     place = 1 + text.splitlines(keepends=True).index(lines_of(text, key)[0])
     path.write_text(delete(key)(text))
@@ -264,12 +264,12 @@ def test_a_required_key_is_asked_for_once_and_with_a_value_of_its_type(tmp_path:
             assert wrong == -1.5 or found[0].severity == "error"  # some accepted logs contain such numbers
 
 
-def test_a_log_that_was_cut_off_or_joined_needs_no_digests_to_be_one_finding(tell: Tell) -> None:
+def test_a_log_that_was_cut_off_or_joined_gets_one_error(verdict_text: VerdictText) -> None:
     text = log_of((0.5, 0.6, 0.73)).decode()
     for share in (0.05, 0.3, 0.9, 0.97, 0.985):
         cut = whole.lines_from(0, share)(text)
-        assert tell(cut).count("error:") == 1
+        assert verdict_text(cut).count("error:") == 1
         other = log_of((0.5, 0.6, 0.7, 0.73), seed=77, start_ms=1_800_000_000_000).decode()
         second = cut.count("\n") + 2  # the line after the opening of the second log's digests
-        assert f"error: line {second}: two attempts in one file" in (said := tell(cut + other)), said
+        assert f"error: line {second}: two attempts in one file" in (said := verdict_text(cut + other)), said
         assert said.count("error:") == 1

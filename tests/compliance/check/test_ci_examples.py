@@ -19,7 +19,7 @@ WORKFLOW = yaml.safe_load((REPOSITORY / ".github/workflows/results.yml").read_te
 COMMAND = "mlperf-bert-compliance"
 
 
-def test_checking_needs_no_more_than_an_installation_without_extras() -> None:
+def test_the_checker_imports_only_packages_of_the_installation_without_extras() -> None:
     imported = set()
     rooms = [REPOSITORY / "compliance" / room for room in ("check", "convergence", "log", "official", "submission")]
     for path in [path for room in rooms for path in room.rglob("*.py")]:
@@ -34,7 +34,7 @@ def test_checking_needs_no_more_than_an_installation_without_extras() -> None:
     assert others <= {file.parts[0].removesuffix(".py") for file in files}
 
 
-def test_the_installed_command_is_that_of_the_hooks_and_the_workflow() -> None:
+def test_hooks_and_workflow_use_the_installed_command() -> None:
     assert PROJECT["project"]["scripts"] == {COMMAND: "compliance.__main__:main"}
     assert callable(main)
     assert {hook["entry"] for hook in HOOKS.values()} == {f"{COMMAND} check"}
@@ -45,7 +45,7 @@ def test_the_installed_command_is_that_of_the_hooks_and_the_workflow() -> None:
 @pytest.mark.parametrize(
     ("program", "shown"), [(f"/usr/bin/{COMMAND}", COMMAND), ("compliance/__main__.py", "python -m compliance")]
 )
-def test_the_usage_names_the_program_as_it_was_started(
+def test_the_usage_names_the_installed_command_or_the_module(
     program: str, shown: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("compliance.__main__.end_in_order", lambda: None)
@@ -55,7 +55,7 @@ def test_the_usage_names_the_program_as_it_was_started(
     assert capsys.readouterr().out.startswith(f"usage: {shown} check")
 
 
-def test_a_hook_takes_the_files_it_is_for() -> None:
+def test_the_file_patterns_of_the_pre_commit_hooks() -> None:
     logs, results = (HOOKS[name]["files"] for name in ("mlperf-bert-logs", "mlperf-bert-results"))
     for pattern, path, taken in (
         (logs, "results/node/bert/result_0.txt", True),
@@ -87,7 +87,7 @@ SUMMARY = f"{START} compliance.__main__.app.run('compliance', ['summary', 'resul
     ],
     ids=["start", "summary"],
 )
-def test_a_command_imports_what_it_needs(program: str, needed: set[str], unneeded: set[str]) -> None:
+def test_commands_do_not_import_modules_of_other_commands(program: str, needed: set[str], unneeded: set[str]) -> None:
     done = python("-c", f"{program}import json, sys; print(json.dumps([*sys.modules]))")
     assert done.returncode == 0, done.stderr
     imported = set(json.loads(done.stdout.splitlines()[-1]))

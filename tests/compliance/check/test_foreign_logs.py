@@ -18,7 +18,7 @@ from compliance.log.findings import Finding, Verdict
 from compliance.log.reader import STDIN
 from compliance.log.record import TOKEN
 from compliance.submission.check import accepted, check_paths
-from tests.compliance.check.conftest import Tell
+from tests.compliance.check.conftest import VerdictText
 from tests.compliance.check.whole_logs import brief
 
 
@@ -47,8 +47,8 @@ FORMATS: dict[str, Callable[[str], str | bytes]] = {
 }
 
 
-def test_a_file_of_another_kind_gets_one_finding_that_says_what_it_is(tell: Tell) -> None:
-    said = "".join(f"{name} => {tell(change(brief()))}\n" for name, change in FORMATS.items())
+def test_a_file_of_another_format_gets_one_finding_that_names_the_format(verdict_text: VerdictText) -> None:
+    said = "".join(f"{name} => {verdict_text(change(brief()))}\n" for name, change in FORMATS.items())
     assert said == Path(__file__).with_name("formats.txt").read_text()
 
 
@@ -82,7 +82,9 @@ UNPACKED: dict[str, tuple[Callable[[bytes], bytes], str]] = {
 
 
 @pytest.mark.parametrize("form", UNPACKED)
-def test_compressed_logs_and_standard_input(form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compressed_logs_are_read_from_file_and_stdin(
+    form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     change, words = UNPACKED[form]
     path = tmp_path / "result_0.txt.gz"
     path.write_bytes(change(brief().encode()))
@@ -95,7 +97,7 @@ def test_compressed_logs_and_standard_input(form: str, tmp_path: Path, monkeypat
         assert [words in finding.found for finding in verdict.findings] == ([True] if words else [])
 
 
-def test_standard_input_is_read_once_and_from_no_terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_standard_input_is_read_only_once_and_never_excused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "stdin", None)
     for paths, words in (

@@ -39,12 +39,12 @@ def logs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def said(*arguments: object) -> tuple[int, str]:
-    """Return the exit status and the output of `check`, without positions in the tests."""
+    """Return the exit status and the output of `check`, without source positions in tests."""
     status, text = run("check", *arguments)
     return status, re.sub(r"; logged at [^\]]*| Logged at \S*", "", text)
 
 
-def test_the_total_names_what_fails() -> None:
+def test_the_total_names_the_failing_logs_and_descriptions() -> None:
     good, bad = verdict("a/result_0.txt"), [verdict(f"b/result_{number}.txt", EARLY) for number in range(7)]
     other = replace(verdict("a.json", EARLY), part="description")
     named = ", ".join(f"b/result_{number}.txt" for number in range(5))
@@ -70,7 +70,7 @@ REMEDY = "correct the value that is logged"
 TOTAL = "2 logs: 1 passes, 1 fails: bad.txt\n"
 
 
-def test_verdicts_and_errors_alone_are_printed_and_known_findings_left_out(logs: list[str]) -> None:
+def test_the_options_quiet_json_and_ignore_of_check(logs: list[str]) -> None:
     assert said("good.txt") == (0, f"{PASSES}1 log: 1 passes\n")
     assert said(*logs) == (1, f"{PASSES}{FAILS}{WARNING}; {REMEDY}\n{ERROR}; {REMEDY}\n{TOTAL}")
     assert said(*logs, "--quiet") == (1, f"{FAILS}{ERROR}; {REMEDY}\n{TOTAL}")
@@ -108,7 +108,7 @@ def test_bad_usage_is_one_line_and_exit_status_2(arguments: str) -> None:
     assert (status, text.count("\n"), text.startswith("error: ")) == (2, 1, True)
 
 
-def test_junit_and_sarif_have_a_case_and_a_result_for_each_verdict_and_finding(logs: list[str]) -> None:
+def test_junit_has_a_case_per_verdict_and_sarif_a_result_per_finding(logs: list[str]) -> None:
     status, text = run("check", *logs, "--junit", "out/results.xml", "--sarif", "out/findings.sarif", "--json")
     suite = ElementTree.parse("out/results.xml").getroot()
     assert (status, suite.attrib) == (1, {"name": "compliance", "tests": "2", "failures": "1", "errors": "0"})
@@ -147,13 +147,13 @@ def uri_of(result: dict[str, Any]) -> str:
     return result["locations"][0]["physicalLocation"]["artifactLocation"]["uri"]
 
 
-def test_the_whole_document(tmp_path: Path) -> None:
+def test_the_whole_sarif_document(tmp_path: Path) -> None:
     document = sarif([verdict(tmp_path / "results/a/bert/result_0.txt", EARLY, LATE)], tmp_path)
     text = json.dumps(document, indent=2).replace(tmp_path.as_uri(), "file:///checkout")
     assert text + "\n" == Path(__file__).with_name("findings.sarif").read_text()
 
 
-def test_a_finding_stands_at_its_file_and_a_folders_at_its_first_log_or_at_the_folder(tmp_path: Path) -> None:
+def test_sarif_attaches_a_finding_about_a_folder_to_its_first_log(tmp_path: Path) -> None:
     def results(*paths: Path, root: Path = tmp_path) -> list[dict[str, Any]]:
         document = sarif([verdict(path, LATE) for path in paths], root)
         json.dumps(document).encode()
@@ -179,9 +179,7 @@ def test_a_finding_stands_at_its_file_and_a_folders_at_its_first_log_or_at_the_f
 
 
 @pytest.mark.parametrize("name", ["bad.txt", f"{NAME}.txt"], ids=["plain", "hostile"])
-def test_the_command_adds_annotations_to_its_verdict(
-    logs: list[str], name: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_format_github_adds_annotations(logs: list[str], name: str, capsys: pytest.CaptureFixture[str]) -> None:
     path = Path(logs[1]).rename(name)
     status, text = said(path, "--format", "github")
     plain = said(path)[1].splitlines()

@@ -91,7 +91,7 @@ def silent(key: str, ms: int) -> Edit:
 
 
 def lines_from(start: float, end: float = 1.0) -> Edit:
-    """Return an edit that keeps a stretch of the lines, in shares of their number."""
+    """Return an edit that keeps the lines from `start` to `end`, given as fractions of their number."""
 
     def apply(text: str) -> str:
         lines = text.splitlines(keepends=True)

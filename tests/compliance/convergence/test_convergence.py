@@ -40,14 +40,14 @@ SETS: dict[str, tuple[list[int | None], int, rules.Division]] = {
 }
 
 
-def test_the_standing_of_each_set() -> None:
+def test_each_set_gets_the_recorded_outlook() -> None:
     found = {name: outlook(runs, batch, "5.0.0", division) for name, (runs, batch, division) in SETS.items()}
     lines = [f"{name}: {o.verdict}, mean {o.mean}, x {o.scaling:.6f}. {o.sentence}\n" for name, o in found.items()]
     assert "".join(lines) == Path(__file__).with_name("sets.txt").read_text()
     assert [name for name, each in found.items() if each.reference is None] == ["above the largest point", "open"]
 
 
-def test_a_set_is_scaled_below_the_mean_and_fails_below_the_minimum() -> None:
+def test_a_set_is_scaled_below_the_references_mean_and_fails_below_its_minimum() -> None:
     found = reference("5.0.0", 448)
     assert found
     limits = {found.minimum - 1: "fail", found.minimum: "scaled", found.mean - 1: "scaled", found.mean: "pass"}
@@ -55,7 +55,7 @@ def test_a_set_is_scaled_below_the_mean_and_fails_below_the_minimum() -> None:
     assert [found.scaling(found.mean / factor) for factor in (0.5, 1.0, 1.25)] == [1.0, 1.0, 1.25]
 
 
-def test_a_reference_needs_a_ruleset_and_a_batch_size() -> None:
+def test_a_reference_needs_a_valid_ruleset_and_batch_size() -> None:
     assert reference("5.0.0", 16_385) is None
     batch: Any
     for batch in (0, -448, 4.5, True):
@@ -82,7 +82,7 @@ BATCHES = st.one_of(st.sampled_from([256, 448, 768, 4608, 6144, 12288, 16384, 20
 
 
 @given(data=st.data(), ruleset=st.sampled_from(RULESETS), batch=BATCHES, failed=st.sampled_from([0, 0, 0, 1, 1, 2, 3]))
-def test_the_verdict_is_the_official_one(tmp_path_factory, data, ruleset: str, batch: int, failed: int) -> None:
+def test_the_outlook_agrees_with_the_rcp_checker(tmp_path_factory, data, ruleset: str, batch: int, failed: int) -> None:
     # Imported here, because it imports SciPy's statistics for half a second.
     from mlperf_logging.rcp_checker import rcp_checker
 
@@ -114,7 +114,7 @@ def test_the_verdict_is_the_official_one(tmp_path_factory, data, ruleset: str, b
 
 @at_most(10)
 @given(data=st.data(), batch=st.sampled_from([448, 768, 4096, 16384]), done=st.integers(0, 9), failed=st.booleans())
-def test_the_evaluations_that_the_missing_runs_need_are_those_that_brute_force_finds(
+def test_the_evaluation_that_missing_runs_need_equals_a_brute_force_search(
     data: st.DataObject, batch: int, done: int, failed: bool
 ) -> None:
     schedule = [*map(EvaluationSchedule(evaluation_interval(batch), batch).samples, range(1, 161))]
@@ -132,7 +132,7 @@ def test_the_evaluations_that_the_missing_runs_need_are_those_that_brute_force_f
     assert found.sentence.count("can no longer") == [to_pass, to_stand].count(None)
 
 
-def test_samples_are_read_as_the_official_reader_does(tmp_path: Path) -> None:
+def test_converged_samples_equal_those_of_the_rcp_checker(tmp_path: Path) -> None:
     from mlperf_logging.rcp_checker import rcp_checker
 
     path = write_run(tmp_path / "result_0.txt")
@@ -154,7 +154,7 @@ def test_samples_are_read_as_the_official_reader_does(tmp_path: Path) -> None:
     assert converged(delete("run_stop")(text)) is converged(delete("eval_accuracy")(text)) is None
 
 
-def test_the_standing_says_how_runs_were_counted(tmp_path: Path) -> None:
+def test_the_outlook_says_which_counts_were_replaced(tmp_path: Path) -> None:
     logs = write_series(tmp_path, [17, 17, 17, 17])
     texts = [log.read_text() for log in logs]
     uncounted = texts[0].replace('"epoch_num": ', '"epoch_num": -5, "was": ')
@@ -173,13 +173,13 @@ def test_the_standing_says_how_runs_were_counted(tmp_path: Path) -> None:
 TIMES = st.floats(1, 100) | st.just(FAILED)
 
 
-def test_a_series_whose_median_window_is_invalid_has_no_result() -> None:
+def test_a_series_whose_median_window_has_two_failed_runs_has_no_score() -> None:
     times = [*[10.0] * 8, FAILED, FAILED, 10.0, 10.0]
     assert select(list(range(12)), times).score == FAILED
 
 
 @given(st.lists(st.tuples(st.integers(0, 50), TIMES), min_size=10, max_size=25))
-def test_the_window_is_consecutive_and_its_score_in_the_middle(series: list[tuple[int, float]]) -> None:
+def test_the_chosen_window_is_consecutive_and_has_the_median_score(series: list[tuple[int, float]]) -> None:
     starts, times = [start for start, _ in series], [time for _, time in series]
     found = select(starts, times)
     order = sorted(range(len(series)), key=lambda run: starts[run])
@@ -194,7 +194,7 @@ def test_the_window_is_consecutive_and_its_score_in_the_middle(series: list[tupl
 
 
 @pytest.mark.slow
-def test_the_command_about_each_kind_of_set(tmp_path: Path) -> None:
+def test_the_convergence_command_on_each_kind_of_set(tmp_path: Path) -> None:
     logs = write_series(tmp_path / "unfinished", [17, 16, 17, 18, 17], failed={3})
     text = logs[4].read_text()
     logs[4].write_text(text[: text.index("\n", text.index("eval_accuracy")) + 1])  # a run in progress
@@ -216,7 +216,7 @@ def test_the_command_about_each_kind_of_set(tmp_path: Path) -> None:
         "open": (0, "No reference convergence point applies in the open division."),
         "above": (1, "batch size 20000 is above the largest one, 16384"),
         "alike": (0, "2 of 10 runs"),
-        "mixed": (2, "the logs do not share one submission_division and one global_batch_size"),
+        "mixed": (2, "the logs do not agree on one submission_division and one global_batch_size"),
         "nowhere": (2, "no such folder"),
     }
     for arguments, (expected, *words) in sets.items():

@@ -39,7 +39,7 @@ RANGES = {
 }
 
 
-def test_published_runs_are_expected_to_end_near_their_end() -> None:
+def test_forecasts_of_published_runs_are_near_their_ends() -> None:
     for name, (batch, _) in PUBLISHED.items():
         schedule, points = closed_curve(name)
         known = [points[:count] for count in range(1, len(points))]
@@ -48,7 +48,7 @@ def test_published_runs_are_expected_to_end_near_their_end() -> None:
         assert {each.basis for each in found} == {"by the reference's runs", "by its last 4 evaluations"}
 
 
-def test_a_closed_run_without_four_usable_evaluations_is_expected_like_the_reference() -> None:
+def test_before_four_evaluations_above_the_knee_the_forecast_is_the_reference_range() -> None:
     for accuracies, first, last in (
         ([], 14, 19),  # the reference's mean 2,414,421 +- 2 deviations of 197,392
         ([0.40, 0.50, 0.60, 0.6999, 0.7], 14, 19),  # accuracies below 0.7 are ignored
@@ -61,7 +61,7 @@ def test_a_closed_run_without_four_usable_evaluations_is_expected_like_the_refer
         assert forecast(points, 0.72, CLOSED, None).basis == f"too early: {usable} of 4 evaluations"
 
 
-def test_a_curve_that_is_short_or_does_not_rise_has_no_end() -> None:
+def test_a_short_or_flat_curve_has_no_forecast() -> None:
     for points, why in (
         (every_1000(0.3, 0.3, 0.3, 0.3), "no rise over the last 4 evaluations"),
         ([(0, 0.01), *every_1000(0.1, 0.2, 0.3)], "too early: 3 of 4 evaluations"),
@@ -69,7 +69,7 @@ def test_a_curve_that_is_short_or_does_not_rise_has_no_end() -> None:
         assert forecast(points, 0.5, EVERY_1000, None) == Forecast(None, None, why)
 
 
-def test_a_straight_line_is_carried_on() -> None:
+def test_a_straight_line_is_extrapolated() -> None:
     points = every_1000(0.15, 0.2, 0.25, 0.3)
     assert reach(points, 1.0, 0.5) == pytest.approx(8000)
     assert reach(points[:2], 1.0, 0.3) == pytest.approx(4000)
@@ -80,7 +80,7 @@ def test_a_straight_line_is_carried_on() -> None:
     assert forecast(points, 0.53, EVERY_1000, None).earliest == 9
 
 
-def test_a_curve_that_bends_is_carried_on() -> None:
+def test_a_hyperbola_is_extrapolated_below_its_limit() -> None:
     points = [(1000 * index, 0.5 - 0.4 / index) for index in range(2, 6)]
     assert reach(points, -1.0, 0.46) == pytest.approx(10_000)
     assert reach(points, -1.0, 0.49) == pytest.approx(40_000)
@@ -98,7 +98,7 @@ def test_a_curve_that_bends_is_carried_on() -> None:
         [(2**63 - 4, 0.1), (2**63 - 3, 0.2), (2**63 - 2, 0.3), (2**63 - 1, 0.4)],
     ],
 )
-def test_a_curve_reaches_its_target_within_numbers_or_never(points: list[tuple[int, float]], power: float) -> None:
+def test_extrapolated_extreme_curves_are_finite_or_none(points: list[tuple[int, float]], power: float) -> None:
     found = reach(points, power, 0.72)
     assert found is None or 0 <= found <= MAX_SAMPLES
 
@@ -115,6 +115,8 @@ def test_a_curve_reaches_its_target_within_numbers_or_never(points: list[tuple[i
         (1, 1, None, (0.0, 0.0)),
     ],
 )
-def test_the_time_left(earliest: int | None, latest: int | None, limit: int | None, expected: tuple[Any, Any]) -> None:
+def test_the_time_left_until_both_ends_of_a_forecast(
+    earliest: int | None, latest: int | None, limit: int | None, expected: tuple[Any, Any]
+) -> None:
     found = Forecast(earliest, latest, "")
     assert time_left(found, EvaluationSchedule(100, 10), 100, 10.0, limit) == expected

@@ -21,7 +21,9 @@ GPU = Gpu(
     0, "NVIDIA H100 80GB HBM3", memory_bytes=81559 << 20, clock_mhz=1980, links=18, link_gb_s=478.116,
     pcie_generation=5, pcie_width=16, pcie_full_width=16, power_limit_w=700.0, full_power_w=700.0,
 )  # fmt: skip
-GPUS = Gpus(tuple(replace(GPU, index=index) for index in range(8)), driver="580.65.06", ways=Counter({NVLINK: 28}))
+GPUS = Gpus(
+    tuple(replace(GPU, index=index) for index in range(8)), driver="580.65.06", connections=Counter({NVLINK: 28})
+)
 PORTS = tuple(AdapterPort(f"mlx5_{n} port 1", "ACTIVE", "400 Gb/sec (4X NDR)") for n in range(8))
 
 MACHINE = Machine(
@@ -80,12 +82,14 @@ def describe(
     return complete(measure(host or ExaminedHost(), machine), {"division": division, **(given or {})}, {})
 
 
-def told(found: Iterable[Diagnosis], about: str = "") -> str:
+def lines_about(found: Iterable[Diagnosis], about: str = "") -> str:
     """Return a line for each diagnosis of the subject `about`, by default for each that is not ok."""
     meant = [one for one in found if (one.subject == about if about else one.state != "ok")]
     return "".join(f"{one.state} {one.subject}: {one.found}{one.remedy and f'; {one.remedy}'}\n" for one in meant)
 
 
-def tell(cases: Mapping[str, Iterable[Diagnosis]], about: str = "") -> str:
-    """Return the lines of `told` about each case, after its name."""
-    return "".join(f"{name} => {line}\n" for name, found in cases.items() for line in told(found, about).splitlines())
+def lines_by_case(cases: Mapping[str, Iterable[Diagnosis]], about: str = "") -> str:
+    """Return `lines_about` each case, with the name of the case before each line."""
+    return "".join(
+        f"{name} => {line}\n" for name, found in cases.items() for line in lines_about(found, about).splitlines()
+    )

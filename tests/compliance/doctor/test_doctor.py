@@ -16,7 +16,7 @@ from compliance.doctor.host import ExaminedHost
 from compliance.doctor.intended_run import IntendedRun, lay_out
 from console.processes import Output
 from tests.compliance import command
-from tests.compliance.doctor.fake_host import BARE, MACHINE, FakeHost, fake_host, tell, told
+from tests.compliance.doctor.fake_host import BARE, MACHINE, FakeHost, fake_host, lines_about, lines_by_case
 from tests.conftest import REPOSITORY
 
 CONFIG = """# config.data.train: data/w/train
@@ -62,7 +62,7 @@ def look(root: Path, recipe: str = "h100_1x8", answers: Answers | None = None, *
     return list(examine(IntendedRun(recipe, **{"quick": True, **request}), host(root, answers), MACHINE))
 
 
-def test_the_whole_output(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_whole_output_of_the_doctor(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     gpus = [replace(gpu, pcie_width=8 if gpu.index == 3 else 16) for gpu in MACHINE.gpus.gpus]
     machine = replace(MACHINE, gpus=replace(MACHINE.gpus, gpus=tuple(gpus)))
     for name in ("train", "evaluation"):
@@ -88,7 +88,7 @@ def test_the_whole_output(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
         ("h100_one", None, 0, {}, (1, 1)),
     ],
 )
-def test_nodes_and_ranks(
+def test_the_doctor_takes_nodes_and_ranks_from_options_environment_or_recipe(
     tmp_path: Path, name: str, nodes: int | None, gpus: int, environment: dict[str, str], expected: tuple[int, int]
 ) -> None:
     machine = fake_host(tmp_path, answers={RECIPES: recipe()}, environment=environment)
@@ -96,7 +96,7 @@ def test_nodes_and_ranks(
     assert (plan.nodes, plan.ranks, plan.on_gpus, plan.is_closed) == (*expected, True, True)
 
 
-def test_ranks_on_processors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_doctor_counts_ranks_on_cpus_as_the_launcher_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     machine = fake_host(tmp_path, answers={RECIPES: recipe().replace("cuda", "cpu")})
     for name, cores, ranks in (("tiny_cpu", 1, 1), ("own_text_cpu", 2, 2), ("other_cpu", 9, 1)):
         monkeypatch.setattr("os.sched_getaffinity", lambda process, cores=cores: {0: range(cores)}[process])
@@ -111,7 +111,7 @@ def test_numbers_that_the_launchers_refuse_are_refused(tmp_path: Path, wrong: di
 
 
 @pytest.mark.slow
-def test_the_recipes_of_this_repository_can_be_asked_for() -> None:
+def test_the_doctor_reads_the_recipes_of_this_repository() -> None:
     for recipe in ("tiny_cpu", "own_text_cpu"):
         plan = lay_out(IntendedRun(recipe), ExaminedHost(environment={}), 0)
         assert (plan.ranks, plan.is_closed) == (layout_of(parse([recipe])).processes, False)
@@ -125,22 +125,22 @@ def test_the_recipes_of_this_repository_can_be_asked_for() -> None:
             lay_out(intended, ExaminedHost(), 0)
 
 
-def test_a_trainer_that_cannot_be_asked_for_a_recipe_is_quoted(tmp_path: Path) -> None:
+def test_the_doctor_quotes_the_error_of_a_trainer_that_cannot_print_a_recipe(tmp_path: Path) -> None:
     broken = Output("", f"Traceback\nModuleNotFoundError: {'x' * 400}\n", "python failed with status 1")
     with pytest.raises(ValueError, match=f"^--recipe h100_1x8: ModuleNotFoundError: {'x' * 379}$"):
         look(tmp_path, answers={RECIPES: broken})
 
 
 @pytest.mark.parametrize(("name", "state"), [("", "warn"), ("h100_1x8", "fail")])
-def test_caches(tmp_path: Path, name: str, state: str) -> None:
-    assert told(look(tmp_path, name), "caches") == "ok caches: may be dropped before the run\n"
+def test_the_doctor_checks_that_caches_may_be_dropped(tmp_path: Path, name: str, state: str) -> None:
+    assert lines_about(look(tmp_path, name), "caches") == "ok caches: may be dropped before the run\n"
     assert (tmp_path / "proc/sys/vm/drop_caches").read_text() == ""  # examining must not drop caches
     blocked = fake_host(tmp_path / "blocked", {"/proc/sys/vm/drop_caches/x": ""}, {RECIPES: recipe()})
-    said = told(examine(IntendedRun(name, quick=True), blocked, MACHINE), "caches")
+    said = lines_about(examine(IntendedRun(name, quick=True), blocked, MACHINE), "caches")
     where = f"{tmp_path}/blocked/proc/sys/vm/drop_caches: Is a directory"
     assert said.startswith(f"{state} caches: may not be dropped before the run: {where}; run as root")
     blocked.answers["sudo -n -l sysctl -q vm.drop_caches=3"] = "/usr/sbin/sysctl -q vm.drop_caches=3\n"
-    said = told(examine(IntendedRun(name, quick=True), blocked, MACHINE), "caches")
+    said = lines_about(examine(IntendedRun(name, quick=True), blocked, MACHINE), "caches")
     assert said == "ok caches: may be dropped by sudo, as launch/slurm.sub does\n"
 
 
@@ -161,31 +161,33 @@ FILES: dict[str, tuple[str, str, dict[str, Any]]] = {
 }
 
 
-def test_data_and_results(tmp_path: Path) -> None:
+def test_the_doctors_findings_about_data_and_results(tmp_path: Path) -> None:
     said = ""
     for name, (subject, recipe, changes) in FILES.items():
-        said += tell({name: look(tmp_path / name, recipe, **changes)}, subject).replace(f"{tmp_path}/{name}", "ROOT")
+        said += lines_by_case({name: look(tmp_path / name, recipe, **changes)}, subject).replace(
+            f"{tmp_path}/{name}", "ROOT"
+        )
     assert said == Path(__file__).with_name("data.txt").read_text()
 
 
-def test_the_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_doctor_names_the_commit_of_the_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for revision, expected in (
         ("abcdef0123456789", "ok source: commit abcdef012345\n"),
         ("abcdef0123456789 with local changes", "warn source: commit abcdef0123456789 with local changes; commit all"),
         ("unknown", "warn source: its commit is unknown; run from a checkout"),
     ):
         monkeypatch.setattr("compliance.doctor.examination.commit", lambda revision=revision: revision)
-        assert told(look(tmp_path), "source").startswith(expected)
+        assert lines_about(look(tmp_path), "source").startswith(expected)
 
 
-def test_the_dry_run_is_given_what_was_asked_for(tmp_path: Path) -> None:
+def test_the_dry_run_gets_the_options_of_the_doctor(tmp_path: Path) -> None:
     path = tmp_path / "x.safetensors"
     path.touch()
     for name in ("train", "evaluation"):
         (tmp_path / "d" / name).mkdir(parents=True)
     machine = host(tmp_path)
     found = examine(IntendedRun("h100_1x8", tmp_path / "d", path, tmp_path / "r", nodes=2), machine, MACHINE)
-    assert told(found, "dry run") == f"ok dry run: {READY}"
+    assert lines_about(found, "dry run") == f"ok dry run: {READY}"
     [(command, environment)] = [asked for asked in machine.asked if "--dry-run" in asked[0]]
     given = f"--log.results {tmp_path}/r --data.initial-checkpoint {path}"
     given += f" --data.train {tmp_path}/d/train --data.evaluation {tmp_path}/d/evaluation"
@@ -195,7 +197,7 @@ def test_the_dry_run_is_given_what_was_asked_for(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["", "h100_1x8"])
 @pytest.mark.parametrize("tools", [{}, {"": Output("garbage, 1\n\x00", trouble="x failed with status 1")}])
-def test_a_bare_machine_and_tools_that_fail_are_no_crash(tmp_path: Path, name: str, tools: Answers) -> None:
+def test_the_doctor_diagnoses_a_bare_machine_whose_tools_fail(tmp_path: Path, name: str, tools: Answers) -> None:
     answers: Answers = {RECIPES: recipe()} | tools
     found = list(examine(IntendedRun(name), fake_host(tmp_path, answers=answers), BARE))
     assert len(found) > 6
@@ -203,7 +205,7 @@ def test_a_bare_machine_and_tools_that_fail_are_no_crash(tmp_path: Path, name: s
     assert "fail" in [one.state for one in found] or not name
 
 
-def test_the_command_on_this_machine() -> None:
+def test_the_doctor_command_on_this_machine() -> None:
     status, text = command.run("doctor", "--quick", "--json")
     entries = json.loads(text)
     assert {frozenset(entry) for entry in entries} == {frozenset(("subject", "state", "found", "remedy"))}
@@ -211,17 +213,17 @@ def test_the_command_on_this_machine() -> None:
     assert status == any(entry["state"] == "fail" for entry in entries)
 
 
-def test_the_file_system_of_a_path(tmp_path: Path) -> None:
+def test_the_file_system_of_a_missing_path_is_that_of_its_parent(tmp_path: Path) -> None:
     link = tmp_path / "data"
     link.symlink_to("/dev/shm")
     for path in (link, link / "is" / "not" / "there"):
         found = examine(IntendedRun(results=path, quick=True), ExaminedHost(), BARE)
-        assert told(found, "results").startswith(f"warn results: {path} lies on memory: tmpfs at /dev/shm; choose")
+        assert lines_about(found, "results").startswith(
+            f"warn results: {path} lies on memory: tmpfs at /dev/shm; choose"
+        )
 
 
-def test_commands_run_in_the_checkout_or_else_in_the_current_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_commands_run_in_the_checkout_or_the_current_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     asked = ("sh", "-c", "pwd; echo $LC_ALL $A $B")
     host = ExaminedHost(environment={"PATH": os.defpath, "LC_ALL": "de_DE", "A": "a", "B": "b"})

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from compliance.doctor.machine import AdapterPort, check_machine, read_machine
-from tests.compliance.doctor.fake_host import CPU, MACHINE, NODE, NODES, PORTS, fake_host, tell
+from tests.compliance.doctor.fake_host import CPU, MACHINE, NODE, NODES, PORTS, fake_host, lines_by_case
 
 DOWN = tuple(replace(port, state="DOWN") for port in PORTS)
 ONE_DOWN = (*PORTS[:3], replace(PORTS[3], state="INIT"), *PORTS[4:])
@@ -34,15 +34,15 @@ FACTS: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
-def test_each_wrong_fact_is_named() -> None:
+def test_the_doctors_findings_about_machines() -> None:
     cases = {
         f"{number} {layout} {', '.join(facts)}": check_machine(replace(MACHINE, **facts), LAYOUTS[layout])
         for number, (layout, facts) in enumerate(FACTS)
     }
-    assert tell(cases) == Path(__file__).with_name("machine.txt").read_text()
+    assert lines_by_case(cases) == Path(__file__).with_name("machine.txt").read_text()
 
 
-def test_the_facts_of_this_machine_within_a_containers_limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_facts_of_this_machine_respect_the_containers_limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("psutil.getloadavg", lambda: (1.5, 2.5, 3.5))
     port, cpu = "/sys/class/infiniband/mlx5_0/ports/1", "/sys/devices/system/cpu"
     files = {
@@ -70,7 +70,7 @@ def test_the_facts_of_this_machine_within_a_containers_limits(tmp_path: Path, mo
     assert (machine.ports[0].state, machine.has_rdma_devices) == ("unknown", True)
 
 
-def test_facts_that_the_kernel_does_not_tell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_facts_that_the_kernel_does_not_report_are_0_or_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(_: object) -> None:
         raise OSError
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from compliance.doctor.gpus import ACROSS_NODES, NVLINK, PCIE, Gpu, Gpus, check_gpus, read_gpus
 from compliance.doctor.intended_run import ExaminedRun, IntendedRun
-from tests.compliance.doctor.fake_host import CPU, GPU, GPUS, NODE, tell, told
+from tests.compliance.doctor.fake_host import CPU, GPU, GPUS, NODE, lines_about, lines_by_case
 
 PYTORCH: dict[str, Any] = {"PyTorch": "2.13.0+cu130", "CUDA": "13.0", "cuDNN": "9.14.0", "NCCL": "2.28.9", "gpus": 8}
 ONE_RANK = replace(NODE, intended=IntendedRun("h100_1x1"), ranks=1)
@@ -21,8 +21,8 @@ def gpus(count: int, **changes: Any) -> Gpus:
     return replace(GPUS, gpus=(*(replace(GPU, index=index) for index in range(count - 1)), last))
 
 
-def linked(ways: dict[str, int]) -> Gpus:
-    return replace(GPUS, ways=Counter(ways))
+def linked(connections: dict[str, int]) -> Gpus:
+    return replace(GPUS, connections=Counter(connections))
 
 
 CASES: dict[str, tuple[ExaminedRun, Gpus]] = {
@@ -44,7 +44,7 @@ CASES: dict[str, tuple[ExaminedRun, Gpus]] = {
     "links across nodes": (NODE, linked({ACROSS_NODES: 28})),
     "one link missing": (NODE, linked({NVLINK: 27, PCIE: 1})),
     "PCIe": (NODE, linked({PCIE: 28})),
-    "one GPU without links": (ONE_RANK, replace(gpus(1), ways=Counter())),
+    "one GPU without links": (ONE_RANK, replace(gpus(1), connections=Counter())),
 }
 ANSWERS: dict[str, dict[str, Any]] = {
     "no PyTorch": {},
@@ -53,14 +53,14 @@ ANSWERS: dict[str, dict[str, Any]] = {
 }
 
 
-def test_what_is_said_of_gpus() -> None:
+def test_the_doctors_findings_about_gpus() -> None:
     cases = {name: check_gpus(run, found, PYTORCH | {"gpus": run.ranks}) for name, (run, found) in CASES.items()}
-    said = tell(cases | {name: check_gpus(NODE, GPUS, answer) for name, answer in ANSWERS.items()})
+    said = lines_by_case(cases | {name: check_gpus(NODE, GPUS, answer) for name, answer in ANSWERS.items()})
     assert said == Path(__file__).with_name("gpus.txt").read_text()
     versions = "ok PyTorch: PyTorch 2.13.0+cu130, CUDA 13.0, cuDNN 9.14.0, NCCL 2.28.9, driver 580.65.06\n"
-    assert told(check_gpus(NODE, GPUS, PYTORCH), "PyTorch") == versions
+    assert lines_about(check_gpus(NODE, GPUS, PYTORCH), "PyTorch") == versions
     for found, words in ((GPUS, "8 here, none used by tiny_cpu"), (Gpus(), "none here and none needed")):
-        assert told(check_gpus(CPU, found, PYTORCH), "GPUs") == f"ok GPUs: {words}\n"
+        assert lines_about(check_gpus(CPU, found, PYTORCH), "GPUs") == f"ok GPUs: {words}\n"
 
 
 class NVMLError(Exception):
@@ -106,10 +106,10 @@ class Nvml:
         return call
 
 
-def test_the_answers_of_nvml_become_facts() -> None:
+def test_answers_of_nvml_are_converted_to_facts() -> None:
     found = read_gpus(Nvml())
     assert found.gpus == (replace(GPU, used_bytes=1 << 20), replace(GPU, index=1, used_bytes=1 << 20))
-    assert (found.driver, found.trouble, found.ways) == ("580.65.06", "", {NVLINK: 1})
+    assert (found.driver, found.trouble, found.connections) == ("580.65.06", "", {NVLINK: 1})
     assert found.topology == "every GPU to every other: NVLink"
     broken = Nvml(
         DeviceGetTotalEccErrors=3,
@@ -127,7 +127,7 @@ def test_the_answers_of_nvml_become_facts() -> None:
     faults |= {"links": 4, "link_gb_s": 4 * 26.562, "throttled_by": throttled_by, "processes": processes}
     expected = replace(GPU, index=1, used_bytes=1 << 20, **faults)
     assert read_gpus(broken).gpus[1] == expected
-    assert read_gpus(broken).ways == {ACROSS_NODES: 1}
+    assert read_gpus(broken).connections == {ACROSS_NODES: 1}
     odd = Nvml(
         DeviceGetRemappedRows=(1, 1, 1, 0),
         DeviceGetMigMode=[0, 1],  # MIG begins with the next reset
@@ -135,18 +135,20 @@ def test_the_answers_of_nvml_become_facts() -> None:
         DeviceGetTopologyCommonAncestor=49,
     )
     assert read_gpus(odd).gpus[0] == replace(GPU, used_bytes=1 << 20, remapping_pending=True)
-    assert read_gpus(odd).ways == {PCIE: 1}
+    assert read_gpus(odd).connections == {PCIE: 1}
 
 
-def test_what_a_driver_does_not_know_is_left_out() -> None:
+def test_properties_that_nvml_does_not_support_are_0() -> None:
     nothing = {name: NVMLError("Not Supported") for name in Nvml().answers if name.startswith("DeviceGet")}
     kept = {name: Nvml().answers[name] for name in ("DeviceGetCount", "DeviceGetHandleByIndex")}
     found = read_gpus(Nvml(**nothing | kept))
     assert found.gpus == (Gpu(0, "unknown GPU"), Gpu(1, "unknown GPU"))
-    assert "warn GPU links: the driver reports no topology" in told(check_gpus(replace(NODE, ranks=2), found, PYTORCH))
+    assert "warn GPU links: the driver reports no topology" in lines_about(
+        check_gpus(replace(NODE, ranks=2), found, PYTORCH)
+    )
 
 
-def test_a_machine_without_a_driver_and_a_driver_in_trouble() -> None:
+def test_nvml_errors_become_the_trouble_of_the_driver() -> None:
     assert read_gpus(Nvml(Init=NVMLError_LibraryNotFound())) == Gpus()
     assert read_gpus(Nvml(Init=NVMLError("Driver Not Loaded"))).trouble == "Driver Not Loaded"
     assert read_gpus(Nvml(DeviceGetHandleByIndex=NVMLError("GPU is lost"))).trouble == "GPU is lost"

@@ -22,7 +22,7 @@ ANSWERS: dict[str, str | Output] = {
 }
 
 
-def test_a_gpu_node_is_described(tmp_path: Path) -> None:
+def test_the_system_description_of_a_gpu_node(tmp_path: Path) -> None:
     files = {
         "/etc/os-release": 'NAME="Ubuntu"\nPRETTY_NAME="Ubuntu 24.04.2 LTS"\n',
         "/sys/class/net/ens1/device/vendor": "0x15b3",
@@ -43,7 +43,7 @@ def test_a_gpu_node_is_described(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("answer", ["", Output(trouble="python gave no answer within 90 s")])
-def test_a_machine_without_tools_is_described_too(tmp_path: Path, answer: str | Output) -> None:
+def test_the_system_description_of_a_machine_without_tools(tmp_path: Path, answer: str | Output) -> None:
     disk = os.statvfs(REPOSITORY)
     unknown = replace(BARE, frequency_mhz=0.0, gpus=Gpus((Gpu(0, "T4"),)))
     for machine, cores, gpus in ((MACHINE, "112", "8"), (BARE, "2", "0"), (unknown, "2", "1")):
@@ -69,7 +69,7 @@ def system(path: Path, *options: str) -> tuple[int, str]:
     return command.run("system", "--out", path, *options)
 
 
-def test_what_was_given_stays_and_what_is_measured_is_renewed(tmp_path: Path) -> None:
+def test_the_option_measure_keeps_given_fields_and_renews_measured_ones(tmp_path: Path) -> None:
     path = tmp_path / "vm.json"
     assert system(path) == (0, f"{path}\n")
     measured = written(path)
@@ -93,7 +93,7 @@ def test_what_was_given_stays_and_what_is_measured_is_renewed(tmp_path: Path) ->
     assert ask("system", path, "2.1.0") == Answer("pass")
 
 
-def test_setting_a_field_changes_no_other(tmp_path: Path) -> None:
+def test_the_option_set_changes_only_the_given_fields(tmp_path: Path) -> None:
     path = tmp_path / "cluster.json"
     # Another machine's file, with a number in place of a text, an invalid division and fields in another order.
     before = {"host_processor_model_name": "EPYC 9654", "accelerators_per_node": 8, "rack": "B4", "division": "Closed"}
@@ -120,7 +120,7 @@ def test_setting_a_field_changes_no_other(tmp_path: Path) -> None:
     "content",
     ["my notes\n", "", "{}", "[1, 2]", '{"name": "x", "version": "1", "framework": "y", "status": "", "a": 1}', "pipe"],
 )
-def test_a_file_that_is_no_description_is_left_alone(tmp_path: Path, content: str) -> None:
+def test_the_system_command_does_not_overwrite_other_files(tmp_path: Path, content: str) -> None:
     path = tmp_path / "vm.json"
     if content == "pipe":
         os.mkfifo(path)

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bert.log.mllog import MLLog
-from compliance.check.checker import check_file, check_log
+from compliance.check.checker import check_file
 from compliance.log import digest
 from compliance.log.reader import read_log
 from tests.compliance.run_logs import initialise, write_run
@@ -27,7 +27,7 @@ def broken_stretch(folder: Path, lines: list[str], end: str = "\n") -> tuple[int
     return read_log(path).chain.broken
 
 
-def test_each_digest_of_a_written_log_is_the_sha_256_of_the_lines_above_it(lines: list[str]) -> None:
+def test_each_digest_is_the_sha_256_of_the_lines_above_it(lines: list[str]) -> None:
     places = [number for number, line in enumerate(lines) if line.startswith("# digest")]
     for number in places:
         above = "".join(f"{above}\n" for above in lines[:number])
@@ -45,12 +45,12 @@ def test_each_digest_of_a_written_log_is_the_sha_256_of_the_lines_above_it(lines
     assert (chain.lines, chain.pending) == (3, 0)
 
 
-def test_intact_log_passes_and_its_chain_is_no_header(tmp_path: Path, lines: list[str]) -> None:
+def test_an_intact_digest_chain_passes_with_any_line_ends(tmp_path: Path, lines: list[str]) -> None:
     assert broken_stretch(tmp_path, lines, end="\r\n") is None  # changing line endings does not invalidate digests
     assert broken_stretch(tmp_path, lines) is None
     log = read_log(tmp_path / "result_0.txt")
     assert (log.chain.opened, log.chain.ended, log.header) == (True, True, {"recipe": "test"})
-    assert check_log(log).findings == ()
+    assert check_file(log.path).findings == ()
 
 
 EDITS: dict[str, Callable[[list[str], int, int], list[str]]] = {
@@ -63,7 +63,7 @@ EDITS: dict[str, Callable[[list[str], int, int], list[str]]] = {
 
 @at_most(30)
 @given(st.sampled_from(sorted(EDITS)), st.integers(1, 90), st.integers(1, 90))
-def test_any_edit_is_found_and_the_stretch_holds_it(
+def test_any_edit_is_located_between_two_digests(
     tmp_path_factory: pytest.TempPathFactory, lines: list[str], kind: str, place: int, other: int
 ) -> None:
     edited = EDITS[kind](lines, place, other)
@@ -87,7 +87,7 @@ DAMAGES: list[Callable[[list[str]], list[str]]] = [
 ]
 
 
-def test_damage_is_said_in_words(tmp_path: Path, lines: list[str]) -> None:
+def test_each_damage_of_the_digest_chain_gets_the_recorded_finding(tmp_path: Path, lines: list[str]) -> None:
     said, path = "", tmp_path / "result_0.txt"
     for damage in DAMAGES:
         path.write_text("\n".join(damage(lines)) + "\n")
@@ -96,7 +96,7 @@ def test_damage_is_said_in_words(tmp_path: Path, lines: list[str]) -> None:
     assert said == Path(__file__).with_name("damages.txt").read_text()
 
 
-def test_killed_process_leaves_whole_lines_with_their_digests(tmp_path: Path) -> None:
+def test_a_log_that_is_still_open_has_whole_lines_with_digests_on_disk(tmp_path: Path) -> None:
     log = MLLog(tmp_path / "result_0.txt")
     initialise(log, "open")
     left = read_log(tmp_path / "result_0.txt")  # what is on disk while the file is still open

@@ -37,7 +37,7 @@ def read(tmp_path: Path) -> Reader:
     return read_text
 
 
-def test_records_keep_their_file_lines_and_prefixes_are_dropped(read: Reader) -> None:
+def test_records_have_the_line_numbers_of_the_file(read: Reader) -> None:
     head = f"# a: 1\n# a: 2\n#b: 3\n# c\n# \xe9: \xfc\n# d: {record()}\nplain\n"
     log = read(f"{head}\n0: {record('global_batch_size', 4)}\n")
     entries = [(entry.line, entry.key, entry.value) for entry in log.records]
@@ -64,7 +64,7 @@ BAD: list[str | bytes] = [
 ]
 
 
-def test_bad_lines_are_problems_with_their_line_and_do_not_stop_the_reading(read: Reader) -> None:
+def test_bad_lines_become_problems_and_the_following_lines_are_read(read: Reader) -> None:
     said = []
     for line in BAD:
         log = read(b"text\n%b\n%b\n" % (line if isinstance(line, bytes) else line.encode(), record().encode()))
@@ -77,7 +77,7 @@ def test_bad_lines_are_problems_with_their_line_and_do_not_stop_the_reading(read
     assert read(record(value="x" * (MAX_RECORD_BYTES - len(record(value=""))))).problems == []
 
 
-def test_a_source_position_that_could_steer_a_terminal_and_too_much_of_a_header_are_left_out(read: Reader) -> None:
+def test_hostile_source_positions_and_header_lines_beyond_the_limits_are_dropped(read: Reader) -> None:
     for metadata in ({"file": "a\x1b[2J.py", "lineno": 3}, {"file": "a.py"}):
         assert read(record(metadata=metadata)).records[0].logged_at is None
     most, long = log_module.MAX_HEADER_LINES, log_module.MAX_HEADER_BYTES
@@ -86,7 +86,7 @@ def test_a_source_position_that_could_steer_a_terminal_and_too_much_of_a_header_
     assert [*read(f"# a: {'x' * (long - 5)}\n# b: {'x' * (long - 4)}\n{record()}").header] == ["a"]
 
 
-def test_what_is_no_file_is_refused(tmp_path: Path) -> None:
+def test_reading_refuses_anything_but_a_regular_file(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")  # reading must not block
     reasons = {
         "none.txt": "No such file",
@@ -112,7 +112,7 @@ def official_records(path: Path) -> list[tuple[Any, ...]] | None:
 
 
 def as_utf_8(value: object) -> Any:
-    """Correct a value by the official parser, which decodes UTF-8 as latin-1."""
+    """Decode as UTF-8 a value that the official parser has decoded as latin-1."""
     text = json.dumps(value, ensure_ascii=False)
     try:
         return json.loads(text.encode("latin-1").decode("utf-8"))
@@ -165,7 +165,7 @@ PIECES = st.sampled_from(
 @example([b"y" * 7, TOKEN.encode(), b"x\n"], 12)
 @example([TOKEN.encode(), b"y" * 7, b"\n"], 15)
 @example([TOKEN.encode(), b"y" * 7], 16)
-def test_lines_are_the_same_however_the_file_is_read_in_pieces(
+def test_lines_are_split_as_by_the_official_parser_at_any_length_limit(
     tmp_path_factory: pytest.TempPathFactory, pieces: list[bytes], limit: int
 ) -> None:
     path = tmp_path_factory.mktemp("log") / "result_0.txt"
@@ -184,7 +184,7 @@ def test_lines_are_the_same_however_the_file_is_read_in_pieces(
 
 
 @pytest.mark.parametrize("middle", ["", TOKEN, record()])
-def test_lines_of_many_megabytes_are_read_past(read: Reader, middle: str) -> None:
+def test_overlong_lines_are_skipped_quickly(read: Reader, middle: str) -> None:
     began = time.process_time()
     log = read(f"{record()}\n{'x' * 8_000_000}{middle}{'[' * 8_000_000}\n{record()}\n")
     assert [entry.line for entry in log.records] == [1, 3]
@@ -193,20 +193,20 @@ def test_lines_of_many_megabytes_are_read_past(read: Reader, middle: str) -> Non
     assert time.process_time() - began < 10
 
 
-def test_the_official_checker_gets_the_lines_that_its_rules_name_and_those_that_are_no_records(read: Reader) -> None:
+def test_evidence_has_the_records_with_known_keys_and_the_broken_records(read: Reader) -> None:
     log = read(f"plain\n{record()}\n{record('tracked_stats')}\n{TOKEN}broken\n{record('run_stop')}\n")
     assert [number for number, _ in log.evidence] == [2, 4, 5]
     assert log.evidence[0][1] == record().encode()
 
 
-def test_many_empty_lines_take_no_quadratic_time(read: Reader) -> None:
+def test_many_empty_lines_are_read_in_linear_time(read: Reader) -> None:
     began = time.process_time()
     for end in (b"\r", b"\n", b"\r\n", b"\n\r"):
         assert read(end * 100_000 + record().encode()).token_lines == 1
     assert time.process_time() - began < 10
 
 
-def test_records_take_no_more_memory_than_a_few_times_their_lines(tmp_path: Path) -> None:
+def test_records_take_at_most_two_and_a_half_times_the_memory_of_their_lines(tmp_path: Path) -> None:
     path = tmp_path / "result_0.txt"
     metadata = {"file": "/workspace/bert/run_pretraining.py", "lineno": 812, "epoch_num": 1_000_000}
     with path.open("w") as file:

@@ -21,7 +21,7 @@ def run_of(
     status: str = "success",
     **settings: Any,
 ) -> LoggedRun:
-    """Return a run of 100 s with an evaluation at each count. Batches have 448 sequences, which sets 150,000 an interval."""
+    """Return a run of 100 s with an evaluation at each count, and batches of 448, whose interval is 150,000."""
     run, settings = LoggedRun(), {"global_batch_size": 448, "submission_division": "closed"} | settings
     keys = [("init_start", None, {}), *((key, value, {}) for key, value in settings.items()), ("init_stop", None, {})]
     keys += [("run_start", None, {}), *(("block_stop", None, {"samples_count": count}) for count in blocks)]
@@ -57,13 +57,13 @@ def run_of(
         ((100_000_001,), "epoch_num 100000001 at 1 evaluation, the size of a data set"),
     ],
 )
-def test_the_unit_of_the_counts(counts: tuple[int, ...], unit: str) -> None:
+def test_the_unit_of_epoch_num_is_recognised(counts: tuple[int, ...], unit: str) -> None:
     assert run_of(*counts).other_unit == unit
     is_open = run_of(*counts, submission_division="open", eval_interval_samples=150_000)
     assert is_open.other_unit == ("" if "data set" in unit else unit)
 
 
-def test_a_count_beyond_the_blocks_is_doubted() -> None:
+def test_an_epoch_num_far_above_the_last_blocks_samples_count_is_doubted() -> None:
     counts = (150_080, 300_160)
     assert run_of(*counts, blocks=(149_712,)).doubt == ""  # 150,448 before the evaluation: an interval and a batch
     words = "epoch_num 300160 at the last evaluation, and samples_count 149711 at the last block_stop"
@@ -88,7 +88,7 @@ def test_a_count_beyond_the_blocks_is_doubted() -> None:
         ((1, 1), {"submission_division": "open"}, 0, 100_000_000, None),
     ],
 )
-def test_train_samples_counts_where_the_evaluations_agree(
+def test_train_samples_is_used_only_within_the_range_of_the_evaluations(
     counts: tuple[int, ...], settings: dict[str, Any], low: int, high: int, otherwise: int | None
 ) -> None:
     trained = [run_of(*counts, train_samples=each, **settings).trained for each in (low - 1, low, high, high + 1)]
@@ -96,7 +96,7 @@ def test_train_samples_counts_where_the_evaluations_agree(
     assert run_of(*counts, **settings).trained == otherwise
 
 
-def test_the_first_evaluation_at_the_target_counts_and_its_count_must_be_trusted() -> None:
+def test_converged_samples_are_those_of_the_first_evaluation_at_the_target() -> None:
     went_on = run_of(150_080, 300_160, 450_240, accuracies=(0.7199, 0.72, 0.71), train_samples=450_240)
     assert (went_on.reached, went_on.went_on) == (1, True)
     assert (went_on.converged_samples(), went_on.trained) == (300_160, 450_240)
@@ -112,19 +112,13 @@ def test_the_first_evaluation_at_the_target_counts_and_its_count_must_be_trusted
     assert (odd.reached, odd.curve, odd.accuracy) == (1, [(300_160, 0.73)], 0.73)
 
 
-def test_the_rate_counts_the_time_and_the_sequences_of_the_run_itself() -> None:
+def test_the_rate_is_that_of_the_time_to_train() -> None:
     run = run_of(150_080, 300_160)
     assert (run.seconds, run.sequences_per_s) == (100.0, 3001.6)
     assert run_of().sequences_per_s is None
-    resumed = LoggedRun({"resumed from": "a"})
-    for line, (key, time_ms, count) in enumerate(
-        [("run_start", 0, None), ("block_start", 1, 100), ("eval_accuracy", 2, 700), ("run_stop", 2000, None)], start=1
-    ):
-        resumed.add(Record(line, START_MS + time_ms, "", key, 0.5, {} if count is None else {"epoch_num": count}))
-    assert (resumed.resumed_samples, resumed.counted_samples, resumed.sequences_per_s) == (100, 700, 300.0)
 
 
-def test_settings_of_a_wrong_type_are_unknown() -> None:
+def test_settings_of_a_wrong_type_count_as_unknown() -> None:
     run = run_of(
         global_batch_size=448.0, seed="1", train_samples=math.nan, submission_division="OPEN", quality_target=True
     )
@@ -175,7 +169,7 @@ def test_the_state_of_a_run_after_each_record() -> None:
         (LAST_MS - 1, LAST_MS, None),
     ],
 )
-def test_a_time_that_goes_back_or_has_another_unit_is_none(start_ms: int, stop_ms: int, seconds: float | None) -> None:
+def test_decreasing_or_misdated_times_give_no_duration(start_ms: int, stop_ms: int, seconds: float | None) -> None:
     run = LoggedRun()
     run.add(Record(1, start_ms, "", "run_start", None, {}))
     assert run.seconds is None

@@ -48,7 +48,7 @@ def test_records_are_read_as_they_were_written(tmp_path: Path) -> None:
         MetricsWriter(path, RUN)
 
 
-def test_lines_that_hold_no_record_are_skipped(tmp_path: Path) -> None:
+def test_metrics_lines_without_a_valid_record_are_skipped(tmp_path: Path) -> None:
     path = tmp_path / "metrics_0.jsonl"
     good = b'{"event": "eval", "step": 1, "samples": 32}\n'
     path.write_bytes(
@@ -64,7 +64,7 @@ def test_lines_that_hold_no_record_are_skipped(tmp_path: Path) -> None:
     assert read_metrics(tmp_path / "missing") == read_metrics(tmp_path) == metrics.Metrics()
 
 
-def test_a_file_is_read_up_to_its_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_metrics_file_is_read_up_to_its_size_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "metrics_0.jsonl"
     line = json.dumps({"event": "step", "step": 1, "samples": 1}) + "\n"
     path.write_text(10 * line)
@@ -73,11 +73,11 @@ def test_a_file_is_read_up_to_its_bound(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("value", ["-1", "1e300", "1" + 400 * "0", "true", '"1"', "[]", "1.5"])
-def test_numbers_out_of_range_make_no_record(value: str) -> None:
+def test_metrics_with_numbers_out_of_range_are_no_record(value: str) -> None:
     assert parse_record(f'{{"event": "step", "samples": 1, "step": {value}}}'.encode()) is None
 
 
-def test_the_error_of_an_accuracy_is_that_of_a_share() -> None:
+def test_the_error_of_an_accuracy_is_half_of_a_binomial_confidence_interval() -> None:
     found = {
         (share, count): EvaluationRecord(1, 1, masked_lm_accuracy=share, count=count).error
         for share in (-0.01, 0, 0.5, 1, 1.01)

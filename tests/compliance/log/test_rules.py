@@ -33,7 +33,7 @@ def official_requirements(ruleset: str, division: str) -> dict[str, str | None]:
 
 @pytest.mark.parametrize("division", rules.DIVISIONS)
 @pytest.mark.parametrize("ruleset", rules.RULESETS)
-def test_table_asks_what_the_official_rule_files_ask(ruleset: str, division: rules.Division) -> None:
+def test_the_table_requires_the_keys_of_the_official_rule_files(ruleset: str, division: rules.Division) -> None:
     official = official_requirements(ruleset, division)
     assert official.keys() <= rules.KEYS.keys()  # our checker passes it only records with these keys
     own = {key for key, rule in rules.KEYS.items() if rule.required_in(ruleset, division)}
@@ -46,7 +46,7 @@ def test_table_asks_what_the_official_rule_files_ask(ruleset: str, division: rul
 
 
 @given(st.integers(1, 10**6))
-def test_evaluation_interval_is_the_formula_of_the_rules(batch: int) -> None:
+def test_the_evaluation_interval_follows_the_formula_of_the_rules(batch: int) -> None:
     exact = 5 * (23023 * batch + 300_000_000)  # 10,000 times the number of samples, to stay in integers
     assert schedule.evaluation_interval(batch) == exact // 10_000 // 25_000 * 25_000
 
@@ -54,7 +54,7 @@ def test_evaluation_interval_is_the_formula_of_the_rules(batch: int) -> None:
 @given(st.integers(1, 50), st.integers(1, 10**6), st.integers(1, 20_000))
 @example(1, 150_000, 448)
 @example(2, 150_000, 448)
-def test_scheduled_evaluations_are_on_schedule(index: int, interval: int, batch: int) -> None:
+def test_scheduled_evaluations_are_allowed_and_found_by_their_samples(index: int, interval: int, batch: int) -> None:
     of_run = schedule.EvaluationSchedule(interval, batch)
     samples = of_run.samples(index)
     assert samples % batch == 0
@@ -99,12 +99,12 @@ def test_both_roundings_of_the_schedule_are_accepted(
         (rules.DECAY, [0, 0.999], [1, -0.1]),
     ],
 )
-def test_values_that_a_rule_takes(rule: rules.ValueRule, taken: list[object], refused: list[object]) -> None:
+def test_values_that_each_rule_accepts(rule: rules.ValueRule, taken: list[object], refused: list[object]) -> None:
     assert [value for value in taken if not rule.accepts(value)] == []
     assert [value for value in refused if rule.accepts(value)] == []
 
 
-def test_values_are_shown_as_in_the_file_and_shortened() -> None:
+def test_values_are_shown_as_json_and_shortened() -> None:
     for value, text in (
         (None, "null"), (True, "true"), (1.5, "1.5"), ("\x1b\xe9", r"'\x1b\xe9'"), ([1], "[1]"),
         (78 * "x", f"'{78 * 'x'}'"), (79 * "x", f"'{76 * 'x'}..."), (10**80, f"1{76 * '0'}..."),
@@ -121,7 +121,7 @@ def test_system_fields_are_those_of_the_official_checker() -> None:
         assert f'"{status}"' in source
 
 
-def test_a_closed_run_of_its_own_settings_is_refused_before_its_clock_starts(tmp_path: Path) -> None:
+def test_the_writer_refuses_a_closed_run_with_other_settings_before_run_start(tmp_path: Path) -> None:
     log = MLLog(tmp_path / "written.txt", clock_ms=counting_clock(10))
     with pytest.raises(RuleViolation, match="max_sequence_length: value 128 in a closed log"):
         initialise(log, "closed", CLOSED | {"max_sequence_length": 128})
@@ -173,11 +173,14 @@ BROKEN: list[tuple[LoggedRun, str, int, list[str]]] = [
     (run_until("eval_start", "eval_accuracy"), "eval_stop", 150_079, ["150079 samples, expected at least 150080 (TR 11)"]),
     (run_until(), "eval_stop", 150_080, ["nothing is open, expected eval_start first (TR 11)",
                                          NO_RESULT]),
-    (run_until("eval_start"), "eval_start", 150_080, ["the one of line 6 is still open, expected eval_stop first (TR 11)"]),
+    (
+        run_until("eval_start"), "eval_start", 150_080,
+        ["the eval_start on line 6 is still open, expected eval_stop first (TR 11)"],
+    ),
 ]  # fmt: skip
 
 
-def test_what_the_next_record_would_break() -> None:
+def test_the_violations_of_the_next_record() -> None:
     for number, (run, key, samples, expected) in enumerate(BROKEN):
         event = rules.KEYS[key].event_type
         record = Record(9, START_MS, event, key, 0.5, {"epoch_num": samples})

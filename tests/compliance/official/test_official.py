@@ -29,7 +29,7 @@ def ask(closed_log: str) -> Ask:
     return of
 
 
-def test_messages_are_understood(ask: Ask, closed_log: str) -> None:
+def test_messages_of_the_official_checker_are_parsed(ask: Ask, closed_log: str) -> None:
     place = 2 + closed_log.splitlines().index(lines_of(closed_log, "init_stop")[0].strip())
     low = "Failed checks for eval_accuracy : (v['value'] >= 0.720) and v['value'] < 1.0"
     none = "Required EXACTLY_ONE occurrence of 'global_batch_size' but found 0"
@@ -46,7 +46,7 @@ def test_messages_are_understood(ask: Ask, closed_log: str) -> None:
     ):
         assert ask(change) == Opinion("fail", tuple(complaints))
     renamed = ask(lambda text: text.replace("layer_0/output/dense/bias", "x"), "2.0.0")
-    assert (renamed.complaints, renamed.errors) == ((tensors,), 1)
+    assert renamed.complaints == (tensors,)
 
 
 @pytest.mark.parametrize(
@@ -58,14 +58,14 @@ def test_messages_are_understood(ask: Ask, closed_log: str) -> None:
         (lambda text: text.replace(": 1234,", ": " + "[" * 5000 + "]" * 5000 + ","), "RecursionError"),
     ],
 )
-def test_a_crash_is_a_failure_in_words_and_the_next_log_is_judged(ask: Ask, change: Edit, words: str) -> None:
+def test_a_crash_of_the_official_checker_fails_its_log_and_not_the_next_log(ask: Ask, change: Edit, words: str) -> None:
     verdict = ask(change)
     assert verdict.outcome == "fail"
     assert words in verdict.complaints[0].text
     assert ask(in_turn()).outcome == "pass"
 
 
-def test_answers_are_bounded_and_cannot_steer_a_terminal(ask: Ask) -> None:
+def test_messages_of_the_official_checker_are_shortened_and_escaped(ask: Ask) -> None:
     odd = [TOKEN + json.dumps({"time_ms": 1, "key": f"k{number}" + "x" * 1000}) + "\n" for number in range(50)]
     for change in (value("submission_division", "\x1b[2Jx"), lambda text: text + "".join(odd)):
         verdict = ask(change)
@@ -77,9 +77,7 @@ def test_answers_are_bounded_and_cannot_steer_a_terminal(ask: Ask) -> None:
 # The checker's process
 
 
-def test_one_process_serves_many_logs_and_another_those_after_its_death_or_timeout(
-    closed_log: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_process_judges_all_logs_until_it_dies_or_hangs(closed_log: str, monkeypatch: pytest.MonkeyPatch) -> None:
     lines = [*enumerate(closed_log.encode().splitlines(), start=1)]
     assert opinion(lines, "5.0.0") == Opinion("pass")
     running = process.the_worker().process
@@ -91,8 +89,7 @@ def test_one_process_serves_many_logs_and_another_those_after_its_death_or_timeo
     assert opinion(lines, "5.0.0").outcome == "pass"
     monkeypatch.setattr(official, "TIMEOUT_S", 0)
     verdict = opinion(lines * 3, "5.0.0")
-    assert (verdict.outcome, verdict.judged) == ("fail", False)
-    assert verdict.complaints[0].text == "the official compliance checker did not end within 0 s"
+    assert verdict == Opinion("fail", (Complaint("the official compliance checker did not end within 0 s"),))
     monkeypatch.undo()
     assert opinion(lines, "5.0.0") == Opinion("pass")  # not the late answer to the request before, which has warnings
 
@@ -101,25 +98,25 @@ fragments = st.sampled_from([TOKEN, TOKEN.rstrip(), ":::", " ", "{}", "text", "\
 
 
 @given(st.lists(st.lists(fragments, max_size=6).map("".join), max_size=4))
-def test_cutting_at_the_token_is_what_the_package_does(texts: list[str]) -> None:
+def test_token_lines_equal_those_of_the_official_parser(texts: list[str]) -> None:
     lines = [text + "\n" for text in texts]
     for module in (ruleset_300, ruleset_500):
         assert token_lines(lines) == module.strip_and_dedup(lines)
 
 
-def test_long_records_take_no_quadratic_time(ask: Ask) -> None:
+def test_long_records_are_checked_in_linear_time(ask: Ask) -> None:
     began = time.monotonic()
     assert ask(value("seed", "x" * 900_000)).outcome == "pass"  # the unmodified checker takes minutes
     assert time.monotonic() - began < 60
 
 
-def test_long_messages_keep_the_condition_that_failed() -> None:
+def test_long_official_messages_keep_the_failed_condition() -> None:
     assert _shorten(4000 * "x") == 4000 * "x"
     assert _shorten(4001 * "x") == 2000 * "x"
     assert _shorten(f"{4001 * 'x'}\nfailed test: v > 1\n{{}}") == f"{2000 * 'x'}\nfailed test: v > 1"
 
 
-def test_the_last_error_of_a_tool_is_its_message(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_message_of_an_official_tool_is_its_last_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(logging.getLogger(), "handlers", [])
 
     def tool(path: str, _ruleset: str) -> bool:
@@ -134,7 +131,7 @@ def test_the_last_error_of_a_tool_is_its_message(monkeypatch: pytest.MonkeyPatch
     assert judge_part(lambda *_: True, "", "5.0.0") == {"passed": True, "message": ""}
 
 
-def test_the_reference_of_a_batch_size_is_a_point_or_lies_between_two() -> None:
+def test_the_reference_is_a_point_or_interpolated_between_two_points() -> None:
     low, high, between = (reference(batch, "5.0.0") for batch in (448, 4608, 500))
     figures = {"mean": 2_414_421, "stdev": 197_392, "minimum": 2_274_732}
     assert {name: round(low[name]) for name in figures} == figures
@@ -161,6 +158,6 @@ worker.answer("log", "log.txt", "5.0.0", PATIENCE)
 """A program that gets SIGTERM while the official checker works on an answer."""
 
 
-def test_a_signal_does_not_wait_for_an_answer() -> None:
+def test_sigterm_does_not_wait_for_the_official_checkers_answer() -> None:
     done = python("-c", INTERRUPTED.replace("PATIENCE", str(2 * PATIENCE_S)))
     assert (done.returncode, done.stdout, done.stderr) == (143, "", "")

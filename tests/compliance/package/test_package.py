@@ -76,7 +76,7 @@ def ten(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_the_tree(scaled: tuple[Path, str]) -> None:
+def test_the_files_of_a_package(scaled: tuple[Path, str]) -> None:
     folder, said = scaled
     tree = folder / "out" / "Example"
     results = tree / "results/node/bert"
@@ -128,7 +128,7 @@ SERIES = {
         [11] * 10, "converges faster", epoch_nums(*[156_725_653] * 11), failing=("package checker", CHECK)
     ),
     "another system": Series(
-        PASSING, "value 'NVIDIA A100', expected what the heads of the logs say, 'NVIDIA H100 80GB HBM3'",
+        PASSING, "value 'NVIDIA A100', expected what the headers of the logs say, 'NVIDIA H100 80GB HBM3'",
         header=(("accelerator", "NVIDIA H100 80GB HBM3"), ("processes", "8 x 14 threads"), ("torch", "2.13.0+cu130")),
         description=(("division", "Closed"), ("accelerator_model_name", "NVIDIA A100"), ("framework", "PyTorch 2.11")),
         failing=(CHECK, "score, scaling, samples equal"),
@@ -137,7 +137,7 @@ SERIES = {
 
 
 @pytest.mark.parametrize("name", SERIES)
-def test_the_tools_and_this_program_judge_a_package(tmp_path: Path, name: str) -> None:
+def test_the_official_tools_and_the_check_judge_each_package(tmp_path: Path, name: str) -> None:
     series = SERIES[name]
     for path in write_series(tmp_path / "runs", series.evaluations, failed=series.failed, header=dict(series.header)):
         if series.edit:
@@ -155,14 +155,14 @@ def test_the_tools_and_this_program_judge_a_package(tmp_path: Path, name: str) -
         assert re.search(r"^warning: .*node\.json: value 'PyTorch 2\.11'", said, re.MULTILINE)
 
 
-def test_open_runs(tmp_path: Path) -> None:
+def test_open_runs_can_be_packaged(tmp_path: Path) -> None:
     for number in range(10):
         write_run(tmp_path / f"runs/result_{number}.txt", "open", header={"run": number}, step_ms=10 + number)
     status, said, verdicts = package(tmp_path, division="open", sw_notes="")
     assert (status, verdicts) == (0, dict.fromkeys(TOOLS, "pass")), said
 
 
-def test_a_figure_that_the_summarizer_gives_otherwise_is_said(ten: Path, tmp_path: Path) -> None:
+def test_figures_that_differ_from_the_result_summarizers_are_findings(ten: Path, tmp_path: Path) -> None:
     package = make_package(request(tmp_path, ten / "runs"))
     score = {"minutes": package.minutes, "scaling": 1.0, "samples": package.outlook.mean}
     assert [*_differences(package, score)] == []
@@ -170,7 +170,7 @@ def test_a_figure_that_the_summarizer_gives_otherwise_is_said(ten: Path, tmp_pat
     for name, title in titles.items():
         for other in (None, 1.001 * (score[name] or 0)):
             [finding] = _differences(package, score | {name: other})
-            assert finding.found == f"the {title} is {score[name]} here and {other} there"
+            assert finding.found == f"the {title} is {score[name]} by this program and {other} by the official tools"
     assert "(it crashed)" in next(_differences(package, {"crash": "it crashed"})).found
 
 
@@ -189,7 +189,7 @@ def test_a_figure_that_the_summarizer_gives_otherwise_is_said(ten: Path, tmp_pat
         ),
     ],
 )
-def test_too_few_runs_are_refused(ten: Path, tmp_path: Path, edited: list[int], edit: Edit, match: str) -> None:
+def test_package_refuses_too_few_runs(ten: Path, tmp_path: Path, edited: list[int], edit: Edit, match: str) -> None:
     shutil.copytree(ten / "runs", tmp_path / "runs")
     for number in edited:
         edit_log(tmp_path / f"runs/result_{number}.txt", edit)
@@ -208,7 +208,7 @@ def test_faults_that_the_official_tools_do_not_see_fail_the_package(ten: Path, t
     assert "'checkpoints/step_100'" in said
 
 
-def test_names_that_do_not_fit_are_refused(ten: Path, tmp_path: Path) -> None:
+def test_the_package_command_refuses_inconsistent_or_invalid_names(ten: Path, tmp_path: Path) -> None:
     other = shutil.copytree(ten / "runs", tmp_path / "results/old_node/bert")
     with pytest.raises(ValueError, match=r"old_node/bert .*'old_node'.*node\.json .*'node'"):
         make_package(request(tmp_path, other))
@@ -222,7 +222,7 @@ def test_names_that_do_not_fit_are_refused(ten: Path, tmp_path: Path) -> None:
             PackageRequest(name, Path("node.json"), Path("runs"), Path("out"))
 
 
-def test_a_failure_leaves_nothing_behind(ten: Path, tmp_path: Path) -> None:
+def test_an_unwritable_output_folder_is_left_empty(ten: Path, tmp_path: Path) -> None:
     (tmp_path / "out").mkdir(mode=0o555)
     (tmp_path / "file").touch()
     for place in (tmp_path / "out", tmp_path / "file"):
@@ -248,7 +248,7 @@ def checkout(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_the_source_is_what_git_tracks(checkout: Path) -> None:
+def test_the_packaged_source_is_what_git_tracks(checkout: Path) -> None:
     with pytest.raises(ValueError, match="not a git checkout"):
         tracked_source(checkout)
     git(checkout, "init", "--quiet")

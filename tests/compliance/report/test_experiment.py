@@ -20,7 +20,7 @@ from tests.html_page import Page
 ABOUT_RULES = re.compile("mlperf|official|ours|score|target|dropped|division|slowest|valid", re.IGNORECASE)
 
 
-def test_the_runs_stand_beside_each_other_with_the_settings_that_differ(experiments: Results) -> None:
+def test_the_summary_of_experiments_shows_the_settings_that_differ(experiments: Results) -> None:
     done = [command.run("report", experiments.folder, "--format", name) for name in ("csv", "json")]
     *said, document = [text for _, text in [command.run("summary", experiments.folder), *done]]
     assert "".join(said) == (FOLDER / "experiments.txt").read_text()
@@ -31,7 +31,7 @@ def test_the_runs_stand_beside_each_other_with_the_settings_that_differ(experime
     assert not summary.RULED_FIELDS & {*found, *found["runs"][0]}
 
 
-def test_a_file_of_weights_that_a_later_run_has_written(tmp_path: Path) -> None:
+def test_the_report_warns_if_a_later_run_overwrote_the_best_weights(tmp_path: Path) -> None:
     wrote = {"0.3 0.2 0.1 0.1": ("warn", "a.pt, to which run 2 wrote later."), "0.1 0.2 0.3 0.1": ("good", "a.pt.")}
     for accuracies, (kind, text) in wrote.items():
         for number, best in enumerate(map(float, accuracies.split())):
@@ -46,7 +46,7 @@ def test_a_file_of_weights_that_a_later_run_has_written(tmp_path: Path) -> None:
     assert summary.statements(load_results(tmp_path))[0].text == "Run 2: 0.3000 after 1,024 sequences."
 
 
-def test_a_single_run_without_an_evaluation_beside_a_file_without_records(tmp_path: Path) -> None:
+def test_the_report_of_an_experiment_without_evaluations(tmp_path: Path) -> None:
     write_experiment(tmp_path, 0, (), status="aborted")
     (tmp_path / "result_1.txt").write_text("")
     results = load_results(tmp_path)
@@ -63,7 +63,7 @@ def test_a_single_run_without_an_evaluation_beside_a_file_without_records(tmp_pa
 HOSTILE = ["<script>alert(1)</script>", "=cmd()", "\x1b[2J\u202e", "::error::x", "|", "x" * 10_000]
 
 
-def test_hostile_settings_are_only_ever_text(tmp_path: Path) -> None:
+def test_reports_escape_hostile_settings(tmp_path: Path) -> None:
     for number, text in enumerate(HOSTILE):
         write_experiment(tmp_path, number, (0.1,), {"=a": text, "optimizer.name": text, "save_checkpoint": text})
     results = load_results(tmp_path)
@@ -76,7 +76,7 @@ def test_hostile_settings_are_only_ever_text(tmp_path: Path) -> None:
     assert not [cell for cell in cells if cell.startswith("=")]
 
 
-def test_a_long_setting_keeps_its_end_and_only_several_runs_have_colours(tmp_path: Path) -> None:
+def test_long_settings_are_cut_at_their_beginning_and_a_single_run_has_no_colour(tmp_path: Path) -> None:
     for number, length in enumerate((40, 41)):
         write_experiment(tmp_path, number, (0.1,), {"optimizer.name": f"{'x' * (length - 3)}end"})
         colours = [len(Page(render(load_results(tmp_path))).of("g", colour)) for colour in ("compute", "reduce")]
@@ -92,7 +92,7 @@ def with_settings(folder: Path, division: str, *configured: Mapping[str, object]
     return load_results(folder)
 
 
-def test_runs_of_different_settings_have_no_mean(tmp_path: Path) -> None:
+def test_open_runs_with_different_settings_have_no_score(tmp_path: Path) -> None:
     a, b = {"model.hidden_size": 128, "training.seed": 1}, {"model.hidden_size": 256, "training.seed": 2}
     for number, named in ((2, "a0 and a1"), (3, "a0, a1 and a2"), (5, "a0, a1, a2 and 2 more")):
         names = [{f"a{index}": each for index in range(number)} for each in (1, 2)]
@@ -113,7 +113,7 @@ def test_runs_of_different_settings_have_no_mean(tmp_path: Path) -> None:
     assert with_settings(tmp_path / "closed", "closed", a, a, b).score_seconds
 
 
-def test_runs_with_and_without_a_target_have_the_usual_report_without_a_mean(tmp_path: Path) -> None:
+def test_a_folder_of_runs_with_and_without_a_target_has_no_score(tmp_path: Path) -> None:
     folder = write_experiments(tmp_path)
     for number in (0, 1):
         write_run(folder / f"result_1{number}.txt", "open", header={"config.evaluation.target": 0.3})

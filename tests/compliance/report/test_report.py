@@ -63,9 +63,7 @@ def outline(text: str) -> str:
 
 
 @pytest.mark.slow
-def test_a_page_has_every_part_needs_nothing_but_itself_and_says_what_its_parts_are(
-    closed: Results, failing: Results, experiments: Results
-) -> None:
+def test_whole_pages_and_their_accessibility(closed: Results, failing: Results, experiments: Results) -> None:
     for name, results in {"closed": closed, "failing": failing, "experiments": experiments}.items():
         text = report.render(results)
         assert outline(text) == (FOLDER / f"{name}_page.txt").read_text()
@@ -99,7 +97,7 @@ STEPS: list[dict[str, Any]] = [
 ]
 
 
-def test_the_page_of_a_run_on_sites_with_a_plan_a_restart_and_skipped_steps(one: Path) -> None:
+def test_the_page_of_a_run_with_sites_a_plan_a_restart_and_skipped_steps(one: Path) -> None:
     planned = {f"planned_{name}": value for name, value in (PARTS | {"step_ms": 31.0, "reduce_ms": 5.0}).items()}
     events = [
         {"event": "run", "world_size": 2, "started": "2024-01-02T03:04:05"},
@@ -119,7 +117,7 @@ def test_the_page_of_a_run_on_sites_with_a_plan_a_restart_and_skipped_steps(one:
     assert "waiting for other sites 0.7 %, 0.312 ms a step, 3.5 MB sent between them" in both
 
 
-def test_a_run_without_a_step_or_without_records_has_no_time_of_a_step(one: Path) -> None:
+def test_the_page_of_a_run_without_steps_or_without_records(one: Path) -> None:
     assert "Where the time went" not in Page(report.render(load_results(one))).text
     events = [{"event": name, "step": 0, "samples": 0, "eval_s": 0.09} for name in ("step", "eval")]
     (one / "metrics_0.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
@@ -131,7 +129,7 @@ def test_a_run_without_a_step_or_without_records_has_no_time_of_a_step(one: Path
     assert page.charts == ["Sequences per second over sequences trained, 1 run"]  # of the metrics, which are left
 
 
-def test_the_subtitle_tells_how_a_layer_is_shared(closed: Results) -> None:
+def test_the_subtitle_names_tensor_and_pipeline_parallelism(closed: Results) -> None:
     header = closed.shown.log.header | {"config.parallel.tensor": "4", "config.parallel.pipeline": "2"}
     run = replace(closed.shown, log=replace(closed.shown.log, header=header))
     shared = Page(report.render(replace(closed, runs=(run,))))
@@ -150,7 +148,7 @@ HOSTILE = [
 
 
 @pytest.mark.parametrize("text", HOSTILE, ids=range(len(HOSTILE)))
-def test_hostile_text_is_only_ever_text(closed: Results, text: str) -> None:
+def test_the_page_escapes_hostile_text(closed: Results, text: str) -> None:
     run = closed.runs[0]
     finding = Finding(1, text, text, text, text, text)
     hostile = replace(
@@ -190,7 +188,7 @@ VALUES = KINDS | st.floats() | st.integers() | st.text(max_size=5) | st.none() |
 
 @given(st.lists(st.dictionaries(st.sampled_from(NAMES), VALUES, max_size=8), max_size=12))
 @at_most(25)
-def test_any_metrics_give_a_page(one: Path, entries: list[dict[str, Any]]) -> None:
+def test_any_metrics_give_a_page_with_finite_coordinates(one: Path, entries: list[dict[str, Any]]) -> None:
     (one / "metrics_0.jsonl").write_text("".join(json.dumps(entry) + "\n" for entry in entries))
     page = Page(report.render(replace(load_results(one), ruleset="5.0.0")))
     for _, attrs in page.tags:
@@ -198,7 +196,7 @@ def test_any_metrics_give_a_page(one: Path, entries: list[dict[str, Any]]) -> No
             assert not re.search(r"nan|inf\b|e[+-]?\d", str(attrs.get(name, "")))
 
 
-def test_a_large_folder_makes_a_small_page_soon(tmp_path: Path, closed: Results) -> None:
+def test_the_page_of_100_runs_is_small_and_quickly_rendered(tmp_path: Path, closed: Results) -> None:
     metrics = read_metrics(write_metrics(tmp_path / "metrics_0.jsonl", 250, every=1, batch=768))
     begin = time.process_time()
     for number, bars in ((100, 1), (13, 1), (12, 12)):
@@ -211,7 +209,7 @@ def test_a_large_folder_makes_a_small_page_soon(tmp_path: Path, closed: Results)
     assert time.process_time() - begin < 10
 
 
-def test_a_report_is_written_beside_its_runs_or_where_it_is_wanted(one: Path, tmp_path: Path) -> None:
+def test_a_report_is_written_to_the_runs_folder_or_to_the_file_of_the_option_out(one: Path, tmp_path: Path) -> None:
     assert command.run("report", one) == (0, f"{one}/report.html\n")
     assert (one / "report.html").read_text() == report.render(load_results(one, "auto"))
     heads: dict[Format, str] = {"csv": "run,official", "json": "{\n", "markdown": "# BERT on node\n"}

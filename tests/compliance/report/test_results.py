@@ -42,7 +42,7 @@ def opened(folder: Path) -> Results:
     return load_results(folder)
 
 
-def test_accelerators_come_from_the_description_or_else_from_a_run(closed: Results, opened: Results) -> None:
+def test_accelerators_are_counted_by_the_description_or_else_the_metrics(closed: Results, opened: Results) -> None:
     assert (closed.accelerator, closed.accelerators) == ("NVIDIA H100 80GB HBM3", 8)
     described = replace(closed, description={"number_of_nodes": "4", "accelerators_per_node": "8"})
     assert (described.accelerator, described.accelerators) == ("NVIDIA H100 80GB HBM3", 32)  # name from the log
@@ -52,7 +52,7 @@ def test_accelerators_come_from_the_description_or_else_from_a_run(closed: Resul
     assert replace(opened, description={}).accelerators is None
 
 
-def test_a_run_that_ends_before_it_starts_has_no_time(one: Path) -> None:
+def test_a_run_whose_stop_precedes_its_start_has_no_time(one: Path) -> None:
     log = one / "result_0.txt"
     log.write_text(re.sub(r'"time_ms": 17(.*"run_stop")', r'"time_ms": 16\1', log.read_text()))
     write_metrics(one / "metrics_0.jsonl")
@@ -62,22 +62,25 @@ def test_a_run_that_ends_before_it_starts_has_no_time(one: Path) -> None:
     assert breakdown(run) == {}
 
 
-def test_folder_without_runs_is_refused_and_two_logs_of_one_number_are_two_runs(one: Path) -> None:
+def test_a_report_needs_logs_and_shows_two_logs_of_one_number(one: Path) -> None:
     with pytest.raises(ValueError, match=r"no result_<n>\.txt in it"):
         load_results(one.parent)
     with pytest.raises(ValueError, match="no such folder"):
         load_results(one / "none")
     write_run(one / "result_00.txt", "open")
+    write_run(one.parent / "result_0.txt", "open")
+    with pytest.raises(ValueError, match="its logs lie beside a folder with results"):
+        load_results(one.parent)
     assert sorted(run.log.path.name for run in load_results(one).runs) == ["result_0.txt", "result_00.txt"]
 
 
-def test_forms_of_accelerators() -> None:
+def test_the_form_factor_is_parsed_from_names_of_accelerators() -> None:
     forms = {"NVIDIA H100 80GB HBM3": "SXM", "NVIDIA A100-SXM4-80GB": "SXM", "NVIDIA H100 NVL": "NVL"}
     forms |= {"NVIDIA H100 PCIe": "PCIe", "NVIDIA A100 - PCIe - 80 GB": "PCIe", "NVIDIA GH200 480GB": None, "N/A": None}
     assert {name: form(name) for name in forms} == forms
 
 
-def test_a_summary_of_logs_of_other_software_calls_itself_unofficial_and_not_them(tmp_path: Path) -> None:
+def test_reports_on_logs_of_other_software_are_called_unofficial(tmp_path: Path) -> None:
     folder = tmp_path / "results" / "node" / "bert"
     logs = write_series(folder, [17, 17, 17])
     for log in logs:
@@ -102,7 +105,7 @@ STEPS = [
 ]
 
 
-def test_the_time_of_a_run_is_that_of_its_own_steps(experiments: Results) -> None:
+def test_the_breakdown_of_a_resumed_run_counts_only_its_own_steps(experiments: Results) -> None:
     """The fourth run resumes after step 40, so its records stand for 10, 10, 0 and 20 steps."""
     run = experiments.runs[3]
     assert run.logged.seconds == 1.3
@@ -122,7 +125,7 @@ def test_the_time_of_a_run_is_that_of_its_own_steps(experiments: Results) -> Non
     assert not [finding for finding in run.verdict.findings if "TR 24.4" in finding.rule]  # it evaluates on schedule
 
 
-def test_the_whole_output_of_each_command_about_open_runs(folder: Path) -> None:
+def test_the_whole_output_of_summary_and_report_about_open_runs(folder: Path) -> None:
     formats = ("markdown", "csv", "json")
     done = [command.run("summary", folder), *(command.run("report", folder, "--format", name) for name in formats)]
     assert {status for status, _ in done} == {0}
@@ -141,7 +144,7 @@ def test_the_whole_output_of_each_command_about_open_runs(folder: Path) -> None:
     assert last["verdict"]["findings"]
 
 
-def test_figures_have_units_and_the_digits_that_matter(closed: Results) -> None:
+def test_rates_are_rounded_and_the_score_of_a_fast_set_is_scaled(closed: Results) -> None:
     assert [*map(summary.rate, (None, 0.0, 999.94, 1000.0, 12345.6))] == ["-", "0.0", "999.9", "1,000", "12,346"]
     document = json.loads(summary.as_json(closed))
     assert closed.score_seconds
@@ -149,7 +152,7 @@ def test_figures_have_units_and_the_digits_that_matter(closed: Results) -> None:
     assert document["scaled_score_seconds"] == pytest.approx(closed.score_seconds * 2_443_934 / 2_437_632)
 
 
-def test_sets_of_few_many_and_lost_runs(closed: Results, failing: Results, opened: Results) -> None:
+def test_the_statements_about_sets_of_runs(closed: Results, failing: Results, opened: Results) -> None:
     runs = closed.runs
     lost = [replace(failing.runs[index], number=number) for index, number in ((1, 20), (3, 21))]
     later = [replace(run, number=run.number + 10) for run in runs[:2]]

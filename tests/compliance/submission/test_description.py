@@ -25,7 +25,7 @@ FIELDS: list[dict[str, Any]] = [
 FILES = [b"", b"{", b"[]", b"\xff{}", b'{"a": ' * 100_000, b"1" * 10_000]
 
 
-def test_what_is_said_of_fields_and_files(tmp_path: Path) -> None:
+def test_each_fault_of_a_description_gets_the_recorded_findings(tmp_path: Path) -> None:
     path, said = tmp_path / "systems" / f"{SYSTEM}.json", ""
     for change in (*FIELDS, *FILES):
         write_description(tmp_path, **(change if isinstance(change, dict) else {}))
@@ -71,7 +71,7 @@ ERRORS = ("accelerators_per_node", "accelerator_model_name")
         ("framework", "NVIDIA PyTorch 2.13.0", {}, False),
     ],
 )
-def test_a_description_is_held_against_the_heads_of_most_logs(
+def test_a_description_is_compared_with_the_headers_of_most_logs(
     tmp_path: Path, field: str, written: str, head: dict[str, str], agrees: bool
 ) -> None:
     description = read_description(write_description(tmp_path, **(MACHINE | {field: written})))
@@ -82,7 +82,7 @@ def test_a_description_is_held_against_the_heads_of_most_logs(
     assert found == ([] if agrees else wrong)
 
 
-def test_what_a_description_and_the_logs_say_is_told_in_full(tmp_path: Path) -> None:
+def test_findings_about_a_description_that_differs_from_the_logs(tmp_path: Path) -> None:
     said: dict[str, Any] = {
         "submission_org": "Example, Inc.",
         "submission_platform": "two machines",
@@ -109,7 +109,7 @@ def test_what_a_description_and_the_logs_say_is_told_in_full(tmp_path: Path) -> 
     runs = [LoggedRun(HEAD | {"processes": "1"})] * 2
     found = [*against_logs(read_description(write_description(tmp_path, **MACHINE)), runs)]
     assert [str(finding) for finding in found] == [
-        "error: line 20: accelerators_per_node: number_of_nodes x accelerators_per_node '16', expected what the heads of "
+        "error: line 20: accelerators_per_node: number_of_nodes x accelerators_per_node '16', expected what the headers of "
         "the logs say, '1' [SR System description]; `python -m compliance system --out FILE --set "
         "accelerators_per_node=...`, or take the logs of this system"
     ]

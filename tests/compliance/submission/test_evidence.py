@@ -37,9 +37,7 @@ def closed(root: Path, change: Edit | None = None, runs: int = 10) -> Path:
 
 
 @pytest.mark.slow
-def test_a_failing_folder_or_submission_fails_from_within(
-    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failing_folder_fails_by_relative_paths(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = closed(tmp_path, change=value("global_batch_size", 0), runs=2)
     monkeypatch.chdir(folder)
     for options in ([], ["--json"], ["--format", "github"], ["--quiet"], ["--junit", "../a.xml"]):
@@ -53,7 +51,7 @@ def test_a_failing_folder_or_submission_fails_from_within(
 
 
 @pytest.mark.parametrize("names", [None, "20240928_{}.log", "Result_{}.TXT", "run-{}.out"])
-def test_a_folder_without_a_log_that_was_read_never_passes(tmp_path: Path, names: str | None) -> None:
+def test_a_folder_without_a_readable_log_never_passes(tmp_path: Path, names: str | None) -> None:
     folder = closed(tmp_path, runs=2)
     (folder / "scaling.json").write_text("{}")
     for number in range(2):
@@ -69,7 +67,7 @@ def test_a_folder_without_a_log_that_was_read_never_passes(tmp_path: Path, names
         assert names is None or names.format(0) in text
 
 
-def test_nothing_is_never_accepted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_empty_list_or_path_is_never_accepted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert not accepted([])
     with pytest.raises(ValueError, match="no log was read: no path given"):
         check_paths([])
@@ -85,7 +83,7 @@ def test_nothing_is_never_accepted(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 # Derived files
 
 
-def test_metrics_of_another_run_are_said_and_not_shown(tmp_path: Path) -> None:
+def test_metrics_of_another_run_get_a_finding_and_are_not_reported(tmp_path: Path) -> None:
     folder = write_closed_folder(tmp_path, [16] * 3)
     assert "of another run" not in run("check", folder)[1]
     with (folder / "metrics_2.jsonl").open("a") as file:
@@ -123,7 +121,7 @@ def accuracy(samples: int, value: float) -> EvaluationRecord:
         ),
     ],
 )
-def test_metrics_contradict_a_log_from_a_bound_on(
+def test_metrics_contradict_a_log_above_tolerance(
     tmp_path: Path, records: list[RunRecord | Record], fault: str
 ) -> None:
     metrics = Metrics()
@@ -150,7 +148,7 @@ ROWS: list[tuple[str, str]] = [
 """Rows of a report about three runs, of which run 2 is aborted, and what is wrong with each row."""
 
 
-def test_a_report_that_contradicts_the_logs_is_said(tmp_path: Path) -> None:
+def test_a_csv_or_json_report_that_contradicts_the_logs_is_a_finding(tmp_path: Path) -> None:
     folder = closed(tmp_path, runs=3)
     failed = in_turn(value("eval_accuracy", 0.648, -1), metadata("run_stop", "status", "aborted"))
     (folder / "result_2.txt").write_text(failed((folder / "result_2.txt").read_text()))
@@ -177,7 +175,7 @@ def test_a_report_that_contradicts_the_logs_is_said(tmp_path: Path) -> None:
         assert said() == [f"warning: runs.json contradicts the logs: {each}" for each in fault]
 
 
-def test_a_log_without_usable_times_or_of_two_attempts_has_no_time_in_any_output(tmp_path: Path) -> None:
+def test_reports_show_no_time_for_a_log_of_two_attempts_or_with_wrong_times(tmp_path: Path) -> None:
     folder = closed(tmp_path, runs=2)
     text = (folder / "result_0.txt").read_text()
     (folder / "result_0.txt").write_text(text.replace(f'"time_ms": {START_MS // 10**6}', '"time_ms": 1'))

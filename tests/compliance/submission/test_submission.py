@@ -47,7 +47,7 @@ LOGS = [f"results/{SYSTEM}/bert/result_{number}.txt" for number in range(10)]
 
 
 @pytest.mark.slow
-def test_the_parts_of_a_submission_are_checked_and_no_file_is_left_behind(root: Path) -> None:
+def test_the_check_of_a_submission_covers_all_parts_and_leaves_no_files(root: Path) -> None:
     before = sorted(root.rglob("*"))
     assert names(check_paths([root]), root) == [".", f"systems/{SYSTEM}.json", f"results/{SYSTEM}/bert", *LOGS]
     assert load_results(benchmark_folder(root)).description["system_name"] == SYSTEM
@@ -55,7 +55,7 @@ def test_the_parts_of_a_submission_are_checked_and_no_file_is_left_behind(root: 
 
 
 @pytest.mark.parametrize("name", ["bert", "BERT", "Bert_large", "logs"])
-def test_a_folder_of_logs_is_found_by_its_logs(bare: Path, name: str) -> None:
+def test_a_folder_of_any_name_is_found_by_its_logs(bare: Path, name: str) -> None:
     (bare / SYSTEM / "bert").rename(bare / SYSTEM / name)
     shutil.copytree(bare / SYSTEM / name, bare / SYSTEM / "resnet")  # another benchmark
     if name != "logs":
@@ -68,7 +68,7 @@ def test_a_folder_of_logs_is_found_by_its_logs(bare: Path, name: str) -> None:
     assert [finding.severity for finding in findings] == ([] if name == "bert" else ["warning"])
 
 
-def test_paths_may_be_relative(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_benchmark_folders_are_found_by_relative_paths(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(benchmark_folder(root))
     tree = find(Path())
     assert tree.submission == root
@@ -79,7 +79,7 @@ def test_paths_may_be_relative(root: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert [folder.system for folder in tree.benchmarks] == [SYSTEM]
 
 
-def test_a_link_to_a_folder_is_followed_only_among_bare_results(bare: Path) -> None:
+def test_links_to_folders_are_followed_only_in_bare_results(bare: Path) -> None:
     (bare / "linked").symlink_to(SYSTEM)
     (bare / "loop").symlink_to(".")
     assert len(find(bare).benchmarks) == 2
@@ -87,7 +87,7 @@ def test_a_link_to_a_folder_is_followed_only_among_bare_results(bare: Path) -> N
     assert len(find(bare).benchmarks) == 1
 
 
-def test_names_among_the_logs(tmp_path: Path) -> None:
+def test_names_that_count_as_logs_and_names_that_are_reported(tmp_path: Path) -> None:
     """A compressed log counts, but not in a submission."""
     folder, results = tmp_path / SYSTEM / "bert", tmp_path / "results"
     folder.mkdir(parents=True)
@@ -123,7 +123,7 @@ def test_settings_that_differ_between_runs_are_named_with_the_value_of_every_run
 # The official tools
 
 
-def test_a_log_cannot_have_the_package_checker_run_code(root: Path, tmp_path: Path) -> None:
+def test_a_log_cannot_make_the_package_checker_execute_code(root: Path, tmp_path: Path) -> None:
     made = tmp_path / "made"
     (tmp_path / "evil_common.yaml").write_text(f"- BEGIN:\n    CODE: \"open('{made}', 'w')\"\n")
     rule_files = Path(mlp_compliance.__file__).parent / "training_5.0.0"
@@ -134,7 +134,7 @@ def test_a_log_cannot_have_the_package_checker_run_code(root: Path, tmp_path: Pa
     assert not made.exists()
 
 
-def test_a_pipe_in_the_place_of_a_log_is_found_and_not_waited_for(root: Path) -> None:
+def test_a_pipe_in_place_of_a_log_is_reported_without_blocking(root: Path) -> None:
     (root / LOGS[2]).unlink()
     os.mkfifo(root / LOGS[2])
     verdict = of_folder(check_paths([root]))
@@ -143,9 +143,7 @@ def test_a_pipe_in_the_place_of_a_log_is_found_and_not_waited_for(root: Path) ->
     assert (answer.outcome, "did not end" in answer.message) == ("fail", False)
 
 
-def test_a_worker_that_dies_is_a_failure_with_its_reason(
-    root: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_tool_that_dies_twice_fails_the_folder(root: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     broken = tmp_path / "python"
     broken.write_text(f"#!/bin/sh\nread request\nprintf half\necho x >> {tmp_path}/tries\n")
     broken.chmod(0o755)
@@ -161,7 +159,7 @@ def test_a_worker_that_dies_is_a_failure_with_its_reason(
 # Links and very deep folders
 
 
-def test_links_that_lead_out_are_told_and_what_they_lead_to_is_not(bare: Path, tmp_path: Path) -> None:
+def test_links_out_of_the_folder_are_reported_and_their_contents_never_shown(bare: Path, tmp_path: Path) -> None:
     folder = benchmark_folder(bare.parent)
     secret = tmp_path / "secret.env"
     secret.write_text("# password: hunter2\nTOKEN=hunter2\n")
@@ -184,7 +182,7 @@ def test_links_that_lead_out_are_told_and_what_they_lead_to_is_not(bare: Path, t
 
 
 @pytest.mark.slow
-def test_a_submission_nested_deeper_than_the_system_opens_is_checked(
+def test_a_submission_with_paths_beyond_the_system_limit_is_checked(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     depth = 1500

@@ -54,7 +54,9 @@ INVALID = "the run is no valid result (TR 11)"
         ("open", [199.99, 200, 240], ["has taken 200 min of 240 (TR 11)", f"has passed its 240 min: {INVALID}"]),
     ],
 )
-def test_a_long_initialisation(division: str, minutes: Sequence[float], expected: list[str]) -> None:
+def test_the_watch_warns_once_before_and_once_after_the_limit_of_the_initialisation(
+    division: str, minutes: Sequence[float], expected: list[str]
+) -> None:
     run = RunningLog()
     run.take(line("submission_division", division))
     for rank in (1, 0, 2):  # only the earliest init_start counts
@@ -111,7 +113,7 @@ EVENTS: list[tuple[dict[str, Any], list[Event]]] = [
 ]
 
 
-def test_what_a_run_is_warned_of() -> None:
+def test_each_event_of_a_run_gets_the_recorded_complaints() -> None:
     said = ""
     for settings, events in EVENTS:
         run = begun(**settings)
@@ -122,7 +124,7 @@ def test_what_a_run_is_warned_of() -> None:
     assert said == Path(__file__).with_name("warnings.txt").read_text()
 
 
-def test_samples_that_the_log_does_not_state_come_from_the_schedule() -> None:
+def test_samples_come_from_the_schedule_if_epoch_num_counts_evaluations() -> None:
     run = begun()
     evaluated(1, 1, None, False)(run)
     evaluated(1, 2, None, False)(run)
@@ -138,7 +140,7 @@ def took_steps(run: RunningLog, samples: int, rate: float) -> None:
     run.take_metrics(json.dumps({"event": "step", "step": 1, "samples": samples, "sequences_per_s": rate}).encode())
 
 
-def test_the_rate_is_that_of_the_last_evaluations() -> None:
+def test_the_watch_computes_the_rate_from_the_last_four_evaluations() -> None:
     run = begun()
     assert (run.rate, run.trained_by(BASE + 1000), run.samples) == (None, None, 0)
     took_steps(run, 4480, 448.0)
@@ -154,7 +156,7 @@ def test_the_rate_is_that_of_the_last_evaluations() -> None:
     assert run.rate == pytest.approx(3 * FIRST / (64 - 25))
 
 
-def test_the_rate_of_a_resumed_run_counts_what_it_has_trained_itself() -> None:
+def test_the_watch_excludes_sequences_before_the_checkpoint_from_the_rate() -> None:
     run = begun("open", head=RESUMED)
     run.take(AT_8512)
     took_steps(run, 8640, 5.0)
@@ -166,7 +168,7 @@ def test_the_rate_of_a_resumed_run_counts_what_it_has_trained_itself() -> None:
     assert run.rate == pytest.approx(1024 / 4)
 
 
-def test_a_run_ends_at_the_first_limit_of_its_configuration() -> None:
+def test_the_sample_limit_is_the_smaller_of_max_samples_and_max_steps() -> None:
     limits = {"max_samples: 640": 640, "max_steps: 10": 320, "max_samples: 1e9": None, "max_steps: 0": None}
     for line_of_head, limit in limits.items():
         assert begun("open", head=[f"# config.training.{line_of_head}".encode()]).sample_limit == limit

@@ -96,7 +96,7 @@ def followed(path: Path, timeout_s: float = 5.0, stale_s: float = 5.0) -> tuple[
     return status, text.getvalue()
 
 
-def test_the_whole_output_about_a_run_beside_others(tmp_path: Path) -> None:
+def test_the_whole_output_of_the_watch_of_a_run_in_a_set(tmp_path: Path) -> None:
     for number in (1, 2):
         closed_run(tmp_path / f"result_{number}.txt", 17, seed=100 + number)
     status, said = followed(closed_run(tmp_path / "result_0.txt", 4, seed=101))
@@ -104,14 +104,14 @@ def test_the_whole_output_about_a_run_beside_others(tmp_path: Path) -> None:
     assert said == expected("beside_others.txt")
 
 
-def test_success_below_the_target_is_none(tmp_path: Path) -> None:
+def test_the_watch_fails_a_success_below_the_target(tmp_path: Path) -> None:
     path = tmp_path / "result_0.txt"
     for accuracy, status in (("0.7202", 0), ("0.72", 0), ("0.7199", 1)):
         path.write_text(closed_run(path, 4).read_text().replace("0.7202", accuracy))
         assert followed(path)[0] == status
 
 
-def test_output_with_the_lines_of_a_log_that_is_written_meanwhile(tmp_path: Path, clock_of_watch: Clock) -> None:
+def test_the_watch_prints_a_growing_log_inside_other_output(tmp_path: Path, clock_of_watch: Clock) -> None:
     closed_run(tmp_path / "result_1.txt", 3)  # a log with the same seed
     closed_run(tmp_path / "result_2.txt", 3, seed=8)
     log = closed_run(tmp_path / "elsewhere" / "result_0.txt", 6).read_text()
@@ -123,7 +123,7 @@ def test_output_with_the_lines_of_a_log_that_is_written_meanwhile(tmp_path: Path
     assert (status, said.replace(str(tmp_path), "FOLDER")) == (0, expected("meanwhile.txt"))
 
 
-def test_a_log_that_never_comes_or_stops_growing(tmp_path: Path, clock_of_watch: Clock) -> None:
+def test_the_watch_gives_up_on_a_log_that_never_comes_or_stops_growing(tmp_path: Path, clock_of_watch: Clock) -> None:
     path, begin = tmp_path / "result_0.txt", clock_of_watch.monotonic()
     waiting = f"waiting for a running log at {path}\nnothing to watch: no running log at {path} after 0.1 s\n"
     assert followed(path, timeout_s=0.1) == (1, waiting)
@@ -135,9 +135,7 @@ def test_a_log_that_never_comes_or_stops_growing(tmp_path: Path, clock_of_watch:
     assert clock_of_watch.monotonic() - begin == pytest.approx(1.6, abs=0.011)
 
 
-def test_a_silent_initialisation_is_waited_for(
-    tmp_path: Path, clock_of_watch: Clock, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_initialisation_may_be_silent(tmp_path: Path, clock_of_watch: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "result_0.txt"
     begin_ms = int(clock_of_watch.time() * 1000) - 26 * 60_000 - 5_000
     path.write_bytes(line("init_start", None, begin_ms, "INTERVAL_START") + b"\n")
@@ -154,7 +152,7 @@ def test_a_silent_initialisation_is_waited_for(
     assert followed(path, stale_s=0.1)[0] == 1
 
 
-def test_what_makes_no_sense_is_refused(tmp_path: Path) -> None:
+def test_the_watch_refuses_invalid_options(tmp_path: Path) -> None:
     for ruleset, timeout_s, stale_s, words in (
         ("5.0.0", 0, 1, "--timeout is 0, expected"),
         ("5.0.0", 1, -1, "--stale is -1"),
@@ -164,7 +162,7 @@ def test_what_makes_no_sense_is_refused(tmp_path: Path) -> None:
             watch(tmp_path, ruleset, timeout_s, stale_s)
 
 
-def test_control_c_ends_it(tmp_path: Path) -> None:
+def test_control_c_ends_the_watch_with_status_130(tmp_path: Path) -> None:
     path = closed_run(tmp_path / "result_0.txt", 3, ends="running")
     command = [sys.executable, "-m", "compliance", "watch", str(path)]
     process = subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
@@ -204,7 +202,7 @@ SAMPLES = {evaluations: SCHEDULE.samples(evaluations) for evaluations in (4, 6, 
         ([17] * 10, 4, "success", ...),
     ],
 )
-def test_the_outlook_of_a_run_that_has_ended_is_that_of_the_set(
+def test_the_outlook_of_an_ended_run_includes_the_other_runs_of_the_folder(
     tmp_path: Path, others: list[int | None], mine: int, ends: str, samples: Any
 ) -> None:
     # The comparison ignores a run that counts no samples, a run with another batch size, and a run in progress.
@@ -224,7 +222,7 @@ def test_the_outlook_of_a_run_that_has_ended_is_that_of_the_set(
     assert list(watched.outlooks()) == expected
 
 
-def test_a_run_without_a_target_trains_to_its_end(tmp_path: Path) -> None:
+def test_the_watch_of_a_run_without_a_target_shows_the_best_accuracy_and_the_end(tmp_path: Path) -> None:
     write_experiment(tmp_path, 0, (0.1,))
     path = write_experiment(tmp_path, 1, (0.1, 0.25, 0.2), {"training.max_steps": 200}, status="running")
     watched = looked_at(path)
@@ -303,7 +301,7 @@ def test_the_panel_of_every_phase(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("ends", "colour"), [("success", "\x1b[32m"), ("aborted", "\x1b[1;31m")])
-def test_the_end_has_the_colour_of_success_or_failure(tmp_path: Path, ends: str, colour: str) -> None:
+def test_the_panel_shows_success_in_green_and_failure_in_red(tmp_path: Path, ends: str, colour: str) -> None:
     text = io.StringIO()
     console = Console(file=text, width=100, force_terminal=True, color_system="standard", legacy_windows=False)
     console.print(watching.view(looked_at(closed_run(tmp_path / "result_0.txt", 3, ends=ends)), 0))
@@ -311,7 +309,7 @@ def test_the_end_has_the_colour_of_success_or_failure(tmp_path: Path, ends: str,
     assert f"{colour}{ends} after 0:02 (" in text.getvalue()
 
 
-def test_what_a_log_says_does_not_steer_the_terminal(tmp_path: Path) -> None:
+def test_the_watch_escapes_control_characters_of_the_log(tmp_path: Path) -> None:
     path = tmp_path / "result_0.txt"
     path.write_bytes(
         b"# recipe: \x1b[2J[bold]x\n# ended by a fault: \x1b]0;title\x07 [red]no[/red] [/]\n"
@@ -330,7 +328,7 @@ def test_what_a_log_says_does_not_steer_the_terminal(tmp_path: Path) -> None:
         assert "[red]no[/red]" in output
 
 
-def test_an_overlong_line_is_left_out_and_takes_no_memory(tmp_path: Path) -> None:
+def test_the_follower_skips_overlong_lines(tmp_path: Path) -> None:
     path = tmp_path / "log"
     path.write_bytes(b"one\n" + b"x" * (80 * MAX_LINE_BYTES) + b"\ntwo\n" + b"y" * (32 * MAX_LINE_BYTES))
     follower = Follower(path)
@@ -341,7 +339,7 @@ def test_an_overlong_line_is_left_out_and_takes_no_memory(tmp_path: Path) -> Non
 
 
 @given(st.lists(st.binary(max_size=40), max_size=12))
-def test_pieces_of_any_size_give_the_same_lines(pieces: list[bytes]) -> None:
+def test_the_follower_yields_the_same_lines_for_pieces_of_any_size(pieces: list[bytes]) -> None:
     path = Path(f"/dev/shm/follow-{os.getpid()}")
     path.write_bytes(b"")
     got: list[bytes] = []

@@ -53,7 +53,7 @@ steps = st.builds(
     st.lists(steps, max_size=3),
     st.sampled_from(["open", "closed"]),
 )
-def test_no_numbers_end_the_watch(records: list[bytes], metrics: list[str], division: str) -> None:
+def test_hostile_numbers_do_not_end_the_watch(records: list[bytes], metrics: list[str], division: str) -> None:
     watched = Watch(Path("result_0.txt"), "5.0.0")
     watched.run = begun(division)
     for number, record in enumerate(records):
@@ -65,7 +65,7 @@ def test_no_numbers_end_the_watch(records: list[bytes], metrics: list[str], divi
         assert look(watched, now_ms)
 
 
-def test_a_flood_of_warnings_is_bounded_and_hides_no_broken_rule() -> None:
+def test_many_warnings_leave_room_for_complaints_about_broken_rules() -> None:
     run = begun()
     for step in range(2 * running.MAX_COMPLAINTS):
         run.take(f"warning at step {step}: loss {step}.5 is not finite".encode())
@@ -76,7 +76,7 @@ def test_a_flood_of_warnings_is_bounded_and_hides_no_broken_rule() -> None:
     assert list(run.complaints)[-1].startswith("eval_start: evaluation at 450240 samples")
 
 
-def test_a_flood_of_broken_rules_and_of_lines_of_the_head_is_bounded() -> None:
+def test_the_numbers_of_complaints_and_header_lines_are_limited() -> None:
     run = begun()
     for index in range(running.MAX_COMPLAINTS + 500):
         run.take(line("eval_start", None, BASE + index, "INTERVAL_START", epoch_num=7 * index))
@@ -90,7 +90,7 @@ def test_evaluations_beyond_a_bound_are_ignored() -> None:
     run = begun("open", eval_interval_samples=32)
     for index in range(1, running.MAX_EVALUATIONS + 3):
         evaluate(run, 32 * index, 0.1, BASE + 1000 * index)
-    assert list(run.complaints) == ["there are more than 1000 evaluations: the others are ignored"]
+    assert list(run.complaints) == ["there are more than 1000 evaluations: the later ones are ignored"]
     assert len(run.curve) == running.MAX_EVALUATIONS == 1000
 
 
@@ -98,7 +98,7 @@ def watch_it(path: Path) -> tuple[int, str]:
     return command.run("watch", path, "--timeout", "0.1", "--stale", "0.1")
 
 
-def test_pipes_and_links_in_a_folder_hold_nothing_up(tmp_path: Path) -> None:
+def test_the_watch_skips_pipes_devices_and_links_in_the_folder(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "result_0.txt")
     (tmp_path / "result_1.txt").symlink_to("result_1.txt")
     (tmp_path / "result_2.txt").symlink_to("/dev/zero")
