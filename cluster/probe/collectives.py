@@ -23,7 +23,7 @@ from cluster.view import Collective, Operation, Scope
 _SMALLEST_BYTES, _LARGEST_BYTES, _FACTOR = 64 * 2**10, 256 * 2**20, 4
 _REPEATS, _FEWEST_REPEATS = 5, 3
 _FEWEST_SIZES = 3
-"""Number of message sizes that are always timed (up to 1 MiB), because traffic shapers pass small messages undelayed."""
+"""Number of message sizes that are always timed (up to 1 MiB). Traffic shapers delay only large messages."""
 _PERIOD = 61
 """Number of elements after which the values repeat. It is prime, so that pieces of equal size differ."""
 

@@ -1,4 +1,4 @@
-"""The probe: measure in turns, search for outliers, measure a second time if there are any, and write the view."""
+"""Measure in turns, search for outliers, measure a second time if anything looks like one, and write the view."""
 
 import re
 import time
@@ -39,7 +39,8 @@ _DEVICES, _PATHS_IN_HOSTS, _PATHS_BETWEEN, _CONTENTION, _COMPUTATIONS, _COLLECTI
 def probe(out: Path, seconds: float = 30.0, limit: float = 60.0) -> int:
     """Measure for about ``seconds``, write the view, and print what is slow. Returns 1 if something is slow.
 
-    Raises ``ValueError`` if the launch is wrong, ranks do not connect within ``limit`` seconds, or a rank is lost.
+    Raises ``ValueError`` if the launcher's variables are invalid, if ranks do not connect within ``limit`` seconds, or if a
+    rank is lost.
     """
     launch = Launch.from_environment()
     if launch.rank == 0:
@@ -78,10 +79,10 @@ def _measure(mesh: Mesh, seconds: float) -> View | None:
     every = gather_facts(facts_of(mesh), mesh)
     nodes = mesh.nodes or (tuple(range(mesh.world_size)),)
     host_of = [next(host for host, ranks in enumerate(nodes) if rank in ranks) for rank in range(mesh.world_size)]
-    # Several hosts may share one machine, whose processors count once.
+    # Several hosts, such as containers, may share one machine. Count its processors once.
     processors = sum({facts.machine: facts.host.cores for facts in every}.values())
     own = every[mesh.rank]
-    # Two hardware threads share a core, so only half of them measure at the same time.
+    # Two hardware threads share a core, so at most half of the hardware threads measure at the same time.
     slots = max(1, own.host.cores // 2 // torch.get_num_threads())
     place = sum(facts.machine == own.machine for facts in every[: mesh.rank])
     group = place // slots if mesh.device.type == "cpu" else 0
@@ -140,7 +141,7 @@ def _measure(mesh: Mesh, seconds: float) -> View | None:
 
 def gather_facts(own: Facts, mesh: Mesh) -> list[Facts]:
     """Return the facts of all ranks, which must call this function at the same time."""
-    # Pad the content with spaces, because the ranks gather arrays of equal size.
+    # Pad with spaces, because the ranks gather arrays of equal size.
     content = msgspec.json.encode(own).ljust(_FACTS_BYTES)
     rows = gather_numbers(np.frombuffer(bytearray(content), np.uint8), mesh)
     return [msgspec.json.decode(row.tobytes(), type=Facts) for row in rows]

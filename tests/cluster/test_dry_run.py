@@ -101,5 +101,5 @@ def test_without_a_known_device_there_is_no_step(monkeypatch: pytest.MonkeyPatch
     lines = forecast(3, recipe="tiny_cpu")
     assert [line.split()[0] for line in lines[-2:]] == ["a", "training.recompute"]
     monkeypatch.setattr("cluster.model.memory.USABLE_MEMORY", 1e-4)
-    too_large = "H100-SXM-80GB has 8.00 MB for it, which is less; `python -m cluster plan` finds what fits"
+    too_large = "H100-SXM-80GB has only 8.00 MB of usable memory; `python -m cluster plan` finds settings that fit"
     assert forecast(8)[-2] == too_large

@@ -66,7 +66,7 @@ def test_a_view_is_read_back_unless_its_parts_do_not_belong_together(file: Path)
     ]
     for change in changes:
         write_view(replace(VIEW, **change), file)
-        with pytest.raises(ValueError, match=r"rank|sizes do not rise"):
+        with pytest.raises(ValueError, match=r"rank|not in ascending order"):
             read_view(file)
     # Pages and predictions divide by sizes, times, and the difference of two sizes.
     for points, said in (

@@ -11,7 +11,10 @@ from tests.cluster.conftest import Refused
     ("command", "said"),
     [
         ("plan h100_9x9", "unknown recipe 'h100_9x9'"),
-        ("plan tiny_cpu", "tiny_cpu names no device: give --cluster"),
+        (
+            "plan tiny_cpu",
+            "the name of tiny_cpu states no device: set --accelerator, or for `plan`",
+        ),
         ("plan h100_1x8 --gpus 12", "--gpus is 12, expected whole nodes of 8"),
         ("plan h100_8x8 --gpus 70 --accelerator GB200", "--gpus is 70, expected whole nodes of 4"),
         ("plan h100_1x8 --gpus 262144", "global batch size 262,144 on 262,144 accelerators: expected at least one"),
@@ -21,8 +24,8 @@ from tests.cluster.conftest import Refused
         ("place no/such/cluster.json --tasks-per-node 0", "--tasks-per-node is 0, expected at least 1"),
         ("predict", "no --accelerator given"),
         ("predict --accelerator Z9000", "Z9000"),
-        ("predict --accelerator H100 --nodes 0", "nodes: 0"),
-        ("predict --accelerator H100 --gpus-per-node 0", "GPUs per node: 0"),
+        ("predict --accelerator H100 --nodes 0", "the number of nodes is 0"),
+        ("predict --accelerator H100 --gpus-per-node 0", "the number of accelerators per node is 0"),
         ("scale gb200_18x4 --gpus-per-node 0", "--gpus-per-node is 0"),
         ("predict --accelerator H100 --batch 4", "global batch size 4"),
         ("predict --accelerator H100 --round 3", "v3.1"),

@@ -23,7 +23,14 @@ from bert.optimizer import FlatParameters, Lamb
 from bert.parallel.pipeline.stages import PipelineModel
 from bert.parallel.tensor.shards import TensorParallel
 from bert.products.weight_gradients import WeightCopies
-from cluster.model.memory import held_by_rank, hidden_bytes, kept_by_forward, memory_of_rank, model_shares, under_way
+from cluster.model.memory import (
+    held_by_rank,
+    hidden_bytes,
+    kept_by_forward,
+    memory_of_rank,
+    micro_batches_in_flight,
+    model_shares,
+)
 from cluster.model.work import Strategy, Work
 from dataloading.batches.loader import Batch, batch_of
 from dataloading.shards.samples import Samples, synthetic_samples
@@ -189,14 +196,14 @@ def test_what_is_divided_and_what_is_not() -> None:
     assert held_by_rank(work, apart, 4, 1)["moments"] == 8 * share.padded(2), "a node has no second copy to share with"
 
 
-def test_a_stage_stores_the_largest_micro_batches_that_are_under_way_at_once() -> None:
+def test_a_stage_stores_the_largest_micro_batches_in_flight() -> None:
     ways = {(1, 1, 8, 0): 1, (4, 1, 8, 0): 4, (4, 1, 8, 3): 1, (4, 1, 2, 0): 2, (4, 2, 8, 3): 2.5}
     for (stages, virtual, steps, place), at_once in ways.items():
-        assert under_way(Strategy(64, steps, pipeline=stages, virtual_stages=virtual), place) == at_once
+        assert micro_batches_in_flight(Strategy(64, steps, pipeline=stages, virtual_stages=virtual), place) == at_once
     work, _ = work_and_samples(ModelConfig(8, 128, 4, 512, 1024, 128))
     for virtual, at_once, messages in ((1, 2, 1), (2, 2.5, 3)):
         strategy = Strategy(SEQUENCES, 4, tensor=2, pipeline=2, virtual_stages=virtual)
-        assert under_way(strategy, 0) == at_once
+        assert micro_batches_in_flight(strategy, 0) == at_once
         share, whole = model_shares(work.model, 2, 2, virtual)[0], -int(-at_once // 1)
         steps = [work.micro_batches(strategy, 4, step) for step in range(16)]
         kept = [np.sort(kept_by_forward(work, strategy, sizes, False, share)[:, 0])[-whole:].sum() for sizes in steps]

@@ -16,7 +16,7 @@ from bert.optimizer import lamb_segments
 from cluster.devices import describe_machine, device_named
 from cluster.model.memory import model_shares
 from cluster.model.rates import ACCESSES, LAUNCHES, SEQUENCE_BYTES, Curve, Rates, rates_of_machine, rates_of_view
-from cluster.model.step import Activity, least_step, predict_run, predict_step, simulate, through_stages
+from cluster.model.step import Activity, least_step, pipeline_seconds, predict_run, predict_step, simulate
 from cluster.model.work import BUCKET_BYTES, TERMS, Computation, MicroBatches, Strategy, Work, parts_of, wikipedia_work
 from cluster.published.cost_model import TimedRun, run_time, step_parts
 from cluster.published.fitted import fitted_parameters, link_rate, network_rate, sequence_time
@@ -76,13 +76,13 @@ def test_ranks_that_share_a_copy_divide_its_products_and_pay_for_what_they_excha
 def test_equal_stages_are_idle_while_they_are_filled_and_drained(micro_batches: int, virtual_stages: int) -> None:
     strategy = Strategy(micro_batches, micro_batches, pipeline=4, virtual_stages=virtual_stages)
     compute_PAR, none_P = np.ones((4, micro_batches, 1)), np.zeros(4)
-    [seconds] = through_stages(compute_PAR, none_P, 1.0, strategy, sharing=1.0)
+    [seconds] = pipeline_seconds(compute_PAR, none_P, 1.0, strategy, sharing=1.0)
     assert 1 - micro_batches / seconds == pytest.approx(3 / (virtual_stages * micro_batches + 3))
-    [shared] = through_stages(compute_PAR, none_P, 1.0, strategy, sharing=4.0)
+    [shared] = pipeline_seconds(compute_PAR, none_P, 1.0, strategy, sharing=4.0)
     assert shared == micro_batches, "an idle rank leaves its processors to the others"
-    crowded, paired = (through_stages(compute_PAR, np.full(4, 2.0), 10.0, strategy, sharing=each) for each in (16, 4))
+    crowded, paired = (pipeline_seconds(compute_PAR, np.full(4, 2.0), 10.0, strategy, sharing=each) for each in (16, 4))
     assert crowded == paired, "the ranks of one stage still share processors"
-    [waiting] = through_stages(compute_PAR, np.array([1.0, 2.0, 2.0, 1.0]), 0.1, strategy, sharing=1.0)
+    [waiting] = pipeline_seconds(compute_PAR, np.array([1.0, 2.0, 2.0, 1.0]), 0.1, strategy, sharing=1.0)
     assert waiting > seconds + 0.2 * micro_batches
 
 

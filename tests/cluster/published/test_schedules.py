@@ -105,7 +105,7 @@ def test_recipes_have_the_hyperparameters_of_published_results() -> None:
 
 
 def test_a_row_without_accelerators_is_of_nodes_with_two_processors() -> None:
-    rows = {("N/A", 0): 2, ("", 0): 2, ("CPU", 4): 4, ("", 4): "unknown", ("A100", 0): "GPUs per node: 0"}
+    rows = {("N/A", 0): 2, ("", 0): 2, ("CPU", 4): 4, ("", 4): "unknown", ("A100", 0): "accelerators per node is 0"}
     for (name, per_node), expected in rows.items():
         row = {"accelerator": name, "accelerators_per_node": str(per_node), "nodes": "3"}
         row |= {"accelerator_interconnect": "", "host_networking": ""}
