@@ -5,7 +5,7 @@
 
 With --published, the results of one submitter, one round, one number of accelerators, or one accelerator are held out at a
 time; the model is fitted to the other results and predicts the held-out results. For comparison, a look-up predicts the
-median of other submitters' results on the same system, which shows how much results of equal systems differ.
+median of other submitters' results on the same system. Its errors show how much results of equal systems differ.
 
 With --measured, steps on this machine are predicted from a probe's file, the length index and the settings alone, and then
 run. Hosts are network namespaces with links of several rates, which need root.
@@ -29,7 +29,7 @@ import numpy as np
 import tyro
 
 from benchmarks.conditions import write_figures
-from benchmarks.hosts import bridged_hosts, go_first, run_ranks, why_not
+from benchmarks.hosts import bridged_hosts, raise_priority, run_ranks, why_not
 from benchmarks.inputs import flags, synthetic_vocabulary, write_synthetic_set
 from bert.train import main as train
 from bert.train import parse
@@ -115,7 +115,7 @@ def main(
     Args:
         published: Cross-validate on the published results, which takes half a minute.
         measured: Predict steps from a probe and run them, which takes about a minute a case. Needs root.
-        cases: Numbers of the cases to measure, from 0; all by default.
+        cases: Indices of the cases to measure, from 0; all by default.
         seconds: Approximate duration of a probe.
         out: JSON file for the figures; measured cases are added to the figures that it already contains.
     """
@@ -160,11 +160,11 @@ def look_up_errors() -> list[float]:
 
 
 def compare_steps(cases: Iterable[int], seconds: float, out: Path | None) -> None:
-    """Run the cases with these numbers, print predicted and measured step times, and add them to the figures in ``out``."""
+    """Run cases, given by their indices, print predicted and measured step times, and add them to the figures in ``out``."""
     if missing := why_not():
         print(f"error: {missing}", file=sys.stderr)
         raise SystemExit(2)
-    go_first()
+    raise_priority()
     rows: list[dict[str, Any]] = json.loads(out.read_text())["rows"] if out is not None and out.exists() else []
     with tempfile.TemporaryDirectory() as folder:
         for number in cases:

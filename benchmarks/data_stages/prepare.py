@@ -80,7 +80,7 @@ def main(
                 seconds[name].append(time.perf_counter() - started)
                 first = first or samples
                 if not equal(first, samples):
-                    sys.exit("error: the outputs differ, so the times mean nothing")
+                    sys.exit("error: the outputs differ, so their times cannot be compared")
     count = len(samples)
     for name, runs in seconds.items():
         spread = f"{min(runs):.3f} to {max(runs):.3f}"

@@ -72,14 +72,14 @@ def _error_row(title: str, case: Case, name: str) -> Figure:
     plain = outcome(partial(in_training, definition), arguments).tensors
     exact = outcome(definition, arguments, torch.float64).tensors
     # A result in bf16 may be rounded the other way, and sums in fp32 may be added in another order.
-    free = (torch.finfo(case.dtype).eps if case.dtype.itemsize < 4 else 0) + 16 * torch.finfo(torch.float32).eps
-    ratio, place = largest_ratio(ours, plain, exact, free)
+    tolerance = (torch.finfo(case.dtype).eps if case.dtype.itemsize < 4 else 0) + 16 * torch.finfo(torch.float32).eps
+    ratio, place = largest_ratio(ours, plain, exact, tolerance)
     verdict = "right" if ratio <= 1 else "WRONG"
     return Figure(title, figure=ratio, unit="of allowed error", note=f"{verdict}, worst in tensor {place}")
 
 
 def kernels(context: Context) -> None:
-    """Time ops on one micro-batch, without and then with the backward pass. Peers come last, because most compile."""
+    """Time ops on one micro-batch, without and then with the backward pass. Peers come last, because compiling is slow."""
     ceilings, report = Ceilings.of(context), context.report
     # The fixed seed gives the same samples in every part.
     samples = samples_of(context.scale, context.scale.sequences)
@@ -106,7 +106,7 @@ _DIRECTIONS = ("forward", "both ways")
 
 def _implementations(context: Context, case: Case) -> dict[str, Callable[..., object]]:
     names = context.implementations(case.op)
-    # The reference attention takes seconds, one sequence at a time, and shows nothing but that it works.
+    # Skip the reference attention, which takes seconds because it processes one sequence at a time.
     slow = case.op.startswith("varlen") and not context.tiny
     return {name: partial(call, case.op, name) for name in names if not (slow and name == "reference")}
 

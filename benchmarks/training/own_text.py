@@ -114,7 +114,7 @@ class Trainings:
 
 
 def compare(trainings: Trainings, rates: Sequence[float], target_share: float, repeats: int) -> dict[str, object]:
-    """Train with both programs in turns, and return the trainings, the ratios of each repeat, and their medians."""
+    """Train with both programs in turn, and return the trainings, the ratios of each repeat, and their medians."""
     ours = [trainings.ours(0)]
     target = target_share * ours[0].curve[-1].accuracy
     _report(ours[0], target)
@@ -162,7 +162,7 @@ def main(
         rates: Learning rates to try with the Trainer.
         target_share: The target, as a share of the accuracy at the end of the recipe's first training.
         samples: Number of training samples. Default: the recipe's number.
-        schedule: Length of the Trainer's schedule, as a multiple of the recipe's. A longer one may reach more.
+        schedule: Length of the Trainer's schedule, as a multiple of the recipe's. A longer one may be more accurate.
         repeats: Number of times that both train.
         out: Write the figures here as JSON.
     """
@@ -171,7 +171,7 @@ def main(
     if min(repeats, schedule, len(rates)) < 1 or not 0 < target_share <= 1:
         raise ValueError(
             f"--repeats {repeats} --schedule {schedule} --target-share {target_share} --rates {rates}: expected at least "
-            "1, a share, and at least one rate"
+            "1 repeat, a schedule of at least 1, a share of at most 1, and at least one rate"
         )
     with tempfile.TemporaryDirectory() as folder:
         data = Path(folder, "data")

@@ -11,7 +11,7 @@ from tests.cluster.conftest import Command
 from tests.programs import REPOSITORY
 
 
-def test_rates_are_dense_links_one_way_and_names_unique() -> None:
+def test_device_facts_are_plausible_and_their_names_unique() -> None:
     for device in devices():
         if device.fp8_tflops is not None and device.name != "Gaudi3":  # its matrix engine is as fast in bf16
             assert 1.9 < device.fp8_tflops / device.bf16_tflops < 2.1, device.name
@@ -43,7 +43,7 @@ def test_names_in_use_are_recognised() -> None:
     assert [(name, device_named(name).name) for name, _ in pairs] == [(name, device) for name, device in pairs]
 
 
-def test_the_page_states_the_facts() -> None:
+def test_the_pages_table_equals_the_device_facts() -> None:
     page = (REPOSITORY / "docs/cluster.md").read_text(encoding="utf-8")
     for name in ("H200-SXM-141GB", "B200-SXM-180GB", "GB200-186GB"):
         device = device_named(name)
@@ -92,7 +92,7 @@ MACHINES = {
 """Ports of a node, their Gbit/s, devices of a group, and groups, by accelerator, nodes and devices of a node."""
 
 
-def test_a_machine_that_is_not_described_has_the_usual_network_and_groups() -> None:
+def test_a_machine_without_a_description_has_the_usual_network_and_groups() -> None:
     for (name, nodes, per_node), expected in MACHINES.items():
         machine = describe_machine(device_named(name), nodes, per_node)
         assert (machine.network.ports, machine.network.gbit_s, machine.group, machine.groups) == expected
@@ -101,7 +101,7 @@ def test_a_machine_that_is_not_described_has_the_usual_network_and_groups() -> N
         assert bridged == [False, name == "A30", name == "A30"]
 
 
-def test_a_node_has_as_many_devices_as_vendors_put_into_it(cluster: Command) -> None:
+def test_the_default_node_has_the_vendors_number_of_devices(cluster: Command) -> None:
     for name, per_node in {"GB200": 4, "GB300 NVL72": 4, "GH200": 1, "B200": 8, "CPU": 2}.items():
         for options, expected in (((), per_node), (("--gpus-per-node", 2), 2)):
             done = cluster("predict", "--accelerator", name, "--nodes", 18, *options, "--json")

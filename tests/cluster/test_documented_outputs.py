@@ -33,7 +33,9 @@ def assert_shown(output: str, page: str) -> None:
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_the_page_is_current(command: str, cluster: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_commands_print_the_lines_that_the_page_shows(
+    command: str, cluster: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.chdir(tmp_path)  # for plan.json
     done = cluster(*shlex.split(command))
     assert (done.returncode, done.stderr) == (0, "")

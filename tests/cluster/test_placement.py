@@ -89,7 +89,7 @@ def test_the_command_writes_a_line_for_each_task(tmp_path: Path, cluster: Comman
     assert out.read_text() == "b\na\n"
 
 
-def test_a_name_that_would_steer_srun_is_refused(tmp_path: Path, cluster: Command) -> None:
+def test_host_names_that_srun_would_misread_are_refused(tmp_path: Path, cluster: Command) -> None:
     for name in ("n1\nn2", "-n", "n1,n2"):
         view = write_hosts(tmp_path / "c.json", {name: ("top", "a"), "n9": ("top", "a")})
         done = cluster("place", view, "--out", tmp_path / "hosts")

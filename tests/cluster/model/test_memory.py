@@ -93,7 +93,7 @@ def fake_group() -> Iterator[dist.ProcessGroup]:
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize(("layers", "tensor", "dropout"), [(3, 1, 0), (3, 1, 0.1), (4, 2, 0), (4, 2, 0.1), (6, 1, 0.1)])
-def test_a_real_model_keeps_what_is_predicted(
+def test_predicted_memory_equals_the_tensors_that_a_real_model_keeps(
     layers: int, tensor: int, dropout: float, precision: Precision, fake_group: dist.ProcessGroup
 ) -> None:
     """Sequences of the model with six layers are so short that some have equal lengths."""
@@ -118,7 +118,7 @@ def test_a_real_model_keeps_what_is_predicted(
 
 
 @pytest.mark.parametrize("place", [0, 1])
-def test_a_stage_keeps_what_is_predicted(place: int) -> None:
+def test_predicted_memory_of_a_pipeline_stage_equals_its_tensors(place: int) -> None:
     config = ModelConfig(6, 128, 4, 512, 1024, 128)
     group = cast(Any, SimpleNamespace(size=lambda: 2, rank=lambda: place))
     pipeline = PipelineModel(config, group, 1, torch.zeros(config.vocab_size, config.hidden_size))
@@ -167,7 +167,7 @@ def test_stages_hold_their_layers_and_talk_to_their_neighbours() -> None:
     assert (first.segments, first.shared) == (5 + 4 * 14, 130 * 128 + 256 + 4 * 6 * 128)
 
 
-def test_what_is_divided_and_what_is_not() -> None:
+def test_each_setting_changes_its_part_of_the_fixed_memory() -> None:
     """A vector has the weights in fp32. Every model copy has weights and gradients, and shards divide what LAMB needs."""
     work, _ = work_and_samples(ModelConfig(2, 128, 4, 512, 1024, 128))
     elements = 1154 * 128 + 256 + 2 * (12 * 128**2 + 13 * 128) + 2 * 128**2 + 258 + 4 * 128 + 1024 + 14
@@ -214,7 +214,7 @@ def test_a_stage_stores_the_largest_micro_batches_in_flight() -> None:
 
 
 @pytest.mark.parametrize(("precision", "size"), [("fp32", 4), ("bf16", 2)])
-def test_kernels_keep_what_their_backward_passes_read(precision: Precision, size: int) -> None:
+def test_activations_on_a_gpu_are_those_that_backward_passes_read(precision: Precision, size: int) -> None:
     """Add up by hand what a model of one layer keeps on a GPU, in elements of a hidden state and bytes of statistics."""
     work, _ = work_and_samples(ModelConfig(1, 64, 4, 256, 1024, 128))
     sizes, [share] = work.micro_batches(Strategy(SEQUENCES), 1, 0), model_shares(work.model)
@@ -234,7 +234,7 @@ def test_kernels_keep_what_their_backward_passes_read(precision: Precision, size
     assert float(halved.sum()) == (expected + inputs) / 2
 
 
-def test_on_gpus_whole_updates_leave_copies_of_all_weights_and_heads_are_cast_besides() -> None:
+def test_on_gpus_unsharded_lamb_keeps_16_bit_copies_of_all_weights_besides_autocasts() -> None:
     config = ModelConfig(2, 128, 4, 512, 1024, 128)
     work, _ = work_and_samples(config)
     copies = WeightCopies.of(config, torch.device("cpu")).copies_P
@@ -248,7 +248,7 @@ def test_on_gpus_whole_updates_leave_copies_of_all_weights_and_heads_are_cast_be
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_recomputation_keeps_what_is_predicted(precision: Precision) -> None:
+def test_predicted_savings_of_recomputation_equal_those_of_a_real_model(precision: Precision) -> None:
     """Compare the differences between modes, because weights and weight copies are alive in every mode."""
     config = ModelConfig(3, 128, 4, 512, 1024, 128)
     work, samples = work_and_samples(config)

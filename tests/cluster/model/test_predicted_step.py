@@ -35,7 +35,7 @@ def rates(nodes: int = 2, ranks: int = 2, seconds_per_byte: float = 1e-9, **chan
     return replace(Rates(nodes, ranks, 1e9, COSTS, curves), **changes)  # type: ignore[arg-type]
 
 
-def test_what_was_timed_in_16_bits_counts_where_a_run_computes_in_them() -> None:
+def test_16_bit_attention_times_apply_only_to_16_bit_runs() -> None:
     dry, wet = (Computation("attention", (1.0, 0.0, 0.0, 0.0), dropout=dropout) for dropout in (False, True))
     names = ("attention", "attention with dropout", "attention bf16", "attention bf16 with dropout")
     costs = {name: (float(cost), 0.0, 0.0, 0.0) for cost, name in enumerate(names)}
@@ -46,7 +46,7 @@ def test_what_was_timed_in_16_bits_counts_where_a_run_computes_in_them() -> None
 
 
 @pytest.mark.parametrize("tensor", [2, 4])
-def test_ranks_that_share_a_copy_divide_its_products_and_pay_for_what_they_exchange(tensor: int) -> None:
+def test_tensor_parallel_ranks_exchange_the_rows_counted_by_hand(tensor: int) -> None:
     """The first of two layers gathers and scatters all tokens; the last one only the tokens of the output heads."""
     strategy = Strategy(16, tensor=tensor)
     sizes = TINY.micro_batches(strategy, 4, 0)
@@ -73,7 +73,7 @@ def test_ranks_that_share_a_copy_divide_its_products_and_pay_for_what_they_excha
 
 @pytest.mark.parametrize("virtual_stages", [1, 2])
 @pytest.mark.parametrize("micro_batches", [4, 12])
-def test_equal_stages_are_idle_while_they_are_filled_and_drained(micro_batches: int, virtual_stages: int) -> None:
+def test_pipeline_bubbles_follow_the_formula_of_1f1b_and_interleaving(micro_batches: int, virtual_stages: int) -> None:
     strategy = Strategy(micro_batches, micro_batches, pipeline=4, virtual_stages=virtual_stages)
     compute_PAR, none_P = np.ones((4, micro_batches, 1)), np.zeros(4)
     [seconds] = pipeline_seconds(compute_PAR, none_P, 1.0, strategy, sharing=1.0)
@@ -132,7 +132,7 @@ def test_each_reduction_sends_its_part_of_the_vector(name: str) -> None:
     assert astuple(found) == pytest.approx(expected)
 
 
-def test_messages_hide_behind_what_is_computed_and_share_its_processors() -> None:
+def test_messages_overlap_with_computations_and_share_processors() -> None:
     def message(seconds: float, share: float) -> list[Activity]:
         return [Activity(seconds, needs=1, share=share)]
 
@@ -156,7 +156,7 @@ def test_messages_hide_behind_what_is_computed_and_share_its_processors() -> Non
 
 @pytest.mark.parametrize("scale", [0.001, 0.01, 0.05, 1.0])
 @pytest.mark.parametrize("steps", [1, 3])
-def test_buckets_overlap_with_the_parts_that_fill_or_need_them(scale: float, steps: int) -> None:
+def test_each_bucket_overlaps_with_the_rest_of_the_backward_or_forward_pass(scale: float, steps: int) -> None:
     """The embeddings, a layer, and the last layer with the heads take 10 ms forward and 20 ms backward each."""
     alone = simple_rates(2, 2, scale, micro_batch_s=0.09)
     # The vector has the decoder's bias, the embeddings to 148,992, a layer to 347,264, the other to 545,536, and the heads.
@@ -199,7 +199,9 @@ def test_ranks_wait_for_data_and_for_the_slowest_of_them(demand: float, sharing:
 @pytest.mark.parametrize(
     ("precision", "demand", "size"), [("fp32", 0.0, 4), ("bf16", 0.0, 2), ("bf16", 0.5, 4), ("fp32", 1.0, 4)]
 )
-def test_pipelines_fill_drain_and_sum(virtual: int, neighbours: int, precision: Any, demand: float, size: int) -> None:
+def test_a_pipelined_step_adds_up_bubbles_messages_and_reduction(
+    virtual: int, neighbours: int, precision: Any, demand: float, size: int
+) -> None:
     """Eight ranks on four nodes hold two copies of four stages, which compute 10 ms for each of eight micro-batches."""
     work = Work(replace(tiny_model(), num_hidden_layers=8), LENGTHS, LENGTHS // 8 + 1)
     costs = {"lamb": (1e-3, 1e-5, 1e-9), "batch": (0.0, 0.01)}
@@ -297,7 +299,7 @@ def test_a_rack_has_nodes_of_a_tray_and_its_link_joins_them() -> None:
     assert found.message_seconds(1, 8, 1e9) == pytest.approx(launch + 1e9 / link)
 
 
-def test_parameters_are_those_of_the_program() -> None:
+def test_elements_and_segments_of_bert_large_are_those_of_the_program() -> None:
     [large] = model_shares(ModelConfig())
     assert large.elements == pytest.approx(336.2e6, rel=0.001)
     with torch.device("meta"):
@@ -306,7 +308,7 @@ def test_parameters_are_those_of_the_program() -> None:
     assert sum(bucket.stop - bucket.start for bucket in large.buckets(8, BUCKET_BYTES)) == large.padded(8)
 
 
-def test_a_step_of_bert_large_is_near_that_of_published_results() -> None:
+def test_both_cost_models_agree_on_bert_large_within_a_tenth() -> None:
     parameters = fitted_parameters()
     for name, nodes, batch in (("H100-SXM", 1, 768), ("H100-SXM", 8, 4608), ("A100-SXM4-80GB", 1, 448)):
         run = TimedRun(describe_machine(device_named(name), nodes, 8), batch)
@@ -317,7 +319,7 @@ def test_a_step_of_bert_large_is_near_that_of_published_results() -> None:
         assert predict_run(*found).total == pytest.approx(run_time(parameters, run).total, rel=0.1)
 
 
-def test_traffic_and_launches_of_a_sequence_are_those_of_its_computations() -> None:
+def test_assumed_traffic_and_launches_follow_from_the_computations() -> None:
     work = wikipedia_work()
 
     def counted(sizes: MicroBatches, costs: dict[str, tuple[float, ...]]) -> float:
@@ -333,7 +335,7 @@ def test_traffic_and_launches_of_a_sequence_are_those_of_its_computations() -> N
     assert counted(one, launches | {"linear bf16": (6.0, 0.0, 0.0, 0.0)}) == LAUNCHES
 
 
-def test_recomputation_costs_forward_parts_of_the_layers_but_the_last() -> None:
+def test_recomputation_repeats_forward_passes_of_inner_layers_only() -> None:
     """Of two layers, only the first is recomputed: all of its forward pass, or all but the matrix products."""
     alone, small = rates(1, 1), ("attention", "norm", "gelu")
     layer = parts_of(TINY.model, TINY.micro_batches(Strategy(16), 1, 0))[1]
@@ -344,7 +346,7 @@ def test_recomputation_costs_forward_parts_of_the_layers_but_the_last() -> None:
         assert found.forward_backward - plain == pytest.approx(again)
 
 
-def test_costs_come_from_what_a_probe_timed() -> None:
+def test_rates_of_a_probe_fit_its_times_and_contention() -> None:
     found = rates_of_view(made_up())
     assert float(found.seconds(Computation("gelu", (1.0, 524288.0)))) == pytest.approx(1e-3)
     assert found.collective("all-reduce", "world", 131072)[0] == pytest.approx(1.6e-4 + 2e-4 / 3)
@@ -371,7 +373,7 @@ def test_a_curve_is_constant_below_its_points_interpolated_and_continued_and_nev
     assert {size: curve.seconds(size) for size in seconds} == pytest.approx(seconds)
 
 
-def test_ranks_that_do_not_fit_are_refused() -> None:
+def test_indivisible_batches_and_missing_fp8_are_refused() -> None:
     with pytest.raises(ValueError, match=r"global_batch_size is 30.* multiple of 4"):
         predict_step(TINY, Strategy(30), rates())
     with pytest.raises(ValueError, match=r"parallel\.tensor is 3"):

@@ -42,7 +42,7 @@ PIECES = {"ab": 1, "aabb": 1 / 2, "aaaabbcc": 2 * 1 / 2, "aaabbccc": 2 * 2 / 3, 
 
 
 @pytest.mark.parametrize("sites", PIECES)
-def test_the_steps_hide_the_exchange_of_a_slow_link(sites: str) -> None:
+def test_site_steps_hide_the_exchange_over_a_slow_link(sites: str) -> None:
     [share] = model_shares(TINY.model)
     for slower in (50, 100, 400):
         found, best, said = chosen(sites, slower)
@@ -109,7 +109,7 @@ def test_no_copy_of_the_model_spans_sites() -> None:
     )
 
 
-def test_the_plan_file_has_the_steps(tmp_path: Path, cluster: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_plan_file_contains_site_steps(tmp_path: Path, cluster: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     work = replace(TINY, interval_samples=BATCH * 128)
     monkeypatch.setattr("cluster.model.work.work_to_plan", lambda _: work)
     monkeypatch.setattr("cluster.model.rates.rates_of_view", lambda _: target_of(4, 400).rates["fp32"])

@@ -89,7 +89,7 @@ FAULTS: dict[str, Callable[[Measured], object]] = {
 
 
 @pytest.mark.parametrize("expected", FAULTS)
-def test_the_part_is_named(expected: str) -> None:
+def test_each_fault_is_reported_once_by_its_name(expected: str) -> None:
     for seed in range(5):
         measured = cluster(hosts=8, seed=seed)
         FAULTS[expected](measured)
@@ -97,7 +97,7 @@ def test_the_part_is_named(expected: str) -> None:
         assert find_leaves(measured) == ([()] * 8, "unknown")
 
 
-def test_the_cost_of_a_step_is_that_of_its_part() -> None:
+def test_the_share_of_a_step_follows_from_the_slow_link() -> None:
     measured = cluster(hosts=8)
     slow_paths(measured.between_hosts, 4, None, 3)
     [link] = find_outliers(measured, [()] * 8)

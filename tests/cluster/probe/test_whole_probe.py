@@ -72,7 +72,9 @@ def probe(rank: int, out: Path, patch: pytest.MonkeyPatch) -> tuple[int, list[st
 
 
 @pytest.mark.slow
-def test_a_probe_of_four_ranks_finds_what_its_clocks_say(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_probe_of_four_ranks_writes_times_and_outliers_exactly(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     out = tmp_path / "cluster.json"
     main, *others = on_forks(["h10", "h10", "h9", "h9"], lambda rank: probe(rank, out, monkeypatch))
     view, per_byte = read_view(out), [1 / 32 / (0.75 * 2**20)] * 3 + [1 / 16 / (0.75 * 2**18)]
@@ -119,7 +121,7 @@ def test_a_probe_of_four_ranks_finds_what_its_clocks_say(tmp_path: Path, monkeyp
     assert view.contention == Contention(4, 1, 1 / 32, 3 * sum(STEPS) / 4, sum(STEPS) / 4, 1 / 16)
 
 
-def test_a_probe_says_what_it_wrote_or_why_it_did_not(
+def test_a_probe_prints_its_result_or_raises_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "cluster.json"

@@ -8,7 +8,7 @@ from cluster.published.fitted import REFERENCE_POINTS
 from compliance.convergence.outlook import reference
 
 
-def test_the_reference_points_are_those_that_count_in_review() -> None:
+def test_reference_points_equal_those_of_the_rulesets() -> None:
     for ruleset in ("2.1.0", "3.1.0", "5.0.0"):
         for batch, samples in REFERENCE_POINTS:
             found = reference(ruleset, batch)
@@ -16,7 +16,7 @@ def test_the_reference_points_are_those_that_count_in_review() -> None:
             assert (found.origin, round(found.mean)) == ("exact", samples)
 
 
-def test_runs_and_machines_that_nobody_has_are_refused() -> None:
+def test_impossible_batches_rounds_and_node_counts_are_refused() -> None:
     device = device_named("A100")
     for batch in (8, 8 * 16384):
         assert TimedRun(describe_machine(device, 1, 8), batch).batch == batch
@@ -47,7 +47,7 @@ NETWORKS = {
 """Ports of a node and their Gbit/s by their description."""
 
 
-def test_descriptions_of_networks_are_understood_or_else_the_usual_network_is_assumed() -> None:
+def test_descriptions_of_networks_are_parsed_or_else_the_usual_network_is_assumed() -> None:
     unclear = ("", "Ethernet, Infiniband", "0Gb/s", "9" * 10**5 + "x", "NetXtreme BCM5719 Gigabit Ethernet PCIe")
     usual = dict.fromkeys((*unclear, "x" * 1000 + " 8x 100Gb/s"), "8 x 400")
     for text, expected in (NETWORKS | usual).items():

@@ -24,7 +24,7 @@ def eighths(*values: float) -> float:
     return sum(value**8 for value in values) ** 0.125
 
 
-def test_a_sequence_takes_its_products_its_traffic_and_what_the_power_limit_adds() -> None:
+def test_a_sequence_takes_products_traffic_and_the_delay_by_the_power_limit() -> None:
     products = 500e9 / 312e12  # TFLOP/s of an A100
     seconds = sequence_time(ONES | {"traffic": log(1e9), "energy": log(1e-9)}, A100, False)
     assert seconds == pytest.approx((products, 1 / A100.memory_gb_s, 0), abs=1e-9)
@@ -50,7 +50,7 @@ def test_a_sequence_takes_its_products_its_traffic_and_what_the_power_limit_adds
         assert slowed / usual == pytest.approx(exp(-speed)), name
 
 
-def test_rates_of_links_and_networks_are_bytes_a_second_of_a_device_and_of_a_group() -> None:
+def test_link_and_network_rates_follow_from_data_sheets_and_efficiencies() -> None:
     p = ONES | {"fabric_efficiency": log(0.5), "pcie_efficiency": log(0.25), "network_efficiency": log(0.8)}
     node = describe_machine(A100, 4, 8, networking="8x IB HDR 200Gb/s")
     assert link_rate(p, node) == 0.5 * 300e9

@@ -64,7 +64,9 @@ def test_a_device_with_few_results_is_compared_with_more_devices() -> None:
         assert (found["compared_with"], found["results"]) == expected
 
 
-def test_a_folder_tells_its_machine_and_separates_convergence_from_speed(tmp_path: Path, cluster: Command) -> None:
+def test_a_results_folder_states_its_machine_and_separates_convergence_from_speed(
+    tmp_path: Path, cluster: Command
+) -> None:
     """The mean covers three runs with 16 evaluations. It leaves out the fastest run (15) and the slowest run (17)."""
     write_runs(tmp_path / "SYSTEM" / "bert")
     found, expected = read_measured(str(tmp_path / "SYSTEM")), prediction()
@@ -81,7 +83,7 @@ def test_a_folder_tells_its_machine_and_separates_convergence_from_speed(tmp_pat
         assert json.loads(done.stdout)["nodes"] == nodes
 
 
-def test_all_runs_count_but_the_extremes_of_five(tmp_path: Path) -> None:
+def test_the_mean_drops_the_fastest_and_slowest_of_five_or_more_runs(tmp_path: Path) -> None:
     """A run that missed the target is the slowest of five, so that the run of 17 evaluations counts."""
     write_runs(tmp_path / "failed", (16, 17, 16, 15, 20), failed=(4,))
     notes = measured(0, "3 of 5 runs, without the fastest and the slowest").notes
@@ -139,7 +141,7 @@ def test_options_that_contradict_the_logs_are_refused(tmp_path: Path, refused: R
         assert options[0] in refused("predict", "--measured", log, *options)
 
 
-def test_what_is_neither_minutes_nor_a_folder_is_refused(refused: Refused) -> None:
+def test_measured_refuses_texts_that_are_neither_minutes_nor_a_folder(refused: Refused) -> None:
     for text in ("0", "-3", "nan", "inf", "6,1", "6.1 min", "1e9", "no/such/folder", "٣"):
         assert "--measured" in refused("predict", *H100, "--measured", text)
 

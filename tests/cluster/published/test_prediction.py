@@ -19,7 +19,7 @@ def predicted(name: str, nodes: int = 1, batch: int = 768) -> Prediction:
     return predict(TimedRun(describe_machine(device_named(name), nodes, 8), batch))
 
 
-def test_what_is_extrapolated_is_said_and_has_a_wider_interval(cluster: Command) -> None:
+def test_extrapolations_have_a_note_and_a_wider_interval(cluster: Command) -> None:
     unknown = "predicted from its data sheet alone"
     slow = f"no published result of MI300X with its vendor's software: {unknown}"
     notes = {
