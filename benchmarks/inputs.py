@@ -7,6 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dataloading.dataset.folder import write_dataset
+from dataloading.preparation.demo import demo_documents
 from dataloading.shards.samples import synthetic_samples
 from dataloading.shards.shard import DatasetInfo
 from dataloading.text.vocabulary import SPECIAL_TOKENS, Vocabulary
@@ -21,6 +22,12 @@ def synthetic_vocabulary(path: Path, size: int) -> Vocabulary:
     words = [*SPECIAL_TOKENS, *(f"word{number}" for number in range(len(SPECIAL_TOKENS), size))]
     path.write_text("".join(f"{word}\n" for word in words), encoding="utf-8")
     return Vocabulary.from_file(path)
+
+
+def write_demo_text(path: Path) -> Path:
+    """Write the standard library's prose, with one sentence a line and an empty line between documents."""
+    path.write_text("\n\n".join("\n".join(document.sentences) for document in demo_documents()), encoding="utf-8")
+    return path
 
 
 def write_synthetic_set(

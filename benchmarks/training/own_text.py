@@ -26,10 +26,10 @@ sys.path.insert(0, str(REPOSITORY := Path(__file__).resolve().parents[2]))
 import tyro
 
 from benchmarks.conditions import write_figures
+from benchmarks.inputs import write_demo_text
 from bert.train import parse
 from compliance.log.records import read_metrics
 from dataloading.options import OwnText
-from dataloading.preparation.demo import demo_documents
 from dataloading.preparation.own_text import write_own_text
 
 BATCH = 32
@@ -175,7 +175,7 @@ def main(
         )
     with tempfile.TemporaryDirectory() as folder:
         data = Path(folder, "data")
-        write_own_text(text or (_write_demo_text(Path(folder, "text.txt")),), OwnText(), data)
+        write_own_text(text or (write_demo_text(Path(folder, "text.txt")),), OwnText(), data)
         trainings = Trainings.on(data, samples, schedule)
         print(f"{trainings.samples:,} samples, evaluated every {trainings.interval:,}", flush=True)
         figures = compare(trainings, rates, target_share, repeats)
@@ -197,11 +197,6 @@ def recipe_arguments(data: Path, *settings: str) -> list[str]:
     """Return the arguments for a training by the recipe on the data in this folder."""
     places = {"train": data / "train", "evaluation": data / "evaluation", "vocab": data / "vocab.txt"}
     return ["own_text_cpu", *(f"--data.{name}={place}" for name, place in places.items()), *settings]
-
-
-def _write_demo_text(path: Path) -> Path:
-    path.write_text("\n\n".join("\n".join(document.sentences) for document in demo_documents()), encoding="utf-8")
-    return path
 
 
 def _report(training: Training, target: float) -> None:

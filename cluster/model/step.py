@@ -343,10 +343,9 @@ def _update(strategy: Strategy, rates: Rates, share: ModelShare) -> float:
 
 
 def predict_run(
-    work: Work, strategy: Strategy, rates: Rates, step: PredictedStep | None = None, samples: float | None = None
+    work: Work, strategy: Strategy, rates: Rates, step: PredictedStep, samples: float | None = None
 ) -> RunTime:
     """Predict the time to train, given the predicted ``step`` and, if known, the number of ``samples`` to the target."""
-    step = step or predict_step(work, strategy, rates)
     batch = strategy.global_batch_size
     samples = samples or work.samples
     if samples is None:

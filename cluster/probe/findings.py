@@ -13,16 +13,14 @@ from cluster.probe.computing import Cell
 from cluster.probe.links import Paths
 from cluster.probe.machine import Facts
 from cluster.probe.sites import find_sites
+from cluster.published.fitted import PARAMETERS, SEQUENCE_FLOPS, UPDATE_BYTES
 from cluster.view import Outlier, Source
 
 SCREENING = 4
 """One in this many healthy clusters is measured a second time without need."""
 
-STEP_OPERATIONS = 56 * 0.5e12
-"""Operations of a rank's step: 56 sequences of BERT-Large with the benchmark's mean length, forward and backward."""
-PARAMETERS = 336e6
-_UPDATE_BYTES = 7 * 4 * PARAMETERS
-"""Memory traffic of LAMB: it reads a gradient, and reads and writes a weight and two moments, all in fp32."""
+_SEQUENCES = 56
+"""BERT-Large sequences of a rank's step, in whose time the cost of an outlier is expressed."""
 _AS_SLOW = 1.25
 """A slow rank explains a slow path whose ratio is at most this multiple of the rank's own ratio."""
 
@@ -74,7 +72,8 @@ class Measured:
             many, cards = (self.hosts, ends / self.hosts) if self.between_hosts else (ends, 1)
             # The reduction is an fp32 ring along every rail. Each card carries its part of the gradient.
             reduce = 2 * (many - 1) / many * 4 * PARAMETERS / cards * float(np.median(paths.seconds_per_byte_TE))
-        return {"product": STEP_OPERATIONS / flops, "copy": _UPDATE_BYTES / bytes_per_s, "bandwidth": reduce}
+        product, copy = _SEQUENCES * SEQUENCE_FLOPS / flops, PARAMETERS * UPDATE_BYTES / bytes_per_s
+        return {"product": product, "copy": copy, "bandwidth": reduce}
 
     def outliers(
         self,

@@ -233,7 +233,7 @@ def test_an_evaluation_is_a_forward_pass_of_its_batches(world: int, pipeline: in
     costs = {"embedding": (0.0, 1e-6 / 128, 0.0), "attention": (1e-3, 0.0, 0.0, 0.0)}
     alone = simple_rates(1, world, 0.0, micro_batch_s=0.02, start_s=7.0, costs=costs)
     work, strategy = replace(TINY, interval_samples=1000), Strategy(16, pipeline, pipeline=pipeline)
-    run = predict_run(work, strategy, alone, samples=9_001)
+    run = predict_run(work, strategy, alone, predict_step(work, strategy, alone), samples=9_001)
     # The last layer calls attention for each sequence.
     first, last = 1e-6 * 50 * float(LENGTHS.mean()) + 1e-3 * calls, 1e-3 * 50
     seconds = batches * (0.02 + first + last)
@@ -315,8 +315,9 @@ def test_both_cost_models_agree_on_bert_large_within_a_tenth() -> None:
         precision = "fp8" if run.uses_fp8 else "bf16"
         strategy = Strategy(batch, precision=precision, reduction="sharded_world")
         found = wikipedia_work(), strategy, rates_of_machine(run.machine, precision)
-        assert predict_step(*found).total == pytest.approx(sum(step_parts(parameters, run).values()), rel=0.1)
-        assert predict_run(*found).total == pytest.approx(run_time(parameters, run).total, rel=0.1)
+        step = predict_step(*found)
+        assert step.total == pytest.approx(sum(step_parts(parameters, run).values()), rel=0.1)
+        assert predict_run(*found, step).total == pytest.approx(run_time(parameters, run).total, rel=0.1)
 
 
 def test_assumed_traffic_and_launches_follow_from_the_computations() -> None:

@@ -101,10 +101,10 @@ def test_the_share_of_a_step_follows_from_the_slow_link() -> None:
     measured = cluster(hosts=8)
     slow_paths(measured.between_hosts, 4, None, 3)
     [link] = find_outliers(measured, [()] * 8)
-    compute, update = 56 * 0.5e12 / (2 * 512**3 / 5e-3), 7 * 4 * 336e6 / (2 * 2**25 / 4e-3)
-    reduce = 2 * 7 / 8 * 4 * 336e6 * 1e-9
+    compute, update = 56 * 0.5e12 / (2 * 512**3 / 5e-3), 30 * 336.2e6 / (2 * 2**25 / 4e-3)
+    reduce = 2 * 7 / 8 * 4 * 336.2e6 * 1e-9
     assert link.step_share == pytest.approx(2 * reduce / (compute + update + reduce), rel=0.1)
-    assert cluster(hosts=1, size=8).step["bandwidth"] == pytest.approx(2 * 7 / 8 * 4 * 336e6 * 1e-10, rel=0.05)
+    assert cluster(hosts=1, size=8).step["bandwidth"] == pytest.approx(2 * 7 / 8 * 4 * 336.2e6 * 1e-10, rel=0.05)
     assert link.sentence.startswith("SLOW  network link of host h2, card v0, sending: bandwidth, time ")
 
 

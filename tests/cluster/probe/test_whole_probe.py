@@ -78,8 +78,8 @@ def test_a_probe_of_four_ranks_writes_times_and_outliers_exactly(
     out = tmp_path / "cluster.json"
     main, *others = on_forks(["h10", "h10", "h9", "h9"], lambda rank: probe(rank, out, monkeypatch))
     view, per_byte = read_view(out), [1 / 32 / (0.75 * 2**20)] * 3 + [1 / 16 / (0.75 * 2**18)]
-    # A rank's share of the step is 28 TFLOP, LAMB's 7 accesses to each of 336 million weights, and a ring of two hosts.
-    product, copy, ring = 28e12 / (2 * 512**3 * 32), 28 * 336e6 / (2 * 2**25 * 32), 4 * 336e6 * per_byte[0]
+    # A rank's step has 28 TFLOP, LAMB's 30 bytes for each of 336.2 million weights, and a ring of two hosts.
+    product, copy, ring = 28e12 / (2 * 512**3 * 32), 30 * 336.2e6 / (2 * 2**25 * 32), 4 * 336.2e6 * per_byte[0]
     share = product / (product + copy + ring)
     found = ["rank 1 on host h10 got 7 wrong elements from all-reduce (world)", "rank 3 on host h9"]
     assert view.outliers == (
