@@ -58,9 +58,7 @@ def test_wrong_input_is_one_line(arguments: list[str], complaint: str, capsys: p
     assert captured.out == ""
 
 
-def test_an_unknown_commit_is_refused_unless_tiny(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_unknown_commit_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(gpu, "commit", lambda: "unknown")
     assert gpu.main(["--part", "step"]) == 2
     complaint = "error: figures must name the commit, which is unknown without .git: set MLPERF_BERT_COMMIT to it\n"

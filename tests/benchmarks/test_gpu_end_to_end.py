@@ -30,9 +30,7 @@ def context(tmp_path: Path) -> Context:
     return Context(torch.device("cpu"), TINY, report)
 
 
-def test_missing_indirect_requirements_are_named_before_data_are_made(
-    context: Context, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_missing_requirements_are_named_before_data_are_made(context: Context, monkeypatch: pytest.MonkeyPatch) -> None:
     required = {"tyro": ["docstring-parser>=0.16", "attrs; extra == 'dev'"], "google-crc32c": None}
 
     def requires(name: str) -> list[str]:
@@ -120,9 +118,7 @@ def test_log_metrics_and_output_are_kept_beside_the_report(tmp_path: Path) -> No
 
 
 @pytest.mark.usefixtures("forked_python")
-def test_a_run_whose_time_is_up_ends_in_order_and_gets_a_verdict(
-    context: Context, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_whose_time_is_up_is_ended_and_gets_a_verdict(context: Context, monkeypatch: pytest.MonkeyPatch) -> None:
     metrics = context.report.path.with_name("metrics_0.jsonl")
 
     def monotonic() -> float:

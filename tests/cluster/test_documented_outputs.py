@@ -1,4 +1,4 @@
-"""Commands print the lines that the pages show. If the figures are meant to change, copy the new lines to the page."""
+"""Commands print the lines that docs/cluster.md shows. If figures are meant to change, copy the new lines to the page."""
 
 import re
 import shlex
@@ -33,7 +33,7 @@ def assert_shown(output: str, page: str) -> None:
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_commands_print_the_lines_that_the_page_shows(
+def test_cluster_md_shows_the_present_output(
     command: str, cluster: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.chdir(tmp_path)  # for plan.json

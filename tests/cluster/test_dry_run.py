@@ -38,7 +38,7 @@ def _without_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "environ", os.environ.copy())
 
 
-def test_the_forecast_equals_the_pages_and_precedes_missing_inputs(capfd: pytest.CaptureFixture[str]) -> None:
+def test_the_forecast_is_that_of_scaling_md_and_precedes_missing_inputs(capfd: pytest.CaptureFixture[str]) -> None:
     assert dry_run.main(["bert_3_9b_8x8"]) == 2
     said = capfd.readouterr()
     assert_shown(said.out, "scaling.md")
@@ -47,9 +47,7 @@ def test_the_forecast_equals_the_pages_and_precedes_missing_inputs(capfd: pytest
     assert said.err.startswith(f"error: missing: {missing}. ")
 
 
-def test_without_a_launcher_ranks_come_from_the_plan_or_the_recipe(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_without_launcher_ranks_come_from_the_plan_or_recipe(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     times: dict[str, float] = dict.fromkeys(("data_wait", "forward_backward", "reduce", "update", "other"), 0.0)
     settings = settings_of(RECIPES["h100_1x8"]())
     write_plan(RunPlan("h100_1x8", "H100-SXM-80GB", 2, 8, settings, "", times, 1.0), tmp_path / "plan.json")

@@ -143,7 +143,7 @@ def test_predicted_memory_of_a_pipeline_stage_equals_its_tensors(place: int) -> 
     assert predicted - (0 if place else given.nbytes) == pytest.approx(kept, abs=8)
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
         sent = cast(Any, forward(batch_of(samples)))
-        assert place or sent.dtype == pipeline.hidden_dtype(), "which neighbours expect"
+        assert place or sent.dtype == pipeline.hidden_dtype(), "neighbours expect this type"
         assert hidden_bytes("bf16", on_gpu=False) == pipeline.hidden_dtype().itemsize
 
 
@@ -168,7 +168,7 @@ def test_stages_hold_their_layers_and_talk_to_their_neighbours() -> None:
 
 
 def test_each_setting_changes_its_part_of_the_fixed_memory() -> None:
-    """A vector has the weights in fp32. Every model copy has weights and gradients, and shards divide what LAMB needs."""
+    """``vector`` is the bytes of the fp32 weights. Every copy has weights and gradients; shards divide the rest."""
     work, _ = work_and_samples(ModelConfig(2, 128, 4, 512, 1024, 128))
     elements = 1154 * 128 + 256 + 2 * (12 * 128**2 + 13 * 128) + 2 * 128**2 + 258 + 4 * 128 + 1024 + 14
     vector = 4.0 * (-(-elements // 128) * 128)  # padded, so that eight ranks have equal shards
@@ -269,7 +269,7 @@ def test_predicted_savings_of_recomputation_equal_those_of_a_real_model(precisio
     assert parts["none"]["recomputed"] == 0 < parts["full"]["activations"] < parts["selective"]["activations"]
 
 
-def test_the_page_states_the_bytes_that_a_layer_keeps_for_a_token() -> None:
+def test_training_md_states_the_bytes_that_a_layer_keeps_for_a_token() -> None:
     page = (REPOSITORY / "docs/training.md").read_text(encoding="utf-8").splitlines()
     columns: list[tuple[Precision, bool, int]] = [("bf16", True, 512), ("fp8", True, 512), ("fp32", False, 128)]
     for mode in get_args(Recompute):

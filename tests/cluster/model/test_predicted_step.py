@@ -93,7 +93,7 @@ NS_PER_BYTE: dict[Any, int] = dict(zip(product(get_args(Operation), get_args(Sco
 
 
 def simple_rates(nodes: int, ranks: int, scale: float = 1.0, **changes: Any) -> Rates:
-    """Return rates of ranks that need only ``changes`` to compute, and nanoseconds to send a byte: a prime for each way."""
+    """Return rates with which only the costs in ``changes`` take time. A byte of each collective takes a prime in ns."""
     curves = {way: Curve(((0.0, 0.0), (1e9, scale * each)), share=0.5) for way, each in NS_PER_BYTE.items()}
     changes["costs"] = NOTHING | changes.get("costs", {})
     return replace(Rates(nodes, ranks, 1e9, NOTHING, curves), **changes)
@@ -141,7 +141,7 @@ def test_messages_overlap_with_computations_and_share_processors() -> None:
     for computations, messages, demand, expected in (
         (two, message(1.5, 0.0), 0.0, (3.0, 3.0, 0.0)),
         (two, [*message(2.5, 0.0), Activity(1.0, needs=2)], 0.0, (3.0, 4.5, 0.0)),
-        # Pieces wait for the messages that they need, the second one after it has computed.
+        # Computations wait for the messages that they need. Only the wait of a computation of 0 seconds is returned.
         (waiting, [Activity(2.0), Activity(3.0)], 0.0, (6.0, 6.0, 2.0)),
         # Both demand all processors, so each gets half of them until one is done.
         ([*alone, *alone], message(1.0, 1.0), 1.0, (3.0, 3.0, 0.0)),

@@ -24,7 +24,7 @@ BATCH = 32
 
 
 def target_of(hosts: int, slower: float, ranks: int = 1) -> Target:
-    """Return ranks whose collectives are as slow as the paths between sites."""
+    """Return a target whose collectives are as slow as the paths between sites."""
     return Target("CPU", hosts, ranks, {"fp32": rates(hosts, ranks, INSIDE * slower, costs=FAST)}, {}, False)
 
 

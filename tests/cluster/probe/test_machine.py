@@ -61,7 +61,7 @@ def test_switches_come_from_the_environment_of_a_task_or_from_scontrol(monkeypat
 
 
 def test_a_machine_is_busy_if_others_take_a_tenth_of_it() -> None:
-    """Host "a" has two ranks. Only their rank uses the processor of host "b", and the counters of "c" do not move."""
+    """Host "a" has two ranks. On host "b", only its rank is busy. The counters of "c" do not move."""
     every = [Facts(host, Host(host, 4, 2**30, (), ()), "cpu", 0, "") for host in "aabc"]
     for busy, own, share in ((40.0, 12.0, 0.16), (40.0, 15.0, None), (40.0, 14.0, 0.12), (0.0, 19.0, None)):
         spent_R3 = np.array([[busy, 100.0, own]] * 2 + [[20.0, 100.0, 19.5], [0.0, 0.0, 0.0]])

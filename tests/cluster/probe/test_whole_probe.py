@@ -27,9 +27,10 @@ FACTS = [Facts(host.name, host, "CPU", 1 << 32, "v0") for host in HOSTS for _ in
 
 
 def probe(rank: int, out: Path, patch: pytest.MonkeyPatch) -> tuple[int, list[str], list[str], list[Any], list[Any]]:
-    """Return a probe's status, output and errors, sizes of what was searched for outliers, and numbers given to each part.
+    """Run a probe on a rank, and return its status, output and errors.
 
-    There is time for all turns of the paths between hosts, and too little for more than three turns within hosts.
+    Also return the sizes of the measurements that were searched for outliers, and the numeric arguments of each
+    measurement. There is time for all turns of the paths between hosts, and for the minimum of three turns within hosts.
     """
     shared = clock(STEPS[rank])
     for module in (command, computing, computations, collectives, links):
@@ -72,9 +73,7 @@ def probe(rank: int, out: Path, patch: pytest.MonkeyPatch) -> tuple[int, list[st
 
 
 @pytest.mark.slow
-def test_a_probe_of_four_ranks_writes_times_and_outliers_exactly(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_probe_of_four_ranks_writes_exact_times_and_outliers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out = tmp_path / "cluster.json"
     main, *others = on_forks(["h10", "h10", "h9", "h9"], lambda rank: probe(rank, out, monkeypatch))
     view, per_byte = read_view(out), [1 / 32 / (0.75 * 2**20)] * 3 + [1 / 16 / (0.75 * 2**18)]

@@ -30,7 +30,7 @@ def write_runs(folder: Path, evaluations: tuple[int, ...] = EVALUATIONS, **optio
 
 
 def measured(evaluations: float, note: str, **changes: Any) -> Measured:
-    """Return what the logs of `write_runs` state, of which the first evaluation is after 32 s."""
+    """Return the expected content of logs of `write_runs`, whose first evaluation is after 32 s."""
     minutes, samples = pytest.approx((20 * evaluations + 12) / 60), pytest.approx(150_000 * evaluations, rel=2e-4)
     notes = (f"mean of {note}; 0 with metrics of the run",)
     stated = {"minutes": minutes, "accelerator": "H100-SXM-80GB", "ranks": 8, "samples": samples, "notes": notes}
@@ -64,9 +64,7 @@ def test_a_device_with_few_results_is_compared_with_more_devices() -> None:
         assert (found["compared_with"], found["results"]) == expected
 
 
-def test_a_results_folder_states_its_machine_and_separates_convergence_from_speed(
-    tmp_path: Path, cluster: Command
-) -> None:
+def test_a_folder_states_its_machine_and_separates_convergence_from_speed(tmp_path: Path, cluster: Command) -> None:
     """The mean covers three runs with 16 evaluations. It leaves out the fastest run (15) and the slowest run (17)."""
     write_runs(tmp_path / "SYSTEM" / "bert")
     found, expected = read_measured(str(tmp_path / "SYSTEM")), prediction()

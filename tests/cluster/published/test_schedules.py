@@ -14,7 +14,7 @@ from tests.programs import REPOSITORY
 
 
 def test_samples_are_the_median_of_own_runs_with_equal_settings(tmp_path: Path) -> None:
-    """Runs count that reached the target with the same settings: of two such runs, the mean is the median."""
+    """Only runs that reached the target with the same settings count. The median of two runs is their mean."""
     config = RECIPES["tiny_cpu"]()
     log = (REPOSITORY / "results/cpu_2cores/bert/result_1.txt").read_text()
     (tmp_path / "mine/bert").mkdir(parents=True)

@@ -89,9 +89,7 @@ FAULTS = {
 }
 
 
-def test_files_that_are_no_table_and_further_options_are_refused(
-    tmp_path: Path, refused: Refused, cluster: Command
-) -> None:
+def test_other_files_and_further_options_are_refused(tmp_path: Path, refused: Refused, cluster: Command) -> None:
     source = tmp_path / "table.csv"
     for content, said in FAULTS.items():
         source.write_bytes(content)
