@@ -13,6 +13,7 @@ measured and is correct, 1 if not, 2 for wrong input, 128 + n after signal n.
 
 import argparse
 import json
+import math
 import os
 import re
 import signal
@@ -104,8 +105,8 @@ def parse(arguments: Sequence[str]) -> Settings:
     asked = [part for part in PARTS if part not in ALONE] if chosen.part == "all" else chosen.part.split(",")
     if unknown := [part for part in asked if part not in PARTS]:
         raise ValueError(f"--part: unknown {unknown[0]!r}, expected all, or some of {', '.join(PARTS)}")
-    if not chosen.seconds > 0:
-        raise ValueError(f"--seconds: {chosen.seconds:g}, expected more than 0")
+    if not 0 < chosen.seconds < math.inf:
+        raise ValueError(f"--seconds: {chosen.seconds:g}, expected a finite number above 0")
     if chosen.samples is not None and chosen.samples < 1:
         raise ValueError(f"--samples: {chosen.samples}, expected 1 or more")
     if (chosen.samples or training) and "end-to-end" not in asked:

@@ -119,8 +119,9 @@ def _calibrate(out: Path) -> None:
     import msgspec
 
     from cluster.published.calibration import calibrate
-    from console.files import write_atomically
+    from console.files import require_writable, write_atomically
 
+    require_writable(out)
     made, _ = calibrate()
     write_atomically(out, msgspec.json.encode(made) + b"\n")
     say(f"{out}: {len(made.parameters)} parameters")

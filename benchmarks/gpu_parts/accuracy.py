@@ -43,7 +43,7 @@ def outcome(function: Callable[..., Any], arguments: Arguments, dtype: torch.dty
     args, kwargs = arguments
     args = [_copy(value, dtype) for value in args]
     kwargs = {name: _copy(value, dtype) for name, value in kwargs.items()}
-    inputs = [*tensors_of(args, "update_P"), *tensors_of(list(kwargs.values()))]  # LAMB's scratch values do not matter
+    inputs = [*tensors_of(args, "update_P"), *tensors_of(list(kwargs.values()))]  # LAMB's scratch memory is no result
     before = [tensor.detach().clone() for tensor in inputs]
     returned = list(tensors_of(function(*args, **kwargs)))
     written = [now.detach() for now, then in zip(inputs, before, strict=True) if not same_bits(now, then)]

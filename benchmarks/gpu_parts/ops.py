@@ -66,7 +66,7 @@ def _error_row(title: str, case: Case, name: str) -> Figure:
         case = case.without_dropout()
     arguments, definition = (case.arguments, dict(case.named)), OPS[case.op].definition
     in_training = case.call_as_in_training
-    # Old memory may hold the right result of an earlier call. Operators without a deterministic form warn.
+    # Memory may still hold the right result of an earlier call, so fill it. This mode warns about some operators.
     with warnings.catch_warnings(action="ignore"), uninitialized_memory_is_nan():
         ours = outcome(partial(in_training, partial(call, case.op, name)), arguments).tensors
     plain = outcome(partial(in_training, definition), arguments).tensors

@@ -209,7 +209,7 @@ def test_drift_and_waiting_come_from_the_steps() -> None:
 
 @pytest.mark.parametrize("limit", [1, 139, 10_000])
 def test_the_search_for_memory_finds_the_limit(context: Context, monkeypatch: pytest.MonkeyPatch, limit: int) -> None:
-    """An out-of-memory error counts even if the capture replaces it by another error. Other errors end the search."""
+    """Errors that a lack of memory has caused during a capture count as a lack of memory. Other errors end the search."""
 
     def train(_context: object, precision: str, sequences: int) -> None:
         if precision == "fp8":

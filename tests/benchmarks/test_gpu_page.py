@@ -1,4 +1,4 @@
-"""The report of the GPU benchmark, from files of parts with made-up figures."""
+"""The report of the GPU benchmark, from files of parts with synthetic figures."""
 
 from pathlib import Path
 

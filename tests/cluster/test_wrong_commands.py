@@ -21,6 +21,7 @@ from tests.cluster.conftest import Refused
         ("plan h100_1x8 --gpus 262144", "global batch size 262,144 on 262,144 accelerators: expected at least one"),
         ("plan h100_1x8 --cluster x.json --accelerator H100", "omit --accelerator and --networking"),
         ("plan h100_1x8 --out no/such/plan.json", "no/such/plan.json cannot be written"),
+        ("calibrate --out no/such/file.json", "no/such/file.json cannot be written"),
         ("scale h100_1x8 --out no/such/page.html", "no/such/page.html cannot be written"),
         ("place no/such/cluster.json --tasks-per-node 0", "--tasks-per-node is 0, expected at least 1"),
         ("predict", "no --accelerator given"),
