@@ -381,7 +381,7 @@ def _collectives(machine: Machine, link: float, network: float) -> dict[tuple[Op
     scopes: list[tuple[Scope, int, float, float]] = [
         ("node", machine.per_node, 1 / link, launch),
         ("rail", machine.nodes, rail, latency + is_rack * launch),
-        # Links and network form one pipeline, whose slower half determines the time.
+        # Links and network form one pipeline, so the slower of the two determines the time.
         ("world", machine.accelerators, max(1 / link if machine.group > 1 else 0.0, 1 / network), latency),
     ]
     curves: dict[tuple[Operation, Scope], Curve] = {}

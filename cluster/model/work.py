@@ -35,7 +35,7 @@ _DRAWN = 200_000
 _MASKED_SHARE, _MOST_MASKED = 0.15, 76
 """Masked tokens in the benchmark's data: their share of a sequence's tokens, and their maximum per sequence."""
 
-# Use the training default, so that a run plan without the field and a run without the option use the same size.
+# Use the default of training.bucket_bytes, so that predictions and runs without this setting use the same size.
 BUCKET_BYTES = TrainingConfig.bucket_bytes
 
 WORD = "embeddings.word"
@@ -90,7 +90,7 @@ class Strategy:
 
 
 def strategy_of(config: Config) -> Strategy:
-    """Return the strategy of a configuration. A setting "auto" stands for its first candidate."""
+    """Return the strategy of a configuration, with the reduction "flat" if ``training.reduction`` is "auto"."""
     training = config.training
     return Strategy(
         training.global_batch_size,

@@ -28,7 +28,7 @@ from console.text import counted
 from console.version import commit
 
 TURNS = 5
-"""Turns of a measurement. A second measurement adds the same number."""
+"""Turns of a measurement. A second measurement adds as many."""
 
 _FACTS_BYTES = 4096
 

@@ -163,7 +163,7 @@ def _backward_of(
 ) -> Trial:
     """Return a trial that runs ``_COPIES`` computations forward, and then backward in reverse order.
 
-    ``forward`` gets activations and parameters of the given shapes, in this order. ``dtype`` is that of the activations.
+    ``forward`` gets activations, of type ``dtype``, and parameters, of the given shapes and in this order.
     """
     copies = [
         [*(torch.rand(shape, dtype=dtype, requires_grad=True) for shape in activations), *map(_leaf, parameters)]

@@ -20,7 +20,7 @@ SCREENING = 4
 """One in this many healthy clusters is measured a second time without need."""
 
 _SEQUENCES = 56
-"""BERT-Large sequences of a rank's step, in whose time the cost of an outlier is expressed."""
+"""Sequences a rank of the BERT-Large step to which the cost of an outlier is related."""
 _AS_SLOW = 1.25
 """A slow rank explains a slow path whose ratio is at most this multiple of the rank's own ratio."""
 

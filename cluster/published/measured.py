@@ -53,7 +53,7 @@ def agreed(option: str, given: Any, stated: Any) -> Any:
 
 
 def read_minutes(text: str, name: str, other: str = "") -> float:
-    """Parse positive minutes. The error for another text names the setting, and what ``other`` text is valid."""
+    """Parse positive minutes. The error message calls the setting ``name``, and adds ``other`` to the expected texts."""
     minutes = float(text) if re.fullmatch(r"\d{1,6}(\.\d+)?", text, re.ASCII) else 0.0
     if not minutes:
         raise ValueError(f"{name} is {text[:80]!r}, expected minutes such as 6.1{other}")

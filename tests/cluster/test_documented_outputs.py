@@ -23,7 +23,7 @@ COMMANDS = (
 
 
 def assert_shown(output: str, page: str) -> None:
-    """Check that the page has a block that begins with the output's first line, and whose lines follow in the output."""
+    """Check the page's block that begins with the output's first line: the output must have its lines in this order."""
     lines, text = output.splitlines(), (REPOSITORY / "docs" / page).read_text(encoding="utf-8")
     blocks = [textwrap.dedent(block).splitlines() for block in re.findall(r"(?:^    .*\n|^\n(?=    ))+", text, re.M)]
     (shown,) = (block for each in blocks if (block := [line for line in each if line.strip()])[0] == lines[0])

@@ -93,7 +93,7 @@ NS_PER_BYTE: dict[Any, int] = dict(zip(product(get_args(Operation), get_args(Sco
 
 
 def simple_rates(nodes: int, ranks: int, scale: float = 1.0, **changes: Any) -> Rates:
-    """Return rates with which only the costs in ``changes`` take time. A byte of each collective takes a prime in ns."""
+    """Return rates with no costs but those in ``changes``. A byte takes a prime number of ns, another in each collective."""
     curves = {way: Curve(((0.0, 0.0), (1e9, scale * each)), share=0.5) for way, each in NS_PER_BYTE.items()}
     changes["costs"] = NOTHING | changes.get("costs", {})
     return replace(Rates(nodes, ranks, 1e9, NOTHING, curves), **changes)

@@ -89,7 +89,7 @@ def test_cells_of_a_gpu_state_their_sizes_and_how_often_they_run() -> None:
 
 
 def test_computations_share_the_seconds_in_up_to_three_turns(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first calls take half a second. Of the rest, two computations have three turns, or windows of a time slice."""
+    """The first calls take half a second. The rest has up to three turns, with windows of at least a time slice."""
     windows: list[float] = []
 
     def time_in_window(_action: object, seconds: float, _device: object) -> float:

@@ -34,7 +34,7 @@ def test_noise_of_any_distribution_is_no_outlier(noise: Noise, parts: int) -> No
 @pytest.mark.parametrize("fitted", [1, 3])
 @pytest.mark.parametrize("noise", [0.001, 0.05, 0.4])
 def test_deviations_and_limits_are_those_of_the_formula(parts: int, fitted: int, noise: float) -> None:
-    """Parts differ by e, in turns by noise up and down, so medians are known: of turns 0, of parts e, of residuals noise."""
+    """Times are an excess of each part plus noise of alternating sign, so that medians over turns and parts are known."""
     excess = np.arange(parts) / 10 - (parts // 2) / 10
     signs = np.array([[1.0], [1.0], [-1.0], [-1.0]])
     noises = np.where(excess == 0, 0.0, noise)

@@ -1,4 +1,4 @@
-"""A whole probe by ranks of a real gloo group. Clocks, facts and loads are made up, so that all results are exact."""
+"""A whole probe by ranks of a real gloo group. Clocks, facts and loads are synthetic, so that all results are exact."""
 
 import contextlib
 import io

@@ -38,7 +38,7 @@ def test_a_sequence_takes_products_traffic_and_the_delay_by_the_power_limit() ->
         found = sequence_time(hot | {"fp8_efficiency": log(2.0)}, H100, fp8)
         assert sum(found[:2]) == pytest.approx(free)
         assert sum(found) == pytest.approx(eighths(free, joules / H100.tdp_w))
-    # Old software, first rounds, GDDR memory and chips slow everything down, and processors are as slow as their share.
+    # Old software, first rounds, GDDR memory and chips slow everything down, and so does a CPU's relative speed.
     slow = {"old_software": 0.3, "first_round": 0.2, "graphics_memory": 0.1, "processor": log(0.5), "chip_GA100": -0.4}
     for name, round, speed in (
         ("A100-SXM", None, -0.4),

@@ -1,4 +1,4 @@
-"""Measured minutes against their prediction: a number, and made-up results folders."""
+"""Measured minutes against their prediction: a number, and synthetic results folders."""
 
 import json
 from pathlib import Path
