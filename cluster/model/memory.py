@@ -125,7 +125,7 @@ def memory_of_rank(work: Work, strategy: Strategy, nodes: int, ranks: int, on_gp
     layers = [each.inner * micro_batches_in_flight(strategy, place) for place, each in enumerate(shares)]
     # Only these pipeline ranks can need the most memory: the first, the last, and the rank that stores the most layers.
     places = [
-        held_by_rank(work, strategy, nodes, ranks, place, on_gpu)
+        fixed_memory(work, strategy, nodes, ranks, place, on_gpu)
         | _largest_micro_batch(work, computing, nodes * ranks, on_gpu, place)
         for place in {0, layers.index(max(layers)), strategy.pipeline - 1}
     ]
@@ -140,14 +140,14 @@ def _largest_micro_batch(work: Work, strategy: Strategy, ranks: int, on_gpu: boo
     found, rows = [], []
     for step in range(_STEPS):
         sizes = work.micro_batches(strategy, ranks, step)
-        kept_AR = kept_by_forward(work, strategy, sizes, on_gpu, share)
+        kept_AR = saved_activations(work, strategy, sizes, on_gpu, share)
         # On a CPU, the loss casts the logits to fp32.
         logits_AR = (
             sizes.masked_AR * work.model.vocab_size * (2.0 if on_gpu else 4.0) / strategy.tensor * share.has_last
         )
         worst = np.unravel_index(np.argmax(kept_AR + logits_AR), kept_AR.shape)
         # A layer that recomputes stores all of its activations again during its backward pass.
-        keeping_all = kept_by_forward(work, replace(strategy, recompute="none"), sizes, on_gpu, share)
+        keeping_all = saved_activations(work, replace(strategy, recompute="none"), sizes, on_gpu, share)
         recomputed = float(keeping_all[worst] - kept_AR[worst]) / max(1, share.inner)
         # Add the largest micro-batches that the same rank may have in flight at the same time.
         others = np.sort(kept_AR[:, worst[1]])[-whole:-1].sum() if whole > 1 else 0.0
@@ -162,7 +162,7 @@ def _largest_micro_batch(work: Work, strategy: Strategy, ranks: int, on_gpu: boo
     return parts
 
 
-def held_by_rank(
+def fixed_memory(
     work: Work, strategy: Strategy, nodes: int, ranks: int, place: int = 0, on_gpu: bool = False
 ) -> dict[str, float]:
     """Return the bytes of each part that does not depend on micro-batches. ``place`` is the rank's index in its pipeline."""
@@ -194,7 +194,7 @@ def held_by_rank(
     }
 
 
-def kept_by_forward(
+def saved_activations(
     work: Work, strategy: Strategy, sizes: MicroBatches, on_gpu: bool, share: ModelShare
 ) -> NDArray[np.float64]:
     """Return the bytes [A, R] that a share's forward pass stores for the backward pass, excluding logits and weights."""
@@ -218,7 +218,9 @@ def kept_by_forward(
         return rows * (2 * norm + norms_kept * size * D + 2 * size * F)
 
     if on_gpu or strategy.recompute != "none":
-        inner = share.inner * T * _kept_by_layer(model, strategy.recompute, strategy.precision, int(work.lengths.max()))
+        inner = (
+            share.inner * T * _saved_by_layer(model, strategy.recompute, strategy.precision, int(work.lengths.max()))
+        )
         # On a CPU, norms return fp32, so the next layer's input is fp32.
         inner = inner + (0 if on_gpu else max(0, share.inner - 1) * T * (4 - size) * D)
     else:
@@ -235,7 +237,7 @@ def kept_by_forward(
     return gathered + divided / strategy.tensor
 
 
-def _kept_by_layer(model: ModelConfig, mode: Recompute, precision: Precision, longest_sequence: int) -> int:
+def _saved_by_layer(model: ModelConfig, mode: Recompute, precision: Precision, longest_sequence: int) -> int:
     """Return the bytes per token that this program's kernels store for an inner layer, including its input."""
     D, F, H = model.hidden_size, model.intermediate_size, model.num_attention_heads
     size = 4 if precision == "fp32" else 2

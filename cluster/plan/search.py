@@ -16,7 +16,7 @@ from bert.configuration.config import Config
 from bert.configuration.run_plan import RunPlan, settings_of
 from bert.configuration.sections import ParallelConfig, Precision, Recompute, ReductionStrategy
 from bert.parallel.mesh import are_whole_copies
-from cluster.model.memory import USABLE_MEMORY, held_by_rank, memory_of_rank
+from cluster.model.memory import USABLE_MEMORY, fixed_memory, memory_of_rank
 from cluster.model.rates import Target
 from cluster.model.step import PredictedStep, least_step, predict_run, predict_step
 from cluster.model.work import REPEATED, Strategy, Work
@@ -177,7 +177,7 @@ class _Search:
     def _with_micro_batches(self, schedule: BatchSchedule, way: Strategy) -> Iterator[Candidate]:
         """Return candidates with the largest micro-batches that fit, without and with recomputation."""
         target, usable = self._target, USABLE_MEMORY * self._target.rates[way.precision].memory_bytes
-        held = sum(held_by_rank(self._work, way, target.nodes, target.ranks_per_node, on_gpu=target.on_gpu).values())
+        held = sum(fixed_memory(self._work, way, target.nodes, target.ranks_per_node, on_gpu=target.on_gpu).values())
         setting = ("tensor", way.tensor) if way.pipeline == 1 else ("pipeline", f"{way.stages} x tensor {way.tensor}")
         if held > usable:
             gigabytes = f"{held / 1e9:,.1f} of {usable / 1e9:,.1f} GB"

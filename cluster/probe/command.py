@@ -18,7 +18,7 @@ from cluster.display import site_rows
 from cluster.probe.collectives import measure_collectives
 from cluster.probe.computations import measure_computations, measure_contention
 from cluster.probe.computing import busy_machines, cells_of, gather_numbers, measure_rates, processor_seconds
-from cluster.probe.findings import SCREENING, Measured, find_leaves, find_outliers
+from cluster.probe.findings import SCREENING, Measurements, find_leaves, find_outliers
 from cluster.probe.links import Pairs, measure_paths, rounds_of_pairs
 from cluster.probe.machine import Facts, facts_of
 from cluster.view import Link, Rank, Rate, View, write_view
@@ -89,9 +89,9 @@ def _measure(mesh: Mesh, seconds: float) -> View | None:
     cells = cells_of(mesh.device)
     in_hosts, between = _schedules(nodes, every)
 
-    def once() -> Measured:
+    def once() -> Measurements:
         rates_TC = measure_rates(mesh, cells, group, TURNS, _DEVICES * seconds)
-        return Measured(
+        return Measurements(
             every,
             host_of,
             cells,
@@ -168,7 +168,7 @@ def _natural(name: str) -> list[tuple[int, str]]:
     return [(int(part) if part.isdecimal() else -1, part) for part in re.split(r"(\d+)", name)]
 
 
-def _join_turns(first: Measured, second: Measured) -> Measured:
+def _join_turns(first: Measurements, second: Measurements) -> Measurements:
     return replace(
         first,
         rates_RTC=np.concatenate([first.rates_RTC, second.rates_RTC], axis=1),
@@ -177,7 +177,7 @@ def _join_turns(first: Measured, second: Measured) -> Measured:
     )
 
 
-def _ranks(measured: Measured, nodes: Sequence[Sequence[int]]) -> tuple[Rank, ...]:
+def _ranks(measured: Measurements, nodes: Sequence[Sequence[int]]) -> tuple[Rank, ...]:
     ranks, seconds_RC = [], np.median(measured.rates_RTC, axis=1).tolist()
     for rank, (facts, host) in enumerate(zip(measured.facts, measured.host_of, strict=True)):
         cells = zip(measured.cells, seconds_RC[rank], strict=True)
@@ -186,7 +186,7 @@ def _ranks(measured: Measured, nodes: Sequence[Sequence[int]]) -> tuple[Rank, ..
     return tuple(ranks)
 
 
-def _links(measured: Measured) -> tuple[Link, ...]:
+def _links(measured: Measurements) -> tuple[Link, ...]:
     return tuple(
         Link(one, other, latency, seconds)
         for paths in measured.layers

@@ -26,7 +26,7 @@ _AS_SLOW = 1.25
 
 
 @dataclass(frozen=True)
-class Measured:
+class Measurements:
     """Measurements of a probe: times of operations (cells) C on ranks R by turn T, and paths within and between hosts.
 
     Paths between hosts are measured between the first ranks at each network card.
@@ -97,7 +97,7 @@ def _cost(outlier: Outlier) -> tuple[float, float]:
     return outlier.step_share, outlier.ratio
 
 
-def find_leaves(measured: Measured) -> tuple[list[tuple[str, ...]], Source]:
+def find_leaves(measured: Measurements) -> tuple[list[tuple[str, ...]], Source]:
     """Return the switches above each host, and their source: Slurm, the measured paths, or unknown."""
     stated = [measured.facts[measured.host_of.index(host)].host.switches for host in range(measured.hosts)]
     if all(stated):
@@ -117,7 +117,7 @@ def find_leaves(measured: Measured) -> tuple[list[tuple[str, ...]], Source]:
 
 
 def find_outliers(
-    measured: Measured, switches: Sequence[tuple[str, ...]], wrong: Sequence[WrongResult] = (), chance: int = CHANCE
+    measured: Measurements, switches: Sequence[tuple[str, ...]], wrong: Sequence[WrongResult] = (), chance: int = CHANCE
 ) -> list[Outlier]:
     """Return all outliers, the most expensive first. See `cluster.outliers` for ``chance``."""
     ranks = _slow_ranks(measured, chance)
@@ -132,7 +132,7 @@ def find_outliers(
     return [*broken, *outliers]
 
 
-def _slow_ranks(measured: Measured, chance: int) -> dict[int, Outlier]:
+def _slow_ranks(measured: Measurements, chance: int) -> dict[int, Outlier]:
     """Return the most expensive finding of each slow rank. Only ranks with equal devices are compared."""
     found: dict[int, Outlier] = {}
     for device in dict.fromkeys(facts.device for facts in measured.facts):
@@ -154,7 +154,9 @@ def _ends(paths: Paths) -> tuple[list[int], list[int], list[int]]:
     return ends_N.tolist(), source_E, target_E
 
 
-def _slow_paths(measured: Measured, paths: Paths, switches: Sequence[tuple[str, ...]], chance: int) -> list[Outlier]:
+def _slow_paths(
+    measured: Measurements, paths: Paths, switches: Sequence[tuple[str, ...]], chance: int
+) -> list[Outlier]:
     ends, source_E, target_E = _ends(paths)
     leaf_of = [switches[host][-1:] for host in measured.host_of]
     site_of = [measured.sites[host] if paths is measured.between_hosts else "" for host in measured.host_of]
@@ -185,7 +187,7 @@ def _is_explained(each: Outlier, slow: dict[int, Outlier]) -> bool:
     return bool(ratios) and (each.quantity == "latency" or each.ratio <= _AS_SLOW * max(ratios))
 
 
-def _describe_devices(measured: Measured, slow: dict[int, Outlier]) -> Iterator[Outlier]:
+def _describe_devices(measured: Measurements, slow: dict[int, Outlier]) -> Iterator[Outlier]:
     for host in range(measured.hosts):
         ranks = tuple(rank for rank, of in enumerate(measured.host_of) if of == host)
         own = [slow[rank] for rank in ranks if rank in slow]
@@ -195,7 +197,7 @@ def _describe_devices(measured: Measured, slow: dict[int, Outlier]) -> Iterator[
             yield from (replace(each, name=_name(measured, each.ranks[0])) for each in own)
 
 
-def _describe_links(measured: Measured, found: Sequence[Outlier]) -> Iterator[Outlier]:
+def _describe_links(measured: Measurements, found: Sequence[Outlier]) -> Iterator[Outlier]:
     """Describe links, paths and components of the network. Both directions of one link become one outlier."""
     about: dict[tuple[str, tuple[int, ...]], list[Outlier]] = {}
     for each in found:
@@ -214,18 +216,18 @@ def _describe_links(measured: Measured, found: Sequence[Outlier]) -> Iterator[Ou
         yield replace(worst, name=name)
 
 
-def _name(measured: Measured, rank: int) -> str:
+def _name(measured: Measurements, rank: int) -> str:
     return f"rank {rank} on host {measured.facts[rank].host.name}"
 
 
-def _component(measured: Measured, ranks: Sequence[int]) -> str:
+def _component(measured: Measurements, ranks: Sequence[int]) -> str:
     facts = measured.facts[ranks[0]]
     if len({measured.host_of[rank] for rank in ranks}) == 1:
         return f"links in host {facts.host.name}"
     return f"rail of card {facts.card or measured.host_of[ranks[0]]}"
 
 
-def _card(measured: Measured, rank: int) -> str:
+def _card(measured: Measurements, rank: int) -> str:
     facts, between = measured.facts[rank], measured.between_hosts
     if between is None or rank not in between.source_E:
         return f"links of {_name(measured, rank)} to its neighbours"

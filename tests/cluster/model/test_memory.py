@@ -24,12 +24,12 @@ from bert.parallel.pipeline.stages import PipelineModel
 from bert.parallel.tensor.shards import TensorParallel
 from bert.products.weight_gradients import WeightCopies
 from cluster.model.memory import (
-    held_by_rank,
+    fixed_memory,
     hidden_bytes,
-    kept_by_forward,
     memory_of_rank,
     micro_batches_in_flight,
     model_shares,
+    saved_activations,
 )
 from cluster.model.work import Strategy, Work
 from dataloading.batches.loader import Batch, batch_of
@@ -126,7 +126,7 @@ def test_predicted_memory_of_a_pipeline_stage_equals_its_tensors(place: int) -> 
     flat = FlatParameters.of(pipeline)
     work, samples = work_and_samples(config)
     strategy = Strategy(SEQUENCES, pipeline=2)
-    held = held_by_rank(work, strategy, 1, 2, place)
+    held = fixed_memory(work, strategy, 1, 2, place)
     word = pipeline.embeddings.word.detach()
     assert held["weights"] == flat.weights_N.nbytes + place * word.nbytes
     [stage], given = pipeline.stages, torch.zeros(int(samples.lengths.sum()), 128, requires_grad=True)
@@ -137,7 +137,7 @@ def test_predicted_memory_of_a_pipeline_stage_equals_its_tensors(place: int) -> 
     kept = kept_bytes(forward, [flat.weights_N, given, word], samples, "fp32")
     sizes = work.micro_batches(strategy, 2, 0)
     share = model_shares(config, 1, 2)[place]
-    predicted = float(kept_by_forward(work, strategy, sizes, False, share).max())
+    predicted = float(saved_activations(work, strategy, sizes, False, share).max())
     predicted += place * 4 * float(sizes.masked_AR.max()) * config.vocab_size
     # The first stage stores its output too, which the second stage gets.
     assert predicted - (0 if place else given.nbytes) == pytest.approx(kept, abs=8)
@@ -190,10 +190,10 @@ def test_each_setting_changes_its_part_of_the_fixed_memory() -> None:
         ({"reduce_dtype": "bf16", "shard_gradients": True, "reduction": "sharded_world"}, 0, alone),
     ):
         strategy = replace(Strategy(16, bucket_bytes=2**30), **cast(Any, changes))
-        held = held_by_rank(work, strategy, max(1, nodes), 4 if nodes else 1)
+        held = fixed_memory(work, strategy, max(1, nodes), 4 if nodes else 1)
         assert held == pytest.approx(whole | none | expected), changes
     apart, share = Strategy(16, reduction="sharded", pipeline=2), model_shares(work.model, 1, 2)[0]
-    assert held_by_rank(work, apart, 4, 1)["moments"] == 8 * share.padded(2), "a node has no second copy to share with"
+    assert fixed_memory(work, apart, 4, 1)["moments"] == 8 * share.padded(2), "a node has no second copy to share with"
 
 
 def test_a_stage_stores_the_largest_micro_batches_in_flight() -> None:
@@ -206,7 +206,7 @@ def test_a_stage_stores_the_largest_micro_batches_in_flight() -> None:
         assert micro_batches_in_flight(strategy, 0) == at_once
         share, whole = model_shares(work.model, 2, 2, virtual)[0], -int(-at_once // 1)
         steps = [work.micro_batches(strategy, 4, step) for step in range(16)]
-        kept = [np.sort(kept_by_forward(work, strategy, sizes, False, share)[:, 0])[-whole:].sum() for sizes in steps]
+        kept = [np.sort(saved_activations(work, strategy, sizes, False, share)[:, 0])[-whole:].sum() for sizes in steps]
         found = memory_of_rank(work, strategy, 1, 4)
         assert (found["activations"], found["logits"]) == (pytest.approx(max(kept) * at_once / whole), 0)
         tokens = max(float(sizes.tokens_AR.max()) for sizes in steps)
@@ -227,10 +227,10 @@ def test_activations_on_a_gpu_are_those_that_backward_passes_read(precision: Pre
     by_masked, by_sequence = 3 * hidden + 8, hidden + 8
     expected = by_token * tokens + by_row * (SEQUENCES + masked) + by_masked * masked + by_sequence * SEQUENCES
     strategy = Strategy(SEQUENCES, precision=precision)
-    assert float(kept_by_forward(work, strategy, sizes, True, share).sum()) == expected
+    assert float(saved_activations(work, strategy, sizes, True, share).sum()) == expected
     # Each rank of a tensor group has the whole inputs of the last layer's and the decoder's products, and half of the rest.
     inputs = hidden * (tokens + 2 * (SEQUENCES + masked) + masked)
-    halved = kept_by_forward(work, replace(strategy, tensor=2), sizes, True, share)
+    halved = saved_activations(work, replace(strategy, tensor=2), sizes, True, share)
     assert float(halved.sum()) == (expected + inputs) / 2
 
 
@@ -241,10 +241,10 @@ def test_on_gpus_unsharded_lamb_keeps_16_bit_copies_of_all_weights_besides_autoc
     assert copies is not None
     heads = 2 * (2 * 128 * 128 + 1024 * 128 + 2 * 128)
     strategy = Strategy(SEQUENCES, precision="bf16")
-    by_autocast = held_by_rank(work, strategy, 1, 1)["16-bit weights"]
-    assert held_by_rank(work, strategy, 1, 1, on_gpu=True)["16-bit weights"] == copies.nbytes + heads > by_autocast
+    by_autocast = fixed_memory(work, strategy, 1, 1)["16-bit weights"]
+    assert fixed_memory(work, strategy, 1, 1, on_gpu=True)["16-bit weights"] == copies.nbytes + heads > by_autocast
     for other in (replace(strategy, reduction="sharded"), replace(strategy, precision="fp8")):
-        assert held_by_rank(work, other, 1, 1, on_gpu=True)["16-bit weights"] == by_autocast
+        assert fixed_memory(work, other, 1, 1, on_gpu=True)["16-bit weights"] == by_autocast
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
@@ -279,6 +279,6 @@ def test_training_md_states_the_bytes_that_a_layer_keeps_for_a_token() -> None:
             for layers in (3, 4):
                 work = Work(ModelConfig(layers), np.full(8, length), np.ones(8, np.int64))
                 (share,) = model_shares(work.model, 1, 1, 1)
-                kept.append(float(kept_by_forward(work, strategy, work.typical(1), on_gpu, share).sum()))
+                kept.append(float(saved_activations(work, strategy, work.typical(1), on_gpu, share).sum()))
             row.append(f"{(kept[1] - kept[0]) / length:,.0f}")
         assert any(line.startswith(f"| `{mode}`") and line.endswith(f"| {' | '.join(row)} |") for line in page), row

@@ -246,7 +246,7 @@ def test_an_evaluation_is_a_forward_pass_of_its_batches(world: int, pipeline: in
     assert run.total == pytest.approx(sum(run.parts.values()))
 
 
-def at_once(rates: Rates, operation: Operation = "all-gather") -> dict[str, float]:
+def waits_and_rates(rates: Rates, operation: Operation = "all-gather") -> dict[str, float]:
     """Return the seconds of a collective before its first byte in each scope, and the seconds that each byte adds."""
     ways = {scope: [rates.collective(operation, scope, size)[0] for size in (0.0, 1e9)] for scope in get_args(Scope)}
     waits = {f"{scope} wait": wait for scope, (wait, _) in ways.items()}
@@ -261,15 +261,15 @@ def test_a_machine_whose_link_ends_at_the_node_has_its_rails_on_the_network(name
     waits = {"node wait": exp(p["launch"]) / 1406}
     waits |= dict.fromkeys(("rail wait", "world wait"), exp(p["network_latency"]) * 2 / buckets)
     expected = {"node": 7 / 8 / link, "rail": 3 / 4 * 8 / network, "world": 31 / 32 / min(link, network)}
-    assert at_once(found) == pytest.approx(waits | expected)
+    assert waits_and_rates(found) == pytest.approx(waits | expected)
     doubled = {scope: 2 * per_byte for scope, per_byte in expected.items()}
-    assert at_once(found, "all-reduce") == pytest.approx(waits | doubled)
+    assert waits_and_rates(found, "all-reduce") == pytest.approx(waits | doubled)
     # Two data groups of four ranks a node share its network, and their rings are shorter.
     shorter = {"node": 6 / 7, "rail": 1, "world": 30 / 31}
     halved = {scope: shorter[scope.split()[0]] * seconds for scope, seconds in (waits | expected).items()}
-    assert at_once(found.of_data_groups(2)) == pytest.approx(halved | {"world": 2 * halved["world"]})
+    assert waits_and_rates(found.of_data_groups(2)) == pytest.approx(halved | {"world": 2 * halved["world"]})
     alone = describe_machine(device_named("A30"), 2, 1, networking="8x 400Gb/s")
-    assert at_once(rates_of_machine(alone))["world"] == pytest.approx(1 / 2 / network_rate(p, alone))  # no link
+    assert waits_and_rates(rates_of_machine(alone))["world"] == pytest.approx(1 / 2 / network_rate(p, alone))  # no link
     update = 30 / (0.8e9 * machine.device.memory_gb_s)
     assert (found.start_s, found.costs["lamb"]) == (exp(p["start"]), pytest.approx((0, 0, update)))
     sequence = sum(sequence_time(p, machine.device, False))
@@ -286,15 +286,15 @@ def test_a_rack_has_nodes_of_a_tray_and_its_link_joins_them() -> None:
     launch, latency = exp(p["launch"]) / 1406, exp(p["network_latency"]) / (4 * 336.2e6 / BUCKET_BYTES)
     expected = {"node": 3 / 4 / link, "rail": 17 / 18 / link, "world": 71 / 72 / link}
     waits = {"node wait": launch, "rail wait": launch, "world wait": 0.0}
-    assert at_once(found) == pytest.approx(expected | waits)
+    assert waits_and_rates(found) == pytest.approx(expected | waits)
     waits |= {"rail wait": latency + launch, "world wait": latency}
     for rates, between in ((two, network), (two_slow, slow)):
         across = {"rail": 35 / 36 * max(1 / link, 4 / between), "world": 143 / 144 * max(1 / link, 1 / between)}
-        assert at_once(rates) == pytest.approx(expected | across | waits)
+        assert waits_and_rates(rates) == pytest.approx(expected | across | waits)
     # Data groups have links of their own in a rack, and share the network between racks.
-    assert at_once(found.of_data_groups(2))["world"] == pytest.approx(35 / 36 / link)
-    assert at_once(two.of_data_groups(4))["world"] == pytest.approx(35 / 36 * max(1 / link, 4 / network))
-    assert at_once(two_slow.of_data_groups(2))["world"] == pytest.approx(2 * 71 / 72 / slow)
+    assert waits_and_rates(found.of_data_groups(2))["world"] == pytest.approx(35 / 36 / link)
+    assert waits_and_rates(two.of_data_groups(4))["world"] == pytest.approx(35 / 36 * max(1 / link, 4 / network))
+    assert waits_and_rates(two_slow.of_data_groups(2))["world"] == pytest.approx(2 * 71 / 72 / slow)
     # Stages on different trays of a rack send at the speed of the link.
     assert found.message_seconds(1, 8, 1e9) == pytest.approx(launch + 1e9 / link)
 

@@ -96,7 +96,10 @@ def test_computations_share_the_seconds_in_up_to_three_turns(monkeypatch: pytest
         windows.append(seconds)
         return 6.0 * len(windows)
 
-    trials = [computations.Trial("a", (1.0,), int, times=1), computations.Trial("b", (2.0,), int, times=4)]
+    trials = [
+        computations.ComputationTrial("a", (1.0,), int, times=1),
+        computations.ComputationTrial("b", (2.0,), int, times=4),
+    ]
     monkeypatch.setattr(computations, "trials_of", lambda _: trials)
     monkeypatch.setattr(computations, "time_in_window", time_in_window)
     for seconds, turns, window in ((600.5, 3, 100), (0.57, 2, 0.015), (0.5, 1, 0.015)):

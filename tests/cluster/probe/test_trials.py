@@ -15,7 +15,7 @@ from torch import Tensor
 
 from bert.parallel.mesh import Mesh
 from cluster.probe import collectives
-from cluster.probe.collectives import Trial
+from cluster.probe.collectives import CollectiveTrial
 from cluster.probe.command import _schedules
 from cluster.probe.computations import _COPIES, _backward_of, trials_of
 from cluster.probe.links import SAMPLED, rounds_of_pairs
@@ -69,7 +69,7 @@ def test_computations_run_forward_before_the_first_runs_backward_and_only_parame
 def test_stale_lost_or_misplaced_data_differs_from_the_expected_result(operation: Operation, size: int) -> None:
     """A rank's own data, shifted elements and another rank's chunk all differ from the expected result."""
     ranks = [4, 5, 6, 7]
-    trials = [Trial.of(operation, ranks, rank, size // 16, torch.device("cpu"), None) for rank in ranks]
+    trials = [CollectiveTrial.of(operation, ranks, rank, size // 16, torch.device("cpu"), None) for rank in ranks]
     right = [trial.right for trial in trials]
     assert all((each[1:] != each[:-1]).all() for each in right)
     if operation == "all-reduce":

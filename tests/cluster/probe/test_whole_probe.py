@@ -40,7 +40,9 @@ def probe(rank: int, out: Path, patch: pytest.MonkeyPatch) -> tuple[int, list[st
     loads = iter(([0.0, 0.0, 0.0], [10.0, 10.0, 2.0 + rank]))
     patch.setattr(command, "processor_seconds", lambda: np.array(next(loads)))
     patch.setattr(command, "facts_of", lambda _: FACTS[rank])
-    patch.setattr(computations, "trials_of", lambda _: [computations.Trial("gelu", (1.0, 8.0), list, times=2)])
+    patch.setattr(
+        computations, "trials_of", lambda _: [computations.ComputationTrial("gelu", (1.0, 8.0), list, times=2)]
+    )
     all_reduce, search, searched = dist.all_reduce, command.find_outliers, []
 
     def wrong(tensor: torch.Tensor, *arguments: Any, **named: Any) -> None:
