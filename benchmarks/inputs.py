@@ -7,7 +7,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dataloading.dataset.folder import write_dataset
-from dataloading.preparation.demo import demo_documents
 from dataloading.shards.samples import synthetic_samples
 from dataloading.shards.shard import DatasetInfo
 from dataloading.text.vocabulary import SPECIAL_TOKENS, Vocabulary
@@ -26,6 +25,8 @@ def synthetic_vocabulary(path: Path, size: int) -> Vocabulary:
 
 def write_demo_text(path: Path) -> Path:
     """Write the standard library's prose, with one sentence a line and an empty line between documents."""
+    from dataloading.preparation.demo import demo_documents  # needs packages that the GPU benchmark does without
+
     path.write_text("\n\n".join("\n".join(document.sentences) for document in demo_documents()), encoding="utf-8")
     return path
 
