@@ -198,9 +198,7 @@ def _place(
     if out is not None:
         # Slurm reads these names, and the view is an untrusted file.
         if strange := [name for name in names if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name)]:
-            raise ValueError(
-                f"{view}: the host name {strange[0]!r} is invalid: expected letters, digits, '.', '_' and '-'"
-            )
+            raise ValueError(f"{view}: the host name {strange[0]!r} is invalid: use letters, digits and . _ -")
         lines = [f"{names[host]}\n" for host in order for _ in range(tasks_per_node)]
         write_atomically(out, "".join(lines).encode())
         submit = f"SLURM_HOSTFILE={shlex.quote(str(out))} sbatch --distribution=arbitrary launch/slurm.sub"

@@ -141,9 +141,7 @@ class Rates:
             scope = "world"
         curve = self.collectives.get((operation, scope))
         if curve is None:
-            raise ValueError(
-                f"the probe has no rate of {operation} ({scope}). Probe as many ranks as the run will have"
-            )
+            raise ValueError(f"the probe has no rate of {operation} ({scope}): probe as many ranks as the run has")
         return curve.seconds(size), curve.share
 
     @functools.lru_cache(maxsize=64)  # noqa: B019  a program makes few instances
@@ -245,9 +243,7 @@ def device_of(recipe: str, accelerator: str | None) -> tuple[Device, int]:
     """Return the named or the recipe's device, and the number per node. Raises ``ValueError`` if the device is unknown."""
     name = accelerator or _ACCELERATORS.get(recipe.rpartition("_")[0])
     if name is None:
-        raise ValueError(
-            f"the name of {recipe} states no device: set --accelerator, or for `plan` a probe's file by --cluster"
-        )
+        raise ValueError(f"the name of {recipe} states no device: set --accelerator, or for `plan` --cluster")
     device = device_named(name)
     return device, device.per_node  # a recipe for fewer devices uses part of a node
 
@@ -274,9 +270,7 @@ def _target_of_probe(path: Path, gpus: int | None) -> Target:
     ranks, hosts = len(view.ranks), len(view.hosts)
     # Contention and collectives were measured on all ranks at once, so they do not apply to another number of ranks.
     if gpus not in (None, ranks):
-        raise ValueError(
-            f"{path} has {counted(ranks, 'rank')}, but --gpus is {gpus}: probe as many ranks as the run will have"
-        )
+        raise ValueError(f"{path} has {counted(ranks, 'rank')}, but --gpus is {gpus}: probe as many as the run has")
     rates = rates_of_view(view)
     precisions: tuple[Precision, ...] = ("fp32", "bf16", "fp8")
     found: dict[Precision, Rates] = {each: rates for each in precisions if f"linear {each}" in rates.costs}

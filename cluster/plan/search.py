@@ -163,9 +163,8 @@ class _Search:
             batch = schedule.global_batch_size
             if batch % copies == 0 and batch >= copies * pipeline:  # at least a micro-batch per stage
                 for precision in target.rates:
-                    if (
-                        precision != "fp8" or pipeline == 1
-                    ):  # FP8 scales span the whole model, so stages cannot have them
+                    # FP8 scales span the whole model, so stages cannot have them.
+                    if precision != "fp8" or pipeline == 1:
                         reduction = self._reductions[-1]
                         yield schedule, Strategy(batch, 1, precision, reduction, tensor=tensor, pipeline=pipeline)
             # The largest tensor groups make the fewest copies. A batch that does not divide over so few copies does not

@@ -40,9 +40,7 @@ def choose_site_steps(
         return best, [f"{lines[0]}; training.site_steps stays 1, because larger values need the open division"]
     ways = [*_steps_in_site(work, target, found, view)]
     if not ways:
-        return best, [
-            f"{lines[0]}; training.site_steps stays 1, because every plan spreads copies of the model over several sites"
-        ]
+        return best, [f"{lines[0]}; training.site_steps stays 1, because every plan spreads model copies over sites"]
     step, way = min(ways, key=lambda each: each[0].total)
     seconds, batch = _exchange_seconds(work, view), way.strategy.global_batch_size
     lines[0] += f", a step within a site {_ms(step)}, and an exchange between sites {duration(seconds)}"

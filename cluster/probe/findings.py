@@ -20,7 +20,7 @@ SCREENING = 4
 """One in this many healthy clusters is measured a second time without need."""
 
 _SEQUENCES = 56
-"""Sequences a rank of the BERT-Large step to which the cost of an outlier is related."""
+"""Sequences per rank of the BERT-Large step. The cost of an outlier is stated as a share of its time."""
 _AS_SLOW = 1.25
 """A slow rank explains a slow path whose ratio is at most this multiple of the rank's own ratio."""
 

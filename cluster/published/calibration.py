@@ -58,13 +58,9 @@ PRIORS = {
     "old_recipe": Prior(0.08, 0.04, "extra samples of the recipes of rounds up to v2.0"),
     "old_recipe_growth": Prior(0.03, 0.03, "further such samples for each doubling of the batch above 448"),
     "accumulation": Prior(0.08, 0.05, "extra samples for each doubling of the batch beyond what memory holds"),
-    "tuning": Prior(
-        0.05, 0.03, "extra samples for each doubling of the run time above 17 minutes, which leaves few trials"
-    ),
+    "tuning": Prior(0.05, 0.03, "extra samples for each doubling of the run time above 17 minutes, for few trials"),
 } | {
-    f"practice_{batch}": Prior(
-        0.0, 0.05, f"samples of published runs relative to the reference at a batch size of {batch}"
-    )
+    f"practice_{batch}": Prior(0.0, 0.05, f"samples of published runs over the reference at a batch size of {batch}")
     for batch in BATCH_KNOTS
 }
 
