@@ -13,6 +13,7 @@ measured and is correct, 1 if not, 2 for wrong input, 128 + n after signal n.
 
 import argparse
 import json
+import math
 import os
 import re
 import signal
@@ -53,7 +54,7 @@ PARTS = {
     "memory": Part("step:memory", 60),
     "end-to-end": Part("end_to_end:end_to_end", 450),
 }
-"""Parts in the order in which they run: what decides most comes first. Later parts use the results of earlier parts."""
+"""Parts in the order in which they run. The most informative parts come first, and some parts use earlier results."""
 
 ALONE = ("end-to-end",)
 """Parts that run only if --part names them."""
@@ -91,9 +92,11 @@ def parse(arguments: Sequence[str]) -> Settings:
     parser.add_argument(
         "--seconds", type=float, default=SECONDS, metavar="N", help="time of all parts; by default %(default)s"
     )
-    other = "ops whose usual implementation another one replaces; by default the next one that is installed"
+    other = "ops to run with another implementation; by default the next one that is installed"
     parser.add_argument("--without", action="append", default=[], metavar="OP[=IMPLEMENTATION],...", help=other)
-    parser.add_argument("--samples", type=int, metavar="N", help="of end-to-end; by default what its time permits")
+    parser.add_argument(
+        "--samples", type=int, metavar="N", help="of end-to-end; by default as many as its time permits"
+    )
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="by default %(default)s")
     parser.add_argument("--tiny", action="store_true", help="small shapes: shows that the code runs")
     # argparse would also take stray words before -- for settings of bert.train.
@@ -102,8 +105,8 @@ def parse(arguments: Sequence[str]) -> Settings:
     asked = [part for part in PARTS if part not in ALONE] if chosen.part == "all" else chosen.part.split(",")
     if unknown := [part for part in asked if part not in PARTS]:
         raise ValueError(f"--part: unknown {unknown[0]!r}, expected all, or some of {', '.join(PARTS)}")
-    if not chosen.seconds > 0:
-        raise ValueError(f"--seconds: {chosen.seconds:g}, expected more than 0")
+    if not 0 < chosen.seconds < math.inf:
+        raise ValueError(f"--seconds: {chosen.seconds:g}, expected a finite number above 0")
     if chosen.samples is not None and chosen.samples < 1:
         raise ValueError(f"--samples: {chosen.samples}, expected 1 or more")
     if (chosen.samples or training) and "end-to-end" not in asked:
@@ -113,7 +116,7 @@ def parse(arguments: Sequence[str]) -> Settings:
     if chosen.tiny and not chosen.out:
         raise ValueError("--tiny only tests the program: name a folder for its figures by --out")
     if not chosen.tiny and commit() == "unknown":
-        raise ValueError("the commit is unknown here, which every figure must name: set MLPERF_BERT_COMMIT to it")
+        raise ValueError("figures must name the commit, which is unknown without .git: set MLPERF_BERT_COMMIT to it")
     without = replacements([text for given in chosen.without for text in given.split(",")], chosen.device)
     folder = _folder_of_the_gpu(chosen.out) if chosen.device == "cuda" else chosen.out
     more = {"without": without, "samples": chosen.samples, "settings": training}
@@ -121,7 +124,7 @@ def parse(arguments: Sequence[str]) -> Settings:
 
 
 def replacements(asked: Sequence[str], device: str) -> dict[str, str]:
-    """Return the ops of ``OP[=IMPLEMENTATION]`` texts, each with the implementation that takes the usual one's place."""
+    """Parse texts ``OP[=IMPLEMENTATION]``, and return for each op the implementation that replaces the usual one."""
     if not asked:
         return {}
     from kernels import OPS  # imports PyTorch, which takes seconds
@@ -132,20 +135,22 @@ def replacements(asked: Sequence[str], device: str) -> dict[str, str]:
         if op not in OPS:
             raise ValueError(f"--without: there is no op {op!r}, expected some of {', '.join(OPS)}")
         installed = [each for each in OPS[op].orders[device] if each.requires is None or find_spec(each.requires)]
-        # An implementation that cannot be captured comes last, because steps then run operator by operator.
+        # Implementations that cannot be captured come last, because with them steps run without CUDA graphs.
         others = sorted(installed[1:], key=lambda each: not each.capturable)
         names = [each.name for each in (installed if name else others)]
-        if not names or name not in (*names, ""):
-            raise ValueError(f"--without {text}: expected an installed implementation: {', '.join(names) or 'none is'}")
+        if not names:
+            raise ValueError(f"--without {text}: no other implementation is installed")
+        if name not in (*names, ""):
+            raise ValueError(f"--without {text}: {name} is not installed, expected one of {', '.join(names)}")
         chosen[op] = name or names[0]
     return chosen
 
 
 def _folder_of_the_gpu(out: Path | None) -> Path:
-    import torch  # imported here because it takes seconds and nothing else in this file needs it
+    import torch  # takes seconds, which wrong input and --help do not need
 
     if not torch.cuda.is_available():
-        raise ValueError("needs a CUDA device, and PyTorch sees none here")
+        raise ValueError("needs a CUDA device, but PyTorch finds none")
     name = re.sub(r"[^a-z0-9]+", "_", torch.cuda.get_device_name().lower()).strip("_")
     return out or Path(__file__).parent / "results" / name
 
@@ -184,8 +189,8 @@ def run_part(part: str, function: str, settings: Settings, seconds: float) -> Pa
         # Status 1 means that rows failed, which is a result. With any other status, the process died early.
         if status in (0, 1) and report.error != CUT_OFF:
             return report
-        # If the process died during a row, that row has failed, and the next process continues after it. If it died
-        # between two rows because the device was lost, the part is restarted, but only once at the same place.
+        # If the process died during a row, that row has failed, and the next process continues after it. If the device was
+        # lost between two rows, restart the part, but only if it has added rows since the last restart.
         if report.measuring:
             row, report.measuring = Figure(report.measuring, note=f"failed: {how}"), None
             report.took = time.monotonic() - began
@@ -204,7 +209,6 @@ def _run(function: str, path: Path, settings: Settings, end: float) -> tuple[int
     arguments = given | {"seconds": max(0.0, end - time.monotonic())} | dict(settings.more)
     command = [sys.executable, str(Path(__file__).parent / "gpu_parts" / "part.py"), json.dumps(arguments)]
     # A process group of its own shields the part from Ctrl-C, and makes it possible to end all child processes at once.
-    # process_group needs Python 3.11, the oldest supported version.
     process = subprocess.Popen(command, process_group=0)
     try:
         return _wait(process, path, end)
@@ -231,7 +235,7 @@ def _wait(process: subprocess.Popen[bytes], path: Path, end: float) -> tuple[int
 
 
 def _patience(left: float) -> float:
-    """Return the seconds that a row may take if its part has ``left`` seconds: enough to compile a model, and then half."""
+    """Return the seconds that a row may take if its part has ``left`` seconds: half, but enough to compile a model."""
     return max(90.0, left / 2)
 
 

@@ -22,8 +22,8 @@ PORT = 29600
 def bridged_hosts(hosts: int, rate: str | None = None, sites: int = 1) -> Iterator[list[str]]:
     """Make namespaces that act as hosts on one bridge. Each host sends at most at ``rate`` (as for ``tc tbf``), if given.
 
-    Several ``sites`` of equally many hosts have a bridge each, and an uplink to a bridge between them. Then ``rate`` limits
-    what each site sends, and not what each host sends.
+    With several ``sites``, each has a bridge for an equal number of hosts, and an uplink to a common bridge. Then ``rate``
+    limits what each site sends, and not what each host sends.
     """
     # Namespaces of a killed process remain, and process ids are reused, so the name has random digits.
     switch = f"reduce{os.getpid()}{os.urandom(3).hex()}"
@@ -75,7 +75,7 @@ def why_not() -> str | None:
 
 
 def sent_between_sites(names: Sequence[str]) -> int:
-    """Return the bytes that the sites of ``bridged_hosts`` have sent to each other, with the headers of packets."""
+    """Return the bytes, with packet headers, that the sites of ``bridged_hosts`` have sent to each other."""
     links = json.loads(ip("-n", names[0].rpartition("h")[0], "-json", "-statistics", "link"))
     return sum(link["stats64"]["tx"]["bytes"] for link in links if link["ifname"].startswith("u"))
 
@@ -99,7 +99,7 @@ def enter(namespace: str, host: str) -> None:
     socket.sethostname(host)
 
 
-def go_first() -> None:
+def raise_priority() -> None:
     """Raise the scheduling priority of this process and its children, in a new session that has its own autogroup."""
     with contextlib.suppress(OSError):
         os.setsid()

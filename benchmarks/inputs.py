@@ -13,15 +13,22 @@ from dataloading.text.vocabulary import SPECIAL_TOKENS, Vocabulary
 
 
 def flags(settings: Mapping[str, object]) -> list[str]:
-    # Names of settings have underscores in Python and hyphens on a command line.
+    """Return settings as options of a command line, with hyphens instead of underscores."""
     return [text for name, value in settings.items() for text in (f"--{name.replace('_', '-')}", str(value))]
 
 
 def synthetic_vocabulary(path: Path, size: int) -> Vocabulary:
-    # BERT needs the special tokens.
     words = [*SPECIAL_TOKENS, *(f"word{number}" for number in range(len(SPECIAL_TOKENS), size))]
     path.write_text("".join(f"{word}\n" for word in words), encoding="utf-8")
     return Vocabulary.from_file(path)
+
+
+def write_demo_text(path: Path) -> Path:
+    """Write the standard library's prose, with one sentence a line and an empty line between documents."""
+    from dataloading.preparation.demo import demo_documents  # needs packages that the GPU benchmark does without
+
+    path.write_text("\n\n".join("\n".join(document.sentences) for document in demo_documents()), encoding="utf-8")
+    return path
 
 
 def write_synthetic_set(

@@ -27,7 +27,7 @@ import numpy as np
 import tyro
 
 from benchmarks.conditions import write_figures
-from benchmarks.hosts import bridged_hosts, go_first, run_ranks, why_not
+from benchmarks.hosts import bridged_hosts, raise_priority, run_ranks, why_not
 from benchmarks.inputs import flags, synthetic_vocabulary, write_synthetic_set
 from bert.train import main as train
 from bert.train import parse
@@ -113,7 +113,7 @@ def main(
     Args:
         published: Cross-validate on the published results, which takes half a minute.
         measured: Predict steps from a probe and run them, which takes about a minute a case. Needs root.
-        cases: Numbers of the cases to measure, from 0; all by default.
+        cases: Indices of the cases to measure, from 0; all by default.
         seconds: Approximate duration of a probe.
         out: JSON file for the figures; measured cases are added to the figures that it already contains.
     """
@@ -150,11 +150,11 @@ def alike(result: Result) -> list[float]:
 
 
 def compare_steps(cases: Iterable[int], seconds: float, out: Path | None) -> None:
-    """Run the cases with these numbers, print predicted and measured step times, and add them to the figures in ``out``."""
+    """Run cases, given by their indices, print predicted and measured step times, and add them to the figures in ``out``."""
     if missing := why_not():
         print(f"error: {missing}", file=sys.stderr)
         raise SystemExit(2)
-    go_first()
+    raise_priority()
     rows: list[dict[str, Any]] = json.loads(out.read_text())["rows"] if out is not None and out.exists() else []
     with tempfile.TemporaryDirectory() as folder:
         for number in cases:

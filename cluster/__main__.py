@@ -51,8 +51,8 @@ def _predict(
 
     Args:
         accelerator: Name of the accelerator, such as H100-SXM; `devices` lists the known ones.
-        nodes: Number of nodes, by default 1, or as many as the logs of --measured have ranks for.
-        gpus_per_node: Accelerators of each node, or sockets if the accelerator is a CPU; by default as `devices` lists them.
+        nodes: Number of nodes; by default 1, or enough for all ranks that the logs of --measured state.
+        gpus_per_node: Accelerators of each node, or sockets if the accelerator is a CPU; by default as listed by `devices`.
         batch: Global batch size. By default, the fastest batch size that was published at this scale.
         interconnect: Links between the accelerators of a node, in words. For PCIe cards, "NVLINK BRIDGE" adds bridges.
         networking: Network of a node, in words, such as "8x ConnectX-7 IB NDR 400Gb/s".
@@ -80,7 +80,7 @@ def _predict(
             complain(f"{table}: no prediction of {refused} of {counted(rows, 'row')}; the column reason says why")
         return int(refused > 0)
     found = None if measured is None else read_measured(measured)
-    stated = found or Measured()  # which states nothing
+    stated = found or Measured()
     if cluster is not None:
         from cluster.view import read_view
 
@@ -96,7 +96,7 @@ def _predict(
         per_node = min(device.per_node, stated.ranks or device.per_node) if gpus_per_node is None else gpus_per_node
         nodes = -(-(stated.ranks or 1) // max(1, per_node)) if nodes is None else nodes
         machine = describe_machine(device, nodes, per_node, interconnect, networking)
-    agreed("--nodes and --gpus-per-node: accelerators", machine.accelerators, stated.ranks)
+    agreed("product of --nodes and --gpus-per-node", machine.accelerators, stated.ranks)
     batch = agreed("--batch", batch, stated.batch)
     round = LAST_ROUND if round is None else round
     prediction = predict(usual_run(machine, round) if batch is None else TimedRun(machine, batch, round))
@@ -119,8 +119,9 @@ def _calibrate(out: Path) -> None:
     import msgspec
 
     from cluster.published.calibration import calibrate
-    from console.files import write_atomically
+    from console.files import require_writable, write_atomically
 
+    require_writable(out)
     made, _ = calibrate()
     write_atomically(out, msgspec.json.encode(made) + b"\n")
     say(f"{out}: {len(made.parameters)} parameters")
@@ -193,11 +194,11 @@ def _place(
     before, after = (cost([paths[host] for host in each], group) for each in (range(len(order)), order))
     if not any(paths):
         say(f"{view} does not know the switches, so no order is better than another")
-    say(f"levels that traffic climbs: {after}, in the order of {view} {before}")
+    say(f"levels that traffic climbs in this order: {after}; in the order of {view}: {before}")
     if out is not None:
         # Slurm reads these names, and the view is an untrusted file.
         if strange := [name for name in names if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name)]:
-            raise ValueError(f"{view}: a host is called {strange[0]!r}, which is no host name")
+            raise ValueError(f"{view}: the host name {strange[0]!r} is invalid: use letters, digits and . _ -")
         lines = [f"{names[host]}\n" for host in order for _ in range(tasks_per_node)]
         write_atomically(out, "".join(lines).encode())
         submit = f"SLURM_HOSTFILE={shlex.quote(str(out))} sbatch --distribution=arbitrary launch/slurm.sub"
@@ -263,7 +264,7 @@ def _recipe_named(name: str) -> "Config":
             f"unknown recipe {name!r}: expected one of {', '.join(RECIPES)}{did_you_mean(name, list(RECIPES))}"
         )
     if name in DERIVATIONS:
-        raise ValueError(f"{name} derives its settings from its data when it starts: there is nothing to plan")
+        raise ValueError(f"{name} derives its settings from its data when it starts, so it cannot be planned")
     return RECIPES[name]()
 
 
@@ -280,7 +281,7 @@ def _scale(
     Args:
         recipe: Recipe of bert.train.
         accelerator: Name of the devices; by default the recipe's.
-        gpus_per_node: Accelerators of each node; by default as `devices` lists them.
+        gpus_per_node: Accelerators of each node; by default as listed by `devices`.
         networking: Network of a node, in words, such as "8x ConnectX-7 IB NDR 400Gb/s".
         out: HTML page to write, with curves and published results.
     """

@@ -68,7 +68,7 @@ def device_named(name: str) -> Device:
     alike = [device for device in devices() if _names_model(words, device.model.upper())]
     alike = alike or [device for device in devices() if device.name.upper() == name.upper()]
     of_form = [device for device in alike if device.form == form(name)]
-    # A card is slower than the module of the same model, so the module's facts must not stand for it.
+    # A PCIe card is slower than the module of the same model, so it must not get the module's facts.
     if not alike or (form(name) == "PCIe" and not of_form):
         names = {device.name.upper(): device.name for device in alike or devices()}
         product = words.removeprefix("NVIDIA ").removeprefix("GEFORCE ")
@@ -84,10 +84,10 @@ def device_named(name: str) -> Device:
 
 
 def _names_model(words: str, model: str) -> bool:
-    """Tell whether words contain a model, which may lack its spaces: "RTX4090", "7900XTX".
+    """Tell whether ``words`` contain a model's name, with or without its spaces, such as "RTX4090" or "7900XTX".
 
-    Only whole words count: "A100" must not match "A1000", nor "H100" match "GH100". A laptop's chip, and China's RTX 4090 D,
-    are other products.
+    Only whole words count: "A100" must not match "A1000", nor "H100" match "GH100". Names of laptop chips and of China's
+    RTX 4090 D do not match, because these chips are slower.
     """
     return re.search(rf"(?:\b|RTX|RX){model.replace(' ', ' ?')}\b(?! (?:LAPTOP|D)\b)", words) is not None
 
@@ -136,9 +136,10 @@ def describe_machine(
 
     Raises ``ValueError`` if a number is out of range.
     """
-    for name, value in (("nodes", nodes), ("GPUs per node", per_node), ("GPUs in all", nodes * per_node)):
+    counts = {"nodes": nodes, "accelerators per node": per_node, "accelerators": nodes * per_node}
+    for name, value in counts.items():
         if not 0 < value <= MOST_ACCELERATORS:
-            raise ValueError(f"{name}: {value:,}, expected 1 to {MOST_ACCELERATORS:,}")
+            raise ValueError(f"the number of {name} is {value:,}, expected 1 to {MOST_ACCELERATORS:,}")
     is_bridged = device.bridge_gb_s is not None and re.search(r"nvlink|bridge", interconnect, re.I) is not None
     return Machine(device, nodes, per_node, is_bridged, _network(networking) or _usual_network(device, per_node))
 
@@ -166,7 +167,7 @@ def _ports(part: str) -> Network | None:
 
 
 def _usual_network(device: Device, per_node: int) -> Network:
-    """Assume one port of the device's generation per SXM or OAM module, or one 100 Gbit/s port for a node of cards."""
+    """Assume one port of the device's generation for each module, or one 100 Gbit/s port for a node of PCIe cards."""
     if device.form in ("PCIe", "NVL", "CPU"):
         return Network(1, 100, is_assumed=True)
     return Network(per_node, 200 if device.year <= 2020 else 400, is_assumed=True)

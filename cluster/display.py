@@ -74,7 +74,7 @@ def heat_map(title: str, links: Sequence[Link], place_of: Sequence[int], names: 
 
 
 def site_rows(view: View) -> list[tuple[str, str]]:
-    """Return a named line with the hosts of each site and the median rates of links, or nothing if there is one site."""
+    """Return one (title, text) row with each site's hosts and the median rates of links, or no row for a single site."""
     if len(view.sites) == 1:
         return []
     sites = ", ".join(f"{site} ({_names(view, hosts)})" for site, hosts in view.sites.items())
@@ -86,7 +86,7 @@ def site_rows(view: View) -> list[tuple[str, str]]:
 
 
 def _names(view: View, hosts: Sequence[int]) -> str:
-    """Return the names of hosts as one text, in which (!) marks those with outliers."""
+    """Return the names of hosts as one text, with (!) after each host that has an outlier."""
     marked = hosts_with_outliers(view)
     names = [f"{view.hosts[host].name}{' (!)' if host in marked else ''}" for host in hosts[:_MOST_NAMES_IN_A_LINE]]
     return ", ".join(names) + (f" and {len(hosts) - len(names):,} more" if len(hosts) > len(names) else "")
@@ -128,7 +128,7 @@ def rate_rows(view: View) -> list[tuple[str, str, str, str, str]]:
 
 
 def link_rows(view: View) -> list[tuple[str, str]]:
-    """Return named lines with the sites, and with typical and extreme rates of links between hosts and within hosts."""
+    """Return (title, text) rows: the sites, and the typical and extreme rates of links between and within hosts."""
     rows = site_rows(view)
     for name, between in (("links between hosts", True), ("links in hosts", False)):
         if links := view.links_of(between):

@@ -2,9 +2,9 @@
 
     python -m cluster.dry_run RECIPE [--section.field value ...]
 
-The prediction is for runs that use GPUs, or in which several ranks share a copy of the model. It needs no data for the
-benchmark. The check is that of ``python -m bert.train RECIPE --dry-run``, and so is the exit status. Without a launcher, the
-number of ranks is the plan's or the recipe's.
+The prediction is made for runs that use GPUs, or in which several ranks share a copy of the model. For the benchmark's
+recipes, it does not need the data set. ``python -m bert.train RECIPE --dry-run`` makes the check and determines the exit
+status. Without a launcher, the number of ranks comes from the plan or from the recipe's name.
 """
 
 import math
@@ -47,7 +47,7 @@ def main(arguments: Sequence[str]) -> int:
         problem = error
     # Check last, so that the verdict is the last line.
     status = train([*arguments, "--dry-run"])
-    # The prediction reads the same inputs, so its error is new only if the check finds none.
+    # The prediction reads the same inputs as the check. Report its error only if the check has found none.
     return refused(problem) if problem and not status else status
 
 
@@ -72,7 +72,7 @@ def memory_and_step(config: Config, world_size: int, local_size: int = 0) -> Ite
     require_whole_copies(config.parallel, nodes, a_node)
     work, strategy = work_to_plan(config), strategy_of(config)
     if not config.data.train.is_dir():
-        yield f"{config.data.train} is missing, so the prediction uses the lengths of the benchmark's Wikipedia"
+        yield f"{config.data.train} is missing, so the prediction uses the lengths of the benchmark's Wikipedia data"
 
     on_gpu = config.training.device == "cuda"
     held = {mode: memory_of_rank(work, replace(strategy, recompute=mode), nodes, a_node, on_gpu) for mode in REPEATED}
@@ -86,7 +86,7 @@ def memory_and_step(config: Config, world_size: int, local_size: int = 0) -> Ite
         return
     usable = USABLE_MEMORY * device.memory_gb * 1e9
     if total > usable:
-        yield f"{device.name} has {_shown(usable)} for it, which is less; `python -m cluster plan` finds what fits"
+        yield f"{device.name} has only {_shown(usable)} of usable memory; `python -m cluster plan` finds settings that fit"
     # A device may lack the precision, such as FP8 on an A100.
     rates = target_of_devices(device, world_size, a_node).rates.get(strategy.precision)
     if rates is not None:

@@ -36,7 +36,7 @@ _TO_SIGMA = 1.4826
 _MEDIAN_ERROR = 1.2533
 """Ratio of a median's standard error to a mean's standard error: sqrt(pi / 2)."""
 _OWN_MEDIAN = 1.4
-"""Subtracted from the number of turns, because deviations from the median of few turns are too small. From simulation."""
+"""Number subtracted from the turns, because deviations from the median of few turns are too small. Found by simulation."""
 _EFFICIENCY = 0.37
 """Statistical efficiency of a median absolute deviation, relative to a standard deviation."""
 _FAR = 1e6
@@ -72,7 +72,7 @@ def judge(times_TP: Array, comparisons: int, chance: int = CHANCE, fitted: int =
     free = max(1, parts - fitted)
     residual = np.sqrt((parts - 1) / free)
     few = _TO_SIGMA * _MEDIAN_ERROR * residual * turns / (turns - _OWN_MEDIAN)
-    # A part's few times may agree by luck, so assume at least the typical error of all parts.
+    # A part has only a few times, which may agree by chance, so assume at least the typical error of all parts.
     repeated_P = few * np.maximum(np.median(rest_TP, axis=0), np.median(rest_TP)) / np.sqrt(turns)
     small_sample = _SMALL_SAMPLE.get(parts) or parts / (parts - 0.8)
     between = _TO_SIGMA * small_sample * np.median(np.abs(excess_P)) * residual
@@ -93,16 +93,17 @@ def judge(times_TP: Array, comparisons: int, chance: int = CHANCE, fitted: int =
 
 @dataclass(frozen=True)
 class PathTimes:
-    """Logarithms of path times by turn T, decomposed into shares of ends N, rests of paths E, and levels of parts K.
+    """Logarithms of path times by turn T, decomposed into shares of ends N, rests of paths E, and levels of components K.
 
-    A part is a set of ends that are connected by paths, such as a rail. ``part_N`` is the part of each end.
+    A component is a set of ends that paths connect with one another, such as a rail. ``component_N`` is the component of
+    each end.
     """
 
     sending_TN: Array
     receiving_TN: Array
     rest_TE: Array
     level_TK: Array
-    part_N: NDArray[np.int64]
+    component_N: NDArray[np.int64]
 
 
 def take_apart(
@@ -119,19 +120,19 @@ def take_apart(
         rest_TE[:, kinds_E == kind] -= np.median(rest_TE[:, kinds_E == kind], axis=1, keepdims=True)
     # Ends are comparable only if a chain of paths joins them.
     joined = coo_matrix((np.ones(len(source_E)), (source_E, target_E)), shape=(nodes, nodes))
-    parts, part_N = connected_components(joined, directed=False)
-    level_TK = _medians(rest_TE, part_N[source_E], parts)
-    rest_TE -= level_TK[:, part_N[source_E]]
+    components, component_N = connected_components(joined, directed=False)
+    level_TK = _medians(rest_TE, component_N[source_E], components)
+    rest_TE -= level_TK[:, component_N[source_E]]
     shares = [np.zeros((len(rest_TE), nodes)) for _ in range(2)]
     for _ in range(8):  # enough rounds for the polish to converge
         for share_TN, of_E in zip(shares, (source_E, target_E), strict=True):
             step_TN = _medians(rest_TE, of_E, nodes)
             step_TN[:, np.bincount(of_E, minlength=nodes) < FEWEST_PARTNERS] = 0.0
-            # Time that all ends of a part have in common belongs to the level of that part, not to the ends.
-            step_TN -= _medians(step_TN, part_N, parts)[:, part_N]
+            # Time that all ends of a component have in common belongs to the component's level, not to the ends.
+            step_TN -= _medians(step_TN, component_N, components)[:, component_N]
             share_TN += step_TN
             rest_TE -= step_TN[:, of_E]
-    return PathTimes(shares[0], shares[1], rest_TE, level_TK, part_N)
+    return PathTimes(shares[0], shares[1], rest_TE, level_TK, component_N)
 
 
 def _medians(times_TE: Array, group_E: NDArray[np.integer], groups: int) -> Array:

@@ -19,9 +19,9 @@ Quantity = Literal["product", "copy", "launch", "to device", "from device"]
 Source = Literal["slurm", "measured", "unknown"]
 Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 62)]
 Size = Annotated[int, msgspec.Meta(ge=1, le=1 << 62)]
-"""Whole numbers small enough for arithmetic with floats; a size is also a divisor. `_check` bounds indices."""
+"""Whole numbers that are small enough to be converted to floats. A size is at least 1, because rates divide by it."""
 Seconds = Annotated[float, msgspec.Meta(gt=0)]
-"""A time that is a divisor."""
+"""Time above 0, because rates divide by it."""
 
 
 @dataclass(frozen=True)
@@ -139,7 +139,7 @@ class Outlier:
 
     @property
     def finding(self) -> str:
-        """What is wrong, in words, without the name."""
+        """Description of what is wrong, without the name."""
         if not self.ratio:
             return self.quantity
         cost = f", {100 * self.step_share:.1f} % of a step" if self.step_share else ""
@@ -184,7 +184,7 @@ class View:
 
     @property
     def paths(self) -> list[tuple[str, ...]]:
-        """Path of each host from the top of the network to its leaf switch. If there are several sites, they are the top."""
+        """Path of each host from the top of the network to its leaf switch. With several sites, it begins with the site."""
         several = len(self.sites) > 1
         return [(host.site, *host.switches) if several else host.switches for host in self.hosts]
 
@@ -206,13 +206,13 @@ def _check(view: View) -> None:
     # All readers of a view assume that ranks are evenly distributed over hosts.
     places = range(len(ranks) // max(1, len(hosts)))
     if not ranks or sorted((rank.host, rank.place) for rank in view.ranks) != [*product(hosts, places)]:
-        raise ValueError("hosts without ranks, with different numbers of ranks, or with two ranks in the same place")
+        raise ValueError("hosts have no ranks, different numbers of ranks, or two ranks in the same place")
     ends = [(link.source, link.target) for link in view.links] + [outlier.ranks for outlier in view.outliers]
     if any(rank not in ranks for end in ends for rank in end):
-        raise ValueError(f"a link or an outlier of a rank beyond {counted(len(ranks), 'rank')}")
+        raise ValueError(f"a link or an outlier names a rank that is not among the {counted(len(ranks), 'rank')}")
     sizes = [[float(size) for size, *_ in each.points] for each in view.collectives]
     if any(one >= other for every in sizes for one, other in pairwise(every)):
-        raise ValueError("a collective whose sizes do not rise")
+        raise ValueError("the sizes of a collective are not in ascending order")
 
 
 _FILE = FileKind(

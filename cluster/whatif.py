@@ -69,7 +69,7 @@ def savings(account: Account) -> dict[str, float]:
 
 
 def _without(account: Account, removed: set[tuple[str, int]]) -> float:
-    """Return the seconds that the other ranks waited for the removed ranks, each given by its host and its number."""
+    """Return the seconds that other ranks waited for the ``removed`` ranks, given as (host, rank)."""
     saved = 0.0
     for steps, slow in account.slow:
         if slow:

@@ -23,10 +23,10 @@ import tyro
 
 from benchmarks.conditions import write_figures
 from benchmarks.data_stages import reference_prepare
+from benchmarks.inputs import write_demo_text
 from bert.configuration.recipes import ARTIFACTS
 from console.text import counted
 from dataloading.options import PretrainingOptions
-from dataloading.preparation.demo import demo_documents
 from dataloading.preparation.pretraining_data import create_samples
 from dataloading.shards.samples import Samples
 from dataloading.text.documents import read_documents
@@ -55,10 +55,7 @@ def main(
     os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
     options = PretrainingOptions(dupe_factor=dupe_factor)
     with tempfile.TemporaryDirectory() as folder:
-        paths = text or (Path(folder) / "text.txt",)
-        if not text:
-            demo = "\n\n".join("\n".join(document.sentences) for document in demo_documents())
-            paths[0].write_text(demo, encoding="utf-8")
+        paths = text or (write_demo_text(Path(folder, "text.txt")),)
         print(f"text: {sum(path.stat().st_size for path in paths) / 1e6:.2f} MB in {counted(len(paths), 'file')}")
 
         def compiled() -> Samples:
@@ -80,7 +77,7 @@ def main(
                 seconds[name].append(time.perf_counter() - started)
                 first = first or samples
                 if not equal(first, samples):
-                    sys.exit("error: the outputs differ, so the times mean nothing")
+                    sys.exit("error: the outputs differ, so their times cannot be compared")
     count = len(samples)
     for name, runs in seconds.items():
         spread = f"{min(runs):.3f} to {max(runs):.3f}"

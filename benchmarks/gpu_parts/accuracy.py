@@ -43,14 +43,14 @@ def outcome(function: Callable[..., Any], arguments: Arguments, dtype: torch.dty
     args, kwargs = arguments
     args = [_copy(value, dtype) for value in args]
     kwargs = {name: _copy(value, dtype) for name, value in kwargs.items()}
-    inputs = [*tensors_of(args, "update_P"), *tensors_of(list(kwargs.values()))]  # LAMB's scratch values do not matter
+    inputs = [*tensors_of(args, "update_P"), *tensors_of(list(kwargs.values()))]  # LAMB's scratch memory is no result
     before = [tensor.detach().clone() for tensor in inputs]
     returned = list(tensors_of(function(*args, **kwargs)))
     written = [now.detach() for now, then in zip(inputs, before, strict=True) if not same_bits(now, then)]
     outputs = [output for output in returned if output.requires_grad]
     leaves = [tensor for tensor in inputs if tensor.requires_grad]
     generator = torch.Generator().manual_seed(1)
-    # Numbers that bf16 has are the same numbers in every type.
+    # Round to bf16, so that the gradients are equal in every data type.
     upstream = [torch.randn(output.shape, generator=generator).bfloat16().to(output) for output in outputs]
     gradients = torch.autograd.grad(outputs, leaves, upstream) if outputs else map(torch.zeros_like, leaves)
     return Outcome([tensor.detach() for tensor in (*returned, *written)], list(gradients))
@@ -89,37 +89,37 @@ def rms(x: Tensor) -> float:
 
 
 def largest_ratio(
-    ours: Sequence[Tensor], plain: Sequence[Tensor], exact: Sequence[Tensor], free: float
+    ours: Sequence[Tensor], plain: Sequence[Tensor], exact: Sequence[Tensor], tolerance: float
 ) -> tuple[float, int]:
     """Return the largest error as a fraction of the allowed error, and the place of its tensor.
 
-    The allowed root mean square of a tensor's errors is twice the definition's, plus ``free`` times the root mean square
-    of the exact values. Twice as much is allowed in the worst 256 neighbouring elements, so that errors in a few places of
-    a large tensor count. A result that is missing, of another shape, or NaN where it should not be is infinitely wrong.
-    Integers may differ by one.
+    The allowed root mean square of a tensor's errors is twice that of the ``plain`` results, plus ``tolerance`` times the
+    root mean square of the exact values. In the worst 256 neighbouring elements, twice as much is allowed. This limit finds
+    errors in a few places of a large tensor. A result that is missing, of another shape, or NaN where it should not be is
+    infinitely wrong. Integers may differ by one.
     """
-    # An empty tensor is of interest only to the backward pass of the same implementation.
+    # Skip empty tensors, which only the backward pass of the same implementation reads.
     compared = [three for three in zip(ours, plain, exact, strict=False) if three[1].numel()]
     if len(ours) != len(plain) or not compared:
         return math.inf, 0
-    ratios = [_ratio(*three, free) for three in compared]
+    ratios = [_ratio(*three, tolerance) for three in compared]
     place = max(range(len(ratios)), key=ratios.__getitem__)
     return ratios[place], place
 
 
-def _ratio(ours: Tensor, plain: Tensor, exact: Tensor, free: float) -> float:
+def _ratio(ours: Tensor, plain: Tensor, exact: Tensor, tolerance: float) -> float:
     if ours.shape != exact.shape:
         return math.inf
     if not exact.is_floating_point():
         return 0.0 if (ours - exact).abs().max() <= 1 else math.inf
     if exact.element_size() == 1:
-        # Values that are rounded to bf16 before the cast become the next FP8 number in one of a hundred places.
-        free = max(free, torch.finfo(exact.dtype).eps / 4)
+        # Rounding to bf16 before the cast to FP8 changes about one value in a hundred to its neighbour.
+        tolerance = max(tolerance, torch.finfo(exact.dtype).eps / 4)
     exact = exact.double()
     if not torch.equal(ours.double().isnan(), exact.isnan()):
         return math.inf
     unit = rms(exact.nan_to_num())
-    allowed = free * (unit if unit > 1e-30 else 1.0)
+    allowed = tolerance * (unit if unit > 1e-30 else 1.0)
     mine, theirs = ((x.double() - exact).nan_to_num().flatten() for x in (ours, plain))
     whole = rms(mine) / (2 * rms(theirs) + allowed)
     return max(whole, _worst_chunk(mine) / (4 * _worst_chunk(theirs) + 2 * allowed))

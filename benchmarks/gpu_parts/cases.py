@@ -25,7 +25,7 @@ from kernels.tuning.examples import Size, example_inputs
 SEGMENTS = 400
 """Segments of LAMB's vector, a few more than BERT-Large has tensors. Two of every three have a trust ratio."""
 _TOKENS = 64
-"""Products of training have a multiple of this many rows, because shape buckets and batches have."""
+"""The numbers of rows of training's products are multiples of this number, because the sizes of shape buckets are."""
 
 
 @dataclass(frozen=True)
@@ -246,7 +246,7 @@ def fp8_cases(model: BertForPreTraining, lengths: Sequence[int]) -> list[Case]:
 
 
 def lamb_cases(model: BertForPreTraining) -> list[Case]:
-    """Return cases for LAMB in the middle of a training, on a vector with many segments."""
+    """Return cases for LAMB with moments as in the middle of a training, on a vector with many segments."""
     config, device = model.config, model.decoder_bias.device
     size = Size(hidden=config.hidden_size, intermediate=config.intermediate_size)
     generator, made = torch.Generator(device).manual_seed(0), []
@@ -275,7 +275,7 @@ def weight_gradient_cases(model: BertForPreTraining, lengths: Sequence[int]) -> 
 
 
 def _in_the_middle(value: Any, generator: torch.Generator) -> Any:
-    """Fill LAMB's moments, and cut its vector into `SEGMENTS`."""
+    """Fill LAMB's moments as in the middle of a training, and cut its vector into `SEGMENTS`."""
     if isinstance(value, LambState):
         filled = LambState.zeros_like(value.momentum_P)
         filled.momentum_P.normal_(generator=generator)

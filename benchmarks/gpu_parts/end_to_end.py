@@ -34,7 +34,7 @@ _START_S, _STOP_S = 120, 40
 
 
 def end_to_end(context: Context) -> None:
-    """Train the one-GPU recipe for about five minutes. Every model reaches the target of its only evaluation, at the end."""
+    """Train the one-GPU recipe for about five minutes, with one evaluation, at the end, whose target any model reaches."""
     # Look for missing packages and wrong settings before making the data, because the run would fail only afterwards.
     if missing := missing_packages():
         raise NotUsableError(f"not installed, which training needs: {', '.join(missing)}")
@@ -48,8 +48,8 @@ def end_to_end(context: Context) -> None:
         folder = Path(name)
         config = parse(_arguments(context, folder, samples=1))
         samples = context.samples or (480 if context.tiny else _samples(context, config))
-        # The evaluation set has the benchmark's size, because evaluation time is part of the result. In a smaller set, a
-        # model may predict no token correctly. Training repeats its set.
+        # The evaluation set has the benchmark's size, because evaluation time is part of the result, and because a model may
+        # predict no token of a small set correctly. The training set may be small, because training repeats it.
         evaluated = 500 if context.tiny else 10_000
         _write_data(context, folder, {"train": min(samples, 200_000), "evaluation": evaluated})
         complaint = _train(context, folder, _arguments(context, folder, samples), output)
@@ -79,7 +79,7 @@ def _samples(context: Context, config: "Config") -> int:
     micro = micro_batch_size(context, config)
     name, report = rate_name(config, micro), context.report
     before = PartReport.load(report.path.with_name("step.json"))
-    # The part `step` has measured the rate of such steps, or else measure it here.
+    # Use the rate that the part `step` has measured under the same conditions, or else measure it here.
     alike = all(before.about.get(fact) == report.about.get(fact) for fact in ("device", "without"))
     row = before.row(name) if alike else None
     if row is None or not row.figure:
@@ -171,7 +171,7 @@ def _train(context: Context, folder: Path, arguments: list[str], output: Path) -
             _keep(context, folder, quiet=True)
             left = context.end - time.monotonic()
             if left < _STOP_S and not stopped:
-                # The run then ends its log as aborted, so that there is something to check.
+                # After SIGTERM, the run ends its log as aborted, so that the log can still be checked.
                 process.terminate()
                 stopped = True
             elif left < _STOP_S / 2:

@@ -66,20 +66,20 @@ def _error_row(title: str, case: Case, name: str) -> Figure:
         case = case.without_dropout()
     arguments, definition = (case.arguments, dict(case.named)), OPS[case.op].definition
     in_training = case.call_as_in_training
-    # Old memory may hold the right result of an earlier call. Operators without a deterministic form warn.
+    # Memory may still hold the right result of an earlier call, so fill it. This mode warns about some operators.
     with warnings.catch_warnings(action="ignore"), uninitialized_memory_is_nan():
         ours = outcome(partial(in_training, partial(call, case.op, name)), arguments).tensors
     plain = outcome(partial(in_training, definition), arguments).tensors
     exact = outcome(definition, arguments, torch.float64).tensors
     # A result in bf16 may be rounded the other way, and sums in fp32 may be added in another order.
-    free = (torch.finfo(case.dtype).eps if case.dtype.itemsize < 4 else 0) + 16 * torch.finfo(torch.float32).eps
-    ratio, place = largest_ratio(ours, plain, exact, free)
+    tolerance = (torch.finfo(case.dtype).eps if case.dtype.itemsize < 4 else 0) + 16 * torch.finfo(torch.float32).eps
+    ratio, place = largest_ratio(ours, plain, exact, tolerance)
     verdict = "right" if ratio <= 1 else "WRONG"
     return Figure(title, figure=ratio, unit="of allowed error", note=f"{verdict}, worst in tensor {place}")
 
 
 def kernels(context: Context) -> None:
-    """Time ops on one micro-batch, without and then with the backward pass. Peers come last, because most compile."""
+    """Time ops on one micro-batch, without and then with the backward pass. Peers come last, because compiling is slow."""
     ceilings, report = Ceilings.of(context), context.report
     # The fixed seed gives the same samples in every part.
     samples = samples_of(context.scale, context.scale.sequences)
@@ -106,7 +106,7 @@ _DIRECTIONS = ("forward", "both ways")
 
 def _implementations(context: Context, case: Case) -> dict[str, Callable[..., object]]:
     names = context.implementations(case.op)
-    # The reference attention takes seconds, one sequence at a time, and shows nothing but that it works.
+    # Skip the reference attention, which takes seconds because it processes one sequence at a time.
     slow = case.op.startswith("varlen") and not context.tiny
     return {name: partial(call, case.op, name) for name in names if not (slow and name == "reference")}
 

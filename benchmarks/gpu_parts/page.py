@@ -1,4 +1,4 @@
-"""The report of all parts as Markdown: what decides most comes first, and all important rows last."""
+"""The report of all parts as Markdown: the most important results come first, and all important rows last."""
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -17,14 +17,25 @@ def page(folder: Path, parts: Collection[str], *, every_row: bool = False) -> st
     """Return the report of the parts that have a file in the folder, optionally with all important rows at the end."""
     paths = {part: folder / f"{part}.json" for part in parts}
     reports = {part: _report(path) for part, path in paths.items() if path.exists()}
+    rows = {part: report.rows for part, report in reports.items()}
+    timed = [row for row in rows.get("kernels", ()) if row.page and row.milliseconds]
+    split = [row for row in rows.get("step", ()) if row.name.startswith("split, ")]
+    longest = [
+        row
+        for precision in ("bf16", "fp8")
+        for row in _largest(each for each in split if each.name.startswith(f"split, {precision}: "))
+    ]
+    ceilings = (row for row in rows.get("peers", ()) if row.name.startswith("ceiling") and row.figure)
+    failures = [(part, row.name, row.note) for part, report in reports.items() for row in report.failures]
+    important = (row for part in rows for row in rows[part] if row.page and every_row)
     sections = {
-        "Wrong or failed": _failures(reports),
-        "Training on one device, in one run": _rates(_rows(reports, "peers")),
-        "Ceilings of that run": _ceilings(_rows(reports, "peers")),
-        "The slowest ops": _ops(_rows(reports, "kernels")),
-        "Where a step's time goes": _split(_rows(reports, "step")),
+        "Wrong or failed": _table(("part", "what", "why"), failures),
+        "Training on one device, in one run": _rates(rows.get("peers", ())),
+        "Ceilings of that run": _figures(ceilings),
+        "The slowest ops": _figures(_largest(timed)),
+        "Where a step's time goes": _figures(longest),
         "Parts": _parts(reports),
-        "All important rows": _important(reports) if every_row else "",
+        "All important rows": _figures(important),
     }
     devices = dict.fromkeys(str(each.about["device"]) for each in reports.values() if "device" in each.about)
     title = " and ".join(devices) or "Nothing was measured"
@@ -39,8 +50,25 @@ def _report(path: Path) -> PartReport:
         return PartReport(path, {}, error=str(error))
 
 
-def _rows(reports: Mapping[str, PartReport], part: str) -> list[Figure]:
-    return reports[part].rows if part in reports else []
+def _largest(rows: Iterable[Figure]) -> list[Figure]:
+    return sorted(rows, key=lambda row: -(row.milliseconds or 0))[:_MOST_ROWS]
+
+
+def _figures(rows: Iterable[Figure]) -> str:
+    """Return a table with a line for each row."""
+    lines = [
+        (
+            row.name,
+            number(row.milliseconds),
+            number(row.figure),
+            row.unit,
+            percent(row.share),
+            number(row.peer),
+            row.note,
+        )
+        for row in rows
+    ]
+    return _table(("what", "ms", "figure", "", "share", "x peer", "note"), lines)
 
 
 def _parts(reports: Mapping[str, PartReport]) -> str:
@@ -55,7 +83,7 @@ def _parts(reports: Mapping[str, PartReport]) -> str:
         assert isinstance(replaced, Mapping)
         without = ", ".join(f"{op} (instead {name})" for op, name in replaced.items())
         packages = (str(versions.get(name, "")) for name in ("torch", "triton"))
-        # The part that checks the kernels and the part that checks a log sum up their rows in one.
+        # The parts `correctness` and `end-to-end` summarise their rows in one row.
         verdicts = [f", {row.note}" for row in report.rows if row.name in ("largest error", "log") and not row.failed]
         why = "" if report.complete else f", {report.error}"
         outcome = f"{state}: {len(report.rows)} rows{failed}{''.join(verdicts)}{why}"
@@ -64,95 +92,23 @@ def _parts(reports: Mapping[str, PartReport]) -> str:
     return _table(header, lines)
 
 
-def _failures(reports: Mapping[str, PartReport]) -> str:
-    lines = [(part, row.name, row.note) for part, report in reports.items() for row in report.failures]
-    return _table(("part", "what", "why"), lines)
-
-
-def _rates(rows: Sequence[Figure]) -> str:
+def _rates(rows: Iterable[Figure]) -> str:
     """Return the training rates, and how many times as fast ours are."""
     rates = {row.name: row for row in rows if row.unit == "sequences/s" and row.figure}
     ours = {precision: rates[name].figure for precision, name in OURS.items() if name in rates}
     header = "", "sequences/s", "of the bf16 ceiling", *(f"ours in {precision} is" for precision in ours), ""
-    return _table(
-        header,
-        (
-            (
-                row.name,
-                number(row.figure),
-                percent(row.share),
-                *(f"{rate / row.figure:.2f} x" for rate in ours.values() if rate and row.figure),
-                row.note,
-            )
-            for row in rates.values()
-        ),
-    )
+    lines = []
+    for row in rates.values():
+        ratios = (f"{rate / row.figure:.2f} x" for rate in ours.values() if rate and row.figure)
+        lines.append((row.name, number(row.figure), percent(row.share), *ratios, row.note))
+    return _table(header, lines)
 
 
-def _ceilings(rows: Sequence[Figure]) -> str:
-    return _table(
-        ("ceiling", "rate", "unit"),
-        (
-            (row.name.removeprefix("ceiling: "), number(row.figure), row.unit)
-            for row in rows
-            if row.name.startswith("ceiling") and row.figure
-        ),
-    )
-
-
-def _ops(rows: Sequence[Figure]) -> str:
-    """Return the slowest ops, with the time that they would take at the device's ceiling."""
-    timed = sorted((row for row in rows if row.page and row.milliseconds), key=lambda row: -(row.milliseconds or 0))
-    return _table(
-        ("op", "ms", "floor, ms", "of the floor", "x fastest other", "taken"),
-        (
-            (
-                row.name,
-                number(row.milliseconds),
-                number(row.share * row.milliseconds if row.share and row.milliseconds else None),
-                percent(row.share),
-                number(row.peer),
-                row.note,
-            )
-            for row in timed[:_MOST_ROWS]
-        ),
-    )
-
-
-def _split(rows: Sequence[Figure]) -> str:
-    found = []
-    for precision in ("bf16", "fp8"):
-        prefix = f"split, {precision}: "
-        of_step = [row for row in rows if row.name.startswith(prefix)]
-        slowest = sorted(of_step, key=lambda row: -(row.figure or 0))[:_MOST_ROWS]
-        found += [(precision, row.name.removeprefix(prefix), number(row.figure), percent(row.share)) for row in slowest]
-    return _table(("step in", "kernel", "us a sequence", "of the step"), found)
-
-
-def _important(reports: Mapping[str, PartReport]) -> str:
-    lines = [
-        (
-            part,
-            row.name,
-            number(row.milliseconds),
-            number(row.figure),
-            row.unit,
-            percent(row.share),
-            number(row.peer),
-            row.note,
-        )
-        for part, report in reports.items()
-        for row in report.rows
-        if row.page
-    ]
-    return _table(("part", "what", "ms", "figure", "", "of ceiling", "x peer", "note"), lines)
-
-
-def _table(header: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
+def _table(header: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
     """Return a Markdown table with columns of equal width, or nothing if there are no lines."""
-    shown = [[_cell(text) for text in line] for line in (header, *lines)]
-    if len(shown) == 1:
+    if not lines:
         return ""
+    shown = [[_cell(text) for text in line] for line in (header, *lines)]
     widths = [max(map(len, column)) for column in zip(*shown, strict=True)]
     shown.insert(1, ["-" * max(1, width) for width in widths])
     return "\n".join(f"| {' | '.join(map(str.ljust, line, widths))} |" for line in shown)

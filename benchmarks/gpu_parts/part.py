@@ -80,7 +80,7 @@ def run(
         traceback.print_exc()
         report.end(first_line(error))
     finally:
-        choose(dict.fromkeys(context.without, AUTO))  # tests run parts in their own process
+        choose(dict.fromkeys(context.without, AUTO))  # tests run several parts in one process
         gc.unfreeze()
     return 1 if report.failures or not report.complete else 0
 

@@ -48,7 +48,7 @@ def _peer_row(context: Context, name: str, side: Callable[[Context, int], Callab
         with suppress(torch.OutOfMemoryError):
             seconds = measured(side(context, sequences), context.device, context.scale.repeats, cold=False)
         if seconds:
-            # Transformers asks on the host whether the mask masks anything.
+            # Transformers tests on the host whether the attention mask is needed.
             waits = "; the host waits for the device in every step" if name == _EAGER else ""
             note = f"{sequences} sequences at once{waits}"
             return timed_row(name, seconds, sequences, "sequences/s", note=note, page=True)

@@ -35,7 +35,7 @@ class Figure:
     figure: float | None = None
     unit: str = ""
     share: float | None = None
-    """Fraction of the ceiling or floor that ``note`` names, measured in the same run."""
+    """Fraction of the ceiling, floor or total that ``note`` names, measured in the same run."""
     peer: float | None = None
     """Speed relative to the fastest peer in the same run."""
     note: str = ""

@@ -40,7 +40,7 @@ class Scale:
     """Bytes of the large copy."""
     parity_steps: int
     parity_sequences: int
-    """Steps of each run whose losses are compared, and sequences of each step."""
+    """Steps and sequences a step of the runs whose losses are compared."""
 
 
 FULL = Scale(ModelConfig(), 96, 10, 8192, 2**31, 200, 16)
@@ -53,7 +53,7 @@ class Context:
     scale: Scale
     report: PartReport
     without: Mapping[str, str] = field(default_factory=dict)
-    """Ops that run without their usual implementations, and the implementation of each that takes their place."""
+    """Ops that do not run with their usual implementation, and the implementation that each runs with."""
     end: float = math.inf
     """Value of ``time.monotonic`` at which the part should have ended."""
     samples: int | None = None
@@ -93,7 +93,7 @@ class Context:
     @property
     def captures(self) -> bool:
         """Whether steps are captured: on a GPU, unless an op has a replacement that no CUDA graph can capture."""
-        # Without attention that casts, a layer makes the casts in passes of their own and does not call the op.
+        # If the replacement of attention makes no FP8 casts, layers cast separately and never call these ops.
         called = {op: name for op, name in self.without.items() if not op.endswith("cast_fp8")}
         return self.on_gpu and all(OPS[op].implementations[name].capturable for op, name in called.items())
 

@@ -32,19 +32,19 @@ _MOST_ROWS = 24
 """Maximum number of kernels that get a row of their own."""
 _FITS, _DOES_NOT_FIT = "fits", "does not fit"
 _SHAPE_BUCKETS = 4
-"""Number of shape buckets. Training uses 16. Fewer save time, and the largest one alone determines the memory."""
+"""Number of shape buckets. Training uses 16, but fewer save time, and the memory depends on the largest bucket only."""
 
 
 def step(context: Context) -> None:
-    """Measure captured steps on one GPU: of the one-GPU recipe, of 96 sequences at once, and of two eight-GPU recipes."""
-    ceilings, report = Ceilings.of(context, page=True), context.report
+    """Measure captured steps on one GPU, of one-GPU and eight-GPU recipes, and profile a step in bf16 and in FP8."""
+    ceilings, report = Ceilings.of(context), context.report
     for index, (config, micro) in enumerate(_sizes(context)):
         name = rate_name(config, micro)
         # Phases are measured only for the first step, so that a failing stopwatch does not affect the other rates.
         report.attempt(name, partial(rate, context, name, config, micro, ceilings, phases=index == 0))
     for precision in ("bf16", "fp8"):
         name = f"split, {precision}"
-        report.attempt(name, partial(_look_into, context, name, precision))
+        report.attempt(name, partial(_profile_step, context, name, precision))
 
 
 def rate_name(config: Config, micro: int) -> str:
@@ -54,16 +54,14 @@ def rate_name(config: Config, micro: int) -> str:
 
 def _sizes(context: Context) -> list[tuple[Config, int]]:
     """Return recipes, each with the number of sequences in its micro-batches."""
-    found = []
-    for config, gpus in (
+    configs = (
         (recipe("h100_1x1"), 1),
         (recipe("h100_1x1", precision="fp8"), 1),
         (recipe("h100_1x1", global_batch_size=context.scale.sequences, gradient_accumulation_steps=1), 1),
         (recipe("h100_1x8"), 8),
         (recipe("dgxa100_1x8"), 8),
-    ):
-        found.append((config, micro_batch_size(context, config, gpus)))
-    return found
+    )
+    return [(config, micro_batch_size(context, config, gpus)) for config, gpus in configs]
 
 
 def micro_batch_size(context: Context, config: Config, gpus: int = 1) -> int:
@@ -71,8 +69,8 @@ def micro_batch_size(context: Context, config: Config, gpus: int = 1) -> int:
     return 2 if context.tiny else training.global_batch_size // (training.gradient_accumulation_steps * gpus)
 
 
-def _look_into(context: Context, name: str, precision: Precision) -> None:
-    """Check whether the host waits during a captured step of one micro-batch, and split the step's time by kernel."""
+def _profile_step(context: Context, name: str, precision: Precision) -> None:
+    """For a captured step of one micro-batch, check whether the host waits, and split its time by kernel."""
     sequences = context.scale.sequences
     # Captured steps are padded to a shape bucket.
     batches = micro_batches(context, sequences, 1, padded=True)
@@ -106,12 +104,9 @@ def _split(context: Context, name: str, run: Callable[[], None], sequences: int)
     whole = seconds * 1e6
     idle = "idle: launches, host", max(0.0, whole - sum(spent.values()))
     for key, microseconds in [*sorted(spent.items(), key=lambda item: -item[1])[:_MOST_ROWS], idle]:
-        share = microseconds / whole
-        per_sequence = microseconds / sequences
-        row = Figure(
-            f"{name}: {key[:100]}", microseconds / 1e3, per_sequence, "us a sequence", share, page=share > 0.01
-        )
-        context.report.add(row)
+        title, share, a_sequence = f"{name}: {key[:100]}", microseconds / whole, microseconds / sequences
+        figures = microseconds / 1e3, a_sequence, "us a sequence", share
+        context.report.add(Figure(title, *figures, note="of the step", page=share > 0.01))
 
 
 def _synchronisations(context: Context, name: str, run: Callable[[], None]) -> Figure:
@@ -288,7 +283,7 @@ def _search(context: Context, precision: Precision) -> None:
     while size <= limit and (failing is None or failing - most > max(8, most // 16)):
         name = f"{precision}, {size} sequences"
         row = report.attempt(name, partial(_peak, context, name, precision, size))
-        if row is None or row.failed:  # it failed for a reason other than memory
+        if row is None or row.failed:  # for a reason other than memory
             return
         most, failing = (size, failing) if row.note.startswith(_FITS) else (most, size)
         size = 2 * size if failing is None else (most + failing) // 2

@@ -114,16 +114,13 @@ class Ceilings:
     """Rate of a large copy; bytes read and bytes written count."""
 
     @classmethod
-    def of(cls, context: Context, *, page: bool = False) -> "Ceilings":
-        """Measure the ceilings, and add a row for each.
-
-        Every part does this itself, so that its figures are compared with rates of the same process.
-        """
+    def of(cls, context: Context) -> "Ceilings":
+        """Measure the ceilings in the process of the part that uses them, and add a row for each."""
         makers = {"bf16 product": _large_product, "FP8 product": _large_fp8_product, "device copy": _large_copy}
         rates = []
         for what, make in makers.items():
             name = f"ceiling: {what}"
-            row = context.report.attempt(name, partial(_best_row, context, name, make, page))
+            row = context.report.attempt(name, partial(_best_row, context, name, make))
             # The rows' figures are in TFLOP/s or TB/s.
             rates.append(row.figure * 1e12 if row and row.figure else None)
         return cls(*rates)
@@ -169,13 +166,9 @@ def _large_copy(context: Context) -> tuple[Callable[[], Tensor], int, str]:
     return lambda: target.copy_(source), 2 * source.numel(), "TB/s"
 
 
-def _best_row(
-    context: Context, name: str, make: Callable[[Context], tuple[Callable[[], Tensor], int, str]], page: bool
-) -> Figure:
+def _best_row(context: Context, name: str, make: Callable[[Context], tuple[Callable[[], Tensor], int, str]]) -> Figure:
     work, amount, unit = make(context)
     # The shortest time counts and the cache is warm, because a ceiling is the highest rate.
     seconds = measured(work, context.device, 3 * context.scale.repeats, cold=False)
-    best = min(seconds)
-    return Figure(
-        name, 1e3 * best, amount / best / 1e12, unit, note=f"best of {len(seconds)}", page=page, seconds=seconds
-    )
+    best, note = min(seconds), f"best of {len(seconds)}"
+    return Figure(name, 1e3 * best, amount / best / 1e12, unit, note=note, page=True, seconds=seconds)

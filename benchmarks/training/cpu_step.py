@@ -137,7 +137,7 @@ def check_same_loss(ours: BertForPreTraining, theirs: torch.nn.Module, samples: 
     loss, reference = our_loss(ours, samples)(), their_loss(theirs, ours.config.max_position_embeddings, samples)()
     # The models sum in different orders. The resulting difference is far below this tolerance.
     if not torch.isclose(loss, reference, rtol=1e-4):
-        raise RuntimeError(f"the sides do different work: loss {loss:.6f} against {reference:.6f}")
+        raise RuntimeError(f"the models compute different losses: {loss:.6f} and {reference:.6f}")
     ours.train()
     theirs.train()
 

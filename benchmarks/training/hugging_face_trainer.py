@@ -55,7 +55,7 @@ def main(data: Path, out: Path, samples: int, interval: int, rate: float, warmup
 
 
 class Clock(transformers.TrainerCallback):
-    """Clock of the training steps, which stands still during evaluations."""
+    """Clock that measures the time of training and stops during evaluations."""
 
     def __init__(self, model: torch.nn.Module, batches: list[dict[str, Tensor]], steps: int) -> None:
         """Evaluate every ``steps`` steps on padded ``batches``."""
@@ -90,7 +90,7 @@ def accuracy(model: torch.nn.Module, batches: list[dict[str, Tensor]]) -> float:
 
 
 def evaluation_batches(dataset: Dataset, ignored_id: int, size: int = 64) -> list[dict[str, Tensor]]:
-    """Return all samples in padded batches with their masks, without labels for masked tokens that are ``ignored_id``."""
+    """Return all samples as padded batches, masked as stored. Masked tokens with ``ignored_id`` get no label."""
     batches = []
     by_length = np.argsort(-dataset.lengths.astype(np.int64))
     for start in range(0, len(by_length), size):

@@ -26,14 +26,16 @@ sys.path.insert(0, str(REPOSITORY := Path(__file__).resolve().parents[2]))
 import tyro
 
 from benchmarks.conditions import write_figures
+from benchmarks.inputs import write_demo_text
 from bert.train import parse
 from compliance.log.metrics import read_metrics
 from dataloading.options import OwnText
-from dataloading.preparation.demo import demo_documents
 from dataloading.preparation.own_text import write_own_text
 
 BATCH = 32
 EVALUATIONS = 20
+TARGET_SHARE = 0.95
+"""The target, as a share of the accuracy at the end of the recipe's first training."""
 DEFAULT_RATE = 5e-5
 """The Trainer's default learning rate, which is used without a warm-up."""
 PEER_PACKAGES = ("transformers", "accelerate")
@@ -76,19 +78,18 @@ class Trainings:
 
     data: Path
     samples: int
-    their_samples: int
     interval: int
     warmup_steps: int
 
     @classmethod
-    def on(cls, data: Path, samples: int | None, schedule: int) -> "Trainings":
+    def on(cls, data: Path, samples: int | None) -> "Trainings":
         """Take the schedule from the recipe, and divide it evenly among the evaluations. ``samples`` replaces its length."""
         given = [] if samples is None else [f"--training.max-samples={samples}"]
         config = parse([*recipe_arguments(data), *given])
         steps = -(-config.training.max_samples // BATCH)
         steps += -steps % EVALUATIONS
         samples, interval = steps * BATCH, steps // EVALUATIONS * BATCH
-        return cls(data, samples, schedule * samples, interval, config.optimizer.num_warmup_steps)
+        return cls(data, samples, interval, config.optimizer.num_warmup_steps)
 
     def ours(self, repeat: int) -> Training:
         """Train as ``run_and_time.sh`` does, with the number of processes and threads that it chooses."""
@@ -106,7 +107,7 @@ class Trainings:
         """Train with Hugging Face's Trainer."""
         out = self.data.parent / "theirs.json"
         warmup = 0 if rate == DEFAULT_RATE else self.warmup_steps
-        options = {"data": self.data, "out": out, "samples": self.their_samples, "interval": self.interval}
+        options = {"data": self.data, "out": out, "samples": self.samples, "interval": self.interval}
         options |= {"rate": rate, "warmup-steps": warmup, "seed": repeat}
         program = Path(__file__).with_name("hugging_face_trainer.py")
         _run(str(program), *(f"--{name}={value}" for name, value in options.items()))
@@ -114,7 +115,7 @@ class Trainings:
 
 
 def compare(trainings: Trainings, rates: Sequence[float], target_share: float, repeats: int) -> dict[str, object]:
-    """Train with both programs in turns, and return the trainings, the ratios of each repeat, and their medians."""
+    """Train with both programs in turn, and return the trainings, the ratios of each repeat, and their medians."""
     ours = [trainings.ours(0)]
     target = target_share * ours[0].curve[-1].accuracy
     _report(ours[0], target)
@@ -149,9 +150,7 @@ def compare(trainings: Trainings, rates: Sequence[float], target_share: float, r
 def main(
     text: tuple[Path, ...] = (),
     rates: tuple[float, ...] = (DEFAULT_RATE, 1e-3, 2e-3, 5e-3),
-    target_share: float = 0.95,
     samples: int | None = None,
-    schedule: int = 1,
     repeats: int = 3,
     out: Path | None = None,
 ) -> None:
@@ -160,30 +159,25 @@ def main(
     Args:
         text: Files or folders of text with an empty line between documents. Default: prose of the standard library.
         rates: Learning rates to try with the Trainer.
-        target_share: The target, as a share of the accuracy at the end of the recipe's first training.
         samples: Number of training samples. Default: the recipe's number.
-        schedule: Length of the Trainer's schedule, as a multiple of the recipe's. A longer one may reach more.
         repeats: Number of times that both train.
         out: Write the figures here as JSON.
     """
     if missing := [name for name in PEER_PACKAGES if importlib.util.find_spec(name) is None]:
         raise ValueError(f"not installed: {', '.join(missing)}. Run pip install {' '.join(missing)}")
-    if min(repeats, schedule, len(rates)) < 1 or not 0 < target_share <= 1:
-        raise ValueError(
-            f"--repeats {repeats} --schedule {schedule} --target-share {target_share} --rates {rates}: expected at least "
-            "1, a share, and at least one rate"
-        )
+    if min(repeats, len(rates)) < 1:
+        raise ValueError(f"--repeats is {repeats}, and --rates has {len(rates)} rates: expected at least one of each")
     with tempfile.TemporaryDirectory() as folder:
         data = Path(folder, "data")
-        write_own_text(text or (_write_demo_text(Path(folder, "text.txt")),), OwnText(), data)
-        trainings = Trainings.on(data, samples, schedule)
+        write_own_text(text or (write_demo_text(Path(folder, "text.txt")),), OwnText(), data)
+        trainings = Trainings.on(data, samples)
         print(f"{trainings.samples:,} samples, evaluated every {trainings.interval:,}", flush=True)
-        figures = compare(trainings, rates, target_share, repeats)
+        figures = compare(trainings, rates, TARGET_SHARE, repeats)
     print(f"medians of ours against the Trainer: {figures['medians']}")
     if figures["is_lower_bound"]:
         print("the Trainer missed the target: its time is a lower bound")
     if out:
-        # OMP_NUM_THREADS replaces the numbers of threads that the programs choose.
+        # If OMP_NUM_THREADS is set, both programs use it instead of the number of threads that they would choose.
         given = {"cores": len(os.sched_getaffinity(0)), "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS")}
         write_figures(out, {"samples": trainings.samples, **given, **figures})
 
@@ -197,11 +191,6 @@ def recipe_arguments(data: Path, *settings: str) -> list[str]:
     """Return the arguments for a training by the recipe on the data in this folder."""
     places = {"train": data / "train", "evaluation": data / "evaluation", "vocab": data / "vocab.txt"}
     return ["own_text_cpu", *(f"--data.{name}={place}" for name, place in places.items()), *settings]
-
-
-def _write_demo_text(path: Path) -> Path:
-    path.write_text("\n\n".join("\n".join(document.sentences) for document in demo_documents()), encoding="utf-8")
-    return path
 
 
 def _report(training: Training, target: float) -> None:

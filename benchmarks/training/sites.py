@@ -13,8 +13,8 @@ the machine as each of two sites. Each site's uplink has the given rate and no a
 A step of the synchronous ways takes seconds on a slow link, but the samples to the target depend on no link. Therefore the
 part "samples" trains to the target without a limit of rate, with one host a site, and the part "links" measures steps and
 evaluations on each link. Their numbers to the target, multiplied by their times, give the time to the target. One site alone
-has the samples of "flat fp32", which are the same up to rounding. The part "checks" trains to the target on each link, to
-compare the time with the computed one. Only "samples" may share the machine.
+needs as many samples as "flat fp32", up to rounding. The part "checks" trains to the target on each link, to
+compare the time with the computed one. Other programs may run at the same time only during "samples".
 """
 
 import json
@@ -104,9 +104,9 @@ class Cluster:
     def times(self, way: str) -> Row:
         """Return the times of steps and of an evaluation on this link, and the bytes between sites in a step.
 
-        The second half of the steps counts, in which at least one exchange begins and is applied. ``link_bytes`` are those
-        of the whole run without its start, with the headers of packets, in both directions; ``site_bytes`` are those that
-        the ranks count.
+        The times are those of the second half of the steps, in which at least one exchange begins and is applied.
+        ``link_bytes`` come from the kernel's counters: both directions, with packet headers, without the start of the run.
+        ``site_bytes`` come from the ranks' own records.
         """
         half = max(32, period(way))
         samples = half * tiny_cpu().training.global_batch_size
@@ -204,7 +204,7 @@ def main(
     if missing := why_not():
         raise ValueError(missing)
     if len(os.sched_getaffinity(0)) < 2:
-        raise ValueError("this process may use one core, expected one for each of two sites")
+        raise ValueError("this process may use only one core, expected at least two, one for each site")
     if unknown := set(parts) - {*PARTS}:
         raise ValueError(f"--parts has {', '.join(sorted(unknown))}, expected some of {', '.join(PARTS)}")
     old = json.loads(out.read_text()) if out is not None and out.exists() else {}

@@ -9,13 +9,11 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-HISTOGRAM = Path(__file__).with_name("wikipedia_length_histogram.csv")
-"""CSV file with columns ``length`` and ``count``."""
-
 
 @functools.cache
-def length_counts(path: Path = HISTOGRAM) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+def length_counts() -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Return the lengths that occur, ascending, and the number of sequences of each length."""
+    path = Path(__file__).with_name("wikipedia_length_histogram.csv")
     lengths, counts = np.loadtxt(path, delimiter=",", skiprows=1, dtype=np.int64, unpack=True)
     return lengths, counts
 

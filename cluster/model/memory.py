@@ -104,7 +104,7 @@ def hidden_bytes(precision: Precision, on_gpu: bool) -> int:
     return 2 if precision != "fp32" and on_gpu else 4
 
 
-def under_way(strategy: Strategy, place: int) -> float:
+def micro_batches_in_flight(strategy: Strategy, place: int) -> float:
     """Return the number of micro-batches whose activations a pipeline rank stores at once under PyTorch's schedules."""
     stages, virtual = strategy.pipeline, strategy.virtual_stages
     if virtual == 1:  # 1F1B
@@ -122,10 +122,10 @@ def memory_of_rank(work: Work, strategy: Strategy, nodes: int, ranks: int, on_gp
     # Micro-batches do not depend on how gradients are summed, so all reductions share one cache entry.
     computing = replace(strategy, bucket_bytes=1, reduction="flat", reduce_dtype="fp32")
     shares = model_shares(work.model, strategy.tensor, strategy.pipeline, strategy.virtual_stages)
-    layers = [each.inner * under_way(strategy, place) for place, each in enumerate(shares)]
+    layers = [each.inner * micro_batches_in_flight(strategy, place) for place, each in enumerate(shares)]
     # Only these pipeline ranks can need the most memory: the first, the last, and the rank that stores the most layers.
     places = [
-        held_by_rank(work, strategy, nodes, ranks, place, on_gpu)
+        fixed_memory(work, strategy, nodes, ranks, place, on_gpu)
         | _largest_micro_batch(work, computing, nodes * ranks, on_gpu, place)
         for place in {0, layers.index(max(layers)), strategy.pipeline - 1}
     ]
@@ -135,23 +135,23 @@ def memory_of_rank(work: Work, strategy: Strategy, nodes: int, ranks: int, on_gp
 @functools.lru_cache(maxsize=1024)
 def _largest_micro_batch(work: Work, strategy: Strategy, ranks: int, on_gpu: bool, place: int) -> dict[str, float]:
     share = model_shares(work.model, strategy.tensor, strategy.pipeline, strategy.virtual_stages)[place]
-    kept_at_once = under_way(strategy, place)
-    whole = math.ceil(kept_at_once)  # interleaved stages keep a fraction of a micro-batch
+    in_flight = micro_batches_in_flight(strategy, place)
+    whole = math.ceil(in_flight)  # with virtual stages, a rank may store a fraction of a micro-batch
     found, rows = [], []
     for step in range(_STEPS):
         sizes = work.micro_batches(strategy, ranks, step)
-        kept_AR = kept_by_forward(work, strategy, sizes, on_gpu, share)
+        kept_AR = saved_activations(work, strategy, sizes, on_gpu, share)
         # On a CPU, the loss casts the logits to fp32.
         logits_AR = (
             sizes.masked_AR * work.model.vocab_size * (2.0 if on_gpu else 4.0) / strategy.tensor * share.has_last
         )
         worst = np.unravel_index(np.argmax(kept_AR + logits_AR), kept_AR.shape)
         # A layer that recomputes stores all of its activations again during its backward pass.
-        keeping_all = kept_by_forward(work, replace(strategy, recompute="none"), sizes, on_gpu, share)
+        keeping_all = saved_activations(work, replace(strategy, recompute="none"), sizes, on_gpu, share)
         recomputed = float(keeping_all[worst] - kept_AR[worst]) / max(1, share.inner)
         # Add the largest micro-batches that the same rank may have in flight at the same time.
         others = np.sort(kept_AR[:, worst[1]])[-whole:-1].sum() if whole > 1 else 0.0
-        kept = (float(kept_AR[worst]) + float(others)) * kept_at_once / whole
+        kept = (float(kept_AR[worst]) + float(others)) * in_flight / whole
         found.append((kept, float(logits_AR[worst]), recomputed))
         rows.append(float(sizes.tokens_AR.max()) / strategy.tensor)
     parts: dict[str, float] = dict(zip(("activations", "logits", "recomputed"), max(found, key=sum), strict=True))
@@ -162,7 +162,7 @@ def _largest_micro_batch(work: Work, strategy: Strategy, ranks: int, on_gpu: boo
     return parts
 
 
-def held_by_rank(
+def fixed_memory(
     work: Work, strategy: Strategy, nodes: int, ranks: int, place: int = 0, on_gpu: bool = False
 ) -> dict[str, float]:
     """Return the bytes of each part that does not depend on micro-batches. ``place`` is the rank's index in its pipeline."""
@@ -181,7 +181,7 @@ def held_by_rank(
     cast += share.has_last * (2 * D * D + work.model.vocab_size * D + 2 * D)
     return {
         "weights": 4.0 * (elements + share.copied),
-        # Sharded gradients pass through two buffers, each as large as a bucket. The sums count as "update".
+        # Sharded gradients pass through two buffers, each as large as a bucket. Their sums count as part of "update".
         "gradients": 8.0 * bucket if strategy.shard_gradients and copies > 1 else 4.0 * (elements + share.copied),
         "moments": 8.0 * shard,
         # Sharded LAMB also holds contiguous copies of its shard's gradients and weights.
@@ -194,7 +194,7 @@ def held_by_rank(
     }
 
 
-def kept_by_forward(
+def saved_activations(
     work: Work, strategy: Strategy, sizes: MicroBatches, on_gpu: bool, share: ModelShare
 ) -> NDArray[np.float64]:
     """Return the bytes [A, R] that a share's forward pass stores for the backward pass, excluding logits and weights."""
@@ -210,7 +210,7 @@ def kept_by_forward(
     norm = (2 * size if on_gpu else 4) * D + 8 + (4 * D if model.hidden_dropout and not on_gpu else 0)
 
     def attention(rows: NDArray[np.float64], pairs: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Return the bytes of two output-sized tensors, and of the softmax statistics or scores, probabilities and mask."""
+        """Return the bytes of two output-sized tensors and of softmax statistics, or of scores, probabilities and mask."""
         return rows * 2 * size * D + (3 * size * pairs * H if cpu_dropout else rows * 4 * H)
 
     def rest(rows: NDArray[np.float64], norms_kept: int) -> NDArray[np.float64]:
@@ -218,7 +218,9 @@ def kept_by_forward(
         return rows * (2 * norm + norms_kept * size * D + 2 * size * F)
 
     if on_gpu or strategy.recompute != "none":
-        inner = share.inner * T * _kept_by_layer(model, strategy.recompute, strategy.precision, int(work.lengths.max()))
+        inner = (
+            share.inner * T * _saved_by_layer(model, strategy.recompute, strategy.precision, int(work.lengths.max()))
+        )
         # On a CPU, norms return fp32, so the next layer's input is fp32.
         inner = inner + (0 if on_gpu else max(0, share.inner - 1) * T * (4 - size) * D)
     else:
@@ -235,7 +237,7 @@ def kept_by_forward(
     return gathered + divided / strategy.tensor
 
 
-def _kept_by_layer(model: ModelConfig, mode: Recompute, precision: Precision, longest_sequence: int) -> int:
+def _saved_by_layer(model: ModelConfig, mode: Recompute, precision: Precision, longest_sequence: int) -> int:
     """Return the bytes per token that this program's kernels store for an inner layer, including its input."""
     D, F, H = model.hidden_size, model.intermediate_size, model.num_attention_heads
     size = 4 if precision == "fp32" else 2

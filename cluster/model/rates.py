@@ -38,12 +38,12 @@ LINEAR_FLOPS = 6.0
 """Floating-point operations of a linear layer for each row x input x output: three products of two operations each."""
 
 ACCESSES = {"attention": 8.0, "norm": 10.0, "gelu": 5.0, "embedding": 8.0, "loss": 6.0}
-"""Memory accesses for each unit of a kind's second cost term. Used for data-sheet rates, where nothing was measured."""
+"""Assumed memory accesses for each unit of a kind's second cost term. Only data-sheet rates use them, not a probe's."""
 
 SEQUENCE_BYTES, LAUNCHES = 599_294_086, 1406
-"""Bytes of memory traffic of a BERT-Large sequence, without matrix products and averaged over Wikipedia's lengths, and
-number of kernel launches of a micro-batch. Both follow from `cluster.model.work` if an access moves 2 bytes, a
-product takes 6 launches, and any other computation takes 8."""
+"""For BERT-Large: bytes of memory traffic of a sequence, without matrix products and averaged over Wikipedia's lengths,
+and kernel launches of a micro-batch. Both follow from `cluster.model.work` if an access moves 2 bytes, a product takes 6
+launches, and any other computation takes 8."""
 
 _ACCELERATORS = {
     "h100": "H100-SXM-80GB",
@@ -122,7 +122,7 @@ class Rates:
             kind = f"{kind} with dropout"
         if kind not in self.costs:
             raise ValueError(
-                f"neither the probe nor the device's facts have a rate of {kind}: choose another precision"
+                f"the rate of {kind} is in neither a probe nor the device's data sheet. Choose another training.precision"
             )
         return sum((cost * count for cost, count in zip(self.costs[kind], computation.counts, strict=True)), 0.0)
 
@@ -141,7 +141,7 @@ class Rates:
             scope = "world"
         curve = self.collectives.get((operation, scope))
         if curve is None:
-            raise ValueError(f"no rate of {operation} ({scope}): run `python -m cluster probe` on as many ranks")
+            raise ValueError(f"the probe has no rate of {operation} ({scope}): probe as many ranks as the run has")
         return curve.seconds(size), curve.share
 
     @functools.lru_cache(maxsize=64)  # noqa: B019  a program makes few instances
@@ -200,7 +200,7 @@ class Rates:
 
 
 def _shorter_ring(members: int, measured: int) -> float:
-    """Return the bytes that a rank sends in a ring of ``members`` ranks, divided by those in the ring that was measured."""
+    """Return a rank's bytes in a ring of ``members`` ranks, relative to its bytes in the measured ring."""
     return ring_share(members) / ring_share(measured) if measured > 1 else 0.0
 
 
@@ -243,7 +243,7 @@ def device_of(recipe: str, accelerator: str | None) -> tuple[Device, int]:
     """Return the named or the recipe's device, and the number per node. Raises ``ValueError`` if the device is unknown."""
     name = accelerator or _ACCELERATORS.get(recipe.rpartition("_")[0])
     if name is None:
-        raise ValueError(f"{recipe} names no device: give --cluster, the file of `python -m cluster probe`")
+        raise ValueError(f"the name of {recipe} states no device: set --accelerator, or for `plan` --cluster")
     device = device_named(name)
     return device, device.per_node  # a recipe for fewer devices uses part of a node
 
@@ -257,9 +257,9 @@ def target_of_devices(device: Device, count: int, per_node: int, networking: str
         raise ValueError(f"--gpus is {count:,}, expected whole nodes of {per_node}")
     machine = describe_machine(device, count // per_node, per_node, networking=networking)
     rates: dict[Precision, Rates] = {"bf16": rates_of_machine(machine, "bf16")}
-    missing: dict[Precision, str] = {"fp32": f"the facts of {device.name} have no rate of it"}
+    missing: dict[Precision, str] = {"fp32": f"the data sheet of {device.name} states no rate"}
     if device.fp8_tflops is None:
-        missing["fp8"] = f"{device.name} has none"
+        missing["fp8"] = f"{device.name} does not support it"
     else:
         rates["fp8"] = rates_of_machine(machine, "fp8")
     return Target(device.name, machine.nodes, per_node, rates, missing, device.form != "CPU")
@@ -270,11 +270,11 @@ def _target_of_probe(path: Path, gpus: int | None) -> Target:
     ranks, hosts = len(view.ranks), len(view.hosts)
     # Contention and collectives were measured on all ranks at once, so they do not apply to another number of ranks.
     if gpus not in (None, ranks):
-        raise ValueError(f"{path} has {counted(ranks, 'rank')}, but --gpus is {gpus}: probe as many as you plan for")
+        raise ValueError(f"{path} has {counted(ranks, 'rank')}, but --gpus is {gpus}: probe as many as the run has")
     rates = rates_of_view(view)
     precisions: tuple[Precision, ...] = ("fp32", "bf16", "fp8")
     found: dict[Precision, Rates] = {each: rates for each in precisions if f"linear {each}" in rates.costs}
-    missing: dict[Precision, str] = {each: f"{path} has no rate of it" for each in precisions if each not in found}
+    missing: dict[Precision, str] = {each: f"{path} has no rate" for each in precisions if each not in found}
     return Target(view.ranks[0].device, hosts, ranks // hosts, found, missing, view.backend == "nccl")
 
 
@@ -323,8 +323,8 @@ def _curve(measured: Collective, processors: float) -> Curve:
 def rates_of_machine(machine: Machine, precision: str = "bf16") -> Rates:
     """Return the rates of a machine from its data sheet and the fit to published results.
 
-    The rates agree with `cluster.published.cost_model` on the time of a mean Wikipedia sequence and of a reduction that
-    nothing hides. Raises ``ValueError`` if FP8 is requested and the devices lack it.
+    The rates agree with `cluster.published.cost_model` on the time of a mean Wikipedia sequence and of a reduction without
+    overlap. Raises ``ValueError`` if FP8 is requested and the devices lack it.
     """
     device, p = machine.device, fitted_parameters()
     if precision == "fp8" and device.fp8_tflops is None:
@@ -357,13 +357,13 @@ def rates_of_machine(machine: Machine, precision: str = "bf16") -> Rates:
         _collectives(machine, link, network),
         micro_batch_s=math.exp(p["launch"]) + math.exp(p["half_batch"]) * sequence,
         start_s=math.exp(p["start"]),
-        # Data groups in racks share only the network between racks, which may be faster than the link of one device.
+        # Data groups in racks share only the network between racks, which may be faster than one device's link.
         free_groups=max(1.0, network / link) if machine.group > machine.per_node else 1.0,
     )
 
 
 def _collectives(machine: Machine, link: float, network: float) -> dict[tuple[Operation, Scope], Curve]:
-    """Return the curves, given the bytes a second that a device sends to its group and that a group sends to the next."""
+    """Return the curves. A device sends ``link`` bytes a second to its group, and a group ``network`` to the next group."""
     p = fitted_parameters()
     # Within the reach of the fast link, the latency of a collective is one launch.
     launch = math.exp(p["launch"]) / LAUNCHES
@@ -375,7 +375,7 @@ def _collectives(machine: Machine, link: float, network: float) -> dict[tuple[Op
     scopes: list[tuple[Scope, int, float, float]] = [
         ("node", machine.per_node, 1 / link, launch),
         ("rail", machine.nodes, rail, latency + is_rack * launch),
-        # Links and network form one pipeline, whose slower half determines the time.
+        # Links and network form one pipeline, so the slower of the two determines the time.
         ("world", machine.accelerators, max(1 / link if machine.group > 1 else 0.0, 1 / network), latency),
     ]
     curves: dict[tuple[Operation, Scope], Curve] = {}

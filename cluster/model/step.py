@@ -1,10 +1,10 @@
 """Predicted time of this program's step, by the parts that a run records, and predicted time of a run.
 
 The computation is counted from the real batch sampler: the micro-batches of each rank, for some steps. A simulated timeline
-overlaps the reduction's buckets with the backward pass, and the all-gather of sharded weights with the forward pass. The
-computation and the messages of a rank each have an order, and wait for one another. Both need processors. If there are too
-few for both, messages get as many as they need, but at most half of all, and computation gets the rest. On a GPU, messages
-need no processors.
+overlaps the reduction's buckets with the backward pass, and the all-gather of sharded weights with the forward pass. A
+rank's computations run in a fixed order, and so do its messages. Either may wait for the other. On CPUs, both need
+processors. If there are too few for both, messages get as many as they need, but at most half of all, and computation gets
+the rest.
 
 Shape legend: A micro-batches of a step, R copies of the model, P ranks of a pipeline.
 """
@@ -52,13 +52,13 @@ def predict_step(work: Work, strategy: Strategy, rates: Rates, steps: int = _STE
 
     Raises ``ValueError`` if the global batch does not divide over the ranks, or if a rate is missing.
     """
-    predicted = _predicted if strategy.pipeline == 1 else _predicted_in_stages
-    found = [predicted(work, strategy, rates, step) for step in range(steps)]
+    predict = _predict_without_pipeline if strategy.pipeline == 1 else _predict_pipeline
+    found = [predict(work, strategy, rates, step) for step in range(steps)]
     return PredictedStep(*(sum(seconds) / steps for seconds in zip(*map(astuple, found), strict=True)))
 
 
 def least_step(work: Work, strategy: Strategy, rates: Rates) -> PredictedStep:
-    """Return a lower bound of a step's time: the mean computation of the costliest stage, without any other part."""
+    """Return a lower bound of a step's time, which is the mean computation of the costliest stage and no other part."""
     sequences = strategy.sequences(rates.world_size) * strategy.gradient_accumulation_steps
     parts = _computation(work.model, strategy, rates, work.typical(sequences))
     stages = [float(each.sum()) for each in _of_stages(parts, work.model, strategy.parallel)]
@@ -67,7 +67,7 @@ def least_step(work: Work, strategy: Strategy, rates: Rates) -> PredictedStep:
     return PredictedStep(0.0, through, 0.0, 0.0)
 
 
-def _predicted(work: Work, strategy: Strategy, rates: Rates, step: int) -> PredictedStep:
+def _predict_without_pipeline(work: Work, strategy: Strategy, rates: Rates, step: int) -> PredictedStep:
     [share], data_rates = model_shares(work.model, strategy.tensor), rates.of_data_groups(strategy.tensor)
     sizes = work.micro_batches(strategy, rates.world_size, step)
     embedding, layer, last = _computation(work.model, strategy, rates, sizes)
@@ -91,10 +91,10 @@ def _predicted(work: Work, strategy: Strategy, rates: Rates, step: int) -> Predi
     )
 
 
-def _predicted_in_stages(work: Work, strategy: Strategy, rates: Rates, step: int) -> PredictedStep:
+def _predict_pipeline(work: Work, strategy: Strategy, rates: Rates, step: int) -> PredictedStep:
     """Predict a step with pipeline parallelism, which has no CUDA graphs and reduces gradients after its last micro-batch.
 
-    The computation is the first stage's, as in the records of rank 0. The rest of the pipeline's time counts as waiting.
+    Like the records of rank 0, the prediction counts the first stage's computation, and the rest of the time as waiting.
     """
     shares = model_shares(work.model, strategy.tensor, strategy.pipeline, strategy.virtual_stages)
     # All stages reduce at once, and the stage with the most elements is the last to finish.
@@ -108,7 +108,7 @@ def _predicted_in_stages(work: Work, strategy: Strategy, rates: Rates, step: int
     rows = float(sizes.tokens_AR.mean()) / strategy.tensor
     message_s = rates.message_seconds(strategy.tensor, strategy.pipeline, rows * hidden)
     neighbours_P = np.array([share.neighbours for share in shares])
-    through_R = through_stages(compute_PAR, neighbours_P, message_s, strategy, rates.sharing)
+    through_R = pipeline_seconds(compute_PAR, neighbours_P, message_s, strategy, rates.sharing)
     assembly = _assembly(strategy, rates)
     through = rates.last_of((through_R + (assembly if rates.demand >= 1 else 0.0)).tolist())
     computing = min(rates.mean * float(compute_PAR[0].sum(0).mean()), through)
@@ -124,7 +124,7 @@ def _predicted_in_stages(work: Work, strategy: Strategy, rates: Rates, step: int
     )
 
 
-def through_stages(
+def pipeline_seconds(
     compute_PAR: NDArray[np.float64],
     neighbours_P: NDArray[np.float64],
     message_s: float,
@@ -200,11 +200,11 @@ def _exchanged(model: ModelConfig, strategy: Strategy, rates: Rates, sizes: Micr
 
 @dataclass(frozen=True)
 class Activity:
-    """Seconds of a piece of computation, or of a message.
+    """A computation or a message, with its seconds.
 
     Attributes:
-        needs: number of messages that must have arrived before a computation begins, or of computations that must have
-            ended before a message begins. A computation of 0 seconds only waits.
+        needs: for a computation, number of messages that must have arrived before it begins; for a message, number of
+            computations that must have ended. A computation of 0 seconds only waits.
         share: share of the processors that a message keeps busy.
     """
 
@@ -218,8 +218,8 @@ def _timeline(
 ) -> tuple[float, float, float]:
     """Simulate an average rank's step, given the seconds of each part of the model. Return what `simulate` returns.
 
-    The first forward pass and the last backward pass have one computation for each part of the model, because a message can
-    begin only after a whole computation.
+    The first forward pass and the last backward pass have one computation for each part of the model, because messages
+    begin between computations and not within one.
     """
     embedding, layer, last = means
     parts = [each + constant / (share.inner + 2) for each in (embedding, *[layer] * share.inner, last)]
@@ -313,7 +313,7 @@ def _reduce(strategy: Strategy, rates: Rates, bucket: slice) -> tuple[float, flo
         if strategy.reduction == "hierarchical":
             collectives.append(("all-gather", "node", size))
     if strategy.reduce_dtype == "bf16":
-        # Ranks send contributions in bf16, half of the bytes, to the rank that adds them in fp32 and returns the sum.
+        # Ranks send bf16, half of the bytes, to the rank that adds them in fp32. After an all-reduce, it returns bf16 sums.
         halves: dict[Operation, list[Operation]] = {
             "reduce-scatter": ["all-to-all"],
             "all-gather": ["all-gather"],
@@ -337,16 +337,15 @@ def _update(strategy: Strategy, rates: Rates, share: ModelShare) -> float:
             seconds += sum(_gather(strategy, data_rates, _bytes(bucket)).seconds for bucket in buckets)
         # Tensors span shards, so their norms need two all-gathers of two fp64 numbers per segment and rank.
         seconds += 2 * _gather(strategy, data_rates, 16.0 * share.segments * shards).seconds
-    if strategy.tensor > 1:  # ranks sum the gradients of parameters that are replicated in a tensor group
+    if strategy.tensor > 1:  # sum the gradients of parameters that are replicated in a tensor group
         seconds += rates.tensor_seconds("all-reduce", strategy.tensor, 4.0 * share.shared / shards)
     return seconds
 
 
 def predict_run(
-    work: Work, strategy: Strategy, rates: Rates, step: PredictedStep | None = None, samples: float | None = None
+    work: Work, strategy: Strategy, rates: Rates, step: PredictedStep, samples: float | None = None
 ) -> RunTime:
     """Predict the time to train, given the predicted ``step`` and, if known, the number of ``samples`` to the target."""
-    step = step or predict_step(work, strategy, rates)
     batch = strategy.global_batch_size
     samples = samples or work.samples
     if samples is None:

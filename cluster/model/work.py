@@ -1,4 +1,4 @@
-"""Work of a run: what a step computes on which data, and the strategy that divides it over ranks.
+"""Work of a run: its model, data and stopping point, and the strategy that divides the work over ranks.
 
 The computations of a micro-batch are counted as well. A computation has a kind and a count for each cost term of that kind,
 and includes the forward and the backward pass. `cluster.model.rates` holds the seconds per unit of each term.
@@ -35,7 +35,7 @@ _DRAWN = 200_000
 _MASKED_SHARE, _MOST_MASKED = 0.15, 76
 """Masked tokens in the benchmark's data: their share of a sequence's tokens, and their maximum per sequence."""
 
-# Use the training default, so that a run plan without the field and a run without the option use the same size.
+# Use the default of training.bucket_bytes, so that predictions and runs without this setting use the same size.
 BUCKET_BYTES = TrainingConfig.bucket_bytes
 
 WORD = "embeddings.word"
@@ -90,7 +90,7 @@ class Strategy:
 
 
 def strategy_of(config: Config) -> Strategy:
-    """Return the strategy of a configuration. A setting "auto" stands for its first candidate."""
+    """Return the strategy of a configuration, with the reduction "flat" if ``training.reduction`` is "auto"."""
     training = config.training
     return Strategy(
         training.global_batch_size,
@@ -265,7 +265,7 @@ REPEATED: dict[Recompute, tuple[str, ...]] = {
     "selective": ("attention", "gelu", "norm"),
     "full": ("linear", "attention", "gelu", "norm"),
 }
-"""For each recomputation mode, the kinds of computation whose forward pass an inner layer's backward pass repeats.
+"""Kinds of computation that an inner layer's backward pass repeats, for each recomputation mode.
 
 The modes are in order of decreasing memory and increasing time."""
 
@@ -293,8 +293,8 @@ def linear(rows: Count, inputs: int, outputs: int, in_encoder: bool = False) -> 
 def parts_of(model: ModelConfig, sizes: MicroBatches, tensor: int = 1) -> tuple[list[Computation], ...]:
     """Return the computations of the embeddings, of an inner layer, and of the last layer with the output heads.
 
-    The counts are for one of ``tensor`` ranks that share a copy of the model. The rank computes part of the attention heads,
-    columns and words, and part of the rows between products.
+    The counts are for one of ``tensor`` ranks that share a copy of the model. The rank computes its part of the attention
+    heads, of the columns and of the vocabulary. Between the products, it computes its part of the rows.
     """
     D, F = model.hidden_size, model.intermediate_size
     T, S, M = sizes.tokens_AR, float(sizes.sequences), sizes.masked_AR

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 LARGEST = 16_384
 
 CAUSES = ("devices at work", "launches and small kernels", "reduction", "update", "evaluation", "start")
-"""Parts of the time to train. Data loads while devices compute, so waiting for data is not a part."""
+"""Parts of the time to train. Waiting for data belongs to the devices' work, because data loads while devices compute."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class ScalingPoint:
 
     Attributes:
         seconds: seconds of the run by cause.
-        low, high: 80 % interval of the minutes, as wide as the spread of published results.
+        low, high: 80 % interval of the minutes, derived from the spread of published results.
         efficiency: sequences per second per accelerator, relative to a single node.
     """
 
@@ -88,7 +88,7 @@ def scale(config: Config, device: Device, per_node: int, networking: str = "") -
     if not 1 <= per_node <= LARGEST:
         raise ValueError(f"--gpus-per-node is {per_node:,}, expected 1 to {LARGEST:,}")
     if config.log.division != "closed":
-        raise ValueError(f"{config.recipe} is not the benchmark, for which results are published. Use another recipe")
+        raise ValueError(f"{config.recipe} is not a recipe of the closed division. Use one, such as h100_8x8")
     work = wikipedia_work(config.model)
     first: Candidate | None = None
     nodes = 1

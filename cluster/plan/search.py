@@ -1,4 +1,4 @@
-"""Search for the fastest feasible way to run a recipe on given ranks, by predictions only, and the text of its result.
+"""Search for the fastest feasible way to run a recipe on given ranks, by predictions only, and print the result.
 
 A way is a schedule with a `Strategy`. A way is skipped if its computation alone takes longer than the best ways in total.
 Only the largest micro-batch that fits in memory and the next smaller one are tried, because more accumulation adds launches
@@ -16,7 +16,7 @@ from bert.configuration.config import Config
 from bert.configuration.run_plan import RunPlan, settings_of
 from bert.configuration.sections import ParallelConfig, Precision, Recompute, ReductionStrategy
 from bert.parallel.mesh import are_whole_copies
-from cluster.model.memory import USABLE_MEMORY, held_by_rank, memory_of_rank
+from cluster.model.memory import USABLE_MEMORY, fixed_memory, memory_of_rank
 from cluster.model.rates import Target
 from cluster.model.step import PredictedStep, least_step, predict_run, predict_step
 from cluster.model.work import REPEATED, Strategy, Work
@@ -31,7 +31,7 @@ PIPELINES = (1, 2, 4, 8, 16, 32, 64)
 VIRTUAL_STAGES = (1, 2, 4)
 BEST = 5
 _REACH = 1.1
-"""Ways are predicted from several steps if their first step suggests at most this multiple of the fifth best time."""
+"""Ways are predicted again from several steps if one step predicts at most this multiple of the fifth best time."""
 _MICRO_BATCHES = 2
 """Number of micro-batch sizes to try, starting with the largest that fits."""
 _MOST_VALUES = 8
@@ -77,7 +77,7 @@ class Found:
 def search(config: Config, work: Work, target: Target) -> Found:
     """Search for the fastest way to run a recipe on a target. Raises ``ValueError`` if nothing is feasible."""
     search = _Search(config, work, target)
-    first = search.computing()
+    first = search.ways_to_compute()
     if not first:
         reasons = dict.fromkeys(f"{each.setting} {each.value}: {each.reason}" for each in search.refusals)
         raise ValueError(f"nothing is feasible on {target.world_size:,} x {target.device}: {'; '.join(reasons)}")
@@ -86,7 +86,7 @@ def search(config: Config, work: Work, target: Target) -> Found:
         if _may_be_among_best(each.least_seconds, ranked):
             ranked += search.other_reductions(each)
     ranked.sort(key=lambda candidate: candidate.seconds)
-    # One predicted step was enough to find the slow ways. Several predicted steps are needed to compare the fast ways.
+    # So far, times come from one step of the batch plan, which is enough to find slow ways. Average several for fast ways.
     limit = _REACH * max(each.seconds for each in ranked[:BEST])
     ranked = [search.refine(each) if each.seconds <= limit else each for each in ranked]
     ranked.sort(key=lambda candidate: candidate.seconds)
@@ -117,12 +117,12 @@ class _Search:
             return False
         return True
 
-    def computing(self) -> list[Candidate]:
+    def ways_to_compute(self) -> list[Candidate]:
         """Return candidates for all ways to compute that may be among the best, with the least-memory reduction.
 
-        Sharing a copy of the model among ranks only saves memory and reduction time. If sharing among some number of ranks
-        is too slow even with a free reduction, only one way with this number is predicted. It explains in the output why
-        this number loses.
+        Sharing a copy of the model among ranks only saves memory and reduction time. If a number of ranks per copy is too
+        slow even with a free reduction, only one way with this number is predicted, so that the output can show why it
+        loses.
         """
         found: list[Candidate] = []
         pipelines = [each for each in PIPELINES[1:] if each <= self._config.model.num_hidden_layers]
@@ -163,11 +163,12 @@ class _Search:
             batch = schedule.global_batch_size
             if batch % copies == 0 and batch >= copies * pipeline:  # at least a micro-batch per stage
                 for precision in target.rates:
-                    if precision != "fp8" or pipeline == 1:  # FP8 scales span the whole model
+                    # FP8 scales span the whole model, so stages cannot have them.
+                    if precision != "fp8" or pipeline == 1:
                         reduction = self._reductions[-1]
                         yield schedule, Strategy(batch, 1, precision, reduction, tensor=tensor, pipeline=pipeline)
-            # The largest tensor groups make the fewest copies. If the batch does not divide over so few copies, it does not
-            # divide over more copies.
+            # The largest tensor groups make the fewest copies. A batch that does not divide over so few copies does not
+            # divide over more copies either.
             elif pipeline == 1 and tensor == self._tensors[-1]:
                 reason = "is no multiple of" if batch > copies else "is less than"
                 self.refusals.append(Refusal("batch", batch, f"{reason} {counted(self._target.world_size, 'rank')}"))
@@ -175,7 +176,7 @@ class _Search:
     def _with_micro_batches(self, schedule: BatchSchedule, way: Strategy) -> Iterator[Candidate]:
         """Return candidates with the largest micro-batches that fit, without and with recomputation."""
         target, usable = self._target, USABLE_MEMORY * self._target.rates[way.precision].memory_bytes
-        held = sum(held_by_rank(self._work, way, target.nodes, target.ranks_per_node, on_gpu=target.on_gpu).values())
+        held = sum(fixed_memory(self._work, way, target.nodes, target.ranks_per_node, on_gpu=target.on_gpu).values())
         setting = ("tensor", way.tensor) if way.pipeline == 1 else ("pipeline", f"{way.stages} x tensor {way.tensor}")
         if held > usable:
             gigabytes = f"{held / 1e9:,.1f} of {usable / 1e9:,.1f} GB"
@@ -363,9 +364,9 @@ def table_settings(each: Candidate, world_size: int) -> dict[str, str]:
 
 
 def _rivals(found: Found, world_size: int) -> Iterator[str]:
-    """Describe the fastest candidate with each value of a setting that the best plan does not have.
+    """For each setting and each value except the best plan's, describe the fastest candidate with that value.
 
-    Micro-batches depend on the batch size and the model copies, so only plans that share both with the best plan count.
+    Numbers of micro-batches can be compared only between plans with the same batch size and number of model copies.
     """
     best = found.best[0]
     own = table_settings(best, world_size)
@@ -380,7 +381,7 @@ def _rivals(found: Found, world_size: int) -> Iterator[str]:
         for value, rival in [*losing.items()][:_MOST_VALUES]:
             yield f"  {f'{setting} {value}:':<28}{rival.seconds / best.seconds - 1:+7.1%}  {_cause(best, rival)}"
         if rest := [*losing][_MOST_VALUES:]:
-            yield f"  {setting} {', '.join(rest)}: more still"
+            yield f"  {setting} {', '.join(rest)}: slower still"
 
 
 def _cause(best: Candidate, rival: Candidate) -> str:

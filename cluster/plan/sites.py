@@ -31,16 +31,16 @@ def choose_site_steps(
 ) -> tuple[Candidate, list[str]]:
     """Return the best way to run on the sites of a view, and lines that explain it.
 
-    The number of steps is the smallest power of two whose ``site_delay`` steps take as long as the exchange. It must divide
-    the number of steps between two evaluations, and is smaller if it does not.
+    ``site_steps`` is the smallest power of two for which the exchange ends within `TrainingConfig.site_delay` steps. If it
+    does not divide the number of steps between two evaluations, a smaller power is chosen.
     """
     best = found.best[0]
     lines = [f"{len(view.sites)} sites: a step over all ranks takes {_ms(best.step)}"]
     if config.log.division == "closed":
-        return best, [f"{lines[0]}; training.site_steps stays 1, because more needs the open division"]
+        return best, [f"{lines[0]}; training.site_steps stays 1, because larger values need the open division"]
     ways = [*_steps_in_site(work, target, found, view)]
     if not ways:
-        return best, [f"{lines[0]}; training.site_steps stays 1, because all ways spread the model over sites"]
+        return best, [f"{lines[0]}; training.site_steps stays 1, because every plan spreads model copies over sites"]
     step, way = min(ways, key=lambda each: each[0].total)
     seconds, batch = _exchange_seconds(work, view), way.strategy.global_batch_size
     lines[0] += f", a step within a site {_ms(step)}, and an exchange between sites {duration(seconds)}"
@@ -50,8 +50,8 @@ def choose_site_steps(
     interval = work.interval_samples or evaluation_interval(batch)
     site_steps = max(each for each in powers if each <= needed and (each == 1 or interval % (each * batch) == 0))
     if site_steps < needed:
-        multiple = f"{needed} x {batch:,} samples between evaluations"
-        lines.append(f"training.site_steps {needed} needs a multiple of {multiple} (evaluation.interval_samples)")
+        multiple = f"a multiple of {needed} x {batch:,}"
+        lines.append(f"training.site_steps {needed} is possible only if evaluation.interval_samples is {multiple}")
     late = max(0.0, seconds - delays[site_steps] * step.total)
     step = replace(step, reduce=step.reduce + late / site_steps)
     if site_steps == 1 or best.step.total <= WORTH * step.total:
@@ -86,13 +86,13 @@ def _steps_in_site(work: Work, target: Target, found: Found, view: View) -> Iter
 def rates_in_site(whole: Rates, view: View) -> Rates:
     """Return the rates of the largest site by itself, given the rates of all ranks.
 
-    Collectives within hosts are as measured. The times of the others are scaled, such that an all-gather takes as long as a
-    ring over the median path of the slowest site.
+    Collectives within hosts keep their measured times. The times of the other collectives are scaled so that an all-gather
+    takes as long as a ring over the median path of the slowest site.
     """
     hosts = max(map(len, view.sites.values()))
     curves = {key: curve for key, curve in whole.collectives.items() if key[1] == "node"}
     if hosts == 1:
-        # A scope that contains all ranks counts as "world".
+        # `Rates.collective` looks for "world" if a scope contains all ranks.
         return replace(whole, nodes=1, collectives=curves | {(key[0], "world"): each for key, each in curves.items()})
     inside = view.links_of_sites(between_sites=False)
     of_sites = [[each for each in inside if view.ranks[each.source].host in site] for site in view.sites.values()]
@@ -113,12 +113,13 @@ def rates_in_site(whole: Rates, view: View) -> Rates:
 def _exchange_seconds(work: Work, view: View) -> float:
     """Return the seconds of an exchange, in which each site sends the change of its weights to all other sites.
 
-    All senders send at once. There are as many equal pieces as the largest site has senders, and the smallest site decides.
+    All senders send at once. The change is cut into as many equal pieces as the largest site has senders. The site with the
+    fewest senders takes the longest, because its senders send several pieces each.
     """
     across = view.links_of_sites(between_sites=True)
     ends = {each.source for each in across}
     senders = [sum(view.ranks[end].host in hosts for end in ends) for hosts in view.sites.values()]
     [share] = model_shares(work.model)
     sent = EXCHANGED_BYTES * share.elements * math.ceil(max(senders) / min(senders)) / max(senders)
-    # The slowest path, because a link that several hosts share was measured with more or fewer of them at once.
+    # Use the slowest path, because hosts may share a link, and the probe measured with more or fewer of them at once.
     return sent * (len(view.sites) - 1) * max(each.seconds_per_byte for each in across)

@@ -23,7 +23,7 @@ from cluster.view import Collective, Operation, Scope
 _SMALLEST_BYTES, _LARGEST_BYTES, _FACTOR = 64 * 2**10, 256 * 2**20, 4
 _REPEATS, _FEWEST_REPEATS = 5, 3
 _FEWEST_SIZES = 3
-"""Number of message sizes that are always timed (up to 1 MiB), because traffic shapers pass small messages undelayed."""
+"""Number of message sizes that are always timed (up to 1 MiB). Traffic shapers delay only large messages."""
 _PERIOD = 61
 """Number of elements after which the values repeat. It is prime, so that pieces of equal size differ."""
 
@@ -71,7 +71,7 @@ def _times(
         if len(points) >= _FEWEST_SIZES and left < _FEWEST_REPEATS * next_one:
             break
         piece = size // 4 // len(ranks)
-        trial = Trial.of(operation, ranks, mesh.rank, piece, mesh.device, group)
+        trial = CollectiveTrial.of(operation, ranks, mesh.rank, piece, mesh.device, group)
         repeats = _REPEATS if left > 2 * _REPEATS * next_one else _FEWEST_REPEATS
         took, busy, errors = _run(mesh, trial, repeats)
         points.append((4 * piece * len(ranks), float(np.median(took)), busy))
@@ -82,7 +82,7 @@ def _times(
 
 
 @dataclass(frozen=True)
-class Trial:
+class CollectiveTrial:
     """A collective on one rank: its buffers, the call, and the expected result."""
 
     own: Tensor
@@ -100,7 +100,7 @@ class Trial:
         piece: int,
         device: torch.device,
         group: dist.ProcessGroup | None,
-    ) -> "Trial":
+    ) -> "CollectiveTrial":
         """Prepare a collective on vectors with one piece of ``piece`` elements for each rank."""
         many, place = len(ranks), ranks.index(rank)
         whole = torch.arange(piece * many, device=device) % _PERIOD
@@ -122,7 +122,7 @@ class Trial:
         return cls(own, out, right, lambda: all_gather_single(out, sent, group=group))
 
 
-def _run(mesh: Mesh, trial: Trial, repeats: int) -> tuple[list[float], float, list[tuple[int, int]]]:
+def _run(mesh: Mesh, trial: CollectiveTrial, repeats: int) -> tuple[list[float], float, list[tuple[int, int]]]:
     """Return the slowest rank's seconds of each repetition, the processor seconds of one repetition summed over all ranks,
     and (rank, number of wrong elements) of each wrong result.
     """

@@ -1,4 +1,4 @@
-"""The probe: measure in turns, search for outliers, measure a second time if there are any, and write the view."""
+"""Measure in turns, search for outliers, measure a second time if anything looks like one, and write the view."""
 
 import re
 import time
@@ -18,7 +18,7 @@ from cluster.display import site_rows
 from cluster.probe.collectives import measure_collectives
 from cluster.probe.computations import measure_computations, measure_contention
 from cluster.probe.computing import busy_machines, cells_of, gather_numbers, measure_rates, processor_seconds
-from cluster.probe.findings import SCREENING, Measured, find_leaves, find_outliers
+from cluster.probe.findings import SCREENING, Measurements, find_leaves, find_outliers
 from cluster.probe.links import Pairs, measure_paths, rounds_of_pairs
 from cluster.probe.machine import Facts, facts_of
 from cluster.view import Link, Rank, Rate, View, write_view
@@ -28,7 +28,7 @@ from console.text import counted
 from console.version import commit
 
 TURNS = 5
-"""Turns of a measurement. A second measurement adds the same number."""
+"""Turns of a measurement. A second measurement adds as many."""
 
 _FACTS_BYTES = 4096
 
@@ -39,7 +39,8 @@ _DEVICES, _PATHS_IN_HOSTS, _PATHS_BETWEEN, _CONTENTION, _COMPUTATIONS, _COLLECTI
 def probe(out: Path, seconds: float = 30.0, limit: float = 60.0) -> int:
     """Measure for about ``seconds``, write the view, and print what is slow. Returns 1 if something is slow.
 
-    Raises ``ValueError`` if the launch is wrong, ranks do not connect within ``limit`` seconds, or a rank is lost.
+    Raises ``ValueError`` if the launcher's variables are invalid, if ranks do not connect within ``limit`` seconds, or if a
+    rank is lost.
     """
     launch = Launch.from_environment()
     if launch.rank == 0:
@@ -78,19 +79,19 @@ def _measure(mesh: Mesh, seconds: float) -> View | None:
     every = gather_facts(facts_of(mesh), mesh)
     nodes = mesh.nodes or (tuple(range(mesh.world_size)),)
     host_of = [next(host for host, ranks in enumerate(nodes) if rank in ranks) for rank in range(mesh.world_size)]
-    # Several hosts may share one machine, whose processors count once.
+    # Several hosts, such as containers, may share one machine. Count its processors once.
     processors = sum({facts.machine: facts.host.cores for facts in every}.values())
     own = every[mesh.rank]
-    # Two hardware threads share a core, so only half of them measure at the same time.
+    # Two hardware threads share a core, so at most half of the hardware threads measure at the same time.
     slots = max(1, own.host.cores // 2 // torch.get_num_threads())
     place = sum(facts.machine == own.machine for facts in every[: mesh.rank])
     group = place // slots if mesh.device.type == "cpu" else 0
     cells = cells_of(mesh.device)
     in_hosts, between = _schedules(nodes, every)
 
-    def once() -> Measured:
+    def once() -> Measurements:
         rates_TC = measure_rates(mesh, cells, group, TURNS, _DEVICES * seconds)
-        return Measured(
+        return Measurements(
             every,
             host_of,
             cells,
@@ -140,7 +141,7 @@ def _measure(mesh: Mesh, seconds: float) -> View | None:
 
 def gather_facts(own: Facts, mesh: Mesh) -> list[Facts]:
     """Return the facts of all ranks, which must call this function at the same time."""
-    # Pad the content with spaces, because the ranks gather arrays of equal size.
+    # Pad with spaces, because the ranks gather arrays of equal size.
     content = msgspec.json.encode(own).ljust(_FACTS_BYTES)
     rows = gather_numbers(np.frombuffer(bytearray(content), np.uint8), mesh)
     return [msgspec.json.decode(row.tobytes(), type=Facts) for row in rows]
@@ -167,7 +168,7 @@ def _natural(name: str) -> list[tuple[int, str]]:
     return [(int(part) if part.isdecimal() else -1, part) for part in re.split(r"(\d+)", name)]
 
 
-def _join_turns(first: Measured, second: Measured) -> Measured:
+def _join_turns(first: Measurements, second: Measurements) -> Measurements:
     return replace(
         first,
         rates_RTC=np.concatenate([first.rates_RTC, second.rates_RTC], axis=1),
@@ -176,7 +177,7 @@ def _join_turns(first: Measured, second: Measured) -> Measured:
     )
 
 
-def _ranks(measured: Measured, nodes: Sequence[Sequence[int]]) -> tuple[Rank, ...]:
+def _ranks(measured: Measurements, nodes: Sequence[Sequence[int]]) -> tuple[Rank, ...]:
     ranks, seconds_RC = [], np.median(measured.rates_RTC, axis=1).tolist()
     for rank, (facts, host) in enumerate(zip(measured.facts, measured.host_of, strict=True)):
         cells = zip(measured.cells, seconds_RC[rank], strict=True)
@@ -185,7 +186,7 @@ def _ranks(measured: Measured, nodes: Sequence[Sequence[int]]) -> tuple[Rank, ..
     return tuple(ranks)
 
 
-def _links(measured: Measured) -> tuple[Link, ...]:
+def _links(measured: Measurements) -> tuple[Link, ...]:
     return tuple(
         Link(one, other, latency, seconds)
         for paths in measured.layers

@@ -68,7 +68,7 @@ _PRODUCT, _REPEATS = 256, 3
 
 
 @dataclass(frozen=True)
-class Trial:
+class ComputationTrial:
     """A computation to time. One call of ``action`` runs the computation ``times`` times."""
 
     kind: str
@@ -77,7 +77,7 @@ class Trial:
     times: int
 
 
-def trials_of(device: torch.device) -> list[Trial]:
+def trials_of(device: torch.device) -> list[ComputationTrial]:
     # The CPU's shapes would not fill a GPU.
     factor = 8 if device.type == "cuda" else 1
     dtypes = [torch.float32]
@@ -160,10 +160,10 @@ def _backward_of(
     activations: Sequence[tuple[int, ...]],
     parameters: Sequence[tuple[int, ...]] = (),
     dtype: torch.dtype = torch.float32,
-) -> Trial:
+) -> ComputationTrial:
     """Return a trial that runs ``_COPIES`` computations forward, and then backward in reverse order.
 
-    ``forward`` gets activations and parameters of the given shapes, in this order. ``dtype`` is that of the activations.
+    ``forward`` gets activations, of type ``dtype``, and parameters, of the given shapes and in this order.
     """
     copies = [
         [*(torch.rand(shape, dtype=dtype, requires_grad=True) for shape in activations), *map(_leaf, parameters)]
@@ -185,7 +185,7 @@ def _backward_of(
                 output = outputs.pop()
                 output.backward(gradient if output.ndim else None)
 
-    return Trial(kind, tuple(map(float, counts)), action, _COPIES)
+    return ComputationTrial(kind, tuple(map(float, counts)), action, _COPIES)
 
 
 def _leaf(shape: tuple[int, ...]) -> Tensor:
@@ -195,7 +195,7 @@ def _leaf(shape: tuple[int, ...]) -> Tensor:
     return leaf
 
 
-def _linear(dtype: torch.dtype, rows: int, inputs: int, outputs: int) -> Trial:
+def _linear(dtype: torch.dtype, rows: int, inputs: int, outputs: int) -> ComputationTrial:
     def forward(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
         with torch.autocast(x.device.type, torch.bfloat16, enabled=dtype == torch.bfloat16):
             return F.linear(x, weight, bias)
@@ -205,7 +205,9 @@ def _linear(dtype: torch.dtype, rows: int, inputs: int, outputs: int) -> Trial:
     return _backward_of(kind, counts, forward, [(rows, inputs)], [(outputs, inputs), (outputs,)], dtype)
 
 
-def _attention(dtype: torch.dtype, count: int, length: int, heads: int, size: int, dropout: Dropout | None) -> Trial:
+def _attention(
+    dtype: torch.dtype, count: int, length: int, heads: int, size: int, dropout: Dropout | None
+) -> ComputationTrial:
     cu_seqlens = torch.arange(count + 1, dtype=torch.int32) * length
     pairs = count * length**2
     counts = (1, count * length * heads * size, pairs * heads, pairs * heads * size)
@@ -217,14 +219,14 @@ def _attention(dtype: torch.dtype, count: int, length: int, heads: int, size: in
     return _backward_of(kind, counts, forward, [(count * length, 3, heads, size)], dtype=dtype)
 
 
-def _norm(rows: int, size: int, dropout: Dropout | None) -> Trial:
+def _norm(rows: int, size: int, dropout: Dropout | None) -> ComputationTrial:
     def forward(x: Tensor, residual: Tensor, bias: Tensor, weight: Tensor, norm_bias: Tensor) -> Tensor:
         return dropout_add_layer_norm(x, bias, residual, weight, norm_bias, _EPS, dropout)
 
     return _backward_of(_named("norm", dropout), (1, rows * size), forward, [(rows, size)] * 2, [(size,)] * 3)
 
 
-def _embedding(tokens: int, size: int, words: int, dropout: Dropout | None) -> Trial:
+def _embedding(tokens: int, size: int, words: int, dropout: Dropout | None) -> ComputationTrial:
     ids = torch.randint(words, (tokens,))
     positions, segments = torch.arange(tokens) % 128, torch.zeros_like(ids)
 
@@ -239,12 +241,12 @@ def _named(kind: str, dropout: Dropout | None) -> str:
     return f"{kind} with dropout" if dropout else kind
 
 
-def _loss(rows: int, words: int) -> Trial:
+def _loss(rows: int, words: int) -> ComputationTrial:
     labels = torch.randint(words, (rows,))
     return _backward_of("loss", (1, rows * words), lambda logits: cross_entropy_sum(logits, labels), [(rows, words)])
 
 
-def _lamb(segments: int, size: int) -> Trial:
+def _lamb(segments: int, size: int) -> ComputationTrial:
     weights = torch.rand(segments * size)
     gradients, state = torch.rand_like(weights), LambState.zeros_like(weights)
     layout = LambSegments((size,) * segments, (True,) * segments)
@@ -252,13 +254,13 @@ def _lamb(segments: int, size: int) -> Trial:
     # A learning rate of 0 leaves the weights unchanged.
     step, rate = torch.ones((), dtype=torch.int64), torch.zeros(())
     action = partial(lamb_step, weights, gradients, state, layout, hyperparameters, step=step, learning_rate=rate)
-    return Trial("lamb", (1.0, float(segments), float(segments * size)), action, 1)
+    return ComputationTrial("lamb", (1.0, float(segments), float(segments * size)), action, 1)
 
 
-def _batch(size: int) -> Trial:
+def _batch(size: int) -> ComputationTrial:
     # uint16 is the data type of the length index on disk.
     lengths = np.random.default_rng(0).integers(8, 128, 8192).astype(np.uint16)
     # Do the work of one of four ranks: deal the whole global batch and assemble a quarter of it.
     sampler = BatchSampler(lengths, (lengths // 7 + 1).astype(np.uint16), size, 4, 1, 0)
     samples = synthetic_samples(lengths[: size // 4], 1024)
-    return Trial("batch", (1.0, float(size)), lambda: batch_of(samples, sampler.rank_batches(1, 0)[0]), 1)
+    return ComputationTrial("batch", (1.0, float(size)), lambda: batch_of(samples, sampler.rank_batches(1, 0)[0]), 1)

@@ -13,22 +13,20 @@ from cluster.probe.computing import Cell
 from cluster.probe.links import Paths
 from cluster.probe.machine import Facts
 from cluster.probe.sites import find_sites
+from cluster.published.fitted import PARAMETERS, SEQUENCE_FLOPS, UPDATE_BYTES
 from cluster.view import Outlier, Source
 
 SCREENING = 4
-"""One in this many healthy clusters gets an unnecessary second measurement."""
+"""One in this many healthy clusters is measured a second time without need."""
 
-STEP_OPERATIONS = 56 * 0.5e12
-"""Operations of a rank's step: 56 sequences of BERT-Large with the benchmark's mean length, forward and backward."""
-PARAMETERS = 336e6
-_UPDATE_BYTES = 7 * 4 * PARAMETERS
-"""Memory traffic of LAMB: it reads a gradient, and reads and writes a weight and two moments, all in fp32."""
+_SEQUENCES = 56
+"""Sequences per rank of the BERT-Large step. The cost of an outlier is stated as a share of its time."""
 _AS_SLOW = 1.25
 """A slow rank explains a slow path whose ratio is at most this multiple of the rank's own ratio."""
 
 
 @dataclass(frozen=True)
-class Measured:
+class Measurements:
     """Measurements of a probe: times of operations (cells) C on ranks R by turn T, and paths within and between hosts.
 
     Paths between hosts are measured between the first ranks at each network card.
@@ -74,7 +72,8 @@ class Measured:
             many, cards = (self.hosts, ends / self.hosts) if self.between_hosts else (ends, 1)
             # The reduction is an fp32 ring along every rail. Each card carries its part of the gradient.
             reduce = 2 * (many - 1) / many * 4 * PARAMETERS / cards * float(np.median(paths.seconds_per_byte_TE))
-        return {"product": STEP_OPERATIONS / flops, "copy": _UPDATE_BYTES / bytes_per_s, "bandwidth": reduce}
+        product, copy = _SEQUENCES * SEQUENCE_FLOPS / flops, PARAMETERS * UPDATE_BYTES / bytes_per_s
+        return {"product": product, "copy": copy, "bandwidth": reduce}
 
     def outliers(
         self,
@@ -85,7 +84,7 @@ class Measured:
         chance: int,
         fitted: int = 1,
     ) -> Iterator[Outlier]:
-        """Find the outliers among parts P, named only by their kind: "rank", "sending", "receiving", "path" or "part"."""
+        """Find the outliers among parts P, named by their kind: "rank", "sending", "receiving", "path" or "component"."""
         judgement = judge(times_TP, self.comparisons, chance, fitted)
         for place in np.flatnonzero(judgement.is_outlier).tolist():
             ratio = float(judgement.ratios[place])
@@ -98,13 +97,13 @@ def _cost(outlier: Outlier) -> tuple[float, float]:
     return outlier.step_share, outlier.ratio
 
 
-def find_leaves(measured: Measured) -> tuple[list[tuple[str, ...]], Source]:
+def find_leaves(measured: Measurements) -> tuple[list[tuple[str, ...]], Source]:
     """Return the switches above each host, and their source: Slurm, the measured paths, or unknown."""
-    told = [measured.facts[measured.host_of.index(host)].host.switches for host in range(measured.hosts)]
-    if all(told):
-        return told, "slurm"
+    stated = [measured.facts[measured.host_of.index(host)].host.switches for host in range(measured.hosts)]
+    if all(stated):
+        return stated, "slurm"
     paths = measured.between_hosts
-    # The widest gap between paths is the gap between sites, which would be taken for leaves.
+    # With several sites, the widest gap between path times separates sites, which are not leaves.
     if paths is not None and len(set(measured.sites)) == 1:
         ends, source_E, target_E = _ends(paths)
         host_E, other_E = (np.array([measured.host_of[ends[end]] for end in of]) for of in (source_E, target_E))
@@ -118,7 +117,7 @@ def find_leaves(measured: Measured) -> tuple[list[tuple[str, ...]], Source]:
 
 
 def find_outliers(
-    measured: Measured, switches: Sequence[tuple[str, ...]], wrong: Sequence[WrongResult] = (), chance: int = CHANCE
+    measured: Measurements, switches: Sequence[tuple[str, ...]], wrong: Sequence[WrongResult] = (), chance: int = CHANCE
 ) -> list[Outlier]:
     """Return all outliers, the most expensive first. See `cluster.outliers` for ``chance``."""
     ranks = _slow_ranks(measured, chance)
@@ -133,7 +132,7 @@ def find_outliers(
     return [*broken, *outliers]
 
 
-def _slow_ranks(measured: Measured, chance: int) -> dict[int, Outlier]:
+def _slow_ranks(measured: Measurements, chance: int) -> dict[int, Outlier]:
     """Return the most expensive finding of each slow rank. Only ranks with equal devices are compared."""
     found: dict[int, Outlier] = {}
     for device in dict.fromkeys(facts.device for facts in measured.facts):
@@ -155,27 +154,29 @@ def _ends(paths: Paths) -> tuple[list[int], list[int], list[int]]:
     return ends_N.tolist(), source_E, target_E
 
 
-def _slow_paths(measured: Measured, paths: Paths, switches: Sequence[tuple[str, ...]], chance: int) -> list[Outlier]:
+def _slow_paths(
+    measured: Measurements, paths: Paths, switches: Sequence[tuple[str, ...]], chance: int
+) -> list[Outlier]:
     ends, source_E, target_E = _ends(paths)
     leaf_of = [switches[host][-1:] for host in measured.host_of]
     site_of = [measured.sites[host] if paths is measured.between_hosts else "" for host in measured.host_of]
-    # Paths under one leaf are compared with one another, and so are paths across leaves, and paths from a site to another.
+    # Compare only paths with equal sites of both ends, and only paths under one leaf or only paths across leaves.
     pairs = [*zip(paths.source_E.tolist(), paths.target_E.tolist(), strict=True)]
     kinds = [(site_of[one], site_of[other], leaf_of[one] != leaf_of[other]) for one, other in pairs]
     kind_E = [*map(sorted({*kinds}).index, kinds)]
     found: list[Outlier] = []
     for quantity, times_TE in (("bandwidth", paths.seconds_per_byte_TE), ("latency", paths.latency_TE)):
-        parts = take_apart(np.log(times_TE), source_E, target_E, len(ends), kind_E)
-        for way, times_TN in (("sending", parts.sending_TN), ("receiving", parts.receiving_TN)):
+        times = take_apart(np.log(times_TE), source_E, target_E, len(ends), kind_E)
+        for way, times_TN in (("sending", times.sending_TN), ("receiving", times.receiving_TN)):
             found += measured.outliers(times_TN, [(end,) for end in ends], way, quantity, chance)
-        members_K = [tuple(np.compress(parts.part_N == k, ends).tolist()) for k in range(parts.level_TK.shape[1])]
-        found += measured.outliers(parts.level_TK, members_K, "part", quantity, chance)
+        members_K = [tuple(np.compress(times.component_N == k, ends).tolist()) for k in range(times.level_TK.shape[1])]
+        found += measured.outliers(times.level_TK, members_K, "component", quantity, chance)
         slow = {each.ranks[0]: each.ratio for each in found if each.quantity == quantity}
-        # Fitted parameters: the level between each two sites, and the share of each end that has enough paths.
+        # Number of fitted parameters: a level for each ordered pair of sites, and a share for each end with enough paths.
         fitted = len({kind[:2] for kind in kinds})
         fitted += sum(int((np.bincount(of_E) >= FEWEST_PARTNERS).sum()) for of_E in (source_E, target_E))
         # Name a path with a slow end only if the path is even slower, after subtracting the shares of its ends.
-        slow_paths = measured.outliers(parts.rest_TE, pairs, "path", quantity, chance, fitted)
+        slow_paths = measured.outliers(times.rest_TE, pairs, "path", quantity, chance, fitted)
         found += [each for each in slow_paths if each.ratio > max(slow.get(rank, 1.0) for rank in each.ranks)]
     return found
 
@@ -186,7 +187,7 @@ def _is_explained(each: Outlier, slow: dict[int, Outlier]) -> bool:
     return bool(ratios) and (each.quantity == "latency" or each.ratio <= _AS_SLOW * max(ratios))
 
 
-def _describe_devices(measured: Measured, slow: dict[int, Outlier]) -> Iterator[Outlier]:
+def _describe_devices(measured: Measurements, slow: dict[int, Outlier]) -> Iterator[Outlier]:
     for host in range(measured.hosts):
         ranks = tuple(rank for rank, of in enumerate(measured.host_of) if of == host)
         own = [slow[rank] for rank in ranks if rank in slow]
@@ -196,8 +197,8 @@ def _describe_devices(measured: Measured, slow: dict[int, Outlier]) -> Iterator[
             yield from (replace(each, name=_name(measured, each.ranks[0])) for each in own)
 
 
-def _describe_links(measured: Measured, found: Sequence[Outlier]) -> Iterator[Outlier]:
-    """Describe links, paths and parts of the network; both directions of one link are one outlier."""
+def _describe_links(measured: Measurements, found: Sequence[Outlier]) -> Iterator[Outlier]:
+    """Describe links, paths and components of the network. Both directions of one link become one outlier."""
     about: dict[tuple[str, tuple[int, ...]], list[Outlier]] = {}
     for each in found:
         kind = "end" if each.name in ("sending", "receiving") else each.name
@@ -205,8 +206,8 @@ def _describe_links(measured: Measured, found: Sequence[Outlier]) -> Iterator[Ou
     for (kind, ranks), each in about.items():
         worst = max(each, key=_cost)
         is_both = len({(one.name, one.ranks) for one in each if one.quantity == worst.quantity}) > 1
-        if kind == "part":
-            name = _part(measured, ranks)
+        if kind == "component":
+            name = _component(measured, ranks)
         elif kind == "end":
             name = f"{_card(measured, ranks[0])}, {'both directions' if is_both else worst.name}"
         else:
@@ -215,18 +216,18 @@ def _describe_links(measured: Measured, found: Sequence[Outlier]) -> Iterator[Ou
         yield replace(worst, name=name)
 
 
-def _name(measured: Measured, rank: int) -> str:
+def _name(measured: Measurements, rank: int) -> str:
     return f"rank {rank} on host {measured.facts[rank].host.name}"
 
 
-def _part(measured: Measured, ranks: Sequence[int]) -> str:
+def _component(measured: Measurements, ranks: Sequence[int]) -> str:
     facts = measured.facts[ranks[0]]
     if len({measured.host_of[rank] for rank in ranks}) == 1:
         return f"links in host {facts.host.name}"
     return f"rail of card {facts.card or measured.host_of[ranks[0]]}"
 
 
-def _card(measured: Measured, rank: int) -> str:
+def _card(measured: Measurements, rank: int) -> str:
     facts, between = measured.facts[rank], measured.between_hosts
     if between is None or rank not in between.source_E:
         return f"links of {_name(measured, rank)} to its neighbours"

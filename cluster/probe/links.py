@@ -9,8 +9,8 @@ has pairs at one distance. The distances are the powers of two and ``SAMPLED`` m
 takes three if steps of this distance visit an odd number of nodes, and one if it is half of the circle. Among up to 8 nodes
 every pair is measured. A node has 13 partners among 32 nodes, and 27 among 4,096.
 
-These pairs suffice to judge each node's own link, because all nodes have the same number of partners, and to find leaf
-switches, because hosts are in the order of their names. A fault of a single path is found only if its pair is measured.
+Each node's own link can be judged by these pairs, because all nodes have the same number of partners. Leaf switches can be
+found, because hosts with neighbouring names often share one. A fault of a single path is found only if its pair is measured.
 """
 
 import statistics
@@ -108,7 +108,7 @@ class _Messages:
         sizes, peer = [_SMALLEST_BYTES, _SMALLEST_BYTES], sum(pair) - self._mesh.rank
         while True:
             _, *rates = self.both_ways(pair, sizes, round_trips=1)
-            # Each rank timed one direction and has NaN, replaced by 0, for the other. The sum holds both directions.
+            # Each rank timed one direction and has NaN for the other. Replace NaN by 0, so that the sum has both directions.
             own = torch.tensor(rates, dtype=torch.float64, device=self._mesh.device).nan_to_num()
             theirs = torch.empty_like(own)
             _run(dist.P2POp(dist.isend, own, peer), dist.P2POp(dist.irecv, theirs, peer))

@@ -9,8 +9,8 @@ from scipy.sparse.csgraph import connected_components
 from cluster.probe.links import Paths
 
 SLOWER = 5.0
-"""Minimum ratio of the times of paths between sites to those within a site. The switches of one room are rarely
-oversubscribed by more than four to one, so a larger ratio means another network."""
+"""Minimum ratio of path times between sites to path times within a site. The switches of one room are rarely oversubscribed
+by more than four to one, so a larger ratio means another network."""
 
 
 def find_sites(stated: Sequence[str], paths: Paths | None, host_of: Sequence[int]) -> list[str]:
@@ -24,7 +24,7 @@ def find_sites(stated: Sequence[str], paths: Paths | None, host_of: Sequence[int
         return [*stated]
     ends_2E = np.sort(np.array(host_of)[np.stack([paths.source_E, paths.target_E])], axis=0)
     pairs_2P, place_E = np.unique(ends_2E, axis=1, return_inverse=True)
-    # The slowest of both directions and all cards, so that a fast pair is fast in every respect.
+    # Take the slowest of both directions and all cards: a fast pair has no slow path.
     times_P = np.zeros(pairs_2P.shape[1])
     np.maximum.at(times_P, np.ravel(place_E), np.median(paths.seconds_per_byte_TE, axis=0))
     ordered_P = np.sort(times_P)

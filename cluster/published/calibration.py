@@ -36,35 +36,35 @@ class Prior:
 
 PRIORS = {
     "matrix_efficiency": Prior(math.log(0.65), 0.2, "share of the peak rate that 16-bit matrix products reach"),
-    "fp8_efficiency": Prior(math.log(0.75), 0.25, "share of that efficiency that 8-bit products keep"),
+    "fp8_efficiency": Prior(math.log(0.75), 0.25, "share of `matrix_efficiency` that 8-bit products reach"),
     "traffic": Prior(math.log(1.2e9), 0.4, "bytes of memory traffic of a sequence that no product hides"),
     "energy": Prior(math.log(1.1), 0.3, "joules of a sequence in 16 bits on an architecture of 2020"),
     "fp8_energy": Prior(math.log(0.65), 0.2, "energy of an 8-bit product over that of a 16-bit product"),
     "energy_halving": Prior(math.log(6.0), 0.4, "years in which the energy of a sequence halves"),
     "graphics_memory": Prior(0.2, 0.2, "slowdown of devices with GDDR memory"),
     "processor": Prior(math.log(0.2), 0.5, "speed of a CPU relative to an accelerator with the same data sheet"),
-    "half_batch": Prior(math.log(1.5), 0.7, "sequences of a micro-batch that fill the device half"),
+    "half_batch": Prior(math.log(1.5), 0.7, "sequences of a micro-batch that keep the device half busy"),
     "launch": Prior(math.log(5e-3), 0.6, "seconds of a micro-batch that do not depend on its size"),
     "fabric_efficiency": Prior(math.log(0.6), 0.3, "share of its bandwidth that NVLink or a similar fabric reaches"),
     "pcie_efficiency": Prior(math.log(0.4), 0.4, "share of its bandwidth that PCIe between devices reaches"),
     "overlap": Prior(math.log(0.5), 0.3, "share of the backward pass during which the reduction in the node runs"),
     "tail": Prior(math.log(0.3), 0.3, "share of the reduction in the node that nothing hides"),
     "network_efficiency": Prior(math.log(0.7), 0.25, "share of its bandwidth that a network port reaches"),
-    "staging_efficiency": Prior(math.log(0.35), 0.25, "share of PCIe that reaches a port shared by several devices"),
+    "staging_efficiency": Prior(math.log(0.35), 0.25, "share of PCIe's bandwidth to a port that several devices share"),
     "network_latency": Prior(math.log(2e-4), 1.0, "seconds that each doubling of the nodes adds to a step"),
     "start": Prior(math.log(0.7), 0.7, "seconds from the start of the clock to the first full step"),
     "old_software": Prior(0.03, 0.03, "slowdown of the software of rounds up to v2.0"),
     "first_round": Prior(0.12, 0.05, "slowdown of a device in its first round"),
     "old_recipe": Prior(0.08, 0.04, "extra samples of the recipes of rounds up to v2.0"),
-    "old_recipe_growth": Prior(0.03, 0.03, "extra samples that each doubling of the batch above 448 adds to that"),
+    "old_recipe_growth": Prior(0.03, 0.03, "further such samples for each doubling of the batch above 448"),
     "accumulation": Prior(0.08, 0.05, "extra samples for each doubling of the batch beyond what memory holds"),
-    "tuning": Prior(0.05, 0.03, "extra samples for each doubling of the run time above 17 minutes, for want of trials"),
+    "tuning": Prior(0.05, 0.03, "extra samples for each doubling of the run time above 17 minutes, for few trials"),
 } | {
-    f"practice_{batch}": Prior(0.0, 0.05, f"samples in practice over the reference at a batch size of {batch}")
+    f"practice_{batch}": Prior(0.0, 0.05, f"samples of published runs over the reference at a batch size of {batch}")
     for batch in BATCH_KNOTS
 }
 
-CHIP = Prior(0.0, 0.12, "speed of a chip relative to all of the above")
+CHIP = Prior(0.0, 0.12, "speed of a chip relative to what the other parameters predict")
 """Prior of the parameter ``chip_NAME`` for each chip in the published results. For other chips the parameter is 0."""
 
 
@@ -140,7 +140,7 @@ def fit(
     by_run: dict[TimedRun, list[Result]] = defaultdict(list)
     for result in observed:
         by_run[result.run].append(result)
-    # The loss sums squares, so a factor n ** -0.25 gives n equal results the total weight of n ** 0.5 results.
+    # The loss squares residuals, so a factor of n ** -0.25 on each of n equal results gives them a total weight of n ** 0.5.
     weights = {run: alike[results[0].kind] ** -0.25 for run, results in by_run.items()}
 
     def residuals(x: np.ndarray) -> np.ndarray:

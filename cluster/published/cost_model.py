@@ -2,9 +2,9 @@
 
 A step consists of the time of its sequences on a device, a constant cost per micro-batch, the gradient's reduction, and the
 update. A sequence takes the time of its matrix products at a share of the peak rate plus its memory traffic, and at least
-its energy divided by the device's power. The backward pass hides a part of the reduction inside nodes. What it does not hide
-forms one pipeline with the reduction between nodes, whose slower half determines the time. Between nodes, the efficiency of
-the network includes the overlap.
+its energy divided by the device's power. The backward pass hides a part of the reduction inside nodes. The rest of it runs
+as one pipeline with the reduction between nodes, so the slower of the two determines the time. The fitted efficiency of the
+network includes the overlap of the reduction between nodes.
 """
 
 import re
@@ -40,7 +40,7 @@ ROUND = re.compile(r"v[0-9]\.[0-9]")
 """Name of a round of MLPerf Training."""
 
 LAST_ROUND = "v5.0"
-"""The last round with BERT. No software is newer than its results show."""
+"""The last round with BERT, and so with the newest software for which there are results."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ def run_time(
     samples = samples or exp(log_samples_needed(p, run, step))
     sequences = run.batch / run.machine.accelerators
     sequence = (step["matrix"] + step["memory"] + step["power"]) / sequences
-    # Sequences are distributed evenly. The devices that get one sequence more than the others decide.
+    # Sequences are distributed evenly. Devices that get one more sequence than other devices determine the time.
     evaluation = FORWARD_SHARE * (ceil(EVALUATION_SEQUENCES / run.machine.accelerators) * sequence + step["launch"])
     evaluations = samples / evaluation_interval(run.batch)
     once = {"evaluation": evaluations * evaluation, "start": exp(p["start"])}
@@ -95,7 +95,7 @@ def log_samples_needed(p: Parameters, run: TimedRun, step: dict[str, float]) -> 
 def step_parts(p: Parameters, run: TimedRun) -> dict[str, float]:
     """Return the seconds of a step by part.
 
-    ``matrix`` is the time of matrix products, ``memory`` the memory traffic that they do not hide, ``power`` the slowdown by
+    ``matrix`` is the time of matrix products, ``memory`` of memory traffic that they do not hide, ``power`` the slowdown by
     the power limit, ``launch`` the constant cost of all micro-batches, ``inside`` and ``between`` what the reduction within
     and between groups adds, and ``update`` LAMB on a device's shard.
     """
@@ -127,7 +127,7 @@ def _reduction(p: Parameters, machine: Machine, backward: float) -> tuple[float,
     """
     gradient = 2 * PARAMETERS
     inside = 2 * gradient * ring_share(machine.group) / link_rate(p, machine)
-    # The last buckets have no computation left behind which to hide.
+    # No computation is left to hide the last buckets.
     inside -= smooth_minimum((1 - min(1.0, exp(p["tail"]))) * inside, exp(p["overlap"]) * backward)
     between = 0.0
     if machine.groups > 1:

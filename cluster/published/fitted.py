@@ -1,6 +1,6 @@
-"""What published results say about devices, links and convergence: fitted parameters, and what follows from them.
+"""Parameters fitted to published results, and the rates of devices and links and the convergence that follow from them.
 
-Both cost models read this file: `cluster.published.cost_model`, which predicts a submission, and `cluster.model`, which
+Both cost models use this module: `cluster.published.cost_model`, which predicts a submission, and `cluster.model`, which
 predicts a step of this program. `cluster.published.calibration` fits the parameters and says what each of them means.
 
 The samples to the target are the reference convergence with corrections from published results. Only reference points that
@@ -49,7 +49,7 @@ TUNED_ACCELERATORS = 256
 """Scale of the decay of the old recipes' effect. Runs on more accelerators had tuned recipes even in round v2.0."""
 
 LONG_RUN_MINUTES = 17
-"""Time to train on eight A100s. The recipes that many submitters copied were made for eight A100s."""
+"""Time to train on eight A100s, for which widely copied recipes were tuned. Longer runs take extra samples."""
 
 PARAMETERS = 336.2e6
 """Number of parameters of BERT-Large with its heads."""
@@ -131,8 +131,8 @@ def update_bytes_per_s(device: Device) -> float:
 def sequence_time(p: Parameters, device: Device, fp8: bool, round: str | None = None) -> tuple[float, float, float]:
     """Return a sequence's seconds on a device: matrix products, memory traffic, and the time that the power limit adds.
 
-    ``round`` is the round of MLPerf Training whose software is used; None for software
-    without the slowdowns of some rounds.
+    ``round`` is the round of MLPerf Training whose software is used. None stands for mature software, without the slowdowns
+    of old rounds and of a device's first round.
     """
     rate = exp(p["matrix_efficiency"]) * device.bf16_tflops * 1e12
     energy = exp(p["energy"]) * 2 ** (-(device.year - 2020) / exp(p["energy_halving"]))
@@ -181,10 +181,10 @@ def network_rate(p: Parameters, machine: Machine) -> float:
     device, network = machine.device, machine.network
     if device.network_gb_s is not None:
         return exp(p["network_efficiency"]) * device.network_gb_s * machine.group * 1e9
-    byte_seconds = 8 / (exp(p["network_efficiency"]) * network.gbit_s)  # nanoseconds per byte of one port
+    ns_per_byte = 8 / (exp(p["network_efficiency"]) * network.gbit_s)  # of one port
     if network.ports < machine.per_node < SWITCHED:
-        byte_seconds = smooth_maximum(byte_seconds, 1 / (exp(p["staging_efficiency"]) * device.host_gb_s))
-    return network.ports * machine.group / machine.per_node / byte_seconds * 1e9
+        ns_per_byte = smooth_maximum(ns_per_byte, 1 / (exp(p["staging_efficiency"]) * device.host_gb_s))
+    return network.ports * machine.group / machine.per_node / ns_per_byte * 1e9
 
 
 def smooth_maximum(one: float, other: float) -> float:

@@ -29,7 +29,7 @@ CAUSES = {
     "evaluations": ({"evaluation"}, "number of evaluations"),
     "start and other": ({"start"}, "storage; compilation while the clock runs; checkpoints"),
 }
-"""What makes a run slow, named as in `cluster.whatif`: parts of the prediction that grow with it, and what to check."""
+"""Causes of a slow run, named as in `cluster.whatif`, with the parts of the prediction that each lengthens and advice."""
 
 
 @dataclass(frozen=True)
@@ -46,14 +46,14 @@ class Measured:
 
 
 def agreed(option: str, given: Any, stated: Any) -> Any:
-    """Return what an option gives or the logs state. Raises ``ValueError`` if they differ."""
+    """Return the value of an option, or else the value that the logs state. Raises ``ValueError`` if they differ."""
     if given is not None and stated is not None and given != stated:
-        raise ValueError(f"{option}: the logs of --measured state {stated}, not {given}")
+        raise ValueError(f"{option}: {given} contradicts the logs of --measured, which state {stated}")
     return stated if given is None else given
 
 
 def read_minutes(text: str, name: str, other: str = "") -> float:
-    """Parse positive minutes. The error for another text names the setting, and what ``other`` text is valid."""
+    """Parse positive minutes. The error message calls the setting ``name``, and adds ``other`` to the expected texts."""
     minutes = float(text) if re.fullmatch(r"\d{1,6}(\.\d+)?", text, re.ASCII) else 0.0
     if not minutes:
         raise ValueError(f"{name} is {text[:80]!r}, expected minutes such as 6.1{other}")
@@ -101,12 +101,12 @@ def _machine(log: Log) -> tuple[str | None, int | None]:
 
 
 def _fault(log: Log) -> str:
-    """Return why a log is no result; "" if it is one. Raises ``ValueError`` if it is not of the benchmark."""
+    """Return why a log is not a result, or "" if it is. Raises ``ValueError`` if it is not a log of the benchmark."""
     run = log.run
     kind = (run.division, run.value("submission_benchmark") or "bert", run.value("max_sequence_length") or 512)
     if log.records and kind != ("closed", "bert", 512):
         found = f"division {kind[0]}, benchmark {visible(kind[1], 40)}, sequences of {visible(kind[2], 40)}"
-        raise ValueError(f"{log.path}: {found}; expected a closed run of BERT-Large, which is what is predicted")
+        raise ValueError(f"{log.path}: {found}; expected a closed run of BERT-Large, because nothing else is predicted")
     faults = {
         log.given_up or (log.hint[0] if log.hint else "has no records"): log.given_up or not log.records,
         "was resumed from a checkpoint": "resumed from" in log.header,
@@ -119,7 +119,7 @@ def _fault(log: Log) -> str:
 
 
 def _parts(log: Log) -> Mapping[str, float]:
-    """Return the seconds by part from the metrics beside a log; empty if they are missing, or of a run of another time."""
+    """Return the seconds by part from the metrics beside a log; empty if there are none, or if they state another time."""
     try:
         account = read_run(log.path.with_name(f"{log.path.stem.replace('result', 'metrics')}.jsonl"))
     except ValueError:
@@ -132,8 +132,8 @@ def _parts(log: Log) -> Mapping[str, float]:
 def compare(measured: Measured, prediction: Prediction) -> dict[str, Any]:
     """Return a JSON document about measured minutes.
 
-    Its ``causes`` have the minutes of each part that are predicted for the measured samples, and the measured minutes.
-    Without metrics of the run, they have the minutes with which the part ``alone`` would explain that the run is slower.
+    Its ``causes`` have the predicted minutes of each part, for the measured samples, and the measured minutes. Without
+    metrics of the run, ``alone`` replaces the measured minutes: the minutes at which the part explains the whole delay.
     """
     minutes, device, parameters = measured.minutes, prediction.run.machine.device, calibration().parameters
     ratio, expected = minutes / prediction.minutes, run_time(parameters, prediction.run, measured.samples)

@@ -14,7 +14,7 @@ from console.text import counted
 PARTS = {
     "matrix": "matrix products",
     "memory": "memory traffic",
-    "power": "limit of power",
+    "power": "power limit",
     "launch": "launches and small kernels",
     "inside": "reduction in the node",
     "between": "reduction between nodes",
@@ -51,7 +51,7 @@ def predict(run: TimedRun) -> Prediction:
 
 
 def usual_run(machine: Machine, round: str = LAST_ROUND) -> TimedRun:
-    """Return the fastest run on the machine, whose batch size is one of those published at the nearest scales."""
+    """Return the machine's fastest run among the batch sizes that were published at the nearest scales."""
     runs = [TimedRun(machine, batch, round) for batch in usual_batches(machine.accelerators)]
     return min(runs, key=lambda run: run_time(calibration().parameters, run).total)
 
@@ -61,13 +61,13 @@ def machine_of(view: View) -> Machine:
     names = sorted({rank.device for rank in view.ranks})
     device = device_named(names[0])
     if len(names) > 1 or device.form == "CPU":
-        raise ValueError(f"the probe is of {', '.join(names[:4])}: expected accelerators of one kind")
+        raise ValueError(f"the probe measured {', '.join(names[:4])}, expected accelerators of one kind")
     machine = describe_machine(device, len(view.hosts), len(view.ranks) // len(view.hosts))
     links = view.links_of(between_hosts=True)
     if not links:
         return machine
     gbit_s = 8e-9 / statistics.median(link.seconds_per_byte for link in links)
-    # The model multiplies nominal rates by this efficiency, which a measured rate already includes.
+    # The model multiplies nominal rates by this efficiency. A measured rate includes it already, so divide by it here.
     nominal = gbit_s / math.exp(calibration().parameters["network_efficiency"])
     ports = len({(rank.host, rank.card) for rank in view.ranks}) // len(view.hosts)
     return replace(machine, network=Network(max(1, ports), nominal))
@@ -80,7 +80,7 @@ def _extrapolates(run: TimedRun) -> tuple[str, ...]:
     if run.machine.device.model not in calibration().models:
         is_slow = any(result.run.machine.device.model == run.machine.device.model for result in results())
         software = " with its vendor's software" if is_slow else ""
-        found.append(f"no published result of {run.machine.device.name}{software}: by its data sheet alone")
+        found.append(f"no published result of {run.machine.device.name}{software}: predicted from its data sheet alone")
     if run.machine.accelerators > largest:
         found.append(f"no published result of more than {largest:,} accelerators")
     if run.batch > largest_batch:

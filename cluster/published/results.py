@@ -18,7 +18,7 @@ from cluster.published.cost_model import TimedRun
 TABLE = Path(__file__).with_name("published_results.csv")
 
 SAMPLES_NOT_LOGGED = ("Gaudi2",)
-"""Accelerators whose logs hold a fixed number instead of the samples trained."""
+"""Accelerators whose logs state a fixed number in place of the trained samples."""
 
 SLOW_FRAMEWORK = "tinygrad"
 """Framework that uses less of an accelerator than other software. Its results took 2 to 23 times as long as predicted."""
@@ -31,7 +31,7 @@ ONE_SUBMITTER = {
     "QUANTA_CLOUD_TECHNOLOGY": "QCT",
     "SMC": "SUPERMICRO",
 }
-"""Company name by its other names, or by the names of companies that submitted the same system."""
+"""Name that stands for a company, by its aliases and by the names of companies that submitted its systems."""
 
 
 def closed_rows() -> list[dict[str, str]]:
@@ -44,7 +44,7 @@ def closed_rows() -> list[dict[str, str]]:
 class Result:
     """A published closed result: mean seconds to train, and mean samples to the target if its logs state them.
 
-    ``tells_device`` is unset if the time tells more about a slow framework than about the accelerator.
+    ``tells_device`` is False if the result used `SLOW_FRAMEWORK`, so that its time does not show the accelerator's speed.
     """
 
     run: TimedRun
@@ -93,7 +93,7 @@ def results() -> tuple[Result, ...]:
 
 @lru_cache
 def results_of_devices() -> tuple[Result, ...]:
-    """Return the results whose time tells what the accelerator does."""
+    """Return the results whose time shows the speed of the accelerator."""
     return tuple(result for result in results() if result.tells_device)
 
 

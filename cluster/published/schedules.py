@@ -27,7 +27,7 @@ _STATED = {
     "num_warmup_steps": "opt_learning_rate_warmup_steps",
     "weight_decay_rate": "opt_lamb_weight_decay_rate",
 }
-"""Column of the table of results for each hyperparameter that it states. The weight decay is the last."""
+"""Column of the table of results for each hyperparameter. `_of_recipe` relies on the weight decay being the last."""
 
 _Published = Mapping[tuple[float, ...], Sequence[Mapping[str, str]]]
 """Rows of the table of results by global batch size and the values of `_STATED`."""
@@ -42,7 +42,7 @@ class BatchSchedule:
         samples: median number of samples to the target in published results, or in finished runs of the recipe; None if
             there are none.
         source: where the hyperparameters come from.
-        note: where the samples come from unless they are published.
+        note: what ``samples`` are, if they are not published.
     """
 
     global_batch_size: int

@@ -20,7 +20,7 @@ _REMEDY = "expected a CSV file in UTF-8 with the columns of cluster/published/pu
 
 
 def predict_table(source: Path) -> tuple[str, int, int]:
-    """Return a table with the columns `ADDED`, its number of rows, and how many of them have a reason and no prediction.
+    """Return the table with the further columns `ADDED`, its number of rows, and the number of rows without a prediction.
 
     Raises ``ValueError`` if the file is no table of machines.
     """
@@ -35,13 +35,13 @@ def predict_table(source: Path) -> tuple[str, int, int]:
         if missing := [name for name in REQUIRED if name not in names]:
             raise ValueError(f"no column {missing[0]}{did_you_mean(missing[0], names)}")
         if twice := [name for name in (*REQUIRED, *OPTIONAL, *ADDED) if [*names, *ADDED].count(name) > 1]:
-            raise ValueError(f"the column {twice[0]} would be there twice")
+            raise ValueError(f"the output would have two columns {twice[0]}")
         if not rows[1:]:
             raise ValueError("no rows below the header")
     except (csv.Error, ValueError) as error:
         raise ValueError(f"{source}: {shown(error)}; {_REMEDY}") from None
     out, refused = io.StringIO(newline=""), 0
-    # Cells with a carriage return are quoted only if the line ends have one, too.
+    # The writer quotes cells with a carriage return only if its line terminator has one.
     writer = csv.writer(out, delimiter=separator, lineterminator="\r\n" if "\r" in text else "\n")
     writer.writerow([*rows[0], *ADDED])
     for row in rows[1:]:

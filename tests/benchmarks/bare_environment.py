@@ -19,21 +19,19 @@ class BareEnvironment:
     folder: Path
 
     @classmethod
-    def of(cls, folder: Path, complete: Iterable[str], alone: Iterable[str] = ()) -> "BareEnvironment":
+    def of(cls, folder: Path, packages: Iterable[str]) -> "BareEnvironment":
         """Make a virtual environment and a copy of the source in an empty folder.
 
-        It has the ``complete`` distributions with everything that they require, and others ``alone``, without what they
-        require, as ``pip install --no-deps`` installs them. The versions are those of this process.
+        The environment has these ``packages`` and all their requirements, in the versions of this process.
         """
         venv.create(folder / "venv", symlinks=True)
-        (packages,) = (folder / "venv" / "lib").glob("python*/site-packages")
-        wanted = {one for name in complete for one in _with_requirements(name)} | {*alone}
-        for name in wanted:
+        (site,) = (folder / "venv" / "lib").glob("python*/site-packages")
+        for name in {each for package in packages for each in _with_requirements(package)}:
             distribution = importlib.metadata.distribution(name)
             for top in {
                 file.parts[0] for file in distribution.files or () if file.parts[0] not in ("..", "__pycache__")
             }:
-                (link := packages / top).unlink(missing_ok=True)
+                (link := site / top).unlink(missing_ok=True)
                 link.symlink_to(Path(str(distribution.locate_file(top))))
         for room in set(OWN) - {"tests"}:
             shutil.copytree(

@@ -72,7 +72,7 @@ def test_all_parts_run_with_torch_triton_and_numpy_alone(all_parts: Path) -> Non
     assert found["error"].startswith("not installed, which training needs: mlperf-logging, ")
 
 
-def test_ceilings_are_rates_and_memory_ends_with_what_fits(all_parts: Path) -> None:
+def test_ceilings_divide_work_by_the_best_time_and_memory_finds_the_limit(all_parts: Path) -> None:
     found = rows(all_parts, "step")
     copy, product = found["ceiling: device copy"], found["ceiling: bf16 product"]
     assert copy["figure"] == pytest.approx(2 * TINY.copied / 1e12 / min(copy["seconds"]))
@@ -122,7 +122,7 @@ def test_hugging_faces_model_takes_a_step(context: Context) -> None:
     assert (row.figure or 0) > 0
 
 
-def test_every_op_is_timed_and_what_cannot_be_says_why(all_parts: Path) -> None:
+def test_every_op_is_timed_or_has_a_reason(all_parts: Path) -> None:
     found = rows(all_parts, "kernels")
     others = "lamb_", "scaled_", "sum_", "accumulate_"
     for op in (op for op in kernels.OPS if not op.startswith(others) and not op.endswith("fp8")):
@@ -137,7 +137,7 @@ def test_every_op_is_timed_and_what_cannot_be_says_why(all_parts: Path) -> None:
     assert all(row["note"] for row in found.values() if row["milliseconds"] is None)
 
 
-def test_fp8_is_timed_and_right_and_learns_as_fp32(all_parts: Path) -> None:
+def test_fp8_steps_are_timed_and_losses_stay_near_fp32(all_parts: Path) -> None:
     found = rows(all_parts, "fp8")
     assert found["step in FP8"]["figure"] > 0
     assert found["step in FP8"]["note"].startswith("fp8: ")
@@ -150,7 +150,7 @@ def test_fp8_is_timed_and_right_and_learns_as_fp32(all_parts: Path) -> None:
     assert all(found[name]["figure"] > 0 for name in of_fp8 if name.endswith("reference"))
 
 
-def test_inputs_are_those_of_training_by_type_and_alignment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_inputs_have_the_types_and_alignment_of_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The benchmark's inputs have the types and alignment of a step's inputs, even if the vocabulary size is odd."""
     norm = kernels.libraries.pytorch.dropout_add_layer_norm
     keeping_type = lambda x, *more: norm(x, *more).to(x.dtype)  # noqa: E731, as Triton's does
@@ -209,7 +209,7 @@ def test_drift_and_waiting_come_from_the_steps() -> None:
 
 @pytest.mark.parametrize("limit", [1, 139, 10_000])
 def test_the_search_for_memory_finds_the_limit(context: Context, monkeypatch: pytest.MonkeyPatch, limit: int) -> None:
-    """An out-of-memory error counts even if the capture replaces it by another error. Other errors end the search."""
+    """Errors that a lack of memory has caused during a capture count as a lack of memory. Other errors end the search."""
 
     def train(_context: object, precision: str, sequences: int) -> None:
         if precision == "fp8":
@@ -241,7 +241,7 @@ def test_every_op_is_checked(all_parts: Path) -> None:
             assert all(note.startswith(("right", "not usable here: ")) for note in notes)
 
 
-def test_a_check_of_nothing_fails(context: Context) -> None:
+def test_correctness_fails_if_nothing_was_checked(context: Context) -> None:
     ops.correctness(replace(context, without=dict.fromkeys(kernels.OPS, "reference")))
     assert [row.note for row in context.report.rows] == ["failed: nothing was checked"]
 
@@ -268,10 +268,10 @@ raise SystemExit(part.run("benchmarks.gpu_parts.ops:correctness", file, "cpu", t
     assert tested == {name for name, op in kernels.OPS.items() if "triton" in op.implementations}
 
 
-def test_errors_count_wherever_they_are() -> None:
+def test_an_error_in_a_single_element_is_noticed() -> None:
     exact = [torch.randn(5000, generator=torch.Generator().manual_seed(0), dtype=torch.float64), torch.tensor(7)]
     plain = [exact[0].bfloat16(), exact[1]]
-    ratio = functools.partial(largest_ratio, plain=plain, exact=exact, free=2**-7)
+    ratio = functools.partial(largest_ratio, plain=plain, exact=exact, tolerance=2**-7)
     assert ratio(plain)[0] < 0.5
     assert ratio([plain[0], torch.tensor(8)])[0] < 0.5  # a tie may change a count by one
     assert ratio([plain[0], torch.tensor(9)]) == (float("inf"), 1)
@@ -299,7 +299,7 @@ def test_fp8_numbers_may_be_rounded_the_other_way_in_a_few_places_only() -> None
         assert largest_ratio([cut.to(dtype)], [plain], [plain], 0)[0] > 1
 
 
-def test_lengths_are_those_of_wikipedia_and_a_sequence_is_half_a_teraflop() -> None:
+def test_lengths_match_wikipedia_and_a_sequence_takes_half_a_teraflop() -> None:
     lengths = wikipedia_lengths(96, 512)
     assert abs(lengths.mean() - 255.8) < 2
     assert abs((lengths.astype(float) ** 2).mean() / 98826 - 1) < 0.02
@@ -314,7 +314,7 @@ def test_micro_batches_are_one_global_batch(context: Context) -> None:
     assert [batch.global_counts.tolist() for batch in batches] == [[12, masked]] * len(batches)
 
 
-def test_the_plain_peer_is_the_same_model(context: Context) -> None:
+def test_the_plain_pytorch_peer_computes_our_loss(context: Context) -> None:
     model = step.training_step(context, step.recipe("h100_1x1")).model.eval()
     (batch,) = micro_batches(context, 4, 1)
     with torch.no_grad():

@@ -33,7 +33,8 @@ no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU he
         (["--device", "cpu"], "--device cpu only tests the program"),
         (["--tiny"], "--tiny only tests the program: name a folder for its figures by --out"),
         (["--part", "step,speed"], "--part: unknown 'speed', expected all, or some of correctness, step"),
-        (["--seconds", "nan"], "--seconds: nan, expected more than 0"),
+        (["--seconds", "nan"], "--seconds: nan, expected a finite number above 0"),
+        (["--seconds", "inf"], "--seconds: inf, expected a finite number above 0"),
         (["--device", "tpu"], "argument --device: invalid choice: 'tpu'"),
         (["--part", "step", "fp8"], "unrecognized arguments: fp8"),
         ([*TINY, "--samples", "0"], "--samples: 0, expected 1 or more"),
@@ -45,9 +46,9 @@ no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU he
         ),
         (
             [*TINY, "--without", "lamb_step,bias_gelu=apex"],
-            "--without bias_gelu=apex: expected an installed implementation: reference",
+            "--without bias_gelu=apex: apex is not installed, expected one of reference",
         ),
-        pytest.param(["--part", "step"], "needs a CUDA device, and PyTorch sees none here", marks=no_gpu),
+        pytest.param(["--part", "step"], "needs a CUDA device, but PyTorch finds none", marks=no_gpu),
     ],
 )
 def test_wrong_input_is_one_line(arguments: list[str], complaint: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -58,10 +59,10 @@ def test_wrong_input_is_one_line(arguments: list[str], complaint: str, capsys: p
     assert captured.out == ""
 
 
-def test_an_unknown_commit_is_asked_for(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unknown_commit_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(gpu, "commit", lambda: "unknown")
     assert gpu.main(["--part", "step"]) == 2
-    complaint = "error: the commit is unknown here, which every figure must name: set MLPERF_BERT_COMMIT to it\n"
+    complaint = "error: figures must name the commit, which is unknown without .git: set MLPERF_BERT_COMMIT to it\n"
     assert capsys.readouterr().err == complaint
     assert gpu.parse(TINY).parts == [part for part in gpu.PARTS if part != "end-to-end"]
 
@@ -76,7 +77,7 @@ def test_the_next_installed_implementation_takes_the_place_of_the_usual_one(monk
     here.add("flash_attn")
     assert gpu.replacements(asked[:1], "cuda") == {"varlen_attention": "flash_attn"}
     here.clear()
-    with pytest.raises(ValueError, match="--without bias_gelu: expected an installed implementation: none is"):
+    with pytest.raises(ValueError, match="--without bias_gelu: no other implementation is installed"):
         gpu.replacements(["bias_gelu"], "cpu")
 
 
@@ -87,7 +88,7 @@ def test_steps_without_a_capturable_op_are_not_captured(tmp_path: Path, monkeypa
         assert Context(torch.device("cpu"), scale.TINY, report, without).captures == captures
 
 
-def test_a_part_says_what_it_ran_without(tmp_path: Path) -> None:
+def test_without_replaces_an_op_during_the_part_only(tmp_path: Path) -> None:
     """The replacement runs, and only until the part has ended."""
     file, without = tmp_path / "asked.json", {"bias_gelu": "reference"}
     assert gpu_part.run("tests.benchmarks.gpu_parts:asked", file, "cpu", tiny=True, without=without) == 0
@@ -118,7 +119,7 @@ def test_parts_share_the_time_of_the_call(monkeypatch: pytest.MonkeyPatch, tmp_p
 
 
 @pytest.mark.usefixtures("forked_python")
-def test_a_part_whose_process_ends_goes_on_behind_that_row(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_part_whose_process_dies_continues_after_that_row(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     settings = gpu.Settings([], tmp_path, "cpu", True, 600)
     report = gpu.run_part("unlucky", "tests.benchmarks.gpu_parts:unlucky", settings, 600)
     found = [(row.name, row.figure, row.note) for row in PartReport.load(tmp_path / "unlucky.json").rows]
@@ -215,7 +216,7 @@ def test_a_row_that_fails_leaves_the_others(tmp_path: Path) -> None:
     assert not loaded.complete, "if the process is killed now, the file says that it was cut off"
 
 
-def test_a_failed_row_is_in_the_exit_status_and_on_the_page(tmp_path: Path) -> None:
+def test_a_failed_row_sets_the_exit_status_and_is_on_the_page(tmp_path: Path) -> None:
     why = "AttributeError: module 'tests.benchmarks.gpu_parts' has no attribute 'missing'"
     for function, status, error in (("right", 0, None), ("wrong", 1, None), ("missing", 1, why)):
         file = tmp_path / f"{function}.json"

@@ -30,9 +30,7 @@ def context(tmp_path: Path) -> Context:
     return Context(torch.device("cpu"), TINY, report)
 
 
-def test_what_other_packages_require_is_missed_before_the_data_are_made(
-    context: Context, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_missing_requirements_are_named_before_data_are_made(context: Context, monkeypatch: pytest.MonkeyPatch) -> None:
     required = {"tyro": ["docstring-parser>=0.16", "attrs; extra == 'dev'"], "google-crc32c": None}
 
     def requires(name: str) -> list[str]:
@@ -73,7 +71,7 @@ def test_the_rate_decides_how_many_samples_fit_into_the_time(context: Context, m
         end_to_end._samples(context, config)
 
 
-def test_the_run_is_without_what_the_part_is_without(context: Context, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_training_run_gets_the_replaced_implementations(context: Context, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Context, "on_gpu", True)
     without = {"varlen_attention": "pytorch", "lamb_step": "reference"}
     arguments = end_to_end._arguments(replace(context, without=without), Path("folder"), 8)
@@ -93,7 +91,7 @@ def test_a_loss_that_is_not_finite_is_wrong() -> None:
 
 
 @pytest.mark.oldest_torch
-def test_what_the_metadata_names_is_enough(tmp_path: Path) -> None:
+def test_packages_named_in_pyproject_suffice_for_end_to_end(tmp_path: Path) -> None:
     project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
     required = [*project["dependencies"], *project["optional-dependencies"]["train"], "triton"]
     bare = BareEnvironment.of(tmp_path, [Requirement(line).name for line in required])
@@ -104,7 +102,7 @@ def test_what_the_metadata_names_is_enough(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("forked_python")
-def test_log_metrics_and_output_stay_beside_the_report(tmp_path: Path) -> None:
+def test_log_metrics_and_output_are_kept_beside_the_report(tmp_path: Path) -> None:
     folder = tmp_path / "out"
     arguments = ["--part", "end-to-end", "--tiny", "--device", "cpu", "--out", str(folder), "--samples", "64"]
     arguments += ["--without", "varlen_attention=reference", "--", "--training.seed", "3", "--log.interval-steps", "1"]
@@ -120,9 +118,7 @@ def test_log_metrics_and_output_stay_beside_the_report(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("forked_python")
-def test_a_run_whose_time_is_up_ends_in_order_and_gets_a_verdict(
-    context: Context, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_whose_time_is_up_is_ended_and_gets_a_verdict(context: Context, monkeypatch: pytest.MonkeyPatch) -> None:
     metrics = context.report.path.with_name("metrics_0.jsonl")
 
     def monotonic() -> float:

@@ -58,7 +58,7 @@ def context(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Context:
 
 @pytest.mark.usefixtures("forked_python")
 @pytest.mark.parametrize(("part", "rows"), [("right", 1), ("missing", 0)])
-def test_each_tool_checks_the_part(
+def test_each_sanitizer_tool_runs_the_part_and_reads_its_summary(
     context: Context, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part: str, rows: int
 ) -> None:
     folder = tmp_path / "tools"
@@ -80,7 +80,7 @@ def test_each_tool_checks_the_part(
 
 
 @pytest.mark.skipif(Path("/usr/local/cuda/bin/compute-sanitizer").exists(), reason="compute-sanitizer is installed")
-def test_without_the_tool_nothing_has_failed(context: Context) -> None:
+def test_without_compute_sanitizer_rows_are_not_usable(context: Context) -> None:
     memcheck.memcheck(context)
     assert {row.note for row in context.report.rows} == {"not usable here: compute-sanitizer is not installed"}
 

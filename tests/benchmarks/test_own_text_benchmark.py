@@ -54,7 +54,7 @@ class KnownTimes(Trainings):
 
 
 def test_later_repeats_use_the_best_rate_and_a_missed_target_gives_a_bound() -> None:
-    trainings = KnownTimes(Path(), 64, 64, 32, warmup_steps=1)
+    trainings = KnownTimes(Path(), 64, 32, warmup_steps=1)
     found: Any = compare(trainings, (5e-5, 1e-3), target_share=0.5, repeats=3)
     ratios = {"time_to_target": [3.0, 2.0, 1.5], "samples_per_s": [3.0, 2.0, 1.5]}
     medians = {"time_to_target": 2.0, "samples_per_s": 2.0}
@@ -107,11 +107,11 @@ def test_a_comparison_measures_both_programs(text: Path, tmp_path: Path, monkeyp
     pytest.importorskip("accelerate", reason="the Trainer needs accelerate")
     monkeypatch.setattr(own_text, "EVALUATIONS", 2)
     out = tmp_path / "own_text.json"
-    own_text.main(text=(text,), rates=(1e-3,), samples=40, schedule=2, repeats=1, out=out)
+    own_text.main(text=(text,), rates=(1e-3,), samples=40, repeats=1, out=out)
     figures = json.loads(out.read_text())
     [ours], [theirs] = figures["ours"], figures["theirs"]
     assert (ours["repeat"], theirs["rate"]) == (0, 1e-3)
-    assert [training["curve"][-1]["samples"] for training in (ours, theirs)] == [64, 128]
+    assert [training["curve"][-1]["samples"] for training in (ours, theirs)] == [64, 64]
     assert figures["target"] == pytest.approx(0.95 * ours["curve"][-1]["accuracy"])
     for training in (ours, theirs):
         assert all(one["seconds"] < other["seconds"] for one, other in pairwise(training["curve"]))

@@ -1,4 +1,4 @@
-"""Data-sheet figures of accelerators, and recognition of accelerators by name."""
+"""Data-sheet figures of accelerators, and recognition of accelerators and networks by their descriptions."""
 
 import json
 import re
@@ -11,7 +11,7 @@ from tests.cluster.conftest import Command
 from tests.programs import REPOSITORY
 
 
-def test_rates_are_dense_links_one_way_and_names_unique() -> None:
+def test_device_facts_are_plausible_and_their_names_unique() -> None:
     for device in devices():
         if device.fp8_tflops is not None and device.name != "Gaudi3":  # its matrix engine is as fast in bf16
             assert 1.9 < device.fp8_tflops / device.bf16_tflops < 2.1, device.name
@@ -43,7 +43,7 @@ def test_names_in_use_are_recognised() -> None:
     assert [(name, device_named(name).name) for name, _ in pairs] == [(name, device) for name, device in pairs]
 
 
-def test_the_page_states_the_facts() -> None:
+def test_the_table_of_cluster_md_equals_the_device_facts() -> None:
     page = (REPOSITORY / "docs/cluster.md").read_text(encoding="utf-8")
     for name in ("H200-SXM-141GB", "B200-SXM-180GB", "GB200-186GB"):
         device = device_named(name)
@@ -56,26 +56,21 @@ def test_the_page_states_the_facts() -> None:
 
 NEAREST = {
     "NVIDIA H1000": "H100-SXM-80GB, H100-PCIe-80GB, H800-SXM-80GB",
-    "A100X": "A100-SXM-80GB, A100-SXM-40GB, MI300X",
-    "": "Xeon-8480+, RX 7900 XTX, RTX A5000",
-    # These names contain the name of another product.
     "NVIDIA H800 PCIe": "H800-SXM-80GB",
     "NVIDIA A800 80GB PCIe": "A800-SXM-80GB",
-    "NVIDIA GeForce RTX 4090 D": "RTX 4090, RTX 6000 Ada, RTX A5000",
-    "NVIDIA GeForce RTX 4090 Laptop GPU": "RTX 4090, RTX 6000 Ada, RX 7900 XTX",
-    "AMD Radeon RX 7900 XT": "RX 7900 XTX, RTX 6000 Ada, RTX 4090",
-    "NVIDIA RTX A4000": "RTX A5000, RTX 4090, RTX 6000 Ada",
-    "NVIDIA RTX A6000": "RTX A5000, RTX 6000 Ada, RTX 4090",
-    "Quadro RTX 6000": "RTX 6000 Ada, RTX A5000, RTX 4090",
-    "NVIDIA RTX PRO 6000 Blackwell Server Edition": "RTX 6000 Ada, RTX A5000, RX 7900 XTX",
     "HABANA GAUDI": "Gaudi3, Gaudi2, RTX 6000 Ada",
 }
+ALIKE = ("4090 D", "4090 Laptop GPU", "A4000", "A6000", "PRO 6000 Blackwell Server Edition")
+"""Ends of names of RTX cards that share words with a known card."""
 
 
 def test_an_unknown_name_is_refused_with_the_nearest() -> None:
     for name, nearest in NEAREST.items():
         said = f"accelerator {name!r} is unknown; nearest: {nearest}; `python -m cluster devices` lists all"
         with pytest.raises(ValueError, match=f"^{re.escape(said)}$"):
+            device_named(name)
+    for name in ("", "A100X", "Quadro RTX 6000", "AMD Radeon RX 7900 XT", *(f"NVIDIA RTX {end}" for end in ALIKE)):
+        with pytest.raises(ValueError, match=f"^accelerator '{name}' is unknown"):
             device_named(name)
     with pytest.raises(ValueError, match=f"'{'x' * 200}' is unknown"):
         device_named("x" * 201)
@@ -92,7 +87,7 @@ MACHINES = {
 """Ports of a node, their Gbit/s, devices of a group, and groups, by accelerator, nodes and devices of a node."""
 
 
-def test_a_machine_that_is_not_described_has_the_usual_network_and_groups() -> None:
+def test_a_machine_without_a_description_has_the_usual_network_and_groups() -> None:
     for (name, nodes, per_node), expected in MACHINES.items():
         machine = describe_machine(device_named(name), nodes, per_node)
         assert (machine.network.ports, machine.network.gbit_s, machine.group, machine.groups) == expected
@@ -101,7 +96,7 @@ def test_a_machine_that_is_not_described_has_the_usual_network_and_groups() -> N
         assert bridged == [False, name == "A30", name == "A30"]
 
 
-def test_a_node_has_as_many_devices_as_vendors_put_into_it(cluster: Command) -> None:
+def test_the_default_node_has_the_vendors_number_of_devices(cluster: Command) -> None:
     for name, per_node in {"GB200": 4, "GB300 NVL72": 4, "GH200": 1, "B200": 8, "CPU": 2}.items():
         for options, expected in (((), per_node), (("--gpus-per-node", 2), 2)):
             done = cluster("predict", "--accelerator", name, "--nodes", 18, *options, "--json")
@@ -117,3 +112,27 @@ def test_the_list_has_the_figures_of_each_device(cluster: Command) -> None:
     assert len(lines) == 1 + len(devices())
     for figures in ("A100-SXM-80GB 312 - 80 2039 300 32 400 8", "GB200-186GB 2500 5000 186 8000 900 450 1200 4"):
         assert figures.split() in [line[:9] for line in lines]
+
+
+NETWORKS = {
+    "Storage: 2x IB HDR 200Gb/sec, Management: 1x Ethernet 100Gb/Sec, Compute: 8x ConnectX-6 IB HDR 200Gb/Sec": "8 x 200",
+    "Storage: 2x IB NDR 400Gb/s, Compute: 8x ConnectX-7 IB NDR 400Gb/s, Management: 100Gb/s Ethernet NIC": "8 x 400",
+    "Compute: 4 x MT28908 Family [ConnectX-6] HDR 200 Gb/Sec + Management: 1 x [ConnectX-6] 100 GB/s Ethernet": "4 x 200",
+    "Management: 1 x 25 Gb / Sec Ethernet, Compute: 1 x ConnectX - 6 IB HDR100 100 Gb / Sec": "1 x 100",
+    "1x ConnectX-5 IB EDR": "1 x 100",
+    "8x Quantum-X800 XDR": "8 x 800",
+    "400 Gbps Infiniband (4x), 10GbE": "4 x 400",
+    "NetXtreme BCM5719 Gigabit Ethernet PCIe 4x1Gb": "4 x 1",
+    "1x 400Gb/s, 8x 100Gb/s": "8 x 100",
+    "0x HDR, 999x 1Gb/s": "1 x 200",
+    "65x 10Gb/s": "64 x 10",
+}
+"""Ports of a node and their Gbit/s by their description."""
+
+
+def test_descriptions_of_networks_are_parsed_or_else_the_usual_network_is_assumed() -> None:
+    unclear = ("", "Ethernet, Infiniband", "0Gb/s", "9" * 10**5 + "x", "NetXtreme BCM5719 Gigabit Ethernet PCIe")
+    usual = dict.fromkeys((*unclear, "x" * 1000 + " 8x 100Gb/s"), "8 x 400")
+    for text, expected in (NETWORKS | usual).items():
+        network = describe_machine(device_named("H100"), 2, 8, networking=text).network
+        assert (f"{network.ports} x {network.gbit_s:g}", network.is_assumed) == (expected, text in usual), text

@@ -1,4 +1,4 @@
-"""Commands print the lines that the pages show. If the figures are meant to change, copy the new lines to the page."""
+"""Commands print the lines that docs/cluster.md shows. If figures are meant to change, copy the new lines to the page."""
 
 import re
 import shlex
@@ -23,7 +23,7 @@ COMMANDS = (
 
 
 def assert_shown(output: str, page: str) -> None:
-    """Check that the page has a block that begins with the output's first line, and whose lines follow in the output."""
+    """Check the page's block that begins with the output's first line: the output must have its lines in this order."""
     lines, text = output.splitlines(), (REPOSITORY / "docs" / page).read_text(encoding="utf-8")
     blocks = [textwrap.dedent(block).splitlines() for block in re.findall(r"(?:^    .*\n|^\n(?=    ))+", text, re.M)]
     (shown,) = (block for each in blocks if (block := [line for line in each if line.strip()])[0] == lines[0])
@@ -33,7 +33,9 @@ def assert_shown(output: str, page: str) -> None:
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_the_page_is_current(command: str, cluster: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_cluster_md_shows_the_present_output(
+    command: str, cluster: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.chdir(tmp_path)  # for plan.json
     done = cluster(*shlex.split(command))
     assert (done.returncode, done.stderr) == (0, "")

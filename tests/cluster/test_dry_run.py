@@ -38,7 +38,7 @@ def _without_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "environ", os.environ.copy())
 
 
-def test_the_prediction_is_that_of_the_page_and_comes_before_missing_inputs(capfd: pytest.CaptureFixture[str]) -> None:
+def test_the_prediction_is_that_of_scaling_md_and_precedes_missing_inputs(capfd: pytest.CaptureFixture[str]) -> None:
     assert dry_run.main(["bert_3_9b_8x8"]) == 2
     said = capfd.readouterr()
     assert_shown(said.out, "scaling.md")
@@ -47,7 +47,7 @@ def test_the_prediction_is_that_of_the_page_and_comes_before_missing_inputs(capf
     assert said.err.startswith(f"error: missing: {missing}. ")
 
 
-def test_without_a_launcher_the_ranks_are_the_plans(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_without_launcher_ranks_come_from_the_plan_or_recipe(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     times: dict[str, float] = dict.fromkeys(("data_wait", "forward_backward", "reduce", "update", "other"), 0.0)
     settings = settings_of(RECIPES["h100_1x8"]())
     write_plan(RunPlan("h100_1x8", "H100-SXM-80GB", 2, 8, settings, "", times, 1.0), tmp_path / "plan.json")
@@ -69,7 +69,7 @@ def test_a_wrong_setting_is_named_before_missing_data(capfd: pytest.CaptureFixtu
         assert (shown.out, shown.err.count("\n"), said in shown.err) == ("", 1, True)
 
 
-def test_ranks_that_share_a_copy_hear_of_their_memory(
+def test_ranks_that_share_a_copy_get_a_prediction_of_memory(
     small_run: SmallRun, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The check is left out, because it keeps the data closed until a run starts."""
@@ -89,7 +89,7 @@ def prediction(world_size: int, local_size: int = 0, recipe: str = "h100_1x8") -
     return list(dry_run.memory_and_step(small, world_size, local_size))
 
 
-def test_nodes_are_those_of_the_launcher_or_as_large_as_usual() -> None:
+def test_node_size_comes_from_the_launcher_or_the_device() -> None:
     ranks = {(4, 0): "1 x 4", (16, 0): "2 x 8", (12, 0): "3 x 4", (12, 5): "3 x 4", (16, 4): "4 x 4", (8, 8): "1 x 8"}
     for (world, local), machines in ranks.items():
         *_, modes, step = prediction(world, local)
@@ -101,5 +101,5 @@ def test_without_a_known_device_there_is_no_step(monkeypatch: pytest.MonkeyPatch
     lines = prediction(3, recipe="tiny_cpu")
     assert [line.split()[0] for line in lines[-2:]] == ["a", "training.recompute"]
     monkeypatch.setattr("cluster.model.memory.USABLE_MEMORY", 1e-4)
-    too_large = "H100-SXM-80GB has 8.00 MB for it, which is less; `python -m cluster plan` finds what fits"
+    too_large = "H100-SXM-80GB has only 8.00 MB of usable memory; `python -m cluster plan` finds settings that fit"
     assert prediction(8)[-2] == too_large

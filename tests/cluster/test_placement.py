@@ -80,7 +80,7 @@ def test_the_command_writes_a_line_for_each_task(tmp_path: Path, cluster: Comman
     shown = ["0 n1 top / a", "1 n3 top / a", "2 n2 top / b", "3 n4 top / b", ""]
     assert [" ".join(line.split()) for line in done.stdout.splitlines()[1:]] == [
         *shown,
-        f"levels that traffic climbs: 2, in the order of {view} 4",
+        f"levels that traffic climbs in this order: 2; in the order of {view}: 4",
         f"{out}: 8 lines; SLURM_HOSTFILE={out} sbatch --distribution=arbitrary launch/slurm.sub",
     ]
     assert out.read_text().split() == ["n1", "n1", "n3", "n3", "n2", "n2", "n4", "n4"]
@@ -89,10 +89,10 @@ def test_the_command_writes_a_line_for_each_task(tmp_path: Path, cluster: Comman
     assert out.read_text() == "b\na\n"
 
 
-def test_a_name_that_would_steer_srun_is_refused(tmp_path: Path, cluster: Command) -> None:
+def test_host_names_that_srun_would_misread_are_refused(tmp_path: Path, cluster: Command) -> None:
     for name in ("n1\nn2", "-n", "n1,n2"):
         view = write_hosts(tmp_path / "c.json", {name: ("top", "a"), "n9": ("top", "a")})
         done = cluster("place", view, "--out", tmp_path / "hosts")
         assert (done.returncode, done.stderr.count("\n")) == (2, 1)
-        assert f"a host is called {name!r}" in done.stderr.replace("\\\\", "\\")
+        assert f"the host name {name!r} is invalid" in done.stderr.replace("\\\\", "\\")
         assert not (tmp_path / "hosts").exists()

@@ -50,7 +50,7 @@ def file(tmp_path: Path) -> Path:
 VIEW = made_up()
 
 
-def test_a_view_is_read_back_unless_its_parts_do_not_belong_together(file: Path) -> None:
+def test_a_view_is_read_back_unless_it_is_inconsistent(file: Path) -> None:
     for view in (replace(made_up(hosts=1), outliers=()), VIEW):
         write_view(view, file)
         assert read_view(file) == view
@@ -66,7 +66,7 @@ def test_a_view_is_read_back_unless_its_parts_do_not_belong_together(file: Path)
     ]
     for change in changes:
         write_view(replace(VIEW, **change), file)
-        with pytest.raises(ValueError, match=r"rank|sizes do not rise"):
+        with pytest.raises(ValueError, match=r"rank|not in ascending order"):
             read_view(file)
     # Pages and predictions divide by sizes, times, and the difference of two sizes.
     for points, said in (
@@ -89,7 +89,7 @@ def test_a_file_that_no_probe_wrote_is_refused(file: Path, refused: Refused) -> 
         assert not file.with_suffix(".html").exists()
 
 
-def test_a_finding_says_how_slow_and_how_certain_it_is() -> None:
+def test_a_finding_states_slowdown_deviations_and_share_of_a_step() -> None:
     slow = Outlier("rank 3", "latency", 1.5, 999.0, 0.0, (3,))
     said = "latency, time 50 % above the others"
     assert slow.sentence == f"SLOW  rank 3: {said} (999 deviations)"
@@ -139,7 +139,7 @@ def test_colours_compare_times_with_the_median_and_saturate() -> None:
     assert rates == ["0.001 MB/s", "0.999 MB/s", "1 MB/s", "1 GB/s", "2 TB/s"]
 
 
-def test_a_page_of_many_hosts_stays_small_and_names_from_a_file_steer_nothing(file: Path, cluster: Command) -> None:
+def test_a_page_of_many_hosts_stays_small_and_escapes_host_names(file: Path, cluster: Command) -> None:
     write_view(made_up(hosts=100, ranks=1, name="<script>\x1b[2J"), file)
     out, page = cluster("show", file).stdout, file.with_suffix(".html").read_text()
     assert "\x1b[2J" not in out + page
@@ -185,7 +185,7 @@ def test_place_takes_the_hosts_of_one_site_if_they_suffice(tmp_path: Path, clust
         assert "does not know the switches" not in out
 
 
-def test_a_file_without_sites_is_read(tmp_path: Path) -> None:
+def test_a_view_written_without_sites_has_one_site(tmp_path: Path) -> None:
     content = msgspec.to_builtins(VIEW)
     del content["sites_stated"]
     for host in content["hosts"]:

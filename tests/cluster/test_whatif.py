@@ -28,8 +28,8 @@ def warning(step: int, straggler: Straggler | None) -> dict[str, Any]:
     return {"event": "warning", "step": step, "straggler": straggler and asdict(straggler)}
 
 
-def test_parts_are_seconds_of_the_result(tmp_path: Path) -> None:
-    """A restart at step 50 repeats steps, and checkpoints after the last step belong to the rest."""
+def test_parts_add_up_to_the_seconds_of_the_run(tmp_path: Path) -> None:
+    """A restart at step 50 repeats steps. Time between steps and evaluations counts as "start and other"."""
     evaluation = {"event": "eval", "time_s": 5.5, "eval_s": 0.4, "step": 100, "samples": 3200}
     run = read(tmp_path, [*steps(10), STEP | {"step": 50, "samples": 1600, "time_s": 5.2}, evaluation])
     assert (run.seconds, run.steps) == (5.5, 100)
@@ -42,7 +42,7 @@ def test_parts_are_seconds_of_the_result(tmp_path: Path) -> None:
     assert report(run)[-1] == "the run named no rank as a straggler"
 
 
-def test_stragglers_cost_what_others_waited_for_them(tmp_path: Path) -> None:
+def test_stragglers_cost_the_time_that_other_ranks_waited(tmp_path: Path) -> None:
     """Rank 2 (slower) and rank 3 of a host are slow, and rank 2 recovers halfway."""
     hosts, places = ["h0", "h0", "h1", "h1", "h2"], [f" (data {rank}, tensor 0)" for rank in range(5)]
     stragglers, records = Stragglers(hosts, [0] * 5, places), []
@@ -59,7 +59,7 @@ def test_stragglers_cost_what_others_waited_for_them(tmp_path: Path) -> None:
     assert "the run named no rank as a straggler" not in report(run)
 
 
-def test_a_rank_that_came_back_on_another_host_is_two(tmp_path: Path) -> None:
+def test_a_rank_on_two_hosts_counts_as_two_stragglers(tmp_path: Path) -> None:
     records = steps(20)
     for host, step in (("h2", 50), ("h1", 0)):
         records.insert(step // 10, warning(step, Straggler(1, host, True, own_ms=60.0, median_ms=40.0)))

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from benchmarks.hosts import enter, go_first
+from benchmarks.hosts import enter, raise_priority
 from tests.distributed.ranks import Ranks, free_port, program
 from tests.programs import Program
 
@@ -39,7 +39,7 @@ def ranks_on_hosts(
 
 def on_host(namespace: str, host: str, core: str, module: str, *arguments: str) -> None:
     """Enter a host's namespaces and run a module as ``python -m`` would, pinned to ``core`` unless that is "any"."""
-    go_first()
+    raise_priority()
     enter(namespace, host)
     if core != "any":
         os.sched_setaffinity(0, {int(core)})

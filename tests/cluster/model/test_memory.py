@@ -23,7 +23,14 @@ from bert.optimizer import FlatParameters, Lamb
 from bert.parallel.pipeline.stages import PipelineModel
 from bert.parallel.tensor.shards import TensorParallel
 from bert.products.weight_gradients import WeightCopies
-from cluster.model.memory import held_by_rank, hidden_bytes, kept_by_forward, memory_of_rank, model_shares, under_way
+from cluster.model.memory import (
+    fixed_memory,
+    hidden_bytes,
+    memory_of_rank,
+    micro_batches_in_flight,
+    model_shares,
+    saved_activations,
+)
 from cluster.model.work import Strategy, Work
 from dataloading.batches.loader import Batch, batch_of
 from dataloading.shards.samples import Samples, synthetic_samples
@@ -86,7 +93,7 @@ def fake_group() -> Iterator[dist.ProcessGroup]:
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize(("layers", "tensor", "dropout"), [(3, 1, 0), (3, 1, 0.1), (4, 2, 0), (4, 2, 0.1), (6, 1, 0.1)])
-def test_a_real_model_keeps_what_is_predicted(
+def test_predicted_memory_equals_the_tensors_that_a_real_model_keeps(
     layers: int, tensor: int, dropout: float, precision: Precision, fake_group: dist.ProcessGroup
 ) -> None:
     """Sequences of the model with six layers are so short that some have equal lengths."""
@@ -111,7 +118,7 @@ def test_a_real_model_keeps_what_is_predicted(
 
 
 @pytest.mark.parametrize("place", [0, 1])
-def test_a_stage_keeps_what_is_predicted(place: int) -> None:
+def test_predicted_memory_of_a_pipeline_stage_equals_its_tensors(place: int) -> None:
     config = ModelConfig(6, 128, 4, 512, 1024, 128)
     group = cast(Any, SimpleNamespace(size=lambda: 2, rank=lambda: place))
     pipeline = PipelineModel(config, group, 1, torch.zeros(config.vocab_size, config.hidden_size))
@@ -119,7 +126,7 @@ def test_a_stage_keeps_what_is_predicted(place: int) -> None:
     flat = FlatParameters.of(pipeline)
     work, samples = work_and_samples(config)
     strategy = Strategy(SEQUENCES, pipeline=2)
-    held = held_by_rank(work, strategy, 1, 2, place)
+    held = fixed_memory(work, strategy, 1, 2, place)
     word = pipeline.embeddings.word.detach()
     assert held["weights"] == flat.weights_N.nbytes + place * word.nbytes
     [stage], given = pipeline.stages, torch.zeros(int(samples.lengths.sum()), 128, requires_grad=True)
@@ -130,13 +137,13 @@ def test_a_stage_keeps_what_is_predicted(place: int) -> None:
     kept = kept_bytes(forward, [flat.weights_N, given, word], samples, "fp32")
     sizes = work.micro_batches(strategy, 2, 0)
     share = model_shares(config, 1, 2)[place]
-    predicted = float(kept_by_forward(work, strategy, sizes, False, share).max())
+    predicted = float(saved_activations(work, strategy, sizes, False, share).max())
     predicted += place * 4 * float(sizes.masked_AR.max()) * config.vocab_size
     # The first stage stores its output too, which the second stage gets.
     assert predicted - (0 if place else given.nbytes) == pytest.approx(kept, abs=8)
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
         sent = cast(Any, forward(batch_of(samples)))
-        assert place or sent.dtype == pipeline.hidden_dtype(), "which neighbours expect"
+        assert place or sent.dtype == pipeline.hidden_dtype(), "neighbours expect this type"
         assert hidden_bytes("bf16", on_gpu=False) == pipeline.hidden_dtype().itemsize
 
 
@@ -160,8 +167,8 @@ def test_stages_hold_their_layers_and_talk_to_their_neighbours() -> None:
     assert (first.segments, first.shared) == (5 + 4 * 14, 130 * 128 + 256 + 4 * 6 * 128)
 
 
-def test_what_is_divided_and_what_is_not() -> None:
-    """A vector has the weights in fp32. Every model copy has weights and gradients, and shards divide what LAMB needs."""
+def test_each_setting_changes_its_part_of_the_fixed_memory() -> None:
+    """``vector`` is the bytes of the fp32 weights. Every copy has weights and gradients; shards divide the rest."""
     work, _ = work_and_samples(ModelConfig(2, 128, 4, 512, 1024, 128))
     elements = 1154 * 128 + 256 + 2 * (12 * 128**2 + 13 * 128) + 2 * 128**2 + 258 + 4 * 128 + 1024 + 14
     vector = 4.0 * (-(-elements // 128) * 128)  # padded, so that eight ranks have equal shards
@@ -183,23 +190,23 @@ def test_what_is_divided_and_what_is_not() -> None:
         ({"reduce_dtype": "bf16", "shard_gradients": True, "reduction": "sharded_world"}, 0, alone),
     ):
         strategy = replace(Strategy(16, bucket_bytes=2**30), **cast(Any, changes))
-        held = held_by_rank(work, strategy, max(1, nodes), 4 if nodes else 1)
+        held = fixed_memory(work, strategy, max(1, nodes), 4 if nodes else 1)
         assert held == pytest.approx(whole | none | expected), changes
     apart, share = Strategy(16, reduction="sharded", pipeline=2), model_shares(work.model, 1, 2)[0]
-    assert held_by_rank(work, apart, 4, 1)["moments"] == 8 * share.padded(2), "a node has no second copy to share with"
+    assert fixed_memory(work, apart, 4, 1)["moments"] == 8 * share.padded(2), "a node has no second copy to share with"
 
 
-def test_a_stage_stores_the_largest_micro_batches_that_are_under_way_at_once() -> None:
+def test_a_stage_stores_the_largest_micro_batches_in_flight() -> None:
     ways = {(1, 1, 8, 0): 1, (4, 1, 8, 0): 4, (4, 1, 8, 3): 1, (4, 1, 2, 0): 2, (4, 2, 8, 3): 2.5}
     for (stages, virtual, steps, place), at_once in ways.items():
-        assert under_way(Strategy(64, steps, pipeline=stages, virtual_stages=virtual), place) == at_once
+        assert micro_batches_in_flight(Strategy(64, steps, pipeline=stages, virtual_stages=virtual), place) == at_once
     work, _ = work_and_samples(ModelConfig(8, 128, 4, 512, 1024, 128))
     for virtual, at_once, messages in ((1, 2, 1), (2, 2.5, 3)):
         strategy = Strategy(SEQUENCES, 4, tensor=2, pipeline=2, virtual_stages=virtual)
-        assert under_way(strategy, 0) == at_once
+        assert micro_batches_in_flight(strategy, 0) == at_once
         share, whole = model_shares(work.model, 2, 2, virtual)[0], -int(-at_once // 1)
         steps = [work.micro_batches(strategy, 4, step) for step in range(16)]
-        kept = [np.sort(kept_by_forward(work, strategy, sizes, False, share)[:, 0])[-whole:].sum() for sizes in steps]
+        kept = [np.sort(saved_activations(work, strategy, sizes, False, share)[:, 0])[-whole:].sum() for sizes in steps]
         found = memory_of_rank(work, strategy, 1, 4)
         assert (found["activations"], found["logits"]) == (pytest.approx(max(kept) * at_once / whole), 0)
         tokens = max(float(sizes.tokens_AR.max()) for sizes in steps)
@@ -207,7 +214,7 @@ def test_a_stage_stores_the_largest_micro_batches_that_are_under_way_at_once() -
 
 
 @pytest.mark.parametrize(("precision", "size"), [("fp32", 4), ("bf16", 2)])
-def test_kernels_keep_what_their_backward_passes_read(precision: Precision, size: int) -> None:
+def test_activations_on_a_gpu_are_those_that_backward_passes_read(precision: Precision, size: int) -> None:
     """Add up by hand what a model of one layer keeps on a GPU, in elements of a hidden state and bytes of statistics."""
     work, _ = work_and_samples(ModelConfig(1, 64, 4, 256, 1024, 128))
     sizes, [share] = work.micro_batches(Strategy(SEQUENCES), 1, 0), model_shares(work.model)
@@ -220,28 +227,28 @@ def test_kernels_keep_what_their_backward_passes_read(precision: Precision, size
     by_masked, by_sequence = 3 * hidden + 8, hidden + 8
     expected = by_token * tokens + by_row * (SEQUENCES + masked) + by_masked * masked + by_sequence * SEQUENCES
     strategy = Strategy(SEQUENCES, precision=precision)
-    assert float(kept_by_forward(work, strategy, sizes, True, share).sum()) == expected
+    assert float(saved_activations(work, strategy, sizes, True, share).sum()) == expected
     # Each rank of a tensor group has the whole inputs of the last layer's and the decoder's products, and half of the rest.
     inputs = hidden * (tokens + 2 * (SEQUENCES + masked) + masked)
-    halved = kept_by_forward(work, replace(strategy, tensor=2), sizes, True, share)
+    halved = saved_activations(work, replace(strategy, tensor=2), sizes, True, share)
     assert float(halved.sum()) == (expected + inputs) / 2
 
 
-def test_on_gpus_whole_updates_leave_copies_of_all_weights_and_heads_are_cast_besides() -> None:
+def test_on_gpus_unsharded_lamb_keeps_16_bit_copies_of_all_weights_besides_autocasts() -> None:
     config = ModelConfig(2, 128, 4, 512, 1024, 128)
     work, _ = work_and_samples(config)
     copies = WeightCopies.of(config, torch.device("cpu")).copies_P
     assert copies is not None
     heads = 2 * (2 * 128 * 128 + 1024 * 128 + 2 * 128)
     strategy = Strategy(SEQUENCES, precision="bf16")
-    by_autocast = held_by_rank(work, strategy, 1, 1)["16-bit weights"]
-    assert held_by_rank(work, strategy, 1, 1, on_gpu=True)["16-bit weights"] == copies.nbytes + heads > by_autocast
+    by_autocast = fixed_memory(work, strategy, 1, 1)["16-bit weights"]
+    assert fixed_memory(work, strategy, 1, 1, on_gpu=True)["16-bit weights"] == copies.nbytes + heads > by_autocast
     for other in (replace(strategy, reduction="sharded"), replace(strategy, precision="fp8")):
-        assert held_by_rank(work, other, 1, 1, on_gpu=True)["16-bit weights"] == by_autocast
+        assert fixed_memory(work, other, 1, 1, on_gpu=True)["16-bit weights"] == by_autocast
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_recomputation_keeps_what_is_predicted(precision: Precision) -> None:
+def test_predicted_savings_of_recomputation_equal_those_of_a_real_model(precision: Precision) -> None:
     """Compare the differences between modes, because weights and weight copies are alive in every mode."""
     config = ModelConfig(3, 128, 4, 512, 1024, 128)
     work, samples = work_and_samples(config)
@@ -262,7 +269,7 @@ def test_recomputation_keeps_what_is_predicted(precision: Precision) -> None:
     assert parts["none"]["recomputed"] == 0 < parts["full"]["activations"] < parts["selective"]["activations"]
 
 
-def test_the_page_states_the_bytes_that_a_layer_keeps_for_a_token() -> None:
+def test_training_md_states_the_bytes_that_a_layer_keeps_for_a_token() -> None:
     page = (REPOSITORY / "docs/training.md").read_text(encoding="utf-8").splitlines()
     columns: list[tuple[Precision, bool, int]] = [("bf16", True, 512), ("fp8", True, 512), ("fp32", False, 128)]
     for mode in get_args(Recompute):
@@ -272,6 +279,6 @@ def test_the_page_states_the_bytes_that_a_layer_keeps_for_a_token() -> None:
             for layers in (3, 4):
                 work = Work(ModelConfig(layers), np.full(8, length), np.ones(8, np.int64))
                 (share,) = model_shares(work.model, 1, 1, 1)
-                kept.append(float(kept_by_forward(work, strategy, work.typical(1), on_gpu, share).sum()))
+                kept.append(float(saved_activations(work, strategy, work.typical(1), on_gpu, share).sum()))
             row.append(f"{(kept[1] - kept[0]) / length:,.0f}")
         assert any(line.startswith(f"| `{mode}`") and line.endswith(f"| {' | '.join(row)} |") for line in page), row

@@ -16,7 +16,7 @@ from bert.optimizer import lamb_segments
 from cluster.devices import describe_machine, device_named
 from cluster.model.memory import model_shares
 from cluster.model.rates import ACCESSES, LAUNCHES, SEQUENCE_BYTES, Curve, Rates, rates_of_machine, rates_of_view
-from cluster.model.step import Activity, least_step, predict_run, predict_step, simulate, through_stages
+from cluster.model.step import Activity, least_step, pipeline_seconds, predict_run, predict_step, simulate
 from cluster.model.work import BUCKET_BYTES, TERMS, Computation, MicroBatches, Strategy, Work, parts_of, wikipedia_work
 from cluster.published.cost_model import TimedRun, run_time, step_parts
 from cluster.published.fitted import fitted_parameters, link_rate, network_rate, sequence_time
@@ -35,7 +35,7 @@ def rates(nodes: int = 2, ranks: int = 2, seconds_per_byte: float = 1e-9, **chan
     return replace(Rates(nodes, ranks, 1e9, COSTS, curves), **changes)  # type: ignore[arg-type]
 
 
-def test_what_was_timed_in_16_bits_counts_where_a_run_computes_in_them() -> None:
+def test_16_bit_attention_times_apply_only_to_16_bit_runs() -> None:
     dry, wet = (Computation("attention", (1.0, 0.0, 0.0, 0.0), dropout=dropout) for dropout in (False, True))
     names = ("attention", "attention with dropout", "attention bf16", "attention bf16 with dropout")
     costs = {name: (float(cost), 0.0, 0.0, 0.0) for cost, name in enumerate(names)}
@@ -46,7 +46,7 @@ def test_what_was_timed_in_16_bits_counts_where_a_run_computes_in_them() -> None
 
 
 @pytest.mark.parametrize("tensor", [2, 4])
-def test_ranks_that_share_a_copy_divide_its_products_and_pay_for_what_they_exchange(tensor: int) -> None:
+def test_tensor_parallel_ranks_exchange_the_rows_counted_by_hand(tensor: int) -> None:
     """The first of two layers gathers and scatters all tokens; the last one only the tokens of the output heads."""
     strategy = Strategy(16, tensor=tensor)
     sizes = TINY.micro_batches(strategy, 4, 0)
@@ -73,16 +73,16 @@ def test_ranks_that_share_a_copy_divide_its_products_and_pay_for_what_they_excha
 
 @pytest.mark.parametrize("virtual_stages", [1, 2])
 @pytest.mark.parametrize("micro_batches", [4, 12])
-def test_equal_stages_are_idle_while_they_are_filled_and_drained(micro_batches: int, virtual_stages: int) -> None:
+def test_pipeline_bubbles_follow_the_formula_of_1f1b_and_interleaving(micro_batches: int, virtual_stages: int) -> None:
     strategy = Strategy(micro_batches, micro_batches, pipeline=4, virtual_stages=virtual_stages)
     compute_PAR, none_P = np.ones((4, micro_batches, 1)), np.zeros(4)
-    [seconds] = through_stages(compute_PAR, none_P, 1.0, strategy, sharing=1.0)
+    [seconds] = pipeline_seconds(compute_PAR, none_P, 1.0, strategy, sharing=1.0)
     assert 1 - micro_batches / seconds == pytest.approx(3 / (virtual_stages * micro_batches + 3))
-    [shared] = through_stages(compute_PAR, none_P, 1.0, strategy, sharing=4.0)
+    [shared] = pipeline_seconds(compute_PAR, none_P, 1.0, strategy, sharing=4.0)
     assert shared == micro_batches, "an idle rank leaves its processors to the others"
-    crowded, paired = (through_stages(compute_PAR, np.full(4, 2.0), 10.0, strategy, sharing=each) for each in (16, 4))
+    crowded, paired = (pipeline_seconds(compute_PAR, np.full(4, 2.0), 10.0, strategy, sharing=each) for each in (16, 4))
     assert crowded == paired, "the ranks of one stage still share processors"
-    [waiting] = through_stages(compute_PAR, np.array([1.0, 2.0, 2.0, 1.0]), 0.1, strategy, sharing=1.0)
+    [waiting] = pipeline_seconds(compute_PAR, np.array([1.0, 2.0, 2.0, 1.0]), 0.1, strategy, sharing=1.0)
     assert waiting > seconds + 0.2 * micro_batches
 
 
@@ -93,7 +93,7 @@ NS_PER_BYTE: dict[Any, int] = dict(zip(product(get_args(Operation), get_args(Sco
 
 
 def simple_rates(nodes: int, ranks: int, scale: float = 1.0, **changes: Any) -> Rates:
-    """Return rates of ranks that need only ``changes`` to compute, and nanoseconds to send a byte: a prime for each way."""
+    """Return rates with no costs but those in ``changes``. A byte takes a prime number of ns, another in each collective."""
     curves = {way: Curve(((0.0, 0.0), (1e9, scale * each)), share=0.5) for way, each in NS_PER_BYTE.items()}
     changes["costs"] = NOTHING | changes.get("costs", {})
     return replace(Rates(nodes, ranks, 1e9, NOTHING, curves), **changes)
@@ -132,7 +132,7 @@ def test_each_reduction_sends_its_part_of_the_vector(name: str) -> None:
     assert astuple(found) == pytest.approx(expected)
 
 
-def test_messages_hide_behind_what_is_computed_and_share_its_processors() -> None:
+def test_messages_overlap_with_computations_and_share_processors() -> None:
     def message(seconds: float, share: float) -> list[Activity]:
         return [Activity(seconds, needs=1, share=share)]
 
@@ -141,7 +141,7 @@ def test_messages_hide_behind_what_is_computed_and_share_its_processors() -> Non
     for computations, messages, demand, expected in (
         (two, message(1.5, 0.0), 0.0, (3.0, 3.0, 0.0)),
         (two, [*message(2.5, 0.0), Activity(1.0, needs=2)], 0.0, (3.0, 4.5, 0.0)),
-        # Pieces wait for the messages that they need, the second one after it has computed.
+        # Computations wait for the messages that they need. Only the wait of a computation of 0 seconds is returned.
         (waiting, [Activity(2.0), Activity(3.0)], 0.0, (6.0, 6.0, 2.0)),
         # Both demand all processors, so each gets half of them until one is done.
         ([*alone, *alone], message(1.0, 1.0), 1.0, (3.0, 3.0, 0.0)),
@@ -156,7 +156,7 @@ def test_messages_hide_behind_what_is_computed_and_share_its_processors() -> Non
 
 @pytest.mark.parametrize("scale", [0.001, 0.01, 0.05, 1.0])
 @pytest.mark.parametrize("steps", [1, 3])
-def test_buckets_overlap_with_the_parts_that_fill_or_need_them(scale: float, steps: int) -> None:
+def test_each_bucket_overlaps_with_the_rest_of_the_backward_or_forward_pass(scale: float, steps: int) -> None:
     """The embeddings, a layer, and the last layer with the heads take 10 ms forward and 20 ms backward each."""
     alone = simple_rates(2, 2, scale, micro_batch_s=0.09)
     # The vector has the decoder's bias, the embeddings to 148,992, a layer to 347,264, the other to 545,536, and the heads.
@@ -199,7 +199,9 @@ def test_ranks_wait_for_data_and_for_the_slowest_of_them(demand: float, sharing:
 @pytest.mark.parametrize(
     ("precision", "demand", "size"), [("fp32", 0.0, 4), ("bf16", 0.0, 2), ("bf16", 0.5, 4), ("fp32", 1.0, 4)]
 )
-def test_pipelines_fill_drain_and_sum(virtual: int, neighbours: int, precision: Any, demand: float, size: int) -> None:
+def test_a_pipelined_step_adds_up_bubbles_messages_and_reduction(
+    virtual: int, neighbours: int, precision: Any, demand: float, size: int
+) -> None:
     """Eight ranks on four nodes hold two copies of four stages, which compute 10 ms for each of eight micro-batches."""
     work = Work(replace(tiny_model(), num_hidden_layers=8), LENGTHS, LENGTHS // 8 + 1)
     costs = {"lamb": (1e-3, 1e-5, 1e-9), "batch": (0.0, 0.01)}
@@ -231,7 +233,7 @@ def test_an_evaluation_is_a_forward_pass_of_its_batches(world: int, pipeline: in
     costs = {"embedding": (0.0, 1e-6 / 128, 0.0), "attention": (1e-3, 0.0, 0.0, 0.0)}
     alone = simple_rates(1, world, 0.0, micro_batch_s=0.02, start_s=7.0, costs=costs)
     work, strategy = replace(TINY, interval_samples=1000), Strategy(16, pipeline, pipeline=pipeline)
-    run = predict_run(work, strategy, alone, samples=9_001)
+    run = predict_run(work, strategy, alone, predict_step(work, strategy, alone), samples=9_001)
     # The last layer calls attention for each sequence.
     first, last = 1e-6 * 50 * float(LENGTHS.mean()) + 1e-3 * calls, 1e-3 * 50
     seconds = batches * (0.02 + first + last)
@@ -244,7 +246,7 @@ def test_an_evaluation_is_a_forward_pass_of_its_batches(world: int, pipeline: in
     assert run.total == pytest.approx(sum(run.parts.values()))
 
 
-def at_once(rates: Rates, operation: Operation = "all-gather") -> dict[str, float]:
+def waits_and_rates(rates: Rates, operation: Operation = "all-gather") -> dict[str, float]:
     """Return the seconds of a collective before its first byte in each scope, and the seconds that each byte adds."""
     ways = {scope: [rates.collective(operation, scope, size)[0] for size in (0.0, 1e9)] for scope in get_args(Scope)}
     waits = {f"{scope} wait": wait for scope, (wait, _) in ways.items()}
@@ -259,15 +261,15 @@ def test_a_machine_whose_link_ends_at_the_node_has_its_rails_on_the_network(name
     waits = {"node wait": exp(p["launch"]) / 1406}
     waits |= dict.fromkeys(("rail wait", "world wait"), exp(p["network_latency"]) * 2 / buckets)
     expected = {"node": 7 / 8 / link, "rail": 3 / 4 * 8 / network, "world": 31 / 32 / min(link, network)}
-    assert at_once(found) == pytest.approx(waits | expected)
+    assert waits_and_rates(found) == pytest.approx(waits | expected)
     doubled = {scope: 2 * per_byte for scope, per_byte in expected.items()}
-    assert at_once(found, "all-reduce") == pytest.approx(waits | doubled)
+    assert waits_and_rates(found, "all-reduce") == pytest.approx(waits | doubled)
     # Two data groups of four ranks a node share its network, and their rings are shorter.
     shorter = {"node": 6 / 7, "rail": 1, "world": 30 / 31}
     halved = {scope: shorter[scope.split()[0]] * seconds for scope, seconds in (waits | expected).items()}
-    assert at_once(found.of_data_groups(2)) == pytest.approx(halved | {"world": 2 * halved["world"]})
+    assert waits_and_rates(found.of_data_groups(2)) == pytest.approx(halved | {"world": 2 * halved["world"]})
     alone = describe_machine(device_named("A30"), 2, 1, networking="8x 400Gb/s")
-    assert at_once(rates_of_machine(alone))["world"] == pytest.approx(1 / 2 / network_rate(p, alone))  # no link
+    assert waits_and_rates(rates_of_machine(alone))["world"] == pytest.approx(1 / 2 / network_rate(p, alone))  # no link
     update = 30 / (0.8e9 * machine.device.memory_gb_s)
     assert (found.start_s, found.costs["lamb"]) == (exp(p["start"]), pytest.approx((0, 0, update)))
     sequence = sum(sequence_time(p, machine.device, False))
@@ -284,20 +286,20 @@ def test_a_rack_has_nodes_of_a_tray_and_its_link_joins_them() -> None:
     launch, latency = exp(p["launch"]) / 1406, exp(p["network_latency"]) / (4 * 336.2e6 / BUCKET_BYTES)
     expected = {"node": 3 / 4 / link, "rail": 17 / 18 / link, "world": 71 / 72 / link}
     waits = {"node wait": launch, "rail wait": launch, "world wait": 0.0}
-    assert at_once(found) == pytest.approx(expected | waits)
+    assert waits_and_rates(found) == pytest.approx(expected | waits)
     waits |= {"rail wait": latency + launch, "world wait": latency}
     for rates, between in ((two, network), (two_slow, slow)):
         across = {"rail": 35 / 36 * max(1 / link, 4 / between), "world": 143 / 144 * max(1 / link, 1 / between)}
-        assert at_once(rates) == pytest.approx(expected | across | waits)
+        assert waits_and_rates(rates) == pytest.approx(expected | across | waits)
     # Data groups have links of their own in a rack, and share the network between racks.
-    assert at_once(found.of_data_groups(2))["world"] == pytest.approx(35 / 36 / link)
-    assert at_once(two.of_data_groups(4))["world"] == pytest.approx(35 / 36 * max(1 / link, 4 / network))
-    assert at_once(two_slow.of_data_groups(2))["world"] == pytest.approx(2 * 71 / 72 / slow)
+    assert waits_and_rates(found.of_data_groups(2))["world"] == pytest.approx(35 / 36 / link)
+    assert waits_and_rates(two.of_data_groups(4))["world"] == pytest.approx(35 / 36 * max(1 / link, 4 / network))
+    assert waits_and_rates(two_slow.of_data_groups(2))["world"] == pytest.approx(2 * 71 / 72 / slow)
     # Stages on different trays of a rack send at the speed of the link.
     assert found.message_seconds(1, 8, 1e9) == pytest.approx(launch + 1e9 / link)
 
 
-def test_parameters_are_those_of_the_program() -> None:
+def test_elements_and_segments_of_bert_large_are_those_of_the_program() -> None:
     [large] = model_shares(ModelConfig())
     assert large.elements == pytest.approx(336.2e6, rel=0.001)
     with torch.device("meta"):
@@ -306,18 +308,19 @@ def test_parameters_are_those_of_the_program() -> None:
     assert sum(bucket.stop - bucket.start for bucket in large.buckets(8, BUCKET_BYTES)) == large.padded(8)
 
 
-def test_a_step_of_bert_large_is_near_that_of_published_results() -> None:
+def test_both_cost_models_agree_on_bert_large_within_a_tenth() -> None:
     parameters = fitted_parameters()
     for name, nodes, batch in (("H100-SXM", 1, 768), ("H100-SXM", 8, 4608), ("A100-SXM4-80GB", 1, 448)):
         run = TimedRun(describe_machine(device_named(name), nodes, 8), batch)
         precision = "fp8" if run.uses_fp8 else "bf16"
         strategy = Strategy(batch, precision=precision, reduction="sharded_world")
         found = wikipedia_work(), strategy, rates_of_machine(run.machine, precision)
-        assert predict_step(*found).total == pytest.approx(sum(step_parts(parameters, run).values()), rel=0.1)
-        assert predict_run(*found).total == pytest.approx(run_time(parameters, run).total, rel=0.1)
+        step = predict_step(*found)
+        assert step.total == pytest.approx(sum(step_parts(parameters, run).values()), rel=0.1)
+        assert predict_run(*found, step).total == pytest.approx(run_time(parameters, run).total, rel=0.1)
 
 
-def test_traffic_and_launches_of_a_sequence_are_those_of_its_computations() -> None:
+def test_assumed_traffic_and_launches_follow_from_the_computations() -> None:
     work = wikipedia_work()
 
     def counted(sizes: MicroBatches, costs: dict[str, tuple[float, ...]]) -> float:
@@ -333,7 +336,7 @@ def test_traffic_and_launches_of_a_sequence_are_those_of_its_computations() -> N
     assert counted(one, launches | {"linear bf16": (6.0, 0.0, 0.0, 0.0)}) == LAUNCHES
 
 
-def test_recomputation_costs_forward_parts_of_the_layers_but_the_last() -> None:
+def test_recomputation_repeats_forward_passes_of_inner_layers_only() -> None:
     """Of two layers, only the first is recomputed: all of its forward pass, or all but the matrix products."""
     alone, small = rates(1, 1), ("attention", "norm", "gelu")
     layer = parts_of(TINY.model, TINY.micro_batches(Strategy(16), 1, 0))[1]
@@ -344,7 +347,7 @@ def test_recomputation_costs_forward_parts_of_the_layers_but_the_last() -> None:
         assert found.forward_backward - plain == pytest.approx(again)
 
 
-def test_costs_come_from_what_a_probe_timed() -> None:
+def test_rates_of_a_probe_fit_its_times_and_contention() -> None:
     found = rates_of_view(made_up())
     assert float(found.seconds(Computation("gelu", (1.0, 524288.0)))) == pytest.approx(1e-3)
     assert found.collective("all-reduce", "world", 131072)[0] == pytest.approx(1.6e-4 + 2e-4 / 3)
@@ -371,7 +374,7 @@ def test_a_curve_is_constant_below_its_points_interpolated_and_continued_and_nev
     assert {size: curve.seconds(size) for size in seconds} == pytest.approx(seconds)
 
 
-def test_ranks_that_do_not_fit_are_refused() -> None:
+def test_indivisible_batches_and_missing_fp8_are_refused() -> None:
     with pytest.raises(ValueError, match=r"global_batch_size is 30.* multiple of 4"):
         predict_step(TINY, Strategy(30), rates())
     with pytest.raises(ValueError, match=r"parallel\.tensor is 3"):

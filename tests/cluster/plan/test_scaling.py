@@ -49,7 +49,7 @@ def test_the_curve_falls_and_its_time_goes_to_causes_that_add_up(curve: tuple[li
     assert points[-1].share("launches and small kernels") > share
 
 
-def test_what_has_no_curve_is_refused() -> None:
+def test_too_large_nodes_and_open_recipes_have_no_curve() -> None:
     for recipe, per_node, said in ((RECIPES["dgxa100_8x8"](), LARGEST + 1, "is 16,385"), (tiny_cpu(), 8, "tiny_cpu")):
         with pytest.raises(ValueError, match=said):
             list(islice(scale(recipe, DEVICE, per_node), 1))

@@ -76,7 +76,7 @@ def test_nothing_that_the_search_skips_is_among_the_best(
     assert {*copies} == {"sharded_world"}, "a single copy has nothing to sum"
 
 
-def test_what_is_found_fits_and_divides(found: Found, target: Target, work: Work) -> None:
+def test_every_plan_fits_the_memory_and_divides_the_batch(found: Found, target: Target, work: Work) -> None:
     for each in found.ranked:
         rates = target.rates[each.strategy.precision]
         assert each.memory <= USABLE_MEMORY * rates.memory_bytes
@@ -121,7 +121,7 @@ def test_copies_are_shared_only_if_needed(ranks: int, per_host: int, memory: flo
         assert search(few, work, target).best[0].strategy.tensor > 1, "4 sequences on 8 ranks"
 
 
-def test_lines_are_in_order_and_agree(found: Found) -> None:
+def test_printed_rivals_are_sorted_and_agree_with_the_table(found: Found) -> None:
     lines = list(as_lines(found, 8))
     text = "\n".join(lines)
     losses = [float(line.split("%")[0].split()[-1]) for line in lines if line.startswith("  batch ") and "%" in line]

@@ -24,7 +24,7 @@ BATCH = 32
 
 
 def target_of(hosts: int, slower: float, ranks: int = 1) -> Target:
-    """Return ranks whose collectives are as slow as the paths between sites."""
+    """Return a target whose collectives are as slow as the paths between sites."""
     return Target("CPU", hosts, ranks, {"fp32": rates(hosts, ranks, INSIDE * slower, costs=FAST)}, {}, False)
 
 
@@ -42,7 +42,7 @@ PIECES = {"ab": 1, "aabb": 1 / 2, "aaaabbcc": 2 * 1 / 2, "aaabbccc": 2 * 2 / 3, 
 
 
 @pytest.mark.parametrize("sites", PIECES)
-def test_the_steps_hide_the_exchange_of_a_slow_link(sites: str) -> None:
+def test_site_steps_hide_the_exchange_over_a_slow_link(sites: str) -> None:
     [share] = model_shares(TINY.model)
     for slower in (50, 100, 400):
         found, best, said = chosen(sites, slower)
@@ -62,10 +62,10 @@ def test_a_fast_link_a_closed_run_or_odd_evaluations_have_fewer_steps() -> None:
     assert said.endswith("training.site_steps stays 1")
     found, best, said = chosen("aabb", 100, recipe="h100_1x8")
     assert best == found.best[0]
-    assert said.endswith("training.site_steps stays 1, because more needs the open division")
+    assert said.endswith("training.site_steps stays 1, because larger values need the open division")
     _, best, said = chosen("aabb", 400, steps=4 * 25)
     assert best.strategy.site_steps == 4
-    assert f"training.site_steps 32 needs a multiple of 32 x {BATCH} samples between evaluations" in said
+    assert f"only if evaluation.interval_samples is a multiple of 32 x {BATCH}" in said
     assert "longer than 2 steps" in said
     found, best, said = chosen("aabb", 400, steps=25)
     assert best == found.best[0]
@@ -101,10 +101,10 @@ def test_no_copy_of_the_model_spans_sites() -> None:
     found = search(RECIPES["tiny_cpu"](), work, target)
     spread = replace(found, ranked=tuple(each for each in found.ranked if each.strategy.pipeline == 2))
     best, lines = choose_site_steps(RECIPES["tiny_cpu"](), work, target, spread, view_of("aaab"))
-    assert (best, lines[0].endswith("all ways spread the model over sites")) == (found.best[0], True)
+    assert (best, lines[0].endswith("every plan spreads model copies over sites")) == (found.best[0], True)
 
 
-def test_the_plan_file_has_the_steps(tmp_path: Path, cluster: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_plan_file_contains_site_steps(tmp_path: Path, cluster: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     work = replace(TINY, interval_samples=BATCH * 128)
     monkeypatch.setattr("cluster.model.work.work_to_plan", lambda _: work)
     monkeypatch.setattr("cluster.model.rates.rates_of_view", lambda _: target_of(4, 400).rates["fp32"])

@@ -40,7 +40,7 @@ def test_a_gpu_gets_the_active_card_under_its_switch(machine: Machine) -> None:
     assert nearest_card(machine.sys, "0000:47:01.0", []) == ""
 
 
-def test_facts_travel() -> None:
+def test_facts_of_maximum_length_survive_the_gather() -> None:
     host = Host("h" * 128, 256, 1 << 41, ("m" * 32,) * 16, ("s" * 64,) * 8, "a" * 32)
     facts = Facts("boot", host, "d" * 128, 1 << 37, "mlx5_07")
     assert gather_facts(facts, Mesh(0, 1, 0, torch.device("cpu"))) == [facts]
@@ -61,14 +61,14 @@ def test_switches_come_from_the_environment_of_a_task_or_from_scontrol(monkeypat
 
 
 def test_a_machine_is_busy_if_others_take_a_tenth_of_it() -> None:
-    """Host "a" has two ranks. Only their rank uses the processor of host "b", and the counters of "c" do not move."""
+    """Host "a" has two ranks. On host "b", only its rank is busy. The counters of "c" do not move."""
     every = [Facts(host, Host(host, 4, 2**30, (), ()), "cpu", 0, "") for host in "aabc"]
     for busy, own, share in ((40.0, 12.0, 0.16), (40.0, 15.0, None), (40.0, 14.0, 0.12), (0.0, 19.0, None)):
         spent_R3 = np.array([[busy, 100.0, own]] * 2 + [[20.0, 100.0, 19.5], [0.0, 0.0, 0.0]])
         assert busy_machines(spent_R3, every) == ({} if share is None else {"a": pytest.approx(share)})
 
 
-def test_processor_seconds_are_busy_and_whole_and_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_processor_seconds_exclude_idle_iowait_and_guests(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fields are powers of two. Guests' time is part of the user's time, and waiting for a disk is idle."""
     names = ("user", "nice", "system", "idle", "iowait", "irq", "softirq", "steal", "guest", "guest_nice")
     times = psutil.cpu_times()._replace(**{name: 2.0**place for place, name in enumerate(names)})
@@ -88,15 +88,18 @@ def test_cells_of_a_gpu_state_their_sizes_and_how_often_they_run() -> None:
     assert [(cell.quantity, cell.dtype, cell.size, cell.times) for cell in cells] == expected
 
 
-def test_a_computation_takes_its_part_of_a_window(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first calls take half a second. Of the rest, two computations have three turns, or windows of a time slice."""
+def test_computations_share_the_seconds_in_up_to_three_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first calls take half a second. The rest has up to three turns, with windows of at least a time slice."""
     windows: list[float] = []
 
     def time_in_window(_action: object, seconds: float, _device: object) -> float:
         windows.append(seconds)
         return 6.0 * len(windows)
 
-    trials = [computations.Trial("a", (1.0,), int, times=1), computations.Trial("b", (2.0,), int, times=4)]
+    trials = [
+        computations.ComputationTrial("a", (1.0,), int, times=1),
+        computations.ComputationTrial("b", (2.0,), int, times=4),
+    ]
     monkeypatch.setattr(computations, "trials_of", lambda _: trials)
     monkeypatch.setattr(computations, "time_in_window", time_in_window)
     for seconds, turns, window in ((600.5, 3, 100), (0.57, 2, 0.015), (0.5, 1, 0.015)):

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from bert.parallel.mesh import Mesh
 from cluster.probe import collectives
-from cluster.probe.collectives import Trial
+from cluster.probe.collectives import CollectiveTrial
 from cluster.probe.command import _schedules
 from cluster.probe.computations import _COPIES, _backward_of, trials_of
 from cluster.probe.links import SAMPLED, rounds_of_pairs
@@ -66,10 +66,10 @@ def test_computations_run_forward_before_the_first_runs_backward_and_only_parame
 
 @pytest.mark.parametrize("operation", get_args(Operation))
 @pytest.mark.parametrize("size", [256, 65_536])
-def test_what_is_late_lost_or_out_of_place_is_wrong(operation: Operation, size: int) -> None:
+def test_stale_lost_or_misplaced_data_differs_from_the_expected_result(operation: Operation, size: int) -> None:
     """A rank's own data, shifted elements and another rank's chunk all differ from the expected result."""
     ranks = [4, 5, 6, 7]
-    trials = [Trial.of(operation, ranks, rank, size // 16, torch.device("cpu"), None) for rank in ranks]
+    trials = [CollectiveTrial.of(operation, ranks, rank, size // 16, torch.device("cpu"), None) for rank in ranks]
     right = [trial.right for trial in trials]
     assert all((each[1:] != each[:-1]).all() for each in right)
     if operation == "all-reduce":
@@ -105,7 +105,7 @@ def test_sizes_grow_until_the_next_would_take_too_long(tmp_path: Path, monkeypat
 @given(st.integers(1, 700))
 @example(4095)
 @example(4096)
-def test_pairs_are_disjoint_and_every_node_has_as_many(nodes: int) -> None:
+def test_pairs_of_a_round_are_disjoint_and_all_nodes_have_equally_many_partners(nodes: int) -> None:
     rounds = rounds_of_pairs(nodes)
     partners: list[set[int]] = [set() for _ in range(nodes)]
     for pairs in rounds:

@@ -1,4 +1,4 @@
-"""A whole probe by ranks of a real gloo group. Clocks, facts and loads are made up, so that all results are exact."""
+"""A whole probe by ranks of a real gloo group. Clocks, facts and loads are synthetic, so that all results are exact."""
 
 import contextlib
 import io
@@ -27,9 +27,10 @@ FACTS = [Facts(host.name, host, "CPU", 1 << 32, "v0") for host in HOSTS for _ in
 
 
 def probe(rank: int, out: Path, patch: pytest.MonkeyPatch) -> tuple[int, list[str], list[str], list[Any], list[Any]]:
-    """Return a probe's status, output and errors, sizes of what was searched for outliers, and numbers given to each part.
+    """Run a probe on a rank, and return its status, output and errors.
 
-    There is time for all turns of the paths between hosts, and too little for more than three turns within hosts.
+    Also return the sizes of the measurements that were searched for outliers, and the numeric arguments of each
+    measurement. There is time for all turns of the paths between hosts, and for the minimum of three turns within hosts.
     """
     shared = clock(STEPS[rank])
     for module in (command, computing, computations, collectives, links):
@@ -39,7 +40,9 @@ def probe(rank: int, out: Path, patch: pytest.MonkeyPatch) -> tuple[int, list[st
     loads = iter(([0.0, 0.0, 0.0], [10.0, 10.0, 2.0 + rank]))
     patch.setattr(command, "processor_seconds", lambda: np.array(next(loads)))
     patch.setattr(command, "facts_of", lambda _: FACTS[rank])
-    patch.setattr(computations, "trials_of", lambda _: [computations.Trial("gelu", (1.0, 8.0), list, times=2)])
+    patch.setattr(
+        computations, "trials_of", lambda _: [computations.ComputationTrial("gelu", (1.0, 8.0), list, times=2)]
+    )
     all_reduce, search, searched = dist.all_reduce, command.find_outliers, []
 
     def wrong(tensor: torch.Tensor, *arguments: Any, **named: Any) -> None:
@@ -72,12 +75,12 @@ def probe(rank: int, out: Path, patch: pytest.MonkeyPatch) -> tuple[int, list[st
 
 
 @pytest.mark.slow
-def test_a_probe_of_four_ranks_finds_what_its_clocks_say(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_probe_of_four_ranks_writes_exact_times_and_outliers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out = tmp_path / "cluster.json"
     main, *others = on_forks(["h10", "h10", "h9", "h9"], lambda rank: probe(rank, out, monkeypatch))
     view, per_byte = read_view(out), [1 / 32 / (0.75 * 2**20)] * 3 + [1 / 16 / (0.75 * 2**18)]
-    # A rank's share of the step is 28 TFLOP, LAMB's 7 accesses to each of 336 million weights, and a ring of two hosts.
-    product, copy, ring = 28e12 / (2 * 512**3 * 32), 28 * 336e6 / (2 * 2**25 * 32), 4 * 336e6 * per_byte[0]
+    # A rank's step has 28 TFLOP, LAMB's 30 bytes for each of 336.2 million weights, and a ring of two hosts.
+    product, copy, ring = 28e12 / (2 * 512**3 * 32), 30 * 336.2e6 / (2 * 2**25 * 32), 4 * 336.2e6 * per_byte[0]
     share = product / (product + copy + ring)
     found = ["rank 1 on host h10 got 7 wrong elements from all-reduce (world)", "rank 3 on host h9"]
     assert view.outliers == (
@@ -119,7 +122,7 @@ def test_a_probe_of_four_ranks_finds_what_its_clocks_say(tmp_path: Path, monkeyp
     assert view.contention == Contention(4, 1, 1 / 32, 3 * sum(STEPS) / 4, sum(STEPS) / 4, 1 / 16)
 
 
-def test_a_probe_says_what_it_wrote_or_why_it_did_not(
+def test_a_probe_prints_its_result_or_raises_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "cluster.json"

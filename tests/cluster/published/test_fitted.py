@@ -1,4 +1,4 @@
-"""The cost model with made-up parameters, added up by hand. Most parameters are 1, whose logarithm is 0."""
+"""The cost model with synthetic parameters, added up by hand. Most parameters are 1, whose logarithm is 0."""
 
 from math import exp, log, log2
 
@@ -7,6 +7,7 @@ import pytest
 from cluster.devices import describe_machine, device_named
 from cluster.published.cost_model import TimedRun, run_time, step_parts
 from cluster.published.fitted import (
+    REFERENCE_POINTS,
     fitted_parameters,
     link_rate,
     log_samples,
@@ -14,6 +15,7 @@ from cluster.published.fitted import (
     sequence_time,
     smooth_minimum,
 )
+from compliance.convergence.outlook import reference
 
 ONES = dict.fromkeys(fitted_parameters(), 0.0)
 A100, H100 = device_named("A100-SXM"), device_named("H100-SXM")
@@ -24,7 +26,7 @@ def eighths(*values: float) -> float:
     return sum(value**8 for value in values) ** 0.125
 
 
-def test_a_sequence_takes_its_products_its_traffic_and_what_the_power_limit_adds() -> None:
+def test_a_sequence_takes_products_traffic_and_the_delay_by_the_power_limit() -> None:
     products = 500e9 / 312e12  # TFLOP/s of an A100
     seconds = sequence_time(ONES | {"traffic": log(1e9), "energy": log(1e-9)}, A100, False)
     assert seconds == pytest.approx((products, 1 / A100.memory_gb_s, 0), abs=1e-9)
@@ -36,7 +38,7 @@ def test_a_sequence_takes_its_products_its_traffic_and_what_the_power_limit_adds
         found = sequence_time(hot | {"fp8_efficiency": log(2.0)}, H100, fp8)
         assert sum(found[:2]) == pytest.approx(free)
         assert sum(found) == pytest.approx(eighths(free, joules / H100.tdp_w))
-    # Old software, first rounds, GDDR memory and chips slow everything down, and processors are as slow as their share.
+    # Old software, first rounds, GDDR memory and chips slow everything down, and so does a CPU's relative speed.
     slow = {"old_software": 0.3, "first_round": 0.2, "graphics_memory": 0.1, "processor": log(0.5), "chip_GA100": -0.4}
     for name, round, speed in (
         ("A100-SXM", None, -0.4),
@@ -50,7 +52,7 @@ def test_a_sequence_takes_its_products_its_traffic_and_what_the_power_limit_adds
         assert slowed / usual == pytest.approx(exp(-speed)), name
 
 
-def test_rates_of_links_and_networks_are_bytes_a_second_of_a_device_and_of_a_group() -> None:
+def test_link_and_network_rates_follow_from_data_sheets_and_efficiencies() -> None:
     p = ONES | {"fabric_efficiency": log(0.5), "pcie_efficiency": log(0.25), "network_efficiency": log(0.8)}
     node = describe_machine(A100, 4, 8, networking="8x IB HDR 200Gb/s")
     assert link_rate(p, node) == 0.5 * 300e9
@@ -128,3 +130,26 @@ def test_a_run_has_the_parts_of_its_steps(nodes: int, batch: int, micro_batches:
     once = (evaluations * (-(-10_000 // (8 * nodes)) * sequence + launch) / 3, 0.7)
     assert tuple(found.parts.values()) == pytest.approx((*(1e6 / batch * part for part in (*parts, update)), *once))
     assert found.steps == 1e6 / batch
+
+
+def test_reference_points_equal_those_of_the_rulesets() -> None:
+    for ruleset in ("2.1.0", "3.1.0", "5.0.0"):
+        for batch, samples in REFERENCE_POINTS:
+            found = reference(ruleset, batch)
+            assert found is not None
+            assert (found.origin, round(found.mean)) == ("exact", samples)
+
+
+def test_impossible_batches_rounds_and_node_counts_are_refused() -> None:
+    device = device_named("A100")
+    for batch in (8, 8 * 16384):
+        assert TimedRun(describe_machine(device, 1, 8), batch).batch == batch
+    for batch in (7, 8 * 16384 + 1):
+        with pytest.raises(ValueError, match=f"global batch size {batch:,} on 8 accelerators"):
+            TimedRun(describe_machine(device, 1, 8), batch)
+    with pytest.raises(ValueError, match=f"^round is '{'x' * 20}', expected one such as v3.1$"):
+        TimedRun(describe_machine(device, 1, 8), 8, "x" * 21)
+    assert describe_machine(device, 2**20, 1).accelerators == 2**20
+    for nodes, per_node in ((0, 8), (-1, 8), (1, 0), (2**20 + 1, 1), (2**10, 2**10 + 1)):
+        with pytest.raises(ValueError, match=r"expected 1 to 1,048,576"):
+            describe_machine(device, nodes, per_node)

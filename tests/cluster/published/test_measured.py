@@ -1,4 +1,4 @@
-"""Measured minutes against their prediction: a number, and made-up results folders."""
+"""Measured minutes against their prediction: a number, and synthetic results folders."""
 
 import json
 from pathlib import Path
@@ -30,7 +30,7 @@ def write_runs(folder: Path, evaluations: tuple[int, ...] = EVALUATIONS, **optio
 
 
 def measured(evaluations: float, note: str, **changes: Any) -> Measured:
-    """Return what the logs of `write_runs` state, of which the first evaluation is after 32 s."""
+    """Return the expected content of logs of `write_runs`, whose first evaluation is after 32 s."""
     minutes, samples = pytest.approx((20 * evaluations + 12) / 60), pytest.approx(150_000 * evaluations, rel=2e-4)
     notes = (f"mean of {note}; 0 with metrics of the run",)
     stated = {"minutes": minutes, "accelerator": "H100-SXM-80GB", "ranks": 8, "samples": samples, "notes": notes}
@@ -64,7 +64,7 @@ def test_a_device_with_few_results_is_compared_with_more_devices() -> None:
         assert (found["compared_with"], found["results"]) == expected
 
 
-def test_a_folder_tells_its_machine_and_separates_convergence_from_speed(tmp_path: Path, cluster: Command) -> None:
+def test_a_folder_states_its_machine_and_separates_convergence_from_speed(tmp_path: Path, cluster: Command) -> None:
     """The mean covers three runs with 16 evaluations. It leaves out the fastest run (15) and the slowest run (17)."""
     write_runs(tmp_path / "SYSTEM" / "bert")
     found, expected = read_measured(str(tmp_path / "SYSTEM")), prediction()
@@ -81,7 +81,7 @@ def test_a_folder_tells_its_machine_and_separates_convergence_from_speed(tmp_pat
         assert json.loads(done.stdout)["nodes"] == nodes
 
 
-def test_all_runs_count_but_the_extremes_of_five(tmp_path: Path) -> None:
+def test_the_mean_drops_the_fastest_and_slowest_of_five_or_more_runs(tmp_path: Path) -> None:
     """A run that missed the target is the slowest of five, so that the run of 17 evaluations counts."""
     write_runs(tmp_path / "failed", (16, 17, 16, 15, 20), failed=(4,))
     notes = measured(0, "3 of 5 runs, without the fastest and the slowest").notes
@@ -139,7 +139,7 @@ def test_options_that_contradict_the_logs_are_refused(tmp_path: Path, refused: R
         assert options[0] in refused("predict", "--measured", log, *options)
 
 
-def test_what_is_neither_minutes_nor_a_folder_is_refused(refused: Refused) -> None:
+def test_measured_refuses_texts_that_are_neither_minutes_nor_a_folder(refused: Refused) -> None:
     for text in ("0", "-3", "nan", "inf", "6,1", "6.1 min", "1e9", "no/such/folder", "٣"):
         assert "--measured" in refused("predict", *H100, "--measured", text)
 

@@ -19,8 +19,8 @@ def predicted(name: str, nodes: int = 1, batch: int = 768) -> Prediction:
     return predict(TimedRun(describe_machine(device_named(name), nodes, 8), batch))
 
 
-def test_what_is_extrapolated_is_said_and_has_a_wider_interval(cluster: Command) -> None:
-    unknown = "by its data sheet alone"
+def test_extrapolations_have_a_note_and_a_wider_interval(cluster: Command) -> None:
+    unknown = "predicted from its data sheet alone"
     slow = f"no published result of MI300X with its vendor's software: {unknown}"
     notes = {
         "MI300X": (slow,),
@@ -75,7 +75,7 @@ def test_a_probed_machine_has_its_devices_and_network(tmp_path: Path, cluster: C
             machine_of(probed(unknown))
     for count, shown in ((2, "0, H100 1"), (8, "0, H100 1, H100 2, H100 3")):
         mixed = (dataclasses.replace(rank, device=f"H100 {rank.place % count}") for rank in probed(name).ranks)
-        with pytest.raises(ValueError, match=f"^the probe is of H100 {shown}: expected accelerators of one kind$"):
+        with pytest.raises(ValueError, match=f"^the probe measured H100 {shown}, expected accelerators of one kind$"):
             machine_of(dataclasses.replace(probed(name), ranks=tuple(mixed)))
 
 

@@ -13,8 +13,8 @@ from cluster.published.schedules import schedules
 from tests.programs import REPOSITORY
 
 
-def test_the_time_to_the_target_takes_the_samples_of_own_runs(tmp_path: Path) -> None:
-    """Runs count that reached the target with the same settings: of two such runs, the mean is the median."""
+def test_samples_are_the_median_of_own_runs_with_equal_settings(tmp_path: Path) -> None:
+    """Only runs that reached the target with the same settings count. The median of two runs is their mean."""
     config = RECIPES["tiny_cpu"]()
     log = (REPOSITORY / "results/cpu_2cores/bert/result_1.txt").read_text()
     (tmp_path / "mine/bert").mkdir(parents=True)
@@ -68,7 +68,7 @@ def test_results_have_their_seconds_and_the_samples_that_logs_state() -> None:
     assert {each.company for each in results() if each.submitter.upper() == "GIGACOMPUTING"} == {"GIGABYTE"}
 
 
-def test_usual_batches_are_those_of_the_scales_beside() -> None:
+def test_usual_batches_come_from_the_next_smaller_and_larger_scale() -> None:
     expected = {1: (92,), 2: (448, 512), 16: (384, 448, 768, 1536, 2048), 100: (3072, 4608, 6144), 4096: (16384,)}
     assert {count: usual_batches(count) for count in expected} == expected
     assert usual_batches(100_000) == (100_000,), "no published batch is large enough"
@@ -104,8 +104,8 @@ def test_recipes_have_the_hyperparameters_of_published_results() -> None:
         assert keys & published, config.recipe
 
 
-def test_a_row_without_accelerators_is_of_nodes_with_two_processors() -> None:
-    rows = {("N/A", 0): 2, ("", 0): 2, ("CPU", 4): 4, ("", 4): "unknown", ("A100", 0): "GPUs per node: 0"}
+def test_a_row_without_accelerators_describes_nodes_with_two_cpus() -> None:
+    rows = {("N/A", 0): 2, ("", 0): 2, ("CPU", 4): 4, ("", 4): "unknown", ("A100", 0): "accelerators per node is 0"}
     for (name, per_node), expected in rows.items():
         row = {"accelerator": name, "accelerators_per_node": str(per_node), "nodes": "3"}
         row |= {"accelerator_interconnect": "", "host_networking": ""}

@@ -52,7 +52,7 @@ REASONS = {
     "Z9000,1,8,,,": "accelerator 'Z9000' is unknown",
     "H100,x,8,,,": "nodes is 'x', expected a whole number",
     "H100,,8,,,": "nodes is '', expected a whole number",
-    "H100,1,0,,,": "GPUs per node: 0, expected 1 to 1,048,576",
+    "H100,1,0,,,": "the number of accelerators per node is 0, expected 1 to 1,048,576",
     "H100,1,8,4,,": "global batch size 4 on 8 accelerators: expected at least one sequence on each",
     "H100,1,8,,2023,": "round is '2023', expected one such as v3.1",
     "H100,1,8,,,-2": "minutes is '-2', expected minutes such as 6.1",
@@ -80,8 +80,8 @@ FAULTS = {
     b"": "no column accelerator",
     HEADER.encode() + b"\n\n": "no rows below the header",
     b"accelerators,nodes,accelerators_per_node\nH100,1,8\n": "no column accelerator; did you mean accelerators?",
-    f"{HEADER},nodes\nH100,1,8,2\n".encode(): "the column nodes would be there twice",
-    f"{HEADER},reason\nH100,1,8,x\n".encode(): "the column reason would be there twice",
+    f"{HEADER},nodes\nH100,1,8,2\n".encode(): "the output would have two columns nodes",
+    f"{HEADER},reason\nH100,1,8,x\n".encode(): "the output would have two columns reason",
     f'{HEADER}\n"H100,1,8\n'.encode(): "unexpected end of data",
     f"{HEADER}\nH100,1,8\n".encode("utf-16"): "binary data, or text in UTF-16",
     f"{HEADER}\nH100 Zürich,1,8\n".encode("latin-1"): "'utf-8' codec can't decode byte 0xfc",
@@ -89,7 +89,7 @@ FAULTS = {
 }
 
 
-def test_what_is_no_table_and_other_options_are_refused(tmp_path: Path, refused: Refused, cluster: Command) -> None:
+def test_other_files_and_further_options_are_refused(tmp_path: Path, refused: Refused, cluster: Command) -> None:
     source = tmp_path / "table.csv"
     for content, said in FAULTS.items():
         source.write_bytes(content)
