@@ -45,7 +45,7 @@ class Job:
             raise ValueError("--text names no file; expected one or more")
         names = [path.as_posix() for path in self.texts]
         if repeated := [name for name in names if names.count(name) > 1]:
-            raise ValueError(f"{repeated[0]} is named twice; its samples would repeat")
+            raise ValueError(f"--text names {repeated[0]} twice, which would repeat its samples; name it once")
 
     @property
     def calls(self) -> list[tuple[Path, ...]]:

@@ -100,7 +100,7 @@ def find_inputs(paths: Sequence[Path]) -> list[Path]:
         )
     files = [file for file in files if file.suffix != ".bz2"]
     if len({file.resolve() for file in files}) < len(files):
-        raise ValueError("an input is named twice; its articles would repeat")
+        raise ValueError("an input file is named twice, which would repeat its articles; name each folder or file once")
     return files
 
 
@@ -337,5 +337,5 @@ def _clean_line(line: str) -> str:
 
 
 def joined(articles: Sequence[str]) -> bytes:
-    """Return articles as the bytes of a text shard, with an empty line after each article."""
+    """Encode articles as in a text shard, with an empty line after each article."""
     return "".join(f"{article}\n\n" for article in articles).encode()

@@ -122,7 +122,7 @@ def test_every_command_says_what_it_made(run: Run, one_call: bool, tmp_path: Pat
     assert not dumped.exists()
 
 
-def test_a_data_set_without_samples_has_no_mean(run: Run, tmp_path: Path, vocab: Path) -> None:
+def test_a_data_set_without_samples_is_described(run: Run, tmp_path: Path, vocab: Path) -> None:
     (tmp_path / "data").mkdir()
     write_shard(tmp_path / "data" / "part", make_samples(0), INFO)
     said = f"{tmp_path / 'data'}: 0 samples of 0.0 tokens in 1 shard, 0.0 MB\n"
@@ -170,7 +170,7 @@ FROM_TEXT = "from-text --text text.txt --out data "
         (f"{PREPARE} --vocab text.txt", "text.txt: 200 tokens without [PAD]"),
         (f"{PREPARE} --text empty.txt", "empty.txt: no text found"),
         (f"{PREPARE} --text binary.txt", "binary.txt: UTF-16; convert it"),
-        (f"{PREPARE} --text text.txt text.txt", "named twice"),
+        (f"{PREPARE} --text text.txt text.txt", "--text names text.txt twice"),
         (f"{PREPARE} --out .", "already exists"),
         (f"{PREPARE} --out text.txt", "already exists"),
         (f"{PREPARE} --out text.txt/data", "text.txt"),
@@ -186,11 +186,12 @@ FROM_TEXT = "from-text --text text.txt --out data "
         (f"{FROM_TEXT} --text absent", "absent: there is no such file"),
         (f"{FROM_TEXT} --text folder", "folder: the folder holds no files"),
         (f"{FROM_TEXT} --text few.txt", "19 different documents, expected at least 20"),
-        (f"{FROM_TEXT} --evaluation-share 0.0", "evaluation_share is 0.0"),
-        (f"{FROM_TEXT} --evaluation-share 0.51", "evaluation_share is 0.51"),
-        (f"{FROM_TEXT} --evaluation-share nan", "evaluation_share is nan"),
+        *(
+            (f"{FROM_TEXT} --evaluation-share {share}", f"evaluation-share is {share}")
+            for share in ("0.0", "0.51", "nan")
+        ),
         (f"{FROM_TEXT} --max-seq-length 4", "max_seq_length is 4"),
-        (f"{FROM_TEXT} --vocab-size 5", "a vocabulary of 5 has no room"),
+        (f"{FROM_TEXT} --vocab-size 5", "--vocab-size is 5, which leaves no room"),
         (f"{FROM_TEXT} --vocab folder", "folder holds neither vocab.txt nor tokenizer.json"),
         (f"{FROM_TEXT} --vocab absent", "absent: No such file"),
         ("extract --sentences plain --out data", "no input named"),

@@ -12,11 +12,8 @@ from cluster.model.histogram import drawn_lengths, length_counts
 from dataloading.batches import packing
 from dataloading.batches.packing import (
     PackingStrategy,
-    _best_combinations,
     _first_fit_decreasing,
-    _linear_program,
     _rounded,
-    _solve,
     pack_histogram,
     pack_samples,
 )
@@ -70,7 +67,7 @@ def test_every_sequence_is_packed_once_within_limits(given_: tuple[list[int], in
 
 
 @given(st.lists(st.integers(1, 20), max_size=60), st.sampled_from([1, 2, 3, 20]))
-def test_equal_packs_at_once_are_those_of_first_fit_decreasing_one_by_one(lengths: list[int], limit: int) -> None:
+def test_first_fit_decreasing_of_equal_packs_at_once_equals_packing_one_by_one(lengths: list[int], limit: int) -> None:
     packs: list[tuple[int, ...]] = []
     for length in sorted(lengths, reverse=True):
         fits = (place for place, pack in enumerate(packs) if sum(pack) + length <= 20 and len(pack) < limit)
@@ -108,36 +105,13 @@ def test_amounts_are_rounded_to_whole_packs_of_every_sequence() -> None:
     assert _rounded({(5, 3): 4.0}, counts, 2) == {(5, 3): 2, (5,): 1}, "two of four slots of 3 stay empty"
 
 
-@given(st.lists(st.integers(0, 9), min_size=12, max_size=12).filter(any), st.integers(1, 4))
-def test_the_most_valuable_combination_with_each_length_is_found(values: list[int], limit: int) -> None:
-    prices = np.array([0, *values]) / 8
-    lengths = np.flatnonzero(prices)
-    found, most = _best_combinations(prices, lengths, limit)
-    several = (itertools.combinations_with_replacement(lengths.tolist(), count) for count in range(1, limit + 1))
-    worth = {each: prices[list(each)].sum() for each in itertools.chain(*several) if sum(each) <= 12}
-    assert most == max(worth.values())
-    for length, row in zip(lengths.tolist(), found.tolist(), strict=True):
-        assert (len(row), row) == (limit, sorted(row, reverse=True))
-        assert worth[tuple(sorted(filter(None, row)))] == max(value for each, value in worth.items() if length in each)
-        assert length in row
-
-
-def test_a_linear_program_has_equal_packs_and_prices() -> None:
-    counts = np.bincount([51, 27, 26, 23], [6, 6, 6, 12], minlength=101).astype(np.int64)
-    columns = np.array([[51, 26, 23, 0], [27, 27, 23, 23], [51, 27, 0, 0], [23, 0, 0, 0]])
-    for times in (1, 10_000):
-        amounts, prices = _solve(columns, times * counts)
-        assert amounts == pytest.approx(times * np.array([6, 3, 0, 0]))
-        assert prices @ counts == pytest.approx(9)
-        assert prices[columns].sum(1).max() == pytest.approx(1)
-    assert _linear_program(counts, 4, [(51, 27)]) == ({(51, 26, 23): 6, (27, 27, 23, 23): 3}, 9)
-
-
 @pytest.mark.parametrize(
     ("limit", "efficiency", "most"),
     [(1, 0.49966, 0), (2, 0.80545, 2), (3, 0.99883, 13), (12, 0.99983, 15), (None, 0.99983, 10)],
 )
-def test_wikipedia(monkeypatch: pytest.MonkeyPatch, limit: int | None, efficiency: float, most: int) -> None:
+def test_wikipedia_is_packed_close_to_the_bound_in_few_rounds(
+    monkeypatch: pytest.MonkeyPatch, limit: int | None, efficiency: float, most: int
+) -> None:
     rounds: list[int] = []
     monkeypatch.setattr(packing, "_solve", lambda *given, solve=packing._solve: (rounds.append(0), solve(*given))[1])
     strategy = pack_histogram(WIKIPEDIA, 512, limit)
@@ -175,7 +149,7 @@ def test_samples_fill_the_strategy(values: list[int], limit: int | None, seed: i
     assert np.array_equal(packs.samples, again.samples)
 
 
-def test_places_and_order_are_random() -> None:
+def test_packs_and_samples_of_equal_length_are_in_random_order() -> None:
     lengths = drawn_lengths(np.random.default_rng(0), 20_000).astype(np.uint16)
     first, other = pack_samples(lengths, seed=1), pack_samples(lengths, seed=2)
     assert not np.array_equal(first.samples, other.samples)

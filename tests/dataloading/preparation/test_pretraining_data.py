@@ -85,7 +85,7 @@ some_options = st.builds(
 
 @given(st.lists(texts, min_size=1, max_size=3), some_options, st.booleans())
 @example([["w1 w2 w3"]], PretrainingOptions(dupe_factor=1), False)  # random next sentences come from it too
-def test_equals_the_definition(
+def test_samples_equal_those_of_the_definition(
     tmp_path: Path, vocab_file: Path, files: list[list[str]], options: PretrainingOptions, ends_with_newline: bool
 ) -> None:
     paths = []

@@ -29,7 +29,7 @@ def test_long_sentences_are_cut_into_equal_pieces() -> None:
     assert cut_sentences(whole, 3, VOCABULARY).sentence_offsets.tolist() == [0, 1, 4, 6]
 
 
-def test_what_is_lost_is_counted() -> None:
+def test_lost_characters_documents_and_tokens_are_counted() -> None:
     documents = [["ab xyz\u200b", "cd"], ["\u200b\x01"], ["abc abc abc abc abc abc abc", "x"]]
     expected = TextCounts(
         **{"characters": 39, "dropped_characters": 3, "documents": 3, "dropped_documents": 1},
@@ -133,7 +133,7 @@ def test_a_cased_vocabulary_with_lower_case_is_warned_of_and_recorded(run: Run, 
     vocab, text = tmp_path / "vocab.txt", write_text(tmp_path / "text.txt", "a B c")
     vocab.write_bytes(VOCABULARY.content + b"A\nB\nC\nAbc\n")
     arguments = ["prepare", "--text", text, "--vocab", vocab, "--max-seq-length", "16"]
-    assert "is for capital letters kept" in run(*arguments, "--out", tmp_path / "lower")
+    assert "is for text with capital letters kept" in run(*arguments, "--out", tmp_path / "lower")
     assert "warning: the normalization of the text does not fit the vocabulary" in run("verify", tmp_path / "lower")
     for options in ({}, {"--strip-accents": "False"}):
         out = tmp_path / f"cased{len(options)}"

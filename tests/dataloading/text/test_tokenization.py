@@ -40,7 +40,7 @@ def encode(tokenizer: Tokenizer, line: str) -> list[str]:
 
 
 @given(st.lists(lines, max_size=5), st.booleans())
-def test_equals_the_definition_for_any_text(vocab_file: Path, texts: list[str], do_lower_case: bool) -> None:
+def test_ids_of_any_text_equal_those_of_the_definition(vocab_file: Path, texts: list[str], do_lower_case: bool) -> None:
     tokenizer = Tokenizer(Vocabulary.from_file(vocab_file), do_lower_case)
     vocab = reference_prepare.read_vocab(vocab_file)
     ids, offsets = tokenizer.encode_lines(texts)
@@ -50,7 +50,7 @@ def test_equals_the_definition_for_any_text(vocab_file: Path, texts: list[str], 
 
 
 @pytest.mark.parametrize("do_lower_case", [True, False])
-def test_equals_the_definition_for_every_character_of_the_basic_plane(do_lower_case: bool) -> None:
+def test_words_with_every_character_of_the_basic_plane_equal_those_of_the_definition(do_lower_case: bool) -> None:
     class AnyWord(dict):
         def __contains__(self, word: object) -> bool:
             return True
