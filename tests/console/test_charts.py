@@ -12,7 +12,7 @@ AXES = Axes("a chart", "x", charts.level)
 
 def test_short_counts() -> None:
     shown = {0: "0", 750: "750", 999: "999", 1000: "1k", 50_000: "50k", 192_280: "192k", 999_000: "999k", 1e6: "1M"}
-    shown |= {2_250_000: "2.25M", 3e6: "3M", 12_250_000: "12.2M", 2_500: "2.5k", 120_000: "120k"}
+    shown |= {2_250_000: "2.25M", 3e6: "3M", 12_250_000: "12.2M", 2_500: "2.5k", 120_000: "120k", 999_600: "1M"}
     assert {value: short_count(value) for value in shown} == shown
     assert [charts.level(0.123456789), charts.level(1234567.0)] == ["0.123457", "1.23457e+06"]
 

@@ -11,6 +11,7 @@ def test_times_and_ranges_of_times_are_formatted_in_the_unit_that_fits() -> None
     assert {ends: clock_span(*ends) for ends in spans} == spans
     durations = {None: "-", 0.0: "0.0 s", -0.5: "-0.5 s", 1.23e-8: "12.3 ns", 9.99e-7: "999 ns", 1e-6: "1 us"}
     durations |= {9.99e-4: "999 us", 1e-3: "1 ms", 0.9994: "999 ms", 1.0: "1.0 s", 119.94: "119.9 s"}
+    durations |= {0.9996: "1.0 s", 9.996e-4: "1 ms", 9.996e-7: "1 us", 5e-10: "0.5 ns"}
     durations |= {120.0: "2.00 min", 1012.9: "16.88 min"}
     assert {seconds: duration(seconds) for seconds in durations} == durations
 

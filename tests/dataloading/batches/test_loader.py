@@ -263,7 +263,7 @@ def test_on_a_gpu_dali_is_chosen_if_it_is_clearly_faster(dali: type[Dali], monke
 
 
 class Taking:
-    """Loader whose steps take some seconds: the steps that may have been loaded in another's turn, and eight others."""
+    """Loader whose steps advance a fake clock: in each turn, five steps that are not timed, and eight that are."""
 
     now = 0.0
 
