@@ -119,13 +119,13 @@ class PretrainingOptions:
 
     def __post_init__(self) -> None:
         if not _SHORTEST <= self.max_seq_length <= _LONGEST:
-            raise ValueError(f"max_seq_length is {self.max_seq_length}; expected {_SHORTEST} to {_LONGEST}")
+            raise ValueError(f"--max_seq_length is {self.max_seq_length}; expected {_SHORTEST} to {_LONGEST}")
         for name in ("max_predictions_per_seq", "dupe_factor"):
             if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}; expected at least 1")
+                raise ValueError(f"--{name} is {getattr(self, name)}; expected at least 1")
         for name in ("short_seq_prob", "masked_lm_prob"):
             if not 0 <= getattr(self, name) <= 1:
-                raise ValueError(f"{name} is {getattr(self, name)}; expected a probability from 0 to 1")
+                raise ValueError(f"--{name} is {getattr(self, name)}; expected a probability from 0 to 1")
 
     @property
     def normalization(self) -> Normalization:

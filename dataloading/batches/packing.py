@@ -124,15 +124,18 @@ def pack_samples(
 
 def _checked_histogram(histogram: ArrayLike, capacity: int, max_sequences: int | None) -> NDArray[np.int64]:
     """Check the arguments, and return the counts padded with zeros [L]."""
-    if capacity < 1 or (max_sequences is not None and max_sequences < 1):
-        raise ValueError(f"capacity is {capacity} and max_sequences {max_sequences}; expected at least 1")
+    for name, limit in (("capacity", capacity), ("max_sequences", max_sequences)):
+        if limit is not None and limit < 1:
+            raise ValueError(f"{name} is {limit}; expected at least 1")
     given = np.asarray(histogram)
     counts = np.zeros(capacity + 1, np.int64)
     if given.ndim != 1 or given.dtype.kind not in "iu" or (given < 0).any() or given[:1].any():
         raise ValueError("the histogram must hold a number of sequences for each length, and none of length 0")
     if given[capacity + 1 :].any():
         longest = int(np.flatnonzero(given)[-1])
-        raise ValueError(f"there are sequences of {longest} tokens; expected at most capacity, {capacity}")
+        raise ValueError(
+            f"there are sequences of {longest} tokens; expected at most {capacity}, the capacity of a pack"
+        )
     counts[: len(given)] = given[: capacity + 1]
     return counts
 

@@ -125,9 +125,9 @@ def test_wrong_input_is_named() -> None:
     counts = "a number of sequences for each length, and none of length 0"
     for histogram, capacity, limit, message in (
         *(([0, 1, -2], 8, 3, counts), ([1, 1], 8, 3, counts), ([0, 1.0], 8, 3, counts), ([[0, 1]], 8, 3, counts)),
-        ([0] * 9 + [1], 8, 3, "sequences of 9 tokens; expected at most capacity, 8"),
-        ([0, 1], 8, 0, "capacity is 8 and max_sequences 0; expected at least 1"),
-        ([0], 0, None, "capacity is 0 and max_sequences None"),
+        ([0] * 9 + [1], 8, 3, "sequences of 9 tokens; expected at most 8, the capacity"),
+        ([0, 1], 8, 0, "max_sequences is 0; expected at least 1"),
+        ([0], 0, None, "capacity is 0; expected at least 1"),
     ):
         with pytest.raises(ValueError, match=message):
             pack_histogram(histogram, capacity, limit)
