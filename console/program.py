@@ -58,7 +58,7 @@ def reason(error: object) -> str:
 def accept_any_text() -> None:
     """Let the standard streams escape characters that their encoding lacks, and escape warnings and log messages.
 
-    A standard stream that the caller has closed loses what is written to it.
+    Output to a standard stream that the caller has closed is dropped.
     """
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:

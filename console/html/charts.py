@@ -34,7 +34,7 @@ Points = Sequence[tuple[float, float]]
 class Line:
     """A line of a chart: points with increasing x, and classes of the style sheet as its kind and as its colour.
 
-    The key below the chart names lines that have a colour, except for those of the colour "other".
+    The key below the chart names each line that has a colour, unless this colour is "other".
     """
 
     name: str

@@ -177,8 +177,8 @@ def _linear_program(
 ) -> tuple[Counter[Combination], int]:
     """Solve and round the linear program over all combinations of at most ``limit`` sequences.
 
-    Returns the packs and a lower bound on the number of packs. ``start`` holds good combinations, such as those of
-    first-fit decreasing.
+    Returns the packs and a lower bound on the number of packs. ``start`` holds good combinations, for example the result
+    of first-fit decreasing.
 
     Column generation: solve the program over a few combinations, take the dual solution as the prices of the lengths, add
     for each length the most valuable combination that contains it, and repeat until no combination is worth more than a

@@ -1,5 +1,5 @@
-"""The benchmark's files as MLCommons distributes them: finding them in folders, checking their sizes and MD5 sums, saying
-what is missing and how to download it, and estimating how long it takes to prepare them.
+"""Find the benchmark's files, as MLCommons distributes them, in folders. Check their sizes and MD5 sums, name the missing
+files and the commands that download them, and estimate how long it takes to prepare them.
 
 The known values come from the README of the benchmark's reference (mlcommons/training, retired_benchmarks/bert).
 """

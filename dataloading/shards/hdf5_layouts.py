@@ -116,7 +116,9 @@ class RaggedColumn:
         if size:
             place, found = self._objects(int(self._addresses[index])).get(int(self._numbers[index]), (0, 0))
         if found != size:
-            raise ValueError(f"{self.name}: the reference of row {index} leads to no such object; {REMEDY}")
+            raise ValueError(
+                f"{self.name}: row {index} refers to an object that is missing or of another size; {REMEDY}"
+            )
         end = place + size if stop is None else place + stop * self.dtype.itemsize
         return self._content[place + start * self.dtype.itemsize : end]
 

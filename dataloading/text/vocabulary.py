@@ -54,9 +54,9 @@ class Vocabulary:
     def from_file(cls, path: Path) -> Self:
         """Read a file with one token a line. Blank and repeated lines keep their ids, as in transformers and TensorFlow.
 
-        The benchmark's script gives such lines no ids, but its vocabulary has none. Blanks around a token are dropped, as
-        in that script. Raises ``ValueError`` if the file cannot be read, is not UTF-8, lacks a special token, or has too
-        many tokens for 16 bits.
+        The benchmark's script gives such lines no ids, but its vocabulary has no such lines. Blanks around a token are
+        dropped, as by the script. Raises ``ValueError`` if the file cannot be read, is not UTF-8, lacks a special token, or
+        has too many tokens for 16 bits.
         """
         remedy = (
             "name a BERT vocabulary, one token a line; `python -m dataloading wikipedia` puts the benchmark's in place"

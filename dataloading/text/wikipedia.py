@@ -298,7 +298,7 @@ def hold_out(text: str, count: int, seed: int) -> tuple[list[str], list[str]]:
     rng = random.Random(seed)
     drawn: set[int] = set()
     while len(drawn) < count:
-        # The reference's expression. randrange() would draw other numbers from the same seed.
+        # The reference's expression: randrange() would draw different numbers from this seed.
         drawn.add(int(rng.random() * len(found)))
     training = [article for index, article in enumerate(found) if index not in drawn]
     return training, [found[index] for index in sorted(drawn)]

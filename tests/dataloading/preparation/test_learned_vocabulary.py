@@ -14,7 +14,7 @@ from tests.programs import python
 ENGLISH = ["The loader reads the sample, and the reader loads it again.", "Loading and reading are both work."] * 30
 IDEOGRAPHS = [chr(code_point) for code_point in range(0x4E00, 0x4E00 + 600)]
 CHINESE = [" ".join(IDEOGRAPHS[: 600 // share]) for share in range(1, 30)]
-"""Ideographs of which the first 20 are in all lines, and half are in one line only."""
+"""Lines of ideographs. The first 20 ideographs are in all lines, and half of all ideographs are in the first line only."""
 HANGUL = [chr(0xAC00 + first) + chr(0xAC00 + (7 * first) % 500) for first in range(500)]
 TEXTS = {
     "English": ENGLISH,
