@@ -60,7 +60,8 @@ def test_bit_identical_to_the_reference_script(golden: str, text: str, options: 
 
 
 sentences = st.lists(st.sampled_from([*WORDS, "abc", "hah", "!", "\u200b", "É"]), min_size=1, max_size=12).map(" ".join)
-texts = st.lists(sentences | st.sampled_from(["", "", " \t", "\x1c", "\u200b", "a\rb"]), min_size=1, max_size=25)
+lines_alone = st.sampled_from(["", "", " \t", "\x1c", "\u200b", "a\rb", " e\u2028f "])
+texts = st.lists(sentences | lines_alone, min_size=1, max_size=25)
 some_options = st.builds(
     PretrainingOptions,
     max_seq_length=st.integers(5, 40),
@@ -97,16 +98,6 @@ def test_random_numbers_are_pythons() -> None:
         _shuffle(ours, items := np.arange(bound))
         theirs.shuffle(expected := list(range(bound)))
         assert items.tolist() == expected
-
-
-def test_documents_end_at_empty_lines_only(tmp_path: Path) -> None:
-    first, second = tmp_path / "first.txt", tmp_path / "second.txt"
-    first.write_bytes(b"\n a b \r\nc\rd\n\n \x1c\ne\xe2\x80\xa8f")
-    second.write_bytes(b"g\n\xe2\x80\x8b\nh\n")
-    assert read_documents([first, second]) == [["a b", "cd"], ["e\u2028f", "g", "\u200b", "h"]]
-    first.write_bytes(b"\n \n\t\n")
-    with pytest.raises(ValueError, match=f"{first}: no text"):
-        read_documents([first])
 
 
 def test_sentences_and_documents_without_tokens_are_left_out() -> None:
