@@ -136,7 +136,7 @@ class Vocabulary:
         pieces = [token.removeprefix("##") for token in self.ids if not (token[0] == "[" and token[-1] == "]")]
         words = [piece for piece in pieces if any(map(str.isalpha, piece))]
         useless = sum(_normalized(piece, normalization) != piece for piece in words)
-        return useless < _ENOUGH * max(1, len(words))
+        return useless / max(1, len(words)) < _ENOUGH
 
     def require_table(self, rows: int, path: Path) -> None:
         """Raise ``ValueError`` unless a word embedding table of ``rows`` rows can belong to this vocabulary.
