@@ -27,7 +27,7 @@ from bert.configuration.run_plan import read_plan
 from bert.derived_settings import DERIVATIONS
 from bert.guards.interruption import Interrupted
 from bert.parallel.environment import CLAIM, Launch
-from console.interruption import end_in_order, ignore_signals, reader_has_gone
+from console.interruption import abandon_stdout, end_in_order, ignore_signals
 from console.program import accept_any_text, answer_version, bound, complain, parsed, say, say_document, unknown_option
 from console.text import did_you_mean
 
@@ -198,7 +198,7 @@ def run_command(function: Callable[..., None], module: str) -> int:
 def refused(error: ValueError | OSError) -> int:
     """Print an input error and return the exit status. A broken pipe is not reported."""
     if isinstance(error, BrokenPipeError):
-        return reader_has_gone()
+        return abandon_stdout()
     _complain(error)
     return 2
 

@@ -9,7 +9,7 @@ from typing import Any
 from tyro.extras import subcommand_cli_from_dict
 
 from console.extras import needed
-from console.interruption import reader_has_gone
+from console.interruption import abandon_stdout
 from console.program import accept_any_text, answer_version, bound, complain, parsed, unknown_option
 from console.text import did_you_mean
 
@@ -33,7 +33,7 @@ class Commands:
         """
         given = sys.argv[1:] if arguments is None else arguments
         answer_version(given)
-        # As a path, an empty argument would be the current folder.
+        # `Path("")` is the current folder, so an empty argument could make a command work there.
         if "" in given:
             raise ValueError(f"{given[0]}: an empty argument: is a variable of the script unset?")
         # tyro calls a function while it parses. A bound function only stores its arguments, so that the command runs later,
@@ -63,9 +63,9 @@ class Commands:
         accept_any_text()
         try:
             return self.run(program) or 0
-        # Handled before its base class OSError, because it is not an error if the reader of the output has ended.
+        # Before its base class OSError: it is not an error if the reader of the output has ended.
         except BrokenPipeError:
-            return reader_has_gone()
+            return abandon_stdout()
         except (ValueError, OSError) as error:
             complain(error)
             return 2

@@ -1,4 +1,4 @@
-"""JSON files of a known type. Those that one command writes for another have a format, a version and a digest."""
+"""JSON files of a known type. A file that one command writes for another states its format, version and digest."""
 
 import hashlib
 from collections.abc import Callable
@@ -68,13 +68,14 @@ class FileKind(Generic[Content]):
         try:
             document = msgspec.json.decode(text, type=_Document)
             if (document.format, document.version) != (self.format, self.version):
-                raise ValueError(f"{document.format} {document.version}, expected {self.format} {self.version}")
-            # Remove white space first, so that only a change of the content changes the digest.
+                found, expected = f"{document.format} {document.version}", f"{self.format} {self.version}"
+                raise ValueError(f"its format is {found}, expected {expected}")
+            # Remove white space first, so that a reformatted file keeps its digest.
             body = msgspec.json.format(document.content, indent=-1)
             if document.digest != hashlib.sha256(body).hexdigest():
-                raise ValueError("edited or damaged, its digest belongs to other content")
+                raise ValueError("edited or damaged: its content does not match its digest")
             content = msgspec.json.decode(body, type=self.kind)
             self.check(content)
         except (ValueError, msgspec.DecodeError, RecursionError) as error:
-            raise ValueError(f"{path}: no {self.noun} ({shown(error)}); {remedy}") from None
+            raise ValueError(f"{path}: not a valid {self.noun} ({shown(error)}); {remedy}") from None
         return content

@@ -13,7 +13,7 @@ def require_extra(extra: str, *modules: str) -> None:
         return
     missing = next((module for module in modules if find_spec(module) is None), None)
     if missing is not None:
-        from console.program import complain  # this import takes time
+        from console.program import complain  # imported only here, because the import takes time
 
         complain(needed(missing, extra))
         raise SystemExit(2)

@@ -80,18 +80,14 @@ def is_temporary(path: Path) -> bool:
     return _TEMPORARY.fullmatch(path.name) is not None
 
 
-class NotAFileError(OSError):
-    """Error for a pipe or a device in place of a file."""
-
-
 def open_regular(path: Path) -> BufferedReader:
     """Open a regular file for reading. Raises ``OSError`` for pipes and devices, which may never answer or never end."""
     # Without O_NONBLOCK, opening a pipe would wait for a writer.
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
         if not stat.S_ISREG(mode := os.fstat(descriptor).st_mode) and not stat.S_ISDIR(mode):
-            raise NotAFileError(errno.EINVAL, "a pipe or a device, expected a file", str(path))
-        # For a folder this raises IsADirectoryError, which says more than NotAFileError.
+            raise OSError(errno.EINVAL, "a pipe or a device, expected a file", str(path))
+        # This raises IsADirectoryError for a folder.
         return os.fdopen(descriptor, "rb")
     except BaseException:
         os.close(descriptor)

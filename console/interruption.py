@@ -24,8 +24,8 @@ def in_one_line(kind: type[BaseException], error: BaseException, trace: Tracebac
         sys.__excepthook__(kind, error, trace)
 
 
-def reader_has_gone() -> int:
-    """Close standard output after its reader, such as ``head``, has ended. Return the exit status."""
+def abandon_stdout() -> int:
+    """Discard further output after its reader, such as ``head``, has ended. Return the program's exit status."""
     # Python flushes standard output when it ends, and would complain about the missing reader once more.
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 1

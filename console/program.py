@@ -2,7 +2,6 @@
 
 import argparse
 import contextlib
-import dataclasses
 import io
 import itertools
 import logging
@@ -13,7 +12,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial, wraps
 from pathlib import Path
-from typing import Annotated, Any, NoReturn, TypeVar, get_args, get_origin, get_type_hints
+from typing import Any, NoReturn, TypeVar
 
 from console.text import annotation, did_you_mean, json_document, visible
 from console.version import version_line
@@ -59,7 +58,7 @@ def reason(error: object) -> str:
 def accept_any_text() -> None:
     """Let the standard streams escape characters that their encoding lacks, and escape warnings and log messages.
 
-    A standard stream that the caller has closed loses what is written to it.
+    Output to a standard stream that the caller has closed is dropped.
     """
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:
@@ -139,22 +138,19 @@ class RaisingParser(argparse.ArgumentParser):
 
 
 def unknown_option(function: Callable[..., Any], words: Sequence[str]) -> str:
-    """Return a complaint about the first option that is no parameter of a function, with a suggestion; "" if all are.
+    """Return a complaint about the first option that the help of ``function`` does not show, or "" if there is none.
 
-    tyro would first complain about required arguments that are missing.
+    tyro would first complain about missing arguments, even if one of them is there but misspelt.
     """
-    names: list[str] = []
-    for name, hint in get_type_hints(function, include_extras=True).items():
-        kind = get_args(hint)[0] if get_origin(hint) is Annotated else hint
-        if dataclasses.is_dataclass(kind):  # its fields are options
-            names += [field.name for field in dataclasses.fields(kind)]
-        elif name != "return" and "Positional" not in str(hint):
-            names.append(name)
-    known = ["--help", *(f"--{name.replace('_', '-')}" for name in names)]
+    import tyro
+
+    shown = io.StringIO()
+    with contextlib.redirect_stdout(shown), contextlib.suppress(SystemExit):
+        tyro.cli(function, args=["--help"])
+    known = re.findall(r"--\w[\w-]*", shown.getvalue())
     for word in itertools.takewhile(lambda word: word != "--", words):
         option = word.partition("=")[0].replace("_", "-")
-        # Values may begin with one dash. tyro adds --no-... to flags.
-        if option.startswith("--") and option.replace("--no-", "--") not in known:
+        if option.startswith("--") and option not in known:  # values may begin with one dash
             return f"no option {option}{did_you_mean(option, known)}"
     return ""
 
@@ -171,7 +167,7 @@ def parsed(parse: Callable[[], Result]) -> Result:
             return parse()
     except SystemExit as stop:
         if stop.code != 2:  # the answer to --help, or a signal
-            sys.stdout.flush()  # raises BrokenPipeError here, where it is caught, if the reader has ended
+            sys.stdout.flush()  # if the reader has ended, this raises BrokenPipeError where the caller catches it
             raise
         raise ValueError(visible(_unframed(complaint.getvalue()), _MOST_SAID)) from None
 

@@ -107,7 +107,8 @@ def duration(seconds: float | None) -> str:
         return "-"
     if seconds >= 120:
         return f"{seconds / 60:.2f} min"
-    if seconds >= 1 or seconds <= 0:
+    rounded = float(f"{seconds:.3g}")  # first, because 0.9996 s are 1.0 s and not 1000 ms
+    if rounded >= 1 or rounded <= 0:
         return f"{seconds:.1f} s"
-    unit, size = next((unit, size) for unit, size in (("ms", 1e-3), ("us", 1e-6), ("ns", 0.0)) if seconds >= size)
-    return f"{seconds / (size or 1e-9):.3g} {unit}"
+    unit, size = next((each for each in (("ms", 1e-3), ("us", 1e-6)) if rounded >= each[1]), ("ns", 1e-9))
+    return f"{rounded / size:.3g} {unit}"

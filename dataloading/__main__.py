@@ -75,10 +75,10 @@ def _prepare(
 
     found = find_normalization(Vocabulary.read(vocab), vocab, AS_STATED)
     if found.normalization != options.normalization:
-        # Say this before hours of work. The reference lower-cases by default, so it is no error.
+        # A warning before hours of work, and not an error: the reference also lower-cases text for cased vocabularies.
         complain(
-            f"the text gets {options.normalization}, but {vocab} is for {found}; see --do-lower-case, --strip-accents and "
-            "--tokenize-chinese-chars",
+            f"{vocab} is for text with {found}, but the text gets {options.normalization}; see --do-lower-case, "
+            "--strip-accents and --tokenize-chinese-chars",
             "warning",
         )
     job = Job(text, vocab, options, one_call, accept_losses)
@@ -135,7 +135,7 @@ def from_text(
 
 
 def report_own_text(made: "OwnData", out: Path) -> None:
-    """Print what was made of a text in the folder ``out``, and what was lost."""
+    """Print the sizes of the data sets in ``out``, and how much of the text is not in them."""
     from dataloading.dataset.folder import open_dataset
 
     if made.split.repeated:
@@ -153,7 +153,7 @@ def demo(out: Path, vocab: Path) -> None:
 
     Args:
         out: Folder for the data sets train and evaluation.
-        vocab: The vocabulary that ships with the default.
+        vocab: The vocabulary file of the default, bert/artifacts/tiny_cpu/vocab.txt.
     """
     from dataloading.dataset.folder import open_dataset
     from dataloading.preparation.demo import write_demo
@@ -197,7 +197,7 @@ def _shuffle(folder: tyro.conf.Positional[Path], out: Path, shards: int, seed: i
     Args:
         folder: The data set.
         out: Folder to make.
-        shards: Number of files; 4320 is customary for the benchmark's training set.
+        shards: Number of files. The benchmark's training set usually has 4320.
         seed: Seed of the random order.
     """
     from dataloading.dataset.folder import open_dataset
@@ -248,7 +248,7 @@ def _convert(
 
 @app.command
 def verify(folder: tyro.conf.Positional[Path]) -> None:
-    """Read a whole data set, check every digest, look for repeated samples, and report whether the data set is known.
+    """Read a whole data set, check every digest, look for repeated samples, and compare it with the benchmark's data.
 
     Args:
         folder: The data set.
@@ -301,7 +301,7 @@ def dump(shards: tyro.conf.Positional[tuple[Path, ...]], out: Path) -> None:
 
 
 def _report_text(dataset: "Dataset") -> None:
-    """Print what became of the text, and warnings about lost text."""
+    """Print how much of the text is in the samples, and warn of lost text."""
     from dataloading.dataset import known
 
     say(f"{dataset.folder}: {dataset.info.text}")
@@ -309,7 +309,7 @@ def _report_text(dataset: "Dataset") -> None:
         complain(f"{dataset.folder}: {doubt}", "warning")
 
 
-def _reporter(counted: str) -> "Callable[[JobProgress], None]":
+def _reporter(noun: str) -> "Callable[[JobProgress], None]":
     """Return a function that prints a line for each finished file, with the expected remaining time."""
     from console.text import clock
 
@@ -319,7 +319,7 @@ def _reporter(counted: str) -> "Callable[[JobProgress], None]":
         seconds = time.perf_counter() - started
         left = seconds / progress.done * (progress.total - progress.done)
         rest = (", existed" if progress.kept else "") + (f", about {clock(left)} left" if left else "")
-        say(f"{seconds:7.1f} s  [{progress.done}/{progress.total}] {progress.name}: {progress.count:,} {counted}{rest}")
+        say(f"{seconds:7.1f} s  [{progress.done}/{progress.total}] {progress.name}: {progress.count:,} {noun}{rest}")
 
     return report
 

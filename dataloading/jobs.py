@@ -25,7 +25,7 @@ Result = TypeVar("Result")
 _MAX_DESCRIPTION_BYTES = 64 << 20
 
 _PRIOR = 0.1
-"""Share of the expected total time of all stages that is counted as already measured, which steadies the first estimates."""
+"""This share of the expected time counts as measured from the start, so that the first estimates fluctuate less."""
 
 
 @dataclass(frozen=True)
@@ -106,8 +106,8 @@ def begun(
     """
     path = folder / name
     existed = folder.exists()
-    # Another process may be beginning the same job right now. Therefore, ignore temporary files, and list the folder before
-    # looking for the description, which is there before all other files.
+    # Another process may be beginning the same job right now. So ignore temporary files, and list the folder before
+    # looking for the description: it is the first file that the other process makes.
     has_files = existed and (not folder.is_dir() or any(not is_temporary(entry) for entry in folder.iterdir()))
     if (new := not path.exists()) and has_files:
         raise ValueError(f"{folder} already exists; name a folder that does not exist or is empty")
@@ -164,7 +164,7 @@ def run_tasks(make: Callable[[Task], Result], tasks: Sequence[Task], jobs: int) 
 
 
 def _run_task(make: Callable[[Task], Result], task: Task) -> Result:
-    """Return ``make(task)``. Ends this process on SystemExit, because the pool would return the exception as a result."""
+    """Return ``make(task)``. On SystemExit, end this process: the pool would send the exception to the parent instead."""
     try:
         return make(task)
     except SystemExit as told:

@@ -79,19 +79,19 @@ class Normalization:
 
 @dataclass(frozen=True)
 class NormalizationOptions:
-    """Settings that replace what is known about a vocabulary's normalization."""
+    """Settings that override the normalization that is stated or guessed for a vocabulary."""
 
     do_lower_case: bool | None = None
     """Lower-case the text. None: as tokenizer.json or tokenizer_config.json beside the vocabulary state, or else guessed
     from the vocabulary."""
     strip_accents: bool | None = None
-    """Strip accents. None: as stated there, or else if the text is lower-cased."""
+    """Strip accents. None: as these files state, or else if the text is lower-cased."""
     tokenize_chinese_chars: bool | None = None
-    """Treat each Chinese character as a word. None: as stated there, or else guessed from the vocabulary."""
+    """Treat each Chinese character as a word. None: as these files state, or else guessed from the vocabulary."""
 
 
 AS_STATED = NormalizationOptions()
-"""No settings: what is known about the vocabulary holds."""
+"""No settings: text is normalized as is stated or guessed for the vocabulary."""
 
 
 @dataclass(frozen=True)
@@ -119,13 +119,13 @@ class PretrainingOptions:
 
     def __post_init__(self) -> None:
         if not _SHORTEST <= self.max_seq_length <= _LONGEST:
-            raise ValueError(f"max_seq_length is {self.max_seq_length}; expected {_SHORTEST} to {_LONGEST}")
+            raise ValueError(f"--max_seq_length is {self.max_seq_length}; expected {_SHORTEST} to {_LONGEST}")
         for name in ("max_predictions_per_seq", "dupe_factor"):
             if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}; expected at least 1")
+                raise ValueError(f"--{name} is {getattr(self, name)}; expected at least 1")
         for name in ("short_seq_prob", "masked_lm_prob"):
             if not 0 <= getattr(self, name) <= 1:
-                raise ValueError(f"{name} is {getattr(self, name)}; expected a probability from 0 to 1")
+                raise ValueError(f"--{name} is {getattr(self, name)}; expected a probability from 0 to 1")
 
     @property
     def normalization(self) -> Normalization:
@@ -153,8 +153,8 @@ class OwnText:
     documents: Literal["blank-lines", "files"] = "blank-lines"
     """End of a document: an empty line, or the end of the file (for text with empty lines between paragraphs)."""
     evaluation_share: float = 0.05
-    """Share of the documents that is held out for evaluation, with a minimum of five documents. Evaluations use about
-    10,000 masked tokens of them."""
+    """Share of the documents to hold out for evaluation, at least five documents. The evaluation set has about 10,000
+    masked tokens if they have as many."""
     max_seq_length: int = 128
     """Most tokens in a sample, [CLS] and both [SEP] included."""
     dupe_factor: int = 10
@@ -164,4 +164,4 @@ class OwnText:
 
     def __post_init__(self) -> None:
         if not 0 < self.evaluation_share <= 0.5:
-            raise ValueError(f"evaluation_share is {self.evaluation_share}; expected more than 0 and at most 0.5")
+            raise ValueError(f"--evaluation-share is {self.evaluation_share}; expected more than 0 and at most 0.5")

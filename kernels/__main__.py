@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import torch
 
-from console.interruption import in_one_line, reader_has_gone
+from console.interruption import abandon_stdout, in_one_line
 from console.program import RaisingParser, answer_version, complain
 from kernels import OPS
 from kernels.tuning.examples import example_inputs
@@ -31,7 +31,7 @@ def main(arguments: Sequence[str]) -> int:
         _print_table(chosen.device, chosen.dtype)
         sys.stdout.flush()  # flush, so that a broken pipe raises here
     except BrokenPipeError:
-        return reader_has_gone()
+        return abandon_stdout()
     except (ValueError, OSError) as error:
         complain(error)
         return 2

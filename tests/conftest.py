@@ -43,15 +43,15 @@ def at_most(examples: int) -> settings:
 
 STOPPING = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM)
 
-# Tests send these signals to programs, which would inherit that a background job or nohup ignores them.
+# In the background or under nohup, pytest ignores these signals. Programs that tests start and stop must not inherit this.
 for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
     if signal.getsignal(number) is signal.SIG_IGN:
         signal.signal(number, handler)
 
 
 @pytest.fixture(autouse=True)
-def _later_tests_find_the_process_as_it_was() -> Iterator[None]:
-    """Restore what a program in this process has replaced: handlers of signals, and the implementations of ops."""
+def _restored_process() -> Iterator[None]:
+    """Restore signal handlers and choices of ops after a test, which may have run a program in this process."""
     before = {number: signal.getsignal(number) for number in STOPPING}
     yield
     for number, handler in before.items():
@@ -72,12 +72,11 @@ MAX_SEQ_LENGTH = 48
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark slow tests and run them first, so that no worker starts a long test when other workers are idle."""
-
     for item in items:
         if _room_of(item.path) < len(SLOW_ROOMS):
             item.add_marker("slow")
     items.sort(key=lambda item: _room_of(item.path))
-    # A plugin may have shuffled the tests. Documented commands need the files that earlier commands have made.
+    # Sort these tests again, because a plugin may have shuffled them: a documented command needs files of earlier ones.
     in_order = [
         (place, item)
         for place, item in enumerate(items)

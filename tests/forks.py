@@ -1,4 +1,4 @@
-"""Ranks as forks of the test's own process."""
+"""Run ranks as forks of the test's own process."""
 
 import gc
 import multiprocessing
@@ -20,14 +20,14 @@ from tests.programs import PATIENCE_S
 def on_forks(
     hosts: Sequence[str], action: Callable[[int], Any], statuses: Sequence[int] = (), **variables: object
 ) -> list[Any]:
-    """Call ``action`` with its rank in a fork for each name of a host, and return the results.
+    """Fork a rank for each host name, call ``action(rank)`` in each fork, and return the results by rank.
 
-    By default, all forks must end with the status 0. ``variables`` are those of the environment.
+    ``statuses`` are the expected exit statuses, by default 0. ``variables`` are added to the environment.
     """
     launched = {"WORLD_SIZE": len(hosts), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()} | variables
 
     def work(rank: int) -> None:
-        gc.freeze()  # finalizers of the parent's garbage may wait for threads that a fork lacks
+        gc.freeze()  # a finalizer of the parent's garbage might wait for a thread that the fork does not have
         os.environ.update({name: str(value) for name, value in (launched | {"RANK": rank}).items()})
         socket.gethostname = lambda: hosts[rank]
         torch.set_num_threads(1)  # a fork must not use the threads of its parent

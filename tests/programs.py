@@ -37,7 +37,7 @@ _SHARED = "MLPERF_BERT_TEST_SERVERS"
 """Environment variable with the id of the process that started pytest's workers, and its servers' folder."""
 OWN = ("benchmarks", "bert", "cluster", "compliance", "console", "dataloading", "kernels", "tests")
 _FORKED_PYTHON = """#!{python} -IS
-# Becomes a fork of the server of tests/programs.py where a program is to run, and {python} for anything else.
+# Runs programs of this repository as forks of the server in tests/programs.py, and anything else by {python}.
 import json, os, signal, socket, sys
 
 words = sys.argv[1:]
@@ -216,7 +216,7 @@ def _shared() -> tuple[int, str]:
 
 def _serve(imported: str, requests: socket.socket, owner: int) -> dict[str, Any]:
     """Fork for every request, and send back the process id and the exit status. Returns the request, in the fork."""
-    tie = os.pidfd_open(owner)
+    owner_end = os.pidfd_open(owner)  # becomes readable when pytest ends
     atexit.register(_end)  # registered first, so it runs last
     _import_packages()
     if imported == "bert":
@@ -231,9 +231,9 @@ def _serve(imported: str, requests: socket.socket, owner: int) -> dict[str, Any]
     running: dict[int, socket.socket] = {}
     """Connection to each fork's client, by the fork's pidfd."""
     while True:
-        ready, *_ = select.select([requests, tie, *running, *running.values()], [], [])
+        ready, *_ = select.select([requests, owner_end, *running, *running.values()], [], [])
         for fork, connection in list(running.items()):
-            if fork in ready or connection in ready or tie in ready:
+            if fork in ready or connection in ready or owner_end in ready:
                 if fork not in ready:  # the client has closed the connection
                     signal.pidfd_send_signal(fork, signal.SIGKILL)
                 ended = os.waitid(os.P_PIDFD, fork, os.WEXITED)
@@ -242,7 +242,7 @@ def _serve(imported: str, requests: socket.socket, owner: int) -> dict[str, Any]
                 del running[fork]
                 connection.close()
                 os.close(fork)
-        if tie in ready:
+        if owner_end in ready:
             sys.exit()
         if requests not in ready:
             continue
@@ -258,7 +258,7 @@ def _serve(imported: str, requests: socket.socket, owner: int) -> dict[str, Any]
             os.close(descriptor)
     for each in (requests, connection, *running.values()):
         each.close()
-    for descriptor in (tie, *running):
+    for descriptor in (owner_end, *running):
         os.close(descriptor)
     for place, descriptor in enumerate(descriptors):
         os.dup2(descriptor, place)
@@ -300,7 +300,8 @@ def _run(request: dict[str, Any]) -> None:
     sys.modules["torch"].set_num_threads(int(os.environ.get("OMP_NUM_THREADS", 1)))
     sys.executable = request["executable"]
     tempfile.tempdir = None  # the server has cached its own
-    sys.stdin = open(0, closefd=False)  # noqa: SIM115, as are the others, which knew the server's files
+    # The streams of the server would write to its files.
+    sys.stdin = open(0, closefd=False)  # noqa: SIM115
     lines, encoding = 1 if request["unbuffered"] else -1, sys.stdout.encoding
     sys.stdout = open(1, "w", lines, encoding, sys.stdout.errors, closefd=False)  # noqa: SIM115
     sys.stderr = open(2, "w", 1, encoding, "backslashreplace", closefd=False)  # noqa: SIM115

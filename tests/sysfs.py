@@ -1,4 +1,4 @@
-"""A folder like /sys, for tests of what is read from there."""
+"""Write a folder like /sys, for tests of code that reads facts about hardware there."""
 
 from pathlib import Path
 

@@ -76,7 +76,7 @@ def test_there_are_no_import_cycles() -> None:
     TopologicalSorter(edges).prepare()  # raises CycleError
 
 
-def test_rooms_of_a_package_are_in_no_circle() -> None:
+def test_subpackages_do_not_import_each_other_in_a_cycle() -> None:
     """A room is a direct subpackage or module of a package. Imports that are only for type checking count too."""
     edges: dict[str, set[str]] = {}
     for module in MODULES:
@@ -88,7 +88,7 @@ def test_rooms_of_a_package_are_in_no_circle() -> None:
     TopologicalSorter(edges).prepare()
 
 
-def test_the_rules_are_read_by_the_writer_alone() -> None:
+def test_outside_compliance_only_the_log_writer_imports_the_rules() -> None:
     outside = [module for module in MODULES if not module.startswith("compliance")]
     readers = {module for module in outside if "compliance.log.rules" in own_imports(module)}
     assert readers == {"bert.log.mllog"}

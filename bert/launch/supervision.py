@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from types import FrameType
 
-from console.interruption import reader_has_gone
+from console.interruption import abandon_stdout
 from console.program import say
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
@@ -124,7 +124,7 @@ def announce(text: str) -> None:
     try:
         say(f"==> {text}")
     except OSError:
-        reader_has_gone()
+        abandon_stdout()
 
 
 def _prctl(option: int, value: int) -> None:

@@ -34,7 +34,7 @@ Points = Sequence[tuple[float, float]]
 class Line:
     """A line of a chart: points with increasing x, and classes of the style sheet as its kind and as its colour.
 
-    The key below the chart names lines that have a colour, except for those of the colour "other".
+    The key below the chart names each line that has a colour, unless this colour is "other".
     """
 
     name: str
@@ -165,12 +165,9 @@ def ticks(low: float, high: float) -> list[float]:
 
 def short_count(value: float, digits: int = 3) -> str:
     """Format a count as 750, 50k or 1.5M, with at most `digits` digits."""
-    for size, letter in ((1e6, "M"), (1e3, "k")):
-        if value >= size:
-            places = max(0, digits - len(f"{value / size:.0f}"))
-            text = f"{value / size:.{places}f}"
-            return (text.rstrip("0").rstrip(".") if "." in text else text) + letter
-    return f"{value:g}"
+    rounded = float(f"{value:.{digits}g}")
+    size, letter = next((each for each in ((1e6, "M"), (1e3, "k")) if rounded >= each[0]), (1.0, ""))
+    return f"{rounded / size:g}{letter}"
 
 
 def level(value: float) -> str:

@@ -111,9 +111,9 @@ def shape_bucket_of(
 
 
 def flat_arrays(
-    samples: Samples, micro_batch: MicroBatch, shape_bucket: ShapeBucket | None = None
+    samples: Samples, micro_batch: MicroBatch, shape_bucket: ShapeBucket | None
 ) -> dict[str, NDArray[np.generic]]:
-    """Return the tensors of a ``Batch`` as NumPy arrays of narrow types, padded to ``shape_bucket``."""
+    """Return the tensors of a ``Batch`` as NumPy arrays of narrow types, padded to ``shape_bucket`` if it is given."""
     starts = samples.sequence_offsets[:-1]
     lengths = samples.lengths
     arrays = {
@@ -224,12 +224,11 @@ class Uploads:
 
     def start(self, batches: list[Batch]) -> Step:
         """Start to copy ``batches`` to the GPU, from any thread, without waiting for the copies."""
-        # PyTorch's allocator keeps the pinned memory until the copies are complete.
         # Select the GPU: a new thread is on GPU 0, and the end of the `with` block would create a CUDA context there.
         torch.cuda.set_device(self._stream.device)
         with torch.cuda.stream(self._stream):
+            # PyTorch's allocator keeps the pinned memory until the copies are complete.
             copies = [batch.pin().to(self._device) for batch in batches]
-            # Record one event after all copies of the step.
             arrived = torch.cuda.Event()
             arrived.record()
         return copies, arrived

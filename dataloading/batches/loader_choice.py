@@ -57,8 +57,8 @@ def choose_loader(
 ) -> LoaderChoice:
     """Choose a loader: "numpy", "dali", or "auto", which on a GPU chooses the faster of the two.
 
-    ``rank_batches(step)`` returns this rank's micro-batches. ``lengths_N`` are the lengths of all samples. Raises
-    ``ValueError`` if ``kind`` is "dali", but DALI is not installed or cannot load a synthetic step.
+    ``lengths_N`` are the lengths of all samples. Raises ``ValueError`` if ``kind`` is "dali", but DALI is not installed
+    or cannot load a synthetic step.
     """
     check_loader(kind)
     if kind == "numpy":

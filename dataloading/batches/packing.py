@@ -9,7 +9,6 @@ Shape legend: N samples, P packs, C combinations, K longest combination, L = cap
 no sequence).
 """
 
-import itertools
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,11 +19,11 @@ from numpy.typing import ArrayLike, NDArray
 from dataloading.shards.samples import offsets_of, ragged_indices
 
 _GOOD_ENOUGH = 1e-4
-"""Largest relative gap between a packing and the lower bound at which no linear program is solved."""
+"""No linear program is solved if first-fit decreasing needs at most this fraction more packs than the lower bound."""
 _CLOSE_ENOUGH = 3e-5
-"""Relative gap at which the rounds of linear programs stop."""
+"""The rounds of linear programs stop when the packs exceed the lower bound by at most this fraction."""
 _MAX_ROUNDS = 60
-"""Limit on the number of linear programs. Wikipedia's lengths need 10 with three sequences per pack."""
+"""Limit on the number of linear programs. Wikipedia's lengths need 12 with three sequences per pack."""
 
 Combination = tuple[int, ...]
 """Lengths of the sequences in one pack, longest first."""
@@ -32,7 +31,7 @@ Combination = tuple[int, ...]
 
 @dataclass(frozen=True)
 class PackingStrategy:
-    """Number of packs for each combination of lengths; every sequence of the histogram is in exactly one pack."""
+    """Number of packs for each combination of lengths. Every sequence of the histogram is in exactly one pack."""
 
     capacity: int
     """Number of tokens that fit into a pack."""
@@ -125,15 +124,18 @@ def pack_samples(
 
 def _checked_histogram(histogram: ArrayLike, capacity: int, max_sequences: int | None) -> NDArray[np.int64]:
     """Check the arguments, and return the counts padded with zeros [L]."""
-    if capacity < 1 or (max_sequences is not None and max_sequences < 1):
-        raise ValueError(f"capacity is {capacity} and max_sequences {max_sequences}; expected at least 1")
+    for name, limit in (("capacity", capacity), ("max_sequences", max_sequences)):
+        if limit is not None and limit < 1:
+            raise ValueError(f"{name} is {limit}; expected at least 1")
     given = np.asarray(histogram)
     counts = np.zeros(capacity + 1, np.int64)
     if given.ndim != 1 or given.dtype.kind not in "iu" or (given < 0).any() or given[:1].any():
         raise ValueError("the histogram must hold a number of sequences for each length, and none of length 0")
     if given[capacity + 1 :].any():
         longest = int(np.flatnonzero(given)[-1])
-        raise ValueError(f"there are sequences of {longest} tokens; expected at most capacity, {capacity}")
+        raise ValueError(
+            f"there are sequences of {longest} tokens; expected at most {capacity}, the capacity of a pack"
+        )
     counts[: len(given)] = given[: capacity + 1]
     return counts
 
@@ -175,14 +177,13 @@ def _linear_program(
 ) -> tuple[Counter[Combination], int]:
     """Solve and round the linear program over all combinations of at most ``limit`` sequences.
 
-    Returns the packs and a lower bound on the number of packs. ``start`` holds good combinations, such as those of
-    first-fit decreasing.
+    Returns the packs and a lower bound on the number of packs. ``start`` holds good combinations, for example the result
+    of first-fit decreasing.
 
     Column generation: solve the program over a few combinations, take the dual solution as the prices of the lengths, add
     for each length the most valuable combination that contains it, and repeat until no combination is worth more than a
-    pack.
-    Prices fluctuate between rounds, so the search first uses the mean of the current prices and the best prices so far
-    (Wentges 1997). Any prices give a bound: the value of all sequences divided by the value of the best pack.
+    pack. Prices fluctuate between rounds, so the search first uses the mean of the current prices and the best prices so
+    far (Wentges 1997). Any prices give a bound: the value of all sequences divided by the value of the best pack.
     """
     lengths = np.flatnonzero(counts)
     # The initial price of a length is its share of a pack.
@@ -209,8 +210,9 @@ def _linear_program(
             break
         # Keep all combinations: if any were dropped, they could be found again without end.
         columns = np.unique(np.concatenate([columns, fresh]), axis=0)
+    chosen = {tuple(filter(None, used[index].tolist())): amounts[index] for index in np.flatnonzero(amounts > 1e-9)}
     # A rounding error must not raise the bound to the next integer.
-    return _rounded(_at_own_lengths(used, amounts, counts), counts, limit), int(np.ceil(bound * (1 - 1e-9)))
+    return _rounded(chosen, counts, limit), int(np.ceil(bound * (1 - 1e-9)))
 
 
 def _best_combinations(
@@ -239,9 +241,7 @@ def _best_combinations(
 def _solve(columns: NDArray[np.int64], counts: NDArray[np.int64]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """Solve the linear program over ``columns`` [C, K]. Return the number of packs of each column [C] and the prices [L].
 
-    Every sequence must have a slot, and a slot may also hold the next shorter length that occurs. The permission to hold
-    shorter lengths does not change the optimum. But it prevents longer lengths from having lower prices, which saves most
-    rounds of column generation.
+    Every sequence must have a slot. Slots may be left over, so that prices are not negative.
     """
     from scipy import optimize, sparse  # importing SciPy takes longer than most packings
 
@@ -251,70 +251,37 @@ def _solve(columns: NDArray[np.int64], counts: NDArray[np.int64]) -> tuple[NDArr
     column, position = np.nonzero(columns)
     rows = row_of[columns[column, position]]
     cover = sparse.csc_array((np.ones(len(rows)), (rows, column)), shape=(len(lengths), len(columns)))
-    steps = len(lengths) - 1
-    # Column i moves a slot from length i + 1 (of the lengths that occur) to length i.
-    down = sparse.eye_array(len(lengths), steps) - sparse.eye_array(len(lengths), steps, k=-1)
     scale = counts.sum() / 1e5  # scales the problem to the range of the solver's absolute tolerances
-    solved = optimize.linprog(
-        np.concatenate([np.ones(len(columns)), np.zeros(steps)]),
-        A_ub=-sparse.hstack([cover, down], format="csc"),
-        b_ub=-counts[lengths] / scale,
-        method="highs-ds",
-    )
+    solved = optimize.linprog(np.ones(len(columns)), A_ub=-cover, b_ub=-counts[lengths] / scale, method="highs-ds")
     if solved.status:
         raise RuntimeError(f"the linear program of the packing was not solved: {solved.message}")
     prices = np.zeros(len(counts))
     prices[lengths] = np.maximum(0.0, -solved.ineqlin.marginals)
-    return np.maximum(0.0, solved.x[: len(columns)]) * scale, prices
-
-
-def _at_own_lengths(
-    columns: NDArray[np.int64], amounts: NDArray[np.float64], counts: NDArray[np.int64]
-) -> dict[Combination, float]:
-    """Change the combinations so that there are exactly ``counts`` slots of each length. Return their new amounts.
-
-    From the longest length to the shortest, surplus slots of a length become slots of the next shorter length. Surplus
-    slots of the shortest length are dropped.
-    """
-    chosen = {
-        tuple(int(length) for length in columns[index] if length): float(amounts[index])
-        for index in np.flatnonzero(amounts > 1e-9)
-    }
-    lengths = [0, *np.flatnonzero(counts).tolist()]
-    for shorter, longer in reversed(list(itertools.pairwise(lengths))):
-        having = [each for each in chosen if longer in each]
-        left = sum(chosen[each] * each.count(longer) for each in having) - float(counts[longer])
-        for combination in having:
-            while left > 1e-6 and longer in combination and chosen[combination] > 0:
-                change = min(left, chosen[combination])
-                place = combination.index(longer)
-                others = (*combination[:place], *combination[place + 1 :])
-                changed = tuple(sorted((*others, shorter), reverse=True)) if shorter else others
-                chosen[combination] -= change
-                chosen[changed] = chosen.get(changed, 0.0) + change
-                left -= change
-                combination = changed  # may contain the longer length again
-    chosen.pop((), None)
-    return chosen
+    return np.maximum(0.0, solved.x) * scale, prices
 
 
 def _rounded(chosen: Mapping[Combination, float], counts: NDArray[np.int64], limit: int) -> Counter[Combination]:
     """Round to whole packs: round down, add packs with the largest fractions, and pack the rest by first-fit decreasing."""
-    left = counts.tolist()
+    left = Counter(dict(enumerate(counts.tolist())))
     packing: Counter[Combination] = Counter()
 
-    def take(combination: Combination, packs: int) -> None:
+    def take(combination: Combination, packs: int) -> int:
         needed = Counter(combination)
-        packs = min([packs, *(left[length] // number for length, number in needed.items())])
-        if packs:
-            packing[combination] += packs
+        taken = min([packs, *(left[length] // number for length, number in needed.items())])
+        if taken:
+            packing[combination] += taken
             for length, number in needed.items():
-                left[length] -= packs * number
+                left[length] -= taken * number
+        return taken
 
     for combination, amount in chosen.items():
-        take(combination, int(amount))
+        packs = int(amount)
+        while packs and combination:
+            packs -= take(combination, packs)
+            # If the program has more slots of a length than there are sequences, the last slots stay empty.
+            combination = tuple((Counter(combination) & left).elements())
     # Ties are broken by content, so that equal arguments give equal packings.
     for combination in sorted(chosen, key=lambda each: (int(chosen[each]) - chosen[each], each)):
         take(combination, 1)
-    packing.update(_first_fit_decreasing(np.array(left), limit))
+    packing.update(_first_fit_decreasing(np.array([*left.values()]), limit))
     return packing

@@ -109,7 +109,7 @@ class Dataset:
         self._first_samples = np.cumsum([0, *(shard.samples for shard in shards)])
         self._open_shards: dict[int, Shard] = {}
         self._verified_on_opening = sum(shard.file_bytes for shard in shards) <= _VERIFIED_ON_OPENING
-        self._most_open = _most_open_shards(len(shards))
+        self._most_open = _raise_open_file_limit(len(shards))
 
     def __len__(self) -> int:
         return len(self._length_index)
@@ -246,11 +246,14 @@ def scan_shards(folder: Path, names: Sequence[str], info: DatasetInfo) -> Datase
         digest = shard.digest or shard.read(0, len(shard)).digest()
         other = names_by_digest.setdefault(digest, name)
         if other != name and len(shard):  # empty shards are equal
-            raise ValueError(f"{folder}: {name} holds the same samples as {other}; name each once")
+            raise ValueError(
+                f"{folder}: {name} holds the same samples as {other}: leave out one of the two, or one of the equal texts "
+                "that they were made from"
+            )
         tokens, masked_tokens = int(shard.sequence_offsets[-1]), int(shard.masked_lm_offsets[-1])
         records.append(ShardRecord(name, len(shard), tokens, masked_tokens, digest, shard.file_bytes))
         lengths.append(np.stack([shard.lengths, shard.masked_counts], axis=1).astype(np.uint16))
-    # Shards that were made from other shards do not know which part of the text they hold.
+    # Shards of a rewritten data set hold samples from all parts of the text and record no counts. Then ``info`` has them.
     info = replace(info, sources=sources, text=info.text or text)
     return Dataset(folder, info, tuple(records), np.concatenate(lengths))
 
@@ -316,8 +319,8 @@ def open_or_scan(folder: Path, vocab: Path | None) -> Dataset:
     return scan_shards(folder, names, info_of(folder, names, vocab))
 
 
-def _most_open_shards(count: int) -> int:
-    """Raise the process's soft descriptor limit if needed, and return how many of ``count`` shards may be open at once."""
+def _raise_open_file_limit(count: int) -> int:
+    """Raise this process's soft limit of descriptors if needed. Return how many of ``count`` shards may be open at once."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = count + _OTHER_DESCRIPTORS
     # The soft limit is often 1,024, but data sets commonly have 4,320 shards.
@@ -334,7 +337,7 @@ def _read_manifest(folder: Path) -> _Manifest:
     try:
         # Parsed with Python's json module, because file names need not be UTF-8.
         return msgspec.convert(found, _Manifest)
-    # UnicodeEncodeError: half of a surrogate pair in place of another value.
+    # msgspec raises UnicodeEncodeError if half of a surrogate pair stands in place of another value.
     except (msgspec.MsgspecError, RecursionError, UnicodeEncodeError) as error:
         raise ValueError(f"{path}: damaged or of another version ({shown(error)}); {REMEDY}") from None
 
@@ -348,7 +351,7 @@ def _read_lengths(path: Path, manifest: _Manifest) -> NDArray[np.uint16]:
     except OSError as error:
         raise ValueError(f"{path}: {error.strerror or error}; {REMEDY}") from None
     except Exception as error:  # NumPy reads the head of the file as Python, which can raise any error
-        raise ValueError(f"{path}: not an array of NumPy's ({shown(error)}); {REMEDY}") from None
+        raise ValueError(f"{path}: not a valid NumPy array ({shown(error)}); {REMEDY}") from None
     if not is_listed:
         raise ValueError(f"{path}: digest differs from {MANIFEST_NAME}; {REMEDY}")
     count = sum(shard.samples for shard in manifest.shards)

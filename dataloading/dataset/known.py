@@ -94,7 +94,7 @@ def describe_options(info: DatasetInfo) -> str:
 
 
 def doubts(info: DatasetInfo, remedy: str = "") -> list[str]:
-    """Return what is wrong with the text of a data set, with the usual remedies or with ``remedy``."""
+    """Return a sentence for each fault of a data set's text. ``remedy`` replaces the usual remedies."""
     usual = "prepare the data set again with the right --do-lower-case and --strip-accents"
     misfit = (
         "the normalization of the text does not fit the vocabulary, many of whose words cannot occur in the samples; "
@@ -127,9 +127,9 @@ def describe_samples(dataset: Dataset) -> str:
 
 def _describe_next_sentences(random_share: float) -> str:
     found = f"next sentences: {100 * random_share:.0f} % random"
-    # Half of the pairs are drawn at random on purpose, and documents of one sentence have no other pairs.
+    # The algorithm draws half of the second segments at random, but all of them in documents of a single sentence.
     return (
-        f"{found}; most documents have a single sentence, so a model learns nothing of next ones"
+        f"{found}; most documents have a single sentence, so a model cannot learn to predict next sentences"
         if random_share > 0.9
         else found
     )

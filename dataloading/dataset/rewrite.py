@@ -189,7 +189,7 @@ def convert(
     interrupted conversion is continued: existing shards with the right samples are kept.
     """
     names = [shard_name(index, len(source.shards)) for index in range(len(source.shards))]
-    # The processes get the source without its length index, which may be large.
+    # The processes get the source without its length index, which takes memory and is not needed.
     shards = Dataset(source.folder, source.info, source.shards, np.empty((0, 2), np.uint16))
     # The source is described by its digests, because its folder may hold other data when the job continues.
     description = {"source": [record.digest for record in source.shards], "to": to}

@@ -13,21 +13,22 @@ from dataloading.text.tokenization import MAX_CHARACTERS_PER_WORD, split_words
 from dataloading.text.vocabulary import SPECIAL_TOKENS
 
 _FREQUENT = 1 / 20_000
-"""Smallest share of the text's characters that gives a character priority over every longer piece."""
+"""A character with at least this share of the text's characters takes precedence over every longer piece."""
 
 
 def learn_vocabulary(lines: Iterable[str], size: int, normalization: Normalization) -> list[str]:
     """Learn at most ``size`` tokens. Return the special tokens, characters and longer pieces in id order.
 
-    A word with an unknown character is [UNK], so frequent characters come first, and rarer ones in up to half of the
-    vocabulary. Longer pieces are learned for the remaining room, and if the text has too few pieces, all other characters
+    Characters, most frequent first, take up to half of the vocabulary, or more if more of them are frequent, because a
+    word with an unknown character becomes [UNK]. Longer pieces fill the rest. If the text has too few, rarer characters
     follow. A character counts separately at the beginning of a word and, with "##" before it, inside a word.
     Raises ``ValueError`` if there is no room for any character.
     """
     room = size - len(SPECIAL_TOKENS)
     if room < 1:
         raise ValueError(
-            f"a vocabulary of {size} has no room for more than the {len(SPECIAL_TOKENS)} special tokens: ask for more"
+            f"--vocab-size is {size}, which leaves no room beside the {len(SPECIAL_TOKENS)} special tokens; expected at "
+            f"least {len(SPECIAL_TOKENS) + 1}"
         )
     words = Counter(chain.from_iterable(split_words(line, normalization) for line in lines))
     words = Counter({word: count for word, count in words.items() if len(word) <= MAX_CHARACTERS_PER_WORD})

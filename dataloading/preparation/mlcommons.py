@@ -1,5 +1,5 @@
-"""The benchmark's files as MLCommons distributes them: finding them in folders, checking their sizes and MD5 sums, saying
-what is missing and how to download it, and estimating how long it takes to prepare them.
+"""Find the benchmark's files, as MLCommons distributes them, in folders. Check their sizes and MD5 sums, name the missing
+files and the commands that download them, and estimate how long it takes to prepare them.
 
 The known values come from the README of the benchmark's reference (mlcommons/training, retired_benchmarks/bert).
 """
@@ -37,7 +37,7 @@ KNOWN: Mapping[str, tuple[int, str]] = {
 
 
 def _with_size(name: str) -> str:
-    """Return a name with the known size of the file of this name."""
+    """Return "name (N bytes)" if the size of a file of this name is known, or else the name."""
     sizes = [size for path, (size, _) in KNOWN.items() if path.endswith(PurePath(name).name)]
     return f"{name} ({sizes[0]:,} bytes)" if sizes else name
 
@@ -45,7 +45,7 @@ def _with_size(name: str) -> str:
 INDEX, TF1_DATA = (name for name in KNOWN if name.startswith("tf1_ckpt/"))
 TF1_FILES = f"{_with_size(INDEX)} and {_with_size(TF1_DATA)}"
 OBJECT_GRAPH = "_CHECKPOINTABLE_OBJECT_GRAPH"
-"""Name in the index of a TF2 checkpoint. It is stored there as it is, because no earlier name begins like it."""
+"""Name in the index of a TF2 checkpoint. It is stored in full, because it shares no prefix with the name before it."""
 _PREFIX = PurePath(INDEX).stem
 
 _FILES, _TEXT = "bert-input-files", "bert-preprocessed-wikipedia-dataset"
@@ -69,7 +69,7 @@ _OTHERS = {
     re.compile(r".+\.xml(\.bz2)?"): (TRAIN, "is a dump: run WikiExtractor on it"),
     re.compile(r".+\.(tar|tgz|tar\.gz|zip)"): (TRAIN, "is an archive: unpack it"),
 }
-"""For names of files that are of no use here, the result that they are meant for, and the reason."""
+"""Patterns of names of files that cannot be used: the result that such a file is meant for, and why it cannot be used."""
 _MAX_LIST_BYTES = 64 << 20
 _MOST_NAMED = 10
 
@@ -106,7 +106,7 @@ class Inputs:
     others: tuple[tuple[str, str], ...] = ()
     """Files that cannot be used: the result that each is meant for, and a sentence with its name and the reason."""
     problems: tuple[str, ...] = ()
-    """Sentences about files that are incomplete or in the way. Nothing can be made from such folders."""
+    """Sentences about missing, ambiguous or unreadable files. If there are any, nothing is made."""
 
     @property
     def uses_articles(self) -> bool:
@@ -261,8 +261,8 @@ def _is_tf2(prefix: Path) -> bool:
 class Checksums:
     """Expected sizes and MD5 sums of files.
 
-    They come from the list ``given``, or else from `KNOWN`. The ``lists`` that were found beside the data add the MD5 sums
-    of other files. A list contains no sizes.
+    They come from the list ``given``, which contains no sizes, or else from `KNOWN`. The ``lists`` that were found beside
+    the data add the MD5 sums of other files.
     """
 
     def __init__(self, given: Path | None, lists: Iterable[Path]) -> None:
@@ -283,7 +283,7 @@ class Checksums:
                 self._md5s.setdefault(key, set()).add(md5)
 
     def expected(self, path: PurePath) -> set[str]:
-        """Return the MD5 sums that a file may have, listed by its folder and name or else by its name. Empty if unknown."""
+        """Return the MD5 sums listed for FOLDER/NAME, or else for the bare name; empty if neither is listed."""
         return self._md5s.get(_with_folder(path)) or self._md5s.get(path.name) or set()
 
     def wrong_sizes(self, files: Iterable[Path]) -> list[str]:

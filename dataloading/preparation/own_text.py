@@ -34,7 +34,7 @@ _EVALUATED_TOKENS = 10_000
 """Masked tokens in the evaluation set if the held-out text is long enough. The standard error of an accuracy is then at most
 0.5 %, and a run spends little time on its evaluations."""
 _MOST_PASSES = 10
-"""Passes over a short held-out text, each with other masks."""
+"""Most passes over a short held-out text. Each pass has different masks."""
 _CHARACTERS_PER_TOKEN = 4
 _SHARD_CHARACTERS = 27 << 20
 """Characters of text per shard, as in a part of the benchmark's text. A shard takes 30 bytes of memory per character."""
@@ -45,7 +45,7 @@ Document = list[str]
 """List of sentences."""
 
 _INVISIBLE = "\u00ad\u200b\u200c\u200d\u200e\u200f\u2060\ufeff" + string.whitespace + "\u00a0\u3000"
-"""Characters without a shape. A line of them looks empty, and ends a document."""
+"""Invisible characters. A line that has no other characters looks empty, and therefore ends a document."""
 
 
 @dataclass(frozen=True)
@@ -118,8 +118,8 @@ def text_files(places: Sequence[Path]) -> list[Path]:
             matches = glob.glob(str(place), recursive=True)  # noqa: PTH207 - skips hidden files, as a shell does
             files = [place] if place.exists() else [path for path in sorted(map(Path, matches)) if path.is_file()]
         if not files:
-            found_none = "the folder holds no files" if place.is_dir() else "there is no such file"
-            raise ValueError(f"{place}: {found_none}; expected a text file, a folder of text files or a pattern")
+            why = "the folder holds no files" if place.is_dir() else "there is no such file"
+            raise ValueError(f"{place}: {why}; expected a text file, a folder of text files or a pattern")
         found |= dict.fromkeys(files)
     return list(found)
 
@@ -147,7 +147,7 @@ def split_documents(documents: Sequence[Document], share: float) -> TextSplit:
 
 
 def _passes(held_out: list[Document]) -> int:
-    """Return the number of passes over held-out text that make about enough masked tokens."""
+    """Return the number of passes over held-out text that give about ``_EVALUATED_TOKENS`` masked tokens."""
     characters = sum(len(sentence) for document in held_out for sentence in document)
     masked = PretrainingOptions.masked_lm_prob * characters / _CHARACTERS_PER_TOKEN
     return min(_MOST_PASSES, math.ceil(_EVALUATED_TOKENS / masked))
@@ -184,7 +184,7 @@ def _write(
     sources: dict[str, str],
     most_masked: int | None,
 ) -> Dataset:
-    """Write a data set. Of its samples, take only as many as have ``most_masked`` masked tokens."""
+    """Write a data set. With ``most_masked``, keep only as many samples as have this number of masked tokens."""
     info = samples_info(tokenizer.vocabulary, options, sources)
     folder.mkdir()
     calls = _calls(documents)

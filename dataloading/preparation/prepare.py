@@ -45,7 +45,7 @@ class Job:
             raise ValueError("--text names no file; expected one or more")
         names = [path.as_posix() for path in self.texts]
         if repeated := [name for name in names if names.count(name) > 1]:
-            raise ValueError(f"{repeated[0]} is named twice; its samples would repeat")
+            raise ValueError(f"--text names {repeated[0]} twice, which would repeat its samples; name it once")
 
     @property
     def calls(self) -> list[tuple[Path, ...]]:
@@ -75,7 +75,7 @@ def make_shards(
     check_texts([path for index in mine for path in job.calls[index]])
     calls = [[path.as_posix() for path in call] for call in job.calls]
     description = {**info.options, "vocabulary": info.vocabulary_sha256, "calls": calls}
-    # Processes that make other parts may use the same folder at the same time.
+    # With a part, this process may not be alone: other processes may make other parts in this folder now.
     with begun(out, JOB_NAME, description, finished="part_*", alone=part is None):
         if jobs > 1:
             # Compile the core before forking, so that the processes share it.

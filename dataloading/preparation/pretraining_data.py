@@ -101,8 +101,8 @@ def create_samples(
 ) -> Samples:
     """Return the samples that the reference script makes from these documents, in the same order.
 
-    Sets ``used_T`` [T] for each token of the documents that is in a sample. The first call in a process compiles the
-    core, or loads it from Numba's cache. Needs about 10 bytes of memory per token, including 3 for the result.
+    Sets the flag in ``used_T`` [T] of each token that is in a sample. The first call in a process compiles the core, or
+    loads it from Numba's cache. Needs about 10 bytes of memory per token, including 3 for the result.
     """
     # As in the reference: shuffle documents, draw samples, shuffle samples.
     twister = np.array(random.Random(options.random_seed).getstate()[1], np.uint32)
@@ -162,8 +162,7 @@ def compiled(function: Function) -> Function:
     return kept if _is_trusted(Path(kept.stats.cache_path)) else njit(function)
 
 
-# Cache the result, so that each folder gets only one warning.
-@lru_cache
+@lru_cache  # so that there is only one warning about a folder
 def _is_trusted(folder: Path) -> bool:
     if Path(__file__).parent in folder.parents or is_private(folder):
         return True
@@ -242,8 +241,8 @@ def _draw_samples(
     """Draw the samples of all passes over the documents.
 
     ``bounds_D2`` holds the first sentence of each document and the sentence after its last. ``masked_count_by_length``
-    [max_seq_length + 1] is the number of masked tokens in a sample of each length. ``used_T`` is set for each token of the
-    documents that is in a sample. ``special_ids`` are the ids of [CLS], [SEP] and [MASK]. Returns input_ids [T],
+    [max_seq_length + 1] is the number of masked tokens in a sample of each length. The flags ``used_T`` are set for all
+    tokens that are in a sample. ``special_ids`` are the ids of [CLS], [SEP] and [MASK]. Returns input_ids [T],
     masked_lm_positions [M] and masked_lm_ids [M], and for each sample its length, the length up to and including the first
     [SEP], and its next-sentence label.
     """

@@ -101,10 +101,10 @@ def make_wikipedia(request: Request) -> bool:
                 return True
         with _locked(request, shared=False):
             _Preparation(replace(request, part=None), inputs, checksums).make()
-    except BusyError as owner:
+    except BusyError as holder:
         if request.part is None:
-            raise ValueError(f"{request.out}: {owner} is at work there; wait for it, or name another --out") from None
-        # The owner has not yet released its part, and will look for the others, or it is making the other results.
+            raise ValueError(f"{request.out}: {holder} is at work there; wait for it, or name another --out") from None
+        # The lock's holder makes another part and will then look for the remaining parts, or it makes the rest already.
         say(f"part {request.part} is done; another process makes the rest")
         return True
     return _conclude(request.out, inputs)
@@ -116,7 +116,7 @@ def _with_extracted_text(request: Request, inputs: Inputs) -> Inputs:
         return inputs
     job = [asdict(request.extraction), *((str(path), path.stat().st_size) for path in inputs.articles)]
     folder = request.work / f"text-{hashlib.sha256(json.dumps(job).encode()).hexdigest()[:16]}"
-    # Other processes that make parts wait here until the text is complete, but not for the parts that others make of it.
+    # This lock is held only while text is made: other processes need all of the text, but not each other's parts.
     with _locked(request, shared=False, name="text.lock", patience_s=86_400):
         if not (folder / "eval.txt").exists():
             extract(inputs.articles, folder, request.extraction, jobs=request.jobs)
@@ -134,7 +134,7 @@ def _locked(request: Request, *, shared: bool, name: str = "lock", patience_s: f
 
 
 def _problems(request: Request, inputs: Inputs, checksums: Checksums) -> list[str]:
-    """Return a sentence for each reason to make nothing, as far as it can be told without reading large files."""
+    """Return a sentence for each reason to make nothing. Large files are not read."""
     problems = [*inputs.problems, *checksums.wrong_sizes(inputs.files)]
     has_text = inputs.evaluation or inputs.text or inputs.articles
     if not (has_text or inputs.files or problems):
@@ -146,7 +146,7 @@ def _problems(request: Request, inputs: Inputs, checksums: Checksums) -> list[st
     if has_text and not (inputs.vocabulary or (request.out / VOCABULARY).is_file()):
         problems.append("vocab.txt is missing, without which no samples can be made")
     if request.part is not None and not (inputs.text or inputs.uses_articles or (request.out / TRAIN).exists()):
-        problems.append("--part shares the work of making samples, and there is no text; leave it out")
+        problems.append("--part divides the work on the text, and there is no text; leave out --part")
     if request.shards < 1:
         problems.append(f"--shards is {request.shards}; expected at least 1")
     if request.out.exists() and not request.out.is_dir():
@@ -250,11 +250,11 @@ class _Preparation:
         # Text that this command extracted has the same file names as the benchmark's text, but other content.
         given_md5s = {path: md5 for path, md5 in self.md5s.items() if self.work.resolve() not in path.parents}
         if unlisted := self.checksums.check(given_md5s):
-            say(f"note: not compared, because in no list of MD5 sums: {counted(unlisted, 'file')}")
+            say(f"note: not compared with MD5 sums, because no list has them: {counted(unlisted, 'file')}")
         if given and not self.vocab.exists():
             write_atomically(self.vocab, read_bounded(given, _MAX_RECORD_BYTES, "name a vocabulary"))
         elif given and sha256_of(self.vocab) != sha256_of(given):
-            raise ValueError(f"{self.vocab} is another vocabulary than {given}; {_ELSEWHERE}")
+            raise ValueError(f"{self.vocab} exists and differs from {given}; {_ELSEWHERE}")
 
     def _announce(self) -> None:
         """Print the expected time and disk space. Raises ``ValueError`` if the free disk space is too small."""
@@ -283,14 +283,14 @@ class _Preparation:
         """
         if not (sources := self.inputs.by_result[result]):
             return
-        made_from = _inputs((path.name, self.md5s[path]) for path in sources) | settings()
+        made_from = _digest_of((path.name, self.md5s[path]) for path in sources) | settings()
         target, marker = self.out / result, self.work / f"{result}.json"
         if target.exists() or target.is_symlink():
-            if not _records(marker, made_from):
+            if not _is_recorded(made_from, marker):
                 raise ValueError(f"{target} exists and was not made from these inputs and settings; {_ELSEWHERE}")
             say(f"{target} exists already")
         else:
-            place = self._place(result, made_from)
+            place = self._unfinished(result, made_from)
             make(place)
             # Write the marker before the result, because a marker without a result has no effect.
             write_atomically(marker, json.dumps(made_from).encode())
@@ -298,7 +298,8 @@ class _Preparation:
             sync(self.out)
         self.progress.set(result, kept=True)
 
-    def _place(self, name: str, made_from: _MadeFrom) -> Path:
+    def _unfinished(self, name: str, made_from: _MadeFrom) -> Path:
+        """Return the path of a result while it is being made. Other inputs or settings have another path."""
         digest = hashlib.sha256(json.dumps(made_from, sort_keys=True).encode()).hexdigest()
         return self.work / f"{name}-{digest[:16]}"
 
@@ -311,10 +312,11 @@ class _Preparation:
         if (heads := attention_heads(self.inputs)) is not None:
             command += ["--num-attention-heads", str(heads)]
         if (done := run(command)).trouble:
-            # The option is one of bert.convert.
-            unknown = "--num-attention-heads" in done.complaint and f"{prefix}.index does not state the attention heads"
+            why = done.complaint
+            if "--num-attention-heads" in why:  # this command has no such option
+                why = f"{prefix}.index does not state the attention heads"
             expected = f"expected {SOURCES[CHECKPOINT]}, with its bert_config.json"
-            raise ValueError(f"the checkpoint cannot be converted: {unknown or done.complaint}; {expected}")
+            raise ValueError(f"the checkpoint cannot be converted: {why}; {expected}")
 
     def _make_evaluation(self, place: Path) -> None:
         if (place / MANIFEST_NAME).exists():
@@ -343,14 +345,14 @@ class _Preparation:
     def _samples_folder(self) -> Path:
         # Texts are identified by size, because a machine that makes one part does not read the texts of the other
         # parts. Each shard holds the digest of its own text, and the training set holds the digests of all texts.
-        sizes = _inputs((path.name, path.stat().st_size) for path in self.inputs.text)
-        return self._place("samples", sizes | self._settings())
+        sizes = _digest_of((path.name, path.stat().st_size) for path in self.inputs.text)
+        return self._unfinished("samples", sizes | self._settings())
 
     def _verify(self) -> None:
         folders = [self.out / name for name in (TRAIN, EVALUATION) if (self.out / name).exists()]
         state = {folder.name: sha256_of(folder / MANIFEST_NAME) for folder in folders}
         marker = self.work / "verified.json"
-        if not _records(marker, state):
+        if not _is_recorded(state, marker):
             datasets = [open_dataset(folder) for folder in folders]
             total = sum(map(len, datasets))
             for dataset in datasets:
@@ -374,11 +376,11 @@ class _Preparation:
         self.progress.set(TRAIN, (STEPS.index(step) + done / total) / len(STEPS))
 
 
-def _records(marker: Path, made_from: object) -> bool:
+def _is_recorded(made_from: object, marker: Path) -> bool:
     return marker.exists() and read_json(marker, _MAX_RECORD_BYTES, "delete it") == made_from
 
 
-def _inputs(rows: Iterable[tuple[str, object]]) -> _MadeFrom:
+def _digest_of(rows: Iterable[tuple[str, object]]) -> _MadeFrom:
     return {"inputs": hashlib.sha256(json.dumps(list(rows)).encode()).hexdigest()}
 
 

@@ -1,4 +1,4 @@
-"""Opening of shards in any layout, which the content of the file tells, and writing of shards in the native layout.
+"""Open shards in any layout, which is recognised by the content of the file, and write shards in the native layout.
 
 The native layout is an HDF5 file with the flat arrays of `Samples`. Root attributes describe the samples. Each array is
 stored contiguously and read through a memory map, so that reading a sample costs one copy.
@@ -82,7 +82,7 @@ def _open_hdf5(path: Path, content: mmap.mmap) -> Shard:
             if "sequence_offsets" in names:
                 return _open_native(path, file)
             if "input_ids" not in names:
-                raise ValueError(f"of no known layout: it holds {', '.join(names) or 'nothing'}")
+                raise ValueError(f"its layout is unknown: it holds {', '.join(names) or 'nothing'}")
             return RaggedShard(path, file) if file.is_ragged("input_ids") else open_fixed(path, file)
     # For a damaged file, h5py and NumPy can raise any of these errors.
     except (OSError, RuntimeError, LookupError, TypeError, ValueError, MemoryError, msgspec.MsgspecError) as error:
@@ -99,7 +99,8 @@ def _open_native(path: Path, file: HDF5File) -> FlatShard:
     """
     version = file.attribute("format"), file.attribute("schema_version")
     if version != (FORMAT, SCHEMA_VERSION):
-        raise ValueError(f"{version[0]}, schema version {version[1]}; expected {FORMAT}, {SCHEMA_VERSION}")
+        found = f"{version[0]}, schema version {version[1]}"
+        raise ValueError(f"its format is {found}; expected {FORMAT}, {SCHEMA_VERSION}")
     arrays = {name: file.array(name) for name in DTYPES}
     for name, array in arrays.items():
         if array.row_dtype is not None or array.values.dtype != DTYPES[name] or array.values.ndim != 1:

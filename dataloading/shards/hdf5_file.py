@@ -33,7 +33,7 @@ REFERENCE = np.dtype([("count", "<u4"), ("address", "<u8"), ("object", "<u4")])
 (HDF5 File Format Specification 3.0, section IV.A.2.d)."""
 
 _FILTERS = [h5py.h5z.FILTER_SHUFFLE, h5py.h5z.FILTER_DEFLATE]
-"""Supported filters, in the order in which HDF5 applies them."""
+"""Supported filters, in the order in which HDF5 applies them when it writes."""
 
 
 @contextmanager
@@ -146,7 +146,9 @@ class HDF5File:
         chunk_bytes = math.prod(chunk) * stored.itemsize
         self._room -= math.prod(shape) * stored.itemsize + chunk_bytes
         if self._room < 0 or dataset.get_storage_size() > len(self.content):
-            raise ValueError(f"{name} claims over {MOST_EXPANSION} times the {len(self.content):,} bytes of the file")
+            raise ValueError(
+                f"{name} would unpack to more than {MOST_EXPANSION} times the {len(self.content):,} bytes of the file"
+            )
         values = np.empty(shape, stored)
         for corner in product(*(range(0, end, size) for end, size in zip(shape, chunk, strict=True))):
             # Each set bit of the mask marks a filter that was not applied to this chunk.

@@ -100,7 +100,7 @@ class RaggedColumn:
         self.held_bytes = 0 if array.in_place else array.values.nbytes
         self.dtype = array.row_dtype
         self.name = f"{path}: {name}"
-        # Valid values have the same bytes in the stored signed type as in the unsigned type of `Samples`.
+        # A valid value has the same bytes in a signed and in an unsigned type of the same size.
         self.is_as_in_samples = self.dtype.newbyteorder("<") == self.dtype and self.dtype.itemsize == _SIZES.get(name)
         self._addresses, self._numbers = array.values["address"], array.values["object"]
         self._content = memoryview(file.content)
@@ -116,7 +116,9 @@ class RaggedColumn:
         if size:
             place, found = self._objects(int(self._addresses[index])).get(int(self._numbers[index]), (0, 0))
         if found != size:
-            raise ValueError(f"{self.name}: the reference of row {index} leads to no such object; {REMEDY}")
+            raise ValueError(
+                f"{self.name}: row {index} refers to an object that is missing or of another size; {REMEDY}"
+            )
         end = place + size if stop is None else place + stop * self.dtype.itemsize
         return self._content[place + start * self.dtype.itemsize : end]
 
@@ -157,7 +159,7 @@ class RaggedShard(Shard):
         )
         for name, expected in zip(_COLUMNS, (tokens, tokens, masked, masked), strict=True):
             if not np.array_equal(expected, self._columns[name].counts):
-                raise ValueError(f"{name} has rows of other lengths than its neighbours")
+                raise ValueError(f"the lengths of the rows of {name} disagree with the other columns")
 
     def add_to(self, builder: SampleBuilder, index: int) -> None:
         row = int(self._row_of[index])
@@ -185,7 +187,7 @@ def write_packed(path: Path, samples: Samples, pack_offsets: NDArray[np.int64], 
     row_starts, masked_starts = samples.sequence_offsets[pack_offsets], samples.masked_lm_offsets[pack_offsets]
     inside = samples.sequence_offsets[:-1] - np.repeat(row_starts[:-1], np.diff(pack_offsets))
     if len(samples.masked_lm_positions) and samples.masked_lm_positions.min() == 0:
-        raise ValueError(f"{path}: position 0 is masked, which marks padding in the packed layout; use native")
+        raise ValueError(f"{path}: position 0 is masked, but 0 marks padding in the packed layout; use --to native")
     columns: dict[str, tuple[NDArray[Any], str, NDArray[np.int64]]] = {
         "input_ids": (samples.input_ids, "<i2", row_starts),
         "segment_ids": (samples.segment_ids, "i1", row_starts),

@@ -1,7 +1,7 @@
 """A block of pretraining samples as flat arrays, and synthetic samples for the warm-up, for benchmarks and for tests.
 
 Shapes: n samples, T real tokens, M masked tokens, without padding. The tokens of sample i are
-``input_ids[sequence_offsets[i]:sequence_offsets[i + 1]]``; ``masked_lm_offsets`` delimits its masked tokens in the same way.
+``input_ids[sequence_offsets[i]:sequence_offsets[i + 1]]``. ``masked_lm_offsets`` delimits its masked tokens.
 """
 
 import hashlib

@@ -4,7 +4,7 @@ import mmap
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Self
+from typing import Annotated, Any, Self
 
 import numpy as np
 from msgspec import Meta
@@ -14,10 +14,7 @@ from console.files import open_regular
 from dataloading.options import Normalization
 from dataloading.shards.samples import SampleBuilder, Samples
 from dataloading.text.losses import TextCounts
-
-# Imported only for type checking, because that module imports the tokenizers library.
-if TYPE_CHECKING:
-    from dataloading.text.tokenization import Vocabulary
+from dataloading.text.vocabulary import Vocabulary
 
 REMEDY = "copy or prepare the data set again"
 
@@ -25,7 +22,7 @@ MAX_ID = (1 << 16) - 1
 """Largest id, position and length. They are stored in 16 bits."""
 
 VOCABULARY_FITS = "vocabulary_fits"
-"""Key in the settings of samples: whether text with their normalization can contain nearly all tokens."""
+"""Key in the settings of samples. Its value tells whether text with their normalization can contain nearly all tokens."""
 
 _Size = Annotated[int, Meta(ge=1, le=MAX_ID + 1)]
 _Count = Annotated[int, Meta(ge=0, lt=1 << 62)]
@@ -48,12 +45,12 @@ class DatasetInfo:
     sources: dict[str, str]
     """SHA-256 of each source text, by name."""
     text: TextCounts = field(default_factory=TextCounts)
-    """What became of the text; all zero if that was not recorded."""
+    """Sizes of the text and of its lost parts. All are zero if they were not recorded."""
 
     @classmethod
     def of(
         cls,
-        vocabulary: "Vocabulary",
+        vocabulary: Vocabulary,
         max_seq_length: int,
         max_predictions_per_seq: int,
         options: dict[str, int | float | bool | str] | None = None,
@@ -145,14 +142,14 @@ class Shard(ABC):
         """Raise ``ValueError`` if the file has become shorter. Reading missing pages would kill the process (SIGBUS)."""
         # size() returns the current size of the file, and len() the size when it was mapped.
         if self._content is not None and self._content.size() < len(self._content):
-            raise ValueError(f"{self.path}: it has become shorter while it was read; {REMEDY}")
+            raise ValueError(f"{self.path}: the file became shorter while it was read; {REMEDY}")
 
     def verify(self, digest: str | None = None) -> Samples:
         """Read and return all samples. Raises ``ValueError`` if the content does not match its digest.
 
         ``digest`` is the expected digest from a manifest. By default, the file's own digest is used, if it has one.
         """
-        # The manifest's digest takes precedence, because a shard of another data set also contains a correct digest.
+        # Prefer the manifest's digest: a shard that was swapped in from another data set matches its own.
         expected = digest or self.digest
         samples = self.read(0, len(self))
         found = samples.digest()

@@ -29,7 +29,7 @@ _MAX_RECORD_BYTES = 1 << 20
 _TOKEN_LISTS = ("input_ids", "input_mask", "segment_ids")
 _MASKED_LISTS = ("masked_lm_positions", "masked_lm_ids")
 _FEATURES = (*_TOKEN_LISTS, *_MASKED_LISTS, "next_sentence_labels")
-_MALFORMED = "its data is no tf.train.Example"
+_MALFORMED = "its data is not a valid tf.train.Example"
 
 _Lists = dict[str, NDArray[np.int64]]
 
@@ -113,7 +113,7 @@ def _lists_of(example: bytes) -> _Lists:
             if name not in _FEATURES:
                 continue
             if name in lists:
-                raise ValueError(f"the feature {name} is there twice")
+                raise ValueError(f"the feature {name} occurs twice")
             feature = b"".join(_messages(entry, 2))  # protobuf merges repeated messages
             integers = b"".join(values for each in _messages(feature, 3) for values in _messages(each, 1))
             lists[name] = _integers(integers)

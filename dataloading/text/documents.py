@@ -46,7 +46,7 @@ _MARKUP = {
 
 
 def decode_text(content: bytes, path: Path) -> str:
-    """Decode UTF-8 without its byte order mark. Raises ``ValueError`` that names what the content is instead.
+    """Decode UTF-8 without its byte order mark. Raises ``ValueError`` that names another kind of content.
 
     ``path`` is for error messages.
     """
@@ -67,11 +67,11 @@ def decode_text(content: bytes, path: Path) -> str:
 
 
 def _other_kind(content: bytes) -> str:
-    """Return what a file is that is not text in UTF-8, and what to do; "" if it may be text."""
+    """Return the kind of a file that is not text in UTF-8, and what to do about it; "" if it may be text."""
     for start, kind in _OTHER_FILES.items():
         if content.startswith(start):
             return kind
-    # Text in UTF-16 without a byte order mark has a zero byte for each Latin letter. So has the head of `gzip -n`'s files.
+    # UTF-16 without a byte order mark has a zero byte for each Latin letter. Headers of gzip may also have many zeros.
     if content.count(0) > len(content) // 8 and not content.startswith(_GZIP):
         return "binary, or text in UTF-16; expected text in UTF-8"
     return ""
@@ -95,7 +95,7 @@ def stripped_lines(text: str) -> list[str]:
 
 
 def check_texts(paths: Sequence[Path]) -> None:
-    """Raise ``ValueError`` that names all files that are evidently no texts. Reads only the start of each file."""
+    """Raise ``ValueError`` that names all files that cannot be text. Reads only the first bytes of each file."""
     wrong = []
     for path in paths:
         try:

@@ -1,4 +1,4 @@
-"""Counts of what becomes of a text on its way to samples, and reports of the text that is lost."""
+"""Count how much of a text is lost on its way to samples, and describe the losses."""
 
 from collections.abc import Iterator
 from dataclasses import astuple, dataclass
@@ -10,10 +10,10 @@ from msgspec import Meta
 from console.text import counted
 
 _NOTABLE = 0.03
-"""Share of a text that is lost that calls for a warning."""
+"""A loss of more than this share of a text is worth a warning."""
 
 _TOO_MUCH = 0.5
-"""Share of a text that is lost that makes the samples useless."""
+"""A loss of more than this share of a text makes the samples useless."""
 
 _Count = Annotated[int, Meta(ge=0, lt=1 << 62)]
 

@@ -60,7 +60,7 @@ def sentence_splitter(sentences: Sentences) -> Callable[[str], list[str]]:
     except LookupError:
         raise ValueError(
             "--sentences is punkt, and nltk finds no data for it: python -m nltk.downloader punkt_tab (punkt before nltk "
-            "3.9), and set NLTK_DATA when it is not in one of nltk's own places; or set --sentences plain"
+            "3.9), and set NLTK_DATA if the data is in a folder that nltk does not search; or set --sentences plain"
         ) from None
     return sent_tokenize
 

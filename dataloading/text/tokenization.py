@@ -26,7 +26,7 @@ MAX_CHARACTERS_PER_WORD = 200
 """Length of the longest word that is tokenized. Longer words become [UNK]."""
 
 _CACHED_WORDS = 1 << 20
-"""Number of words after which the cache is cleared. For English, the cache takes at most about 150 MB."""
+"""The cache is cleared when it has this number of words. For English, they take about 150 MB."""
 
 _ASCII_CONTROLS = dict.fromkeys((*range(9), 11, 12, *range(14, 32), 127))  # tab, LF and CR count as blanks
 _NON_ASCII = re.compile(r"[^\0-\x7f]")
@@ -103,7 +103,7 @@ def count_dropped(lines: Iterable[str]) -> int:
 
 
 def count_marks(lines: Iterable[str]) -> int:
-    """Count the accents and vowel signs that are stripped from lines if accents are."""
+    """Count the accents and vowel signs that are stripped from lines if the normalization strips accents."""
     # Few characters are distinct, and in most languages few are not ASCII.
     characters = Counter(chain.from_iterable(_NON_ASCII.findall(line) for line in lines if not line.isascii()))
     return sum(

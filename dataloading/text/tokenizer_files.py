@@ -1,4 +1,4 @@
-"""The files of a tokenizer of transformers: what they state about its vocabulary and its normalization."""
+"""Read a Hugging Face tokenizer's files, which state its vocabulary and how it normalizes text."""
 
 from collections.abc import Collection, Mapping
 from pathlib import Path
@@ -10,14 +10,14 @@ from console.documents import read_typed
 from console.files import shown
 
 TOKENIZER, TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
-"""Files that state the normalization. The first one also holds the vocabulary."""
+"""Files that state the normalization. tokenizer.json also holds the vocabulary."""
 
 MAX_TOKENS = 1 << 16
 """Largest number of tokens. Ids are stored in 16 bits."""
 
 _MAX_BYTES = 64 << 20
-_REMEDY = "expected the files of a BERT tokenizer of Hugging Face's"
-_OTHERWISE = "To split the text as BERT does all the same, name a vocab.txt in another folder"
+_REMEDY = "expected the files of a Hugging Face BERT tokenizer"
+_OTHERWISE = "To split text as BERT does anyway, copy vocab.txt to another folder and name the copy"
 
 _BERT_TOKENIZERS = (
     "BertTokenizer",
@@ -138,5 +138,5 @@ def _configuration(path: Path, is_described: bool) -> _Configuration:
     is_other = kind.removesuffix("Fast") not in _BERT_TOKENIZERS or found.do_basic_tokenize is False
     if is_other and not is_described:
         basic = ", with do_basic_tokenize false" if found.do_basic_tokenize is False else ""
-        raise ValueError(f"{path}: a {shown(kind)}{basic}; expected a BertTokenizer. {_OTHERWISE}")
+        raise ValueError(f"{path}: the tokenizer is a {shown(kind)}{basic}; expected a BertTokenizer. {_OTHERWISE}")
     return found

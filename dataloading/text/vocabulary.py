@@ -26,8 +26,8 @@ _MAX_VOCABULARY_BYTES = 64 << 20
 SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 
 _ENOUGH = 0.05
-"""Share of the tokens that a normalization must make useless to count as wrong for the vocabulary. Vocabularies that were
-learned from lower-cased text have a few tokens with capital letters that were added later, such as markers and names."""
+"""A normalization does not fit a vocabulary if it makes at least this share of the tokens useless. A lower share is normal:
+vocabularies of lower-cased text have some tokens with capital letters that were added later, such as markers and names."""
 
 _MOST_PADDING = 1024
 """Largest multiple to which a table is padded: 128 rows on each of eight ranks."""
@@ -47,16 +47,16 @@ class Vocabulary:
                 cls.from_file(path) if path.suffix != ".json" else cls.of_tokens(list(chain(*read_tokens(path))), path)
             )
         if (found := cls.from_folder(path)) is None:
-            raise ValueError(f"{path} holds neither vocab.txt nor {TOKENIZER}; name a BERT's vocabulary")
+            raise ValueError(f"{path} holds neither vocab.txt nor {TOKENIZER}; name the vocabulary of a BERT model")
         return found
 
     @classmethod
     def from_file(cls, path: Path) -> Self:
         """Read a file with one token a line. Blank and repeated lines keep their ids, as in transformers and TensorFlow.
 
-        The benchmark's script gives such lines no ids, but its vocabulary has none. Blanks around a token are dropped, as
-        in that script. Raises ``ValueError`` if the file cannot be read, is not UTF-8, lacks a special token, or has too
-        many tokens for 16 bits.
+        The benchmark's script gives such lines no ids, but its vocabulary has no such lines. Blanks around a token are
+        dropped, as by the script. Raises ``ValueError`` if the file cannot be read, is not UTF-8, lacks a special token, or
+        has too many tokens for 16 bits.
         """
         remedy = (
             "name a BERT vocabulary, one token a line; `python -m dataloading wikipedia` puts the benchmark's in place"
@@ -97,7 +97,7 @@ class Vocabulary:
                 f"{path}: {len(tokens):,} tokens; ids are stored in 16 bits, so at most {MAX_TOKENS:,} fit"
             )
         if odd := next((token for token in tokens if "\n" in token), None):
-            raise ValueError(f"{path}: the token '{shown(odd)}' holds a line feed; expected a vocabulary of BERT's")
+            raise ValueError(f"{path}: the token '{shown(odd)}' holds a line feed; expected a BERT vocabulary")
         return cls(tuple(tokens))
 
     @property
@@ -131,21 +131,12 @@ class Vocabulary:
         """Number of ids, which is the number of rows in the word embedding table."""
         return len(self.tokens)
 
-    @property
-    def cased(self) -> bool:
-        """Whether so many tokens have capital letters that lower-cased text would not fit."""
-        return self.useless_share(Normalization(strip_accents=False)) >= _ENOUGH
-
-    def useless_share(self, normalization: Normalization) -> float:
-        """Return the share of the tokens with letters that text with this normalization cannot contain."""
+    def fits(self, normalization: Normalization) -> bool:
+        """Return whether text with this normalization can contain nearly all tokens that have letters."""
         pieces = [token.removeprefix("##") for token in self.ids if not (token[0] == "[" and token[-1] == "]")]
         words = [piece for piece in pieces if any(map(str.isalpha, piece))]
         useless = sum(_normalized(piece, normalization) != piece for piece in words)
-        return useless / max(1, len(words))
-
-    def fits(self, normalization: Normalization) -> bool:
-        """Whether text with this normalization can contain nearly all tokens."""
-        return self.useless_share(normalization) < _ENOUGH
+        return useless / max(1, len(words)) < _ENOUGH
 
     def require_table(self, rows: int, path: Path) -> None:
         """Raise ``ValueError`` unless a word embedding table of ``rows`` rows can belong to this vocabulary.
@@ -164,7 +155,7 @@ class Vocabulary:
 
     def guess_normalization(self) -> Normalization:
         """Guess how text must be normalized so that it can contain nearly all tokens of this vocabulary."""
-        lower = not self.cased
+        lower = self.fits(Normalization(strip_accents=False))
         strip = lower and self.fits(Normalization())
         ideographs = [token for token in self.ids if any(map(is_ideograph, token))]
         long = sum(len(token.removeprefix("##")) > 1 for token in ideographs)
@@ -227,7 +218,7 @@ def find_normalization(vocabulary: Vocabulary, path: Path, given: NormalizationO
 
 
 def read_stated(path: Path) -> Normalization | None:
-    """Return the normalization that a tokenizer's files beside a vocabulary, or in a folder, state. None if they do not."""
+    """Return the normalization that the tokenizer's files in a vocabulary's folder state, or None if they state none."""
     stated, _ = stated_normalization(_folder(path))
     return Normalization.of(**stated) if "do_lower_case" in stated else None
 

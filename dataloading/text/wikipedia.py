@@ -100,7 +100,7 @@ def find_inputs(paths: Sequence[Path]) -> list[Path]:
         )
     files = [file for file in files if file.suffix != ".bz2"]
     if len({file.resolve() for file in files}) < len(files):
-        raise ValueError("an input is named twice; its articles would repeat")
+        raise ValueError("an input file is named twice, which would repeat its articles; name each folder or file once")
     return files
 
 
@@ -298,7 +298,7 @@ def hold_out(text: str, count: int, seed: int) -> tuple[list[str], list[str]]:
     rng = random.Random(seed)
     drawn: set[int] = set()
     while len(drawn) < count:
-        # The reference's expression. randrange() would draw other numbers from the same seed.
+        # The reference's expression: randrange() would draw different numbers from this seed.
         drawn.add(int(rng.random() * len(found)))
     training = [article for index, article in enumerate(found) if index not in drawn]
     return training, [found[index] for index in sorted(drawn)]
@@ -337,5 +337,5 @@ def _clean_line(line: str) -> str:
 
 
 def joined(articles: Sequence[str]) -> bytes:
-    """Return articles as the bytes of a text shard, with an empty line after each article."""
+    """Encode articles as in a text shard, with an empty line after each article."""
     return "".join(f"{article}\n\n" for article in articles).encode()

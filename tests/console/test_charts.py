@@ -12,7 +12,7 @@ AXES = Axes("a chart", "x", charts.level)
 
 def test_short_counts() -> None:
     shown = {0: "0", 750: "750", 999: "999", 1000: "1k", 50_000: "50k", 192_280: "192k", 999_000: "999k", 1e6: "1M"}
-    shown |= {2_250_000: "2.25M", 3e6: "3M", 12_250_000: "12.2M", 2_500: "2.5k", 120_000: "120k"}
+    shown |= {2_250_000: "2.25M", 3e6: "3M", 12_250_000: "12.2M", 2_500: "2.5k", 120_000: "120k", 999_600: "1M"}
     assert {value: short_count(value) for value in shown} == shown
     assert [charts.level(0.123456789), charts.level(1234567.0)] == ["0.123457", "1.23457e+06"]
 
@@ -55,7 +55,7 @@ def test_thinned_lines_keep_their_height_and_their_end() -> None:
     assert thin(squares[:2], 2) == squares[:2]
 
 
-def test_marks_lie_where_their_values_say() -> None:
+def test_lines_guides_and_bands_are_drawn_at_their_values() -> None:
     guides = [Guide("band", "b", 2.0, 4.0), Guide("mean", "m", 5.0), Guide("x", "", 1.0, 3.0, "x")]
     page = Page(line_chart([Line("l", [(0.0, 0.0), (10.0, 10.0)])], replace(AXES, guides=guides)))
     assert page.of("path", "stroke")[0]["d"] == "M0.0 1000.0L1000.0 0.0"
@@ -71,7 +71,7 @@ def test_marks_lie_where_their_values_say() -> None:
     assert high.of("path", "stroke")[0]["d"] == "M1000.0 333.3"
 
 
-def test_columns_stand_on_zero_and_dots_do_not_and_many_have_few_names() -> None:
+def test_columns_start_at_zero_unlike_dots_and_crowded_charts_show_fewer_names() -> None:
     bars = [Bar("0", 80.0), Bar("1", 100.0, "dropped", "slowest")]
     columns = Page(run_chart(bars, AXES, columns=True))
     drawn = [[rect[name] for name in ("x", "y", "width", "height")] for rect in columns.of("rect")]
@@ -87,7 +87,7 @@ def test_columns_stand_on_zero_and_dots_do_not_and_many_have_few_names() -> None
     assert [many.of("rect")[0][name] for name in ("x", "y", "width", "height")] == ["5.6", "0.0", "28.8", "1000.0"]
 
 
-def test_numbers_at_the_axis_of_sequences_differ() -> None:
+def test_nearby_counts_get_different_numbers_at_the_axis() -> None:
     axes = replace(AXES, y_format=lambda value: short_count(value, 4))
     for values in ((2_975_000, 3_000_000), (2_400_000, 2_400_768), (38_400, 38_400)):
         chart = run_chart([Bar(str(n), value) for n, value in enumerate(values)], axes, columns=False)

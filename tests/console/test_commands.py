@@ -18,8 +18,14 @@ app = Commands()
 
 
 @dataclass(frozen=True)
+class Style:
+    bold: bool = False
+
+
+@dataclass(frozen=True)
 class Text:
     max_length: int = 8
+    style: tyro.conf.OmitArgPrefixes[Style] = Style()
 
 
 @app.command(name="plan")
@@ -45,11 +51,13 @@ WRONG = {
     "show --max_lenght=3": "show has no option --max-lenght; did you mean --max-length?",
     "show --folder x --max-length many": "--max-length is 'many', expected a whole number",
     "show --folder x -- --max-lenght 3": "unexpected argument --max-lenght",
+    "show --bold": "Missing from program show: --folder PATH (required)",
+    "show --no-bold": "Missing from program show: --folder PATH (required)",
 }
-"""Complaints about command lines. Without --folder, which is required, tyro would complain about it alone."""
+"""Complaints by command line. Without --folder, which is required, tyro would not suggest another option."""
 
 
-def test_a_wrong_command_line_says_what_may_have_been_meant(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_wrong_command_line_is_named_with_a_suggestion(capsys: pytest.CaptureFixture[str]) -> None:
     for line, said in WRONG.items():
         with pytest.raises(ValueError, match=f"^{re.escape(said)}$"):
             app.run("program", line.split())
@@ -69,7 +77,7 @@ def end(how: str) -> int:
     raise {"wrong": errors[0], "full": errors[1], "absent": errors[2], "odd": ModuleNotFoundError(name="json.x")}[how]
 
 
-def test_a_command_ends_with_its_own_status(
+def test_main_returns_the_commands_status_or_2_after_one_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     program = Commands()
@@ -91,6 +99,9 @@ def test_a_command_ends_with_its_own_status(
     with pytest.raises(SystemExit, match="0"):
         program.run("program", ["--version"])
     assert capsys.readouterr().out == f"{version_line()}\n"
+
+
+def test_the_parser_for_programs_without_tyro_raises_what_is_wrong() -> None:
     parser = RaisingParser()
     parser.add_argument("--text")
     with pytest.raises(ValueError, match=r"^there is no option --txet; did you mean --text\?$"):
@@ -111,7 +122,7 @@ def test_a_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytes
     assert capsys.readouterr() == ("", said)
 
 
-def test_a_signal_while_options_are_parsed_is_no_wrong_option() -> None:
+def test_a_signal_during_parsing_is_not_reported_as_a_wrong_option() -> None:
     for status, kind, said in ((143, SystemExit, "143"), (2, ValueError, r"^$")):
         with pytest.raises(kind, match=said):
             parsed(lambda status=status: sys.exit(status))

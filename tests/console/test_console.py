@@ -39,7 +39,7 @@ SHOWN: dict[object, str] = {
 }
 
 
-def test_what_steers_or_cannot_be_seen_is_shown_and_long_text_is_cut() -> None:
+def test_control_and_invisible_characters_are_escaped_and_long_text_is_cut() -> None:
     assert {text: visible(text) for text in SHOWN} == SHOWN
     assert {shown: visible(shown) for shown in SHOWN.values()} == {shown: shown for shown in SHOWN.values()}
     cut = {("a" * 10, 10): "a" * 10, ("a" * 11, 10): "a" * 7 + "...", ("\n" * 5, 9): r"\n\n\n...", ("ab", 1): "..."}
@@ -66,7 +66,7 @@ def test_any_text_is_one_harmless_line(text: str) -> None:
         ANY_TEXT | st.integers(), lambda inner: st.lists(inner) | st.dictionaries(ANY_TEXT, inner), max_leaves=8
     )
 )
-def test_a_document_is_ascii_that_every_parser_takes(document: object) -> None:
+def test_json_documents_are_ascii_that_every_parser_accepts(document: object) -> None:
     text = json_document(document)
     assert all(letter == "\n" or " " <= letter <= "~" for letter in text)
     loaded = json.dumps(json.loads(text), ensure_ascii=False)
@@ -76,7 +76,7 @@ def test_a_document_is_ascii_that_every_parser_takes(document: object) -> None:
         assert json.loads(text) == document
 
 
-def test_everything_that_is_said_is_harmless(capsys: pytest.CaptureFixture[str]) -> None:
+def test_all_functions_that_print_escape_untrusted_text(capsys: pytest.CaptureFixture[str]) -> None:
     say(f"{NAME}: done")
     say_document("a\x1b[2J\n\n::error::b\n")
     for error in (ValueError(NAME), *(OSError(2, "No such file", name) for name in (NAME, os.fsencode(NAME)))):
@@ -106,7 +106,7 @@ except ValueError:
 """
 
 
-def test_what_modules_log_and_warn_of_is_harmless() -> None:
+def test_untrusted_text_in_log_messages_and_warnings_is_escaped() -> None:
     done = python("-c", LOGS_AND_WARNS, PYTHONIOENCODING="ascii:strict")
     assert (done.returncode, done.stdout) == (0, "gr\\xf6\\xdfe\n")
     assert_harmless(done.stderr)
@@ -155,7 +155,7 @@ def test_signals_end_a_program_in_order_and_only_once(capsys: pytest.CaptureFixt
     assert capsys.readouterr().err == "interrupted\nValueError: wrong\n"
 
 
-def test_other_errors_and_importers_are_left_alone(tmp_path: Path) -> None:
+def test_other_errors_keep_their_traceback_and_importing_programs_their_hook(tmp_path: Path) -> None:
     assert python("-c", "import dataloading, sys; assert sys.excepthook is sys.__excepthook__").returncode == 0
     (tmp_path / "tyro.py").write_text("raise RuntimeError('broken')")
     done = python("-m", "dataloading", PYTHONPATH=tmp_path)
@@ -171,7 +171,7 @@ def test_other_errors_and_importers_are_left_alone(tmp_path: Path) -> None:
         ["compliance", "summary", "results/cpu_2cores/bert"],
     ],
 )
-def test_a_reader_that_has_seen_enough_is_no_error(program: list[str], small_run: SmallRun) -> None:
+def test_a_pipe_that_its_reader_closes_early_is_no_error(program: list[str], small_run: SmallRun) -> None:
     """A program prints no error if its reader closes the pipe early, as in ``python -m kernels | head -1``."""
     command = [sys.executable, "-m", *(part.format(run=small_run.folder) for part in program)]
     with subprocess.Popen(
@@ -184,14 +184,14 @@ def test_a_reader_that_has_seen_enough_is_no_error(program: list[str], small_run
     assert process.returncode == 1
 
 
-def test_a_stream_that_the_caller_has_closed_loses_what_is_written() -> None:
+def test_output_to_a_stream_that_the_caller_has_closed_is_dropped() -> None:
     for closed, words, status in ((">&-", "check results/cpu_2cores", 0), ("2>&-", "check none", 2)):
         command = f'"$0" -m compliance {words} {closed}'
         done = subprocess.run(["bash", "-c", command, sys.executable], cwd=REPOSITORY, capture_output=True, text=True)
         assert (done.returncode, done.stdout, done.stderr) == (status, "", "")
 
 
-def test_output_that_is_lost_is_noted_once_and_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_output_that_a_full_device_refuses_is_noted_once_and_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     notes: list[str] = []
     read, write = os.pipe2(os.O_NONBLOCK)  # a terminal without room is no failure
     with Path("/dev/full").open("w") as output, Path("/dev/full").open("w") as errors, os.fdopen(write, "w") as crowded:

@@ -11,7 +11,7 @@ from console.processes import run
 from tests.programs import is_alive, wait_for
 
 
-def test_output_is_read_and_bytes_of_names_survive_and_a_failure_has_no_answer() -> None:
+def test_a_program_gives_its_output_or_the_reason_why_there_is_none() -> None:
     says = r"import sys; sys.stdout.buffer.write(b'a\xff\n'); print('why', file=sys.stderr)"
     done = run([sys.executable, "-c", says])
     assert (done.answer, done.errors, done.trouble) == ("a\udcff\n", "why\n", "")

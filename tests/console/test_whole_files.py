@@ -85,7 +85,7 @@ def test_a_file_that_cannot_be_made_is_refused_before_the_work(tmp_path: Path) -
             files.require_writable(place)
 
 
-def test_a_file_is_read_up_to_the_limit_and_neither_a_folder_nor_a_pipe(tmp_path: Path) -> None:
+def test_files_beyond_the_limit_folders_and_pipes_are_not_read(tmp_path: Path) -> None:
     path, pipe = tmp_path / "file", tmp_path / "pipe"
     os.mkfifo(pipe)
     for size in (0, 4096):
@@ -154,13 +154,13 @@ def test_a_document_is_read_as_it_was_written_or_refused(tmp_path: Path) -> None
     text = path.read_text()
     assert read_typed(path, dict, 2000, "")["content"] == {"hosts": ["a", "b"], "seconds": 1.5}
     for old, new, reason in (
-        ("1.5", "1.25", "edited or damaged, its digest belongs to other content"),
-        ('"version": 2', '"version": 3', "a plan 3, expected a plan 2"),
-        ("a plan", "a view", "a view 2, expected a plan 2"),
+        ("1.5", "1.25", "edited or damaged: its content does not match its digest"),
+        ('"version": 2', '"version": 3', "its format is a plan 3, expected a plan 2"),
+        ("a plan", "a view", "its format is a view 2, expected a plan 2"),
         ('"digest"', '"digits"', "Object missing required field `digest`"),
     ):
         path.write_text(text.replace(old, new))
-        with pytest.raises(ValueError, match=rf"^{path}: no plan \({reason}\); run `make plan` again$"):
+        with pytest.raises(ValueError, match=rf"^{path}: not a valid plan \({reason}\); run `make plan` again$"):
             kind.read(path)
     path.write_text(text.replace("\n", "\n\n"))
     assert kind.read(path) == Plan(("a", "b"))

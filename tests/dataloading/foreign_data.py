@@ -1,4 +1,4 @@
-"""What must hold for any shard, data set, vocabulary, text and article, whoever wrote it. Fuzzing tries it."""
+"""Read any shard, data set, vocabulary or article, and assert what must hold for it. The targets of fuzzing."""
 
 import hashlib
 from dataclasses import asdict
@@ -20,7 +20,7 @@ from tests.fuzz.attempt import made
 
 
 def take_shard(path: Path) -> None:
-    """Samples of any layout that are written as a shard of our own are read as the same samples."""
+    """Read a shard of any layout, write its samples as a native shard, and read the same samples from that."""
     samples = (shard := open_shard(path)).verify()
     write_shard(path.with_name("out"), samples, shard.info)
     assert open_shard(path.with_name("out")).verify().digest() == samples.digest()
@@ -37,7 +37,7 @@ write_folder = partial(write_dataset, samples=make_samples(6), shards=2, info=IN
 
 
 def take_dataset(path: Path) -> None:
-    """The file takes the place of the manifest or of the length index, whose digest the manifest then has."""
+    """Use the file as the manifest of a data set, or as its length index with the right digest in the manifest."""
     folder, names = path.with_name("data"), ("manifest.json", "lengths.npy")
     content = {name: made(write_folder, name) for name in names} | {path.name: path.read_bytes()}
     if not folder.exists():
@@ -55,7 +55,7 @@ def take_dataset(path: Path) -> None:
 
 
 def take_vocabulary(path: Path) -> Vocabulary:
-    """Any text becomes ids of a vocabulary."""
+    """Read a vocabulary, or the configuration of a tokenizer, and check that text becomes ids of the vocabulary."""
     if path.name == "tokenizer_config.json":
         path.with_name("vocab.txt").write_text("\n".join(TOKENS))
     vocabulary = Vocabulary.read(path if path.name != "tokenizer_config.json" else path.parent)

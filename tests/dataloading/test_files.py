@@ -30,7 +30,7 @@ READERS: dict[str, Callable[[Path], object]] = {
 
 
 @pytest.mark.parametrize("reader", READERS)
-def test_what_is_no_file_is_refused_at_once(tmp_path: Path, reader: str) -> None:
+def test_a_pipe_in_place_of_a_file_is_refused_at_once(tmp_path: Path, reader: str) -> None:
     """Opening a named pipe to read it would block."""
     path = tmp_path / "manifest.json"
     os.mkfifo(path)
@@ -41,7 +41,7 @@ def test_what_is_no_file_is_refused_at_once(tmp_path: Path, reader: str) -> None
     assert not (tmp_path / "out").exists()
 
 
-def test_a_line_that_is_no_sentence_is_named(tmp_path: Path) -> None:
+def test_too_long_lines_and_too_large_texts_are_named(tmp_path: Path) -> None:
     path = tmp_path / "text"
     longest = "w" * (16 << 20)
     path.write_text(f"A sentence.\n{longest}\n")

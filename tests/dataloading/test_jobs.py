@@ -44,7 +44,7 @@ def test_a_process_leaves_the_garbage_of_its_parent_alone() -> None:
     assert len(list(run_tasks(collect, [1, 2], 2))) == 2
 
 
-def test_no_process_and_a_killed_one_are_reported() -> None:
+def test_zero_jobs_and_a_killed_process_are_errors() -> None:
     assert list(run_tasks(die, [], 2)) == []
     with pytest.raises(ValueError, match="jobs is 0"):
         list(run_tasks(die, [1], 0))

@@ -40,7 +40,7 @@ def fuzz(name: str, seconds: float, *, guided: bool) -> None:
             one = attempt.trial(target, folder, database=database).hypothesis.fuzz_one_input
             corpus = Path(folder, "corpus")
             corpus.mkdir()
-            for number in range(20):  # choices for Hypothesis, which are too few in what libFuzzer would begin with
+            for number in range(20):  # libFuzzer's own first inputs are too short for Hypothesis to draw from
                 (corpus / str(number)).write_bytes(random.Random(number).randbytes(300))
             options = [f"-max_total_time={seconds:.0f}", "-reduce_inputs=0", f"-artifact_prefix={folder}/", str(corpus)]
             atheris.Setup(

@@ -25,7 +25,7 @@ _MEMORY_BYTES, _MEMORY_PER_BYTE = 500 << 20, 2000  # besides 64 MiB for any file
 _LONGEST_MESSAGE = 500
 _CHANGES = ("os.rename", "os.remove", "os.rmdir", "os.mkdir", "os.symlink", "os.link", "os.truncate", "os.chmod")
 _OF_OFFICIAL_TOOLS = f"{gettempdir()}/compliance-"
-"""Beginning of the folders in which the official tools get copies of a submission."""
+"""Beginning of the paths of folders in which the official tools get copies of a submission."""
 
 
 @dataclass(frozen=True)
@@ -36,8 +36,8 @@ class Target:
         read: function that reads ``file`` in a folder of its own, and asserts what must hold for any file. It may raise
             ``allowed``, and write to that folder.
         seeds: function that returns valid contents.
-        inputs: how many take about a second.
-        seal: function that makes checksums right again, so that damage gets past them.
+        inputs: number of inputs that take about a second.
+        seal: function that corrects checksums, so that a reader does not refuse all damage because of them.
     """
 
     name: str
@@ -51,7 +51,7 @@ class Target:
 
 @cache
 def made(make: Callable[[Path], object], name: str = "") -> bytes:
-    """Return what a function writes to a file, or to the file ``name`` of a folder."""
+    """Return the bytes that ``make`` writes to the path that it is given, or to the file ``name`` in this folder."""
     with TemporaryDirectory() as folder:
         make(Path(folder, "made"))
         return Path(folder, "made", name).read_bytes()
@@ -84,7 +84,7 @@ def trial(target: Target, folder: Path | str, **changed: Any) -> Any:
 
 
 class TooSlow(BaseException):
-    """A reader has taken too much processor time, or waits."""
+    """Raised in a reader that takes too much processor time, or that waits."""
 
 
 tried = 0
@@ -105,7 +105,7 @@ def attempt(target: Target, content: bytes, folder: Path) -> None:
         except target.allowed as error:
             said = visible(error).replace(str(folder), "FOLDER")
             assert len(said) < _LONGEST_MESSAGE, f"{len(said)} characters: {said}"
-            # What comes over a socket has no name.
+            # The file "said" stands for data from a socket, which has no name.
             assert target.file in said or "FOLDER" in said or target.file == "said", f"names no file: {said}"
         except SystemExit as end:
             raise AssertionError(f"ends the process with {end.code}") from end
@@ -145,9 +145,9 @@ def _limits(folder: Path) -> Iterator[None]:
 def _notice(event: str, arguments: tuple[Any, ...]) -> None:
     if not _watched or not (event in _CHANGES or (event == "open" and arguments[2] & (os.O_WRONLY | os.O_RDWR))):
         return
-    made = arguments[event == "os.symlink"]  # the first argument of a link is where it leads
+    made = arguments[event == "os.symlink"]  # the first argument of os.symlink is the target
     path = os.fsdecode(made) if isinstance(made, str | bytes) else ""
-    # A relative path is of rmtree, below an open folder. Who writes to a folder makes a file without a name.
+    # rmtree passes paths relative to an open folder. A temporary file without a name is opened by its folder's path.
     is_ours = (
         path.startswith((_watched, "/dev/null", _OF_OFFICIAL_TOOLS)) or "__pycache__" in path or Path(path).is_dir()
     )

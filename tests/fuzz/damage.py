@@ -41,12 +41,12 @@ _INTEGERS = (
 
 
 Pick = Callable[[int], int]
-"""Function that returns a number below another."""
+"""Function ``pick(end)`` that returns a number from 0 to ``end - 1``."""
 
 
 @st.composite
 def damaged(draw: DrawFn, seeds: Sequence[bytes]) -> bytes:
-    """Draw one of ``seeds`` with up to eight edits. Each follows from one number, because draws take long."""
+    """Draw one of ``seeds`` with up to eight edits. One drawn number determines a whole edit, because draws are slow."""
     content = draw(st.sampled_from(seeds))
     for number in draw(st.lists(st.integers(0, (1 << 96) - 1), max_size=8)):
         pick = partial(_below, [number])

@@ -220,7 +220,7 @@ def choose(kind: str, device: str = "cpu") -> Any:
     return choose_loader(kind, torch.device(device), lambda _: STEP, LENGTHS)
 
 
-def test_without_dali_or_a_gpu_it_is_numpy(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_takes_numpy_without_dali_or_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     assert str(choose("numpy", "cuda")) == "loader: numpy (as set)"
     assert str(choose("auto")) == "loader: numpy (no GPU)"
     for missing in ("nvidia", "nvidia.dali"):
@@ -232,14 +232,16 @@ def test_without_dali_or_a_gpu_it_is_numpy(monkeypatch: pytest.MonkeyPatch) -> N
                 check("dali")
 
 
-def test_dali_loads_a_step_of_the_runs_lengths_before_it_is_taken(dali: type[Dali]) -> None:
+def test_dali_loads_a_synthetic_step_with_the_runs_lengths_before_it_is_chosen(dali: type[Dali]) -> None:
     choice = choose("dali")
     assert (choice.make, str(choice)) == (dali, "loader: dali (as set)")
     assert [batch.cu_seqlens.diff().tolist() for batch in dali.seen[0]] == [[9, 40, 3], [5, 30]]
     assert dali.closed == 1
 
 
-def test_a_dali_that_cannot_start_ends_a_run_that_set_it(dali: type[Dali], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_if_dali_cannot_start_the_setting_dali_fails_and_auto_takes_numpy(
+    dali: type[Dali], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(dali, "error", f"CUDA driver version is insufficient{300 * '.'}\n[frame 0]: lib.so")
     why = f"RuntimeError: CUDA driver version is insufficient{265 * '.'}"
     assert len(why) == 14 + 300
@@ -261,7 +263,7 @@ def test_on_a_gpu_dali_is_chosen_if_it_is_clearly_faster(dali: type[Dali], monke
 
 
 class Taking:
-    """Loader whose steps take some seconds: the steps that may have been loaded in another's turn, and eight others."""
+    """Loader whose steps advance a fake clock: in each turn, five steps that are not timed, and eight that are."""
 
     now = 0.0
 
@@ -277,7 +279,7 @@ class Taking:
         self.left = [0.0]
 
 
-def test_each_loader_counts_with_its_best_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_loaders_are_compared_by_their_fastest_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loader_choice, "time", SimpleNamespace(perf_counter=lambda: Taking.now))
     loaders = [Taking(4.0, 2.0, 3.0), Taking(5.0, 5.0, 1.0)]
     assert fastest_turns(loaders, CPU) == [2.0, 1.0]

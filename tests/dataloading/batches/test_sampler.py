@@ -40,7 +40,7 @@ def test_each_epoch_holds_every_sample_exactly_once(made: BatchSampler) -> None:
 
 
 @given(samplers(), st.integers(0, 20))
-def test_ranks_share_what_one_alone_trains_on_in_numbers_as_equal_as_may_be(made: BatchSampler, step: int) -> None:
+def test_ranks_share_the_global_batch_in_equal_numbers_of_sequences(made: BatchSampler, step: int) -> None:
     """``replace`` copies the sampler without its cached batches. The copy must give the same batches as the original."""
     batch = replace(made).global_batch(step)
     shares = [made.rank_batches(step, rank) for rank in range(made.world_size)]
@@ -61,7 +61,7 @@ def test_ranks_share_what_one_alone_trains_on_in_numbers_as_equal_as_may_be(made
         assert {(micro.largest_tokens, micro.largest_masked) for micro in turn} == {most}
 
 
-def test_a_step_costs_what_its_global_batch_does() -> None:
+def test_assigning_a_step_takes_memory_for_its_global_batch_only() -> None:
     samples = 156_000_000
     index = np.broadcast_to(np.uint16(100), samples)  # broadcast, so that it needs no memory
     made = BatchSampler(index, index, 16384, 4096, 1, seed=9)
@@ -136,7 +136,7 @@ def waste(shape_buckets: list[ShapeBucket], tokens_N: np.ndarray) -> float:
 
 
 @given(SIZES, st.integers(1, 6))
-def test_what_was_drawn_fits_and_sizes_suit_the_kernels(sizes: list[tuple[int, int]], most: int) -> None:
+def test_drawn_sizes_fit_into_buckets_of_the_kernels_multiples(sizes: list[tuple[int, int]], most: int) -> None:
     tokens_N, masked_N = np.array(sizes).T
     shape_buckets = choose_shape_buckets(tokens_N, masked_N, sequences=8, max_seqlen=512, most=most)
     assert 1 <= len(shape_buckets) <= most
@@ -188,7 +188,7 @@ def test_a_batch_that_fits_nothing_gets_a_shape_bucket_of_its_own() -> None:
     assert fitting(ShapeBucket.around(100, 4, 17, 60), shape_buckets) == shape_buckets[1]
 
 
-def test_wikipedia_wastes_less_than_one_percent() -> None:
+def test_buckets_for_wikipedia_waste_less_than_one_percent() -> None:
     """Choose buckets for one GPU's recipe (four micro-batches of 64) and test them on other batches."""
     lengths = drawn_lengths(np.random.default_rng(5), 200_000).astype(np.uint16)
     masked_counts = np.minimum(76, np.maximum(1, np.rint(0.15 * lengths))).astype(np.uint16)

@@ -119,7 +119,9 @@ def test_more_shards_than_the_soft_limit_of_open_files_are_read(
         assert done == ([] if raised is None else [(raised, limits[1])])
 
 
-def test_few_shards_stay_open(folder: Path, samples: Samples, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_open_shards_stay_within_the_limits_of_number_and_memory(
+    folder: Path, samples: Samples, monkeypatch: pytest.MonkeyPatch
+) -> None:
     dataset = open_dataset(folder)
     starts = np.cumsum([0, *(shard.samples for shard in dataset.shards[:-1])])
     dataset._most_open = 2
@@ -187,7 +189,7 @@ def test_missing_swapped_and_damaged_shards_are_named(
 def test_shards_of_other_settings_or_equal_shards_make_no_data_set(tmp_path: Path, samples: Samples) -> None:
     for name, info in (("one", INFO), ("two", INFO), ("three", replace(INFO, options={"random_seed": 1}))):
         write_shard(tmp_path / name, samples, info)
-    with pytest.raises(ValueError, match=f"{tmp_path}: two holds the same samples as one; name each once"):
+    with pytest.raises(ValueError, match=f"{tmp_path}: two holds the same samples as one: leave out one"):
         scan_shards(tmp_path, ["one", "two"], INFO)
     with pytest.raises(ValueError, match=f"{tmp_path / 'three'}: made with other settings than the other shards"):
         scan_shards(tmp_path, ["one", "three"], INFO)

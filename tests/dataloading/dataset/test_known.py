@@ -104,6 +104,6 @@ def test_repeated_samples_and_the_digest_in_any_order(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("samples", "picked"), [(3, [0, 1, 2]), (5, [0, 1, 3]), (11, [0, 3, 7])])
-def test_the_pick_is_the_references(tmp_path: Path, samples: int, picked: list[int]) -> None:
+def test_evaluation_samples_are_picked_as_in_the_reference(tmp_path: Path, samples: int, picked: list[int]) -> None:
     dataset = Dataset(tmp_path, INFO, (), np.zeros((samples, 2), np.uint16))
     assert known.pick_evaluation(dataset, 3).tolist() == picked

@@ -114,7 +114,7 @@ def test_shards_are_neither_empty_nor_larger_than_memory(tmp_path: Path, source:
         assert [record.samples for record in dataset.shards] == [3 // shards] * shards
 
 
-def test_other_samples_on_the_disk_are_noticed(source: Dataset, tmp_path: Path) -> None:
+def test_a_shard_that_is_replaced_during_a_shuffle_is_noticed(source: Dataset, tmp_path: Path) -> None:
     def swap(step: str, done: int, total: int) -> None:
         if (step, done) == ("written", total):
             write_shard(tmp_path / "data" / shard_name(1, 2), make_samples(COUNT // 2), INFO.without_sources())

@@ -1,4 +1,4 @@
-"""Preloaded by a fork server: one call of a compiled function loads Numba for all processes that it forks."""
+"""Preloaded by a fork server: this call of a compiled function loads Numba once for all processes that it forks."""
 
 from tests.dataloading.shards.tfrecord.edge_samples import edge_samples
 

@@ -1,16 +1,23 @@
-"""Small replacements for MLCommons' downloads, with the names of the real files and synthetic content."""
+"""Small replacements for MLCommons' downloads, with the real files' names and synthetic content, and runs on them."""
 
 import hashlib
+import multiprocessing
 import shutil
+import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
+from dataloading.__main__ import main
+from dataloading.dataset.folder import open_dataset
+from dataloading.preparation import wikipedia
 from tests.conftest import REPOSITORY
 
 _BUNDLES = REPOSITORY / "tests" / "bert" / "checkpoints" / "tf_bundles"
 _VOCAB = REPOSITORY / "bert" / "artifacts" / "tiny_cpu" / "vocab.txt"
+ARTICLES = REPOSITORY / "tests" / "dataloading" / "text" / "wikipedia" / "text"
 PARTS = 3
 EVALUATION_DOCUMENTS = 1100
 """Number of evaluation documents. Each gives at least ten samples, and the evaluation set needs 10,000."""
@@ -29,13 +36,15 @@ class StandIn:
         return self.text / f"part-00001-of-{PARTS:05d}"
 
 
-def write_stand_in(folder: Path) -> StandIn:
+def write_stand_in(folder: Path, *, checkpoints: bool = True) -> StandIn:
     files, text = folder / "bert-input-files", folder / "bert-preprocessed-wikipedia-dataset"
-    for form in ("tf1_ckpt", "tf2_ckpt"):
-        (files / form).mkdir(parents=True)
+    files.mkdir()
+    for form in ("tf1_ckpt", "tf2_ckpt") if checkpoints else ():
+        (files / form).mkdir()
         for path in _BUNDLES.glob("tf1.*"):
             shutil.copy(path, files / form / path.name.replace("tf1", "model.ckpt-28252"))
-    (files / "tf2_ckpt" / "model.ckpt-28252.index").write_bytes(b"\0")  # only the folder tells
+        if form == "tf2_ckpt":  # only the name of its folder tells what this file is
+            (files / form / "model.ckpt-28252.index").write_bytes(b"\0")
     shutil.copy(_VOCAB, files / "vocab.txt")
     (files / "bert_config.json").write_text('{"num_attention_heads": 2}\n')
     text.mkdir()
@@ -64,3 +73,41 @@ def _sums(folder: Path, top: Path) -> str:
         f"{hashlib.md5(path.read_bytes(), usedforsecurity=False).hexdigest()}  ./{path.relative_to(top)}\n"
         for path in paths
     )
+
+
+def arguments(given: StandIn, out: Path, *more: object) -> list[object]:
+    return ["wikipedia", given.files, given.text, "--out", out, "--shards", 3, "--checksums", given.checksums, *more]
+
+
+def results(out: Path) -> dict[str, object]:
+    """Return the vocabulary, and for each data set its metadata and the digests of its shards and source texts."""
+    found: dict[str, object] = {"vocab.txt": (out / "vocab.txt").read_bytes()}
+    for name in ("train", "evaluation"):
+        dataset = open_dataset(out / name)
+        dataset.verify()
+        digests = [(shard.name, shard.digest) for shard in dataset.shards]
+        found[name] = dataset.info.without_sources(), digests, sorted(dataset.info.sources.values())
+    return found
+
+
+FRESH = multiprocessing.get_context("forkserver")
+"""Fork server: its children inherit neither this process's objects nor locks that its threads hold."""
+FRESH.set_forkserver_preload(
+    ["dataloading.preparation.wikipedia", "tests.dataloading.preparation.compiled", "tests.conftest"]
+)
+
+
+def child(*words: object, prepare_child: Callable[[], object] = dict) -> int:
+    """Run the command in a new process and return its exit status, which is negative after a signal."""
+    process = FRESH.Process(target=run_command, args=(prepare_child, [str(word) for word in words]))
+    process.start()
+    process.join()
+    assert process.exitcode is not None
+    return process.exitcode
+
+
+def run_command(prepare_child: Callable[[], object], words: list[str]) -> None:
+    prepare_child()
+    wikipedia.EVALUATION_SAMPLES = 300
+    sys.argv = ["dataloading", *words]
+    sys.exit(main())

@@ -78,7 +78,7 @@ def h():
 '''
 
 
-def test_source_that_does_not_parse_or_is_not_prose_is_passed_over(tmp_path: Path) -> None:
+def test_source_that_does_not_parse_or_is_not_prose_is_skipped(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=f"no {tmp_path}/pydoc_data/topics.py: the demo corpus needs the full"):
         demo_documents(tmp_path)
     for path, content in (

@@ -14,7 +14,7 @@ from tests.programs import python
 ENGLISH = ["The loader reads the sample, and the reader loads it again.", "Loading and reading are both work."] * 30
 IDEOGRAPHS = [chr(code_point) for code_point in range(0x4E00, 0x4E00 + 600)]
 CHINESE = [" ".join(IDEOGRAPHS[: 600 // share]) for share in range(1, 30)]
-"""Ideographs of which the first 20 are in all lines, and half are in one line only."""
+"""Lines of ideographs. The first 20 ideographs are in all lines, and half of all ideographs are in the first line only."""
 HANGUL = [chr(0xAC00 + first) + chr(0xAC00 + (7 * first) % 500) for first in range(500)]
 TEXTS = {
     "English": ENGLISH,
@@ -65,7 +65,7 @@ def test_words_that_are_always_unknown_take_no_room_and_a_character_needs_room()
     assert learn(["", " \t"], 100) == list(SPECIAL_TOKENS)
     assert learn(["a"], 6) == [*SPECIAL_TOKENS, "a"]
     for size in (0, 5):
-        with pytest.raises(ValueError, match=f"a vocabulary of {size} has no room for more than the 5 special tokens"):
+        with pytest.raises(ValueError, match=f"--vocab-size is {size}, .* 5 special tokens; expected at least 6"):
             learn(ENGLISH, size)
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from dataloading.dataset.folder import open_dataset
-from dataloading.options import NormalizationOptions, OwnText
+from dataloading.options import Normalization, NormalizationOptions, OwnText
 from dataloading.preparation import own_text
 from dataloading.preparation.own_text import split_documents, text_files, write_own_text
 from dataloading.text.vocabulary import Vocabulary
@@ -53,13 +53,15 @@ def test_folders_and_patterns_name_their_files_once(tmp_path: Path) -> None:
     assert text_files([folder / "**/*.txt", folder / "a.txt"]) == [folder / "a.txt", folder / "deep/c.txt"]
 
 
-def test_both_sets_and_their_vocabulary(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_both_data_sets_record_their_settings_and_can_be_made_again(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(own_text, "_SHARD_CHARACTERS", 10)
     assert list(map(len, own_text._calls([["abcde"], ["ab", "cde"], ["abcde"], ["f"], ["ghij"]]))) == [2, 3]
     monkeypatch.setattr(own_text, "_SHARD_CHARACTERS", 5000)
     split = write_own_text((text,), OwnText(vocab_size=90, dupe_factor=3), tmp_path / "out").split
     vocabulary = Vocabulary.from_file(tmp_path / "out" / "vocab.txt")
-    assert (vocabulary.size, vocabulary.cased) == (90, False)
+    assert (vocabulary.size, vocabulary.fits(Normalization())) == (90, True)
     for name, documents, passes, seed in (
         ("train", split.train, 3, 12345),
         ("evaluation", split.evaluation, 10, 66666),
@@ -94,13 +96,13 @@ def test_a_vocabulary_is_smaller_than_requested_if_the_text_has_too_few_tokens(t
         write_own_text((text,), own, tmp_path / name)
         vocabulary = Vocabulary.from_file(tmp_path / name / "vocab.txt")
         assert vocabulary.size < 2000
-        assert vocabulary.cased
+        assert not vocabulary.fits(Normalization())
         assert ("Épsilon" in vocabulary.tokens) is not options[1]
         recorded = open_dataset(tmp_path / name / "train").info.options
         assert (recorded["do_lower_case"], recorded["strip_accents"]) == options
 
 
-def test_a_vocabulary_that_is_given(text: Path, tmp_path: Path) -> None:
+def test_a_given_vocabulary_and_its_normalization_are_used(text: Path, tmp_path: Path) -> None:
     tokens = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "alpha", "beta", "number", "Capital"]
     (tmp_path / "given").write_text("\n".join(tokens))
     write_own_text((text,), OwnText(vocab=tmp_path / "given", accept_losses=True), tmp_path / "out")

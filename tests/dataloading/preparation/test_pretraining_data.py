@@ -23,28 +23,17 @@ from dataloading.preparation.pretraining_data import (
 from dataloading.shards.samples import Samples
 from dataloading.text.documents import read_documents
 from dataloading.text.tokenization import Tokenizer, tokenize_documents
-from dataloading.text.vocabulary import Vocabulary
+from dataloading.text.vocabulary import SPECIAL_TOKENS, Vocabulary
 
 SHARED = Path(__file__).parents[4] / "shared/data"
 GOLDEN = Path(__file__).parent / "golden"
 WORDS = [f"w{index}" for index in range(30)]
-TOKENS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *WORDS, *"abcdefgh", *(f"##{letter}" for letter in "abcdefgh")]
+VOCABULARY = Vocabulary((*SPECIAL_TOKENS, *WORDS, *"abcdefgh", *(f"##{letter}" for letter in "abcdefgh")))
 
 
-@pytest.fixture(scope="module")
-def vocab_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("vocab") / "vocab.txt"
-    path.write_text("\n".join(TOKENS), encoding="utf-8")
-    return path
-
-
-def prepare(texts: list[Path], vocab_file: Path, options: PretrainingOptions) -> Samples:
-    tokenizer = Tokenizer(Vocabulary.from_file(vocab_file), options.do_lower_case)
-    return create_samples(tokenize_documents(read_documents(texts), tokenizer), options, tokenizer.vocabulary)
-
-
-def prepare_plainly(texts: list[Path], vocab_file: Path, options: PretrainingOptions) -> Samples:
-    return reference_prepare.prepare(texts, reference_prepare.read_vocab(vocab_file), options)
+def prepare(texts: list[Path], vocabulary: Vocabulary, options: PretrainingOptions) -> Samples:
+    tokenizer = Tokenizer(vocabulary, options.do_lower_case)
+    return create_samples(tokenize_documents(read_documents(texts), tokenizer), options, vocabulary)
 
 
 @pytest.mark.parametrize(
@@ -59,7 +48,8 @@ def test_bit_identical_to_the_reference_script(golden: str, text: str, options: 
     if not SHARED.exists():
         pytest.skip("needs ../shared/data: the vocabulary and the Wikipedia text may not be copied here")
     is_made_up = text == "edge.txt"
-    samples = prepare([(GOLDEN if is_made_up else SHARED) / text], SHARED / "vocab.txt", options)
+    vocabulary = Vocabulary.from_file(SHARED / "vocab.txt")
+    samples = prepare([(GOLDEN if is_made_up else SHARED) / text], vocabulary, options)
     expected = np.load((GOLDEN if is_made_up else SHARED / "golden") / f"{golden}.npz", allow_pickle=False)
     np.testing.assert_array_equal(samples.lengths, expected["length"])
     np.testing.assert_array_equal(samples.masked_counts, expected["masked_count"])
@@ -70,7 +60,8 @@ def test_bit_identical_to_the_reference_script(golden: str, text: str, options: 
 
 
 sentences = st.lists(st.sampled_from([*WORDS, "abc", "hah", "!", "\u200b", "É"]), min_size=1, max_size=12).map(" ".join)
-texts = st.lists(sentences | st.sampled_from(["", "", " \t", "\x1c", "\u200b", "a\rb"]), min_size=1, max_size=25)
+lines_alone = st.sampled_from(["", "", " \t", "\x1c", "\u200b", "a\rb", " e\u2028f "])
+texts = st.lists(sentences | lines_alone, min_size=1, max_size=25)
 some_options = st.builds(
     PretrainingOptions,
     max_seq_length=st.integers(5, 40),
@@ -85,15 +76,16 @@ some_options = st.builds(
 
 @given(st.lists(texts, min_size=1, max_size=3), some_options, st.booleans())
 @example([["w1 w2 w3"]], PretrainingOptions(dupe_factor=1), False)  # random next sentences come from it too
-def test_equals_the_definition(
-    tmp_path: Path, vocab_file: Path, files: list[list[str]], options: PretrainingOptions, ends_with_newline: bool
+def test_samples_equal_those_of_the_definition(
+    tmp_path: Path, files: list[list[str]], options: PretrainingOptions, ends_with_newline: bool
 ) -> None:
     paths = []
     for index, lines in enumerate(files):
         paths.append(tmp_path / f"{index}.txt")
         text = "\n".join([*lines, f"w{index}"]) + "\n" * ends_with_newline
         paths[-1].write_bytes(text.encode())
-    assert prepare(paths, vocab_file, options).digest() == prepare_plainly(paths, vocab_file, options).digest()
+    expected = reference_prepare.prepare(paths, VOCABULARY.ids, options)
+    assert prepare(paths, VOCABULARY, options).digest() == expected.digest()
 
 
 def test_random_numbers_are_pythons() -> None:
@@ -108,18 +100,8 @@ def test_random_numbers_are_pythons() -> None:
         assert items.tolist() == expected
 
 
-def test_documents_end_at_empty_lines_only(tmp_path: Path) -> None:
-    first, second = tmp_path / "first.txt", tmp_path / "second.txt"
-    first.write_bytes(b"\n a b \r\nc\rd\n\n \x1c\ne\xe2\x80\xa8f")
-    second.write_bytes(b"g\n\xe2\x80\x8b\nh\n")
-    assert read_documents([first, second]) == [["a b", "cd"], ["e\u2028f", "g", "\u200b", "h"]]
-    first.write_bytes(b"\n \n\t\n")
-    with pytest.raises(ValueError, match=f"{first}: no text"):
-        read_documents([first])
-
-
-def test_sentences_and_documents_without_tokens_are_left_out(vocab_file: Path) -> None:
-    tokenizer = Tokenizer(Vocabulary.from_file(vocab_file))
+def test_sentences_and_documents_without_tokens_are_left_out() -> None:
+    tokenizer = Tokenizer(VOCABULARY)
     tokenized = tokenize_documents([["\u200b"], ["w1", "\0", "w2 w3"], [], ["w4", "\u200b"]], tokenizer)
     assert [tokenizer.vocabulary.tokens[index] for index in tokenized.token_ids] == ["w1", "w2", "w3", "w4"]
     assert len(tokenized.sentence_offsets) == 4

@@ -1,9 +1,7 @@
-"""``python -m dataloading wikipedia``, run on small replacements for MLCommons' downloads."""
+"""``python -m dataloading wikipedia``: its results, also in parts, after a kill and beside other processes."""
 
-import multiprocessing
 import os
 import re
-import shutil
 import signal
 import socket
 import sys
@@ -11,7 +9,6 @@ from collections.abc import Callable
 from functools import partial
 from itertools import groupby
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,125 +16,21 @@ import pytest
 
 from bert.configuration.recipes import RECIPES
 from console.files import lock_file
-from dataloading import jobs
-from dataloading.__main__ import main
 from dataloading.dataset import known
 from dataloading.dataset.folder import open_dataset
 from dataloading.dataset.rewrite import shuffle
 from dataloading.options import PretrainingOptions
 from dataloading.preparation import mlcommons, wikipedia
-from dataloading.preparation.mlcommons import CHECKPOINT, SOURCES, how_to_download
+from dataloading.preparation.mlcommons import CHECKPOINT
 from dataloading.preparation.prepare import Job, prepare
-from tests.conftest import REPOSITORY
 from tests.dataloading.conftest import Run
-from tests.dataloading.preparation.stand_in import PARTS, StandIn, write_stand_in
+from tests.dataloading.preparation.stand_in import ARTICLES, PARTS, StandIn, arguments, child, results, write_stand_in
 
-INDEX = "model.ckpt-28252.index"
-ARTICLES = REPOSITORY / "tests" / "dataloading" / "text" / "wikipedia" / "text"
-CHECKPOINTS = REPOSITORY / "tests" / "bert" / "checkpoints" / "tf_bundles"
-
-
-@pytest.fixture(scope="module")
-def stand_in(tmp_path_factory: pytest.TempPathFactory) -> StandIn:
-    return write_stand_in(tmp_path_factory.mktemp("stand-in"))
-
-
-@pytest.fixture
-def own(stand_in: StandIn, tmp_path: Path) -> StandIn:
-    """Copy of the downloads without checkpoints, for a test that damages files."""
-    files, text = (shutil.copytree(each, tmp_path / each.name) for each in (stand_in.files, stand_in.text))
-    for form in ("tf1_ckpt", "tf2_ckpt"):
-        shutil.rmtree(files / form)
-    return StandIn(files, text, stand_in.checksums)
-
-
-@pytest.fixture(scope="module")
-def whole(stand_in: StandIn, tmp_path_factory: pytest.TempPathFactory) -> dict[str, object]:
-    """The command's results from one run without interruption."""
-    out = tmp_path_factory.mktemp("whole") / "out"
-    assert child(*arguments(stand_in, out)) == 1  # 1 because no checkpoint is given
-    return results(out)
-
-
-@pytest.fixture(autouse=True)
-def _same_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the clock stand still, and make few evaluation samples: all 10,000 take most of the command's time."""
-    monkeypatch.setattr(wikipedia, "EVALUATION_SAMPLES", 300)
-    monkeypatch.setattr(jobs, "time", SimpleNamespace(perf_counter=lambda: 0.0))
-    monkeypatch.setattr(os, "cpu_count", lambda: 4)
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=7_000_000))
-
-
-def arguments(given: StandIn, out: Path, *more: object) -> list[object]:
-    """Return the command's arguments with the text and the vocabulary but without a checkpoint."""
-    vocabulary = out.parent / "vocabulary"
-    vocabulary.mkdir(exist_ok=True)
-    shutil.copy2(given.files / "vocab.txt", vocabulary)
-    return ["wikipedia", vocabulary, given.text, "--out", out, "--shards", 3, "--checksums", given.checksums, *more]
-
-
-def from_articles(stand_in: StandIn, out: Path, *part: str) -> list[object]:
-    """Return the command that makes text of articles, and the samples or a part of them."""
-    (vocabulary := out.parent / "vocabulary").mkdir(exist_ok=True)
-    shutil.copy(stand_in.files / "vocab.txt", vocabulary)
-    words = ["wikipedia", ARTICLES, vocabulary, "--out", out, "--shards", 2, *part]
-    options = ["--sentences", "plain", "--evaluation-articles", "9", "--part-bytes", "20000"]
-    return [*words, "--checksums", stand_in.checksums, *options]
-
-
-def results(out: Path) -> dict[str, object]:
-    """Return the vocabulary, and for each data set its metadata and the digests of its shards and source texts."""
-    found: dict[str, object] = {"vocab.txt": (out / "vocab.txt").read_bytes()}
-    for name in ("train", "evaluation"):
-        dataset = open_dataset(out / name)
-        dataset.verify()
-        digests = [(shard.name, shard.digest) for shard in dataset.shards]
-        found[name] = dataset.info.without_sources(), digests, sorted(dataset.info.sources.values())
-    return found
+pytestmark = pytest.mark.usefixtures("same_machine")
 
 
 def left_in(out: Path) -> set[str]:
     return {path.suffix or path.name for path in (out / "preparation").iterdir()}
-
-
-FRESH = multiprocessing.get_context("forkserver")
-"""Fork server: its children inherit neither this process's objects nor locks that its threads hold."""
-FRESH.set_forkserver_preload(
-    ["dataloading.preparation.wikipedia", "tests.dataloading.preparation.compiled", "tests.conftest"]
-)
-
-
-def child(*words: object, prepare_child: Callable[[], object] = dict) -> int:
-    """Run the command in a new process and return its exit status, which is negative after a signal."""
-    process = FRESH.Process(target=run_command, args=(prepare_child, [str(word) for word in words]))
-    process.start()
-    process.join()
-    assert process.exitcode is not None
-    return process.exitcode
-
-
-def run_command(prepare_child: Callable[[], object], words: list[str]) -> None:
-    prepare_child()
-    wikipedia.EVALUATION_SAMPLES = 300
-    sys.argv = ["dataloading", *words]
-    sys.exit(main())
-
-
-def die_at_third_name(out: Path, before: bool) -> None:
-    """Make this process kill itself just before or just after it renames its third file to a name in ``out``."""
-    names = 0
-
-    def audit(event: str, arguments: tuple[Any, ...]) -> None:
-        nonlocal names
-        counted = names
-        if event == "os.rename":
-            target = Path(os.fsdecode(arguments[1]))
-            # Do not count files in hidden folders: they count when the whole folder is renamed.
-            names += out in target.parents and not any(part[0] == "." for part in target.parts)
-        if (names if before else counted) == 3 and event != "os.kill":
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    sys.addaudithook(audit)
 
 
 def progress(said: list[str]) -> str:
@@ -148,9 +41,8 @@ def progress(said: list[str]) -> str:
 
 
 @pytest.mark.slow
-def test_both_downloads_make_what_the_recipes_expect(
-    run: Run, stand_in: StandIn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_both_downloads_make_what_the_recipes_expect(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stand_in = write_stand_in(tmp_path)
     monkeypatch.setattr(wikipedia, "EVALUATION_SAMPLES", 10_000)
     monkeypatch.setattr(mlcommons, "_STARTING_SECONDS", 0.02)
     out = tmp_path / "wikipedia"
@@ -208,187 +100,27 @@ def test_both_downloads_make_what_the_recipes_expect(
     assert {path: path.stat().st_ino for path in out.rglob("*") if "preparation" not in path.parts} == before
 
 
-@pytest.mark.parametrize(
-    ("checkpoint", "stated", "reason"),
-    [
-        pytest.param("tf1_sliced", '{"num_attention_heads": 2}', "partitioned", marks=pytest.mark.slow),
-        pytest.param("tf1", None, "does not state the attention heads; expected tf1_ckpt/", marks=pytest.mark.slow),
-        *(("tf1", stated, "bert_config.json: ") for stated in ("", "{", "[]")),
-        *(
-            ("tf1", f'{{"num_attention_heads": {heads}}}', f"num_attention_heads is {found}; expected")
-            for heads, found in (('"2"', "'2'"), ("true", "True"), ("0", "0"), ("[]", "[]"))
-        ),
-    ],
-)
-def test_a_checkpoint_that_cannot_be_converted_is_refused_with_the_reason(
-    run: Run, tmp_path: Path, checkpoint: str, stated: str | None, reason: str
-) -> None:
-    given, out = tmp_path / "given", tmp_path / "out"
-    given.mkdir()
-    for path in CHECKPOINTS.glob(f"{checkpoint}.*"):
-        shutil.copy(path, given / path.name.replace(checkpoint, "model.ckpt-28252"))
-    if stated is not None:
-        (given / "bert_config.json").write_text(stated)
-    (tmp_path / "empty.md5").touch()
-    said = run("wikipedia", given, "--out", out, "--checksums", tmp_path / "empty.md5", fails=True)
-    assert reason in said
-    assert "--num-attention-heads" not in said
-    is_tried = reason.startswith(("partitioned", "does not state"))
-    assert ("17,371 bytes" in said.partition("error: ")[2]) is out.exists() is is_tried
-    assert not (out / CHECKPOINT).exists()
+def die_at_third_name(out: Path, before: bool) -> None:
+    """Make this process kill itself just before or just after it renames its third file to a name in ``out``."""
+    names = 0
 
+    def audit(event: str, arguments: tuple[Any, ...]) -> None:
+        nonlocal names
+        counted = names
+        if event == "os.rename":
+            target = Path(os.fsdecode(arguments[1]))
+            # Do not count files in hidden folders: they count when the whole folder is renamed.
+            names += out in target.parents and not any(part[0] == "." for part in target.parts)
+        if (names if before else counted) == 3 and event != "os.kill":
+            os.kill(os.getpid(), signal.SIGKILL)
 
-def test_inputs_come_in_any_mixture(run: Run, stand_in: StandIn, whole: dict[str, object], tmp_path: Path) -> None:
-    out, only = tmp_path / "out", tmp_path / "only"
-    base = ["wikipedia", only, "--out", out, "--shards", 3, "--checksums", stand_in.checksums]
-    only.mkdir()
-    for word, kind in ((only, ""), (out, "; files in --out are not read")):
-        out.mkdir(exist_ok=True)
-        said = run("wikipedia", word, "--out", out, fails=True).partition("error: ")[2]
-        assert said == f"{word}: none of MLCommons' files found{kind}\n"
-    shutil.copy(stand_in.text / "eval.txt", only)
-    assert "error: vocab.txt is missing, without which no samples can be made\n" in run(*base, fails=True)
-    shutil.copy(stand_in.files / "vocab.txt", only)
-    run(*base, status=1)
-    assert {path.name for path in out.iterdir()} == {"vocab.txt", "evaluation", "preparation"}
-    # The first call had only the evaluation text and the vocabulary. Give the second call only the training text.
-    (only / "eval.txt").unlink()
-    (only / "vocab.txt").unlink()
-    for path in stand_in.text.glob("part-*"):
-        shutil.copy(path, only)
-    evaluation = (out / "evaluation" / "manifest.json").stat().st_ino
-    run(*base, status=1)
-    assert (out / "evaluation" / "manifest.json").stat().st_ino == evaluation
-    assert results(out) == whole
-
-
-def swap(own: StandIn) -> None:
-    other, content = own.part.with_name("part-00002-of-00003"), own.part.read_bytes()
-    own.part.write_bytes(other.read_bytes())
-    other.write_bytes(content)
-
-
-def damage(own: StandIn) -> None:
-    for path in (own.files / "vocab.txt", own.text / "eval.txt"):
-        path.write_bytes(path.read_bytes()[:-2] + b"?\n")
-
-
-@pytest.mark.parametrize(
-    ("change", "named"),
-    [
-        (lambda own: own.part.unlink(), "the text lacks part-00001-of-00003; download"),
-        (lambda own: shutil.copy(own.part, own.text / "part-00000-of-00004"), "parts of texts with 3 and 4 parts"),
-        (lambda own: shutil.copy(own.part, own.text / "part-00003-of-00003"), "and part-00003-of-00003 is not one"),
-        (lambda own: shutil.copy(own.text / "eval.txt", own.files), "eval.txt is in {own.files} and in {own.text}; n"),
-        (lambda own: (own.files / INDEX).touch(), "lacks {own.files}/model.ckpt-28252.data-00000-of-00001 (4,0"),
-        (lambda own: [(each / INDEX).touch() for each in (own.files, own.text)], "are two checkpoints"),
-        (lambda own: own.part.write_bytes(b""), "1 file with the wrong content: {own.part} (MD5 d41d8cd98f00b204e"),
-        (swap, "2 files with the wrong content: {own.part} (MD5 "),
-        (damage, "2 files with the wrong content: {own.files}/vocab.txt (MD5 "),
-        (lambda own: shutil.rmtree(own.files), "{own.files}: no such folder; name"),
-        (lambda own: (own.part.unlink(), os.mkfifo(own.part)), "{own.part} is a broken link, a pipe or a device"),
-    ],
-)
-def test_an_incomplete_set_of_files_is_refused(
-    run: Run, own: StandIn, tmp_path: Path, change: Callable[[StandIn], object], named: str
-) -> None:
-    change(own)
-    command = ["wikipedia", own.files, own.text, "--out", tmp_path / "out", "--checksums", own.checksums]
-    assert named.format(own=own) in run(*command, fails=True)
-    assert not (tmp_path / "out" / "evaluation").exists()
-
-
-def test_all_that_is_missing_or_wrong_is_named_at_once(run: Run, own: StandIn, tmp_path: Path) -> None:
-    given, out, none = tmp_path / "given", tmp_path / "out", tmp_path / "none"
-    (given / "tf1_ckpt").mkdir(parents=True)
-    (given / "up").symlink_to(given)
-    (index := given / "tf1_ckpt" / INDEX).touch()
-    shutil.copy(own.part, given)
-    *missing, error = run("wikipedia", given, none, "--out", out, fails=True).splitlines()
-    assert missing[2:] == [
-        f"missing: {SOURCES['vocab.txt']}, for {out / 'vocab.txt'}",
-        f"missing: {SOURCES['evaluation']}, for {out / 'evaluation'}",
-        *how_to_download(SOURCES.values()),
-    ]
-    again = "again, which fetches missing files"
-    assert error.split(" | ") == [
-        f"error: 5 problems: {none}: no such folder; name the folders that the downloader made",
-        f"the checkpoint lacks {index.with_suffix('.data-00000-of-00001')} (4,034,713,312 bytes); download "
-        f"bert-input-files {again}",
-        "the text lacks part-00000-of-00003, part-00002-of-00003; download bert-preprocessed-wikipedia-dataset "
-        f"{again}",
-        f"1 file with the wrong content: {index} (0 bytes, expected 17,371); delete and download again, or name the "
-        "right MD5 sums by --checksums FILE",
-        "vocab.txt is missing, without which no samples can be made",
-    ]
-    assert not out.exists()
-    shutil.copy(own.files / "vocab.txt", none)
-    words = ["wikipedia", none, "--out", none, "--shards", 0, "--part", "1/2", "--checksums", own.checksums]
-    assert run(*words, fails=True).partition("error: ")[2].split(" | ") == [
-        f"4 problems: {none}: a file, expected its folder; name the folders that the downloader made",
-        "--part shares the work of making samples, and there is no text; leave it out",
-        "--shards is 0; expected at least 1",
-        f"--out {none} is a file; expected a folder\n",
-    ]
-
-
-@pytest.mark.parametrize(
-    ("name", "content", "why"),
-    [
-        ("given/model.ckpt-28252.index", b"_CHECKPOINTABLE_OBJECT_GRAPH", "model.ckpt-28252 is a TF2 checkpoint"),
-        ("tf2_ckpt/model.ckpt-28252.data-00000-of-00001", b"", "model.ckpt-28252 is a TF2 checkpoint"),
-        ("given/bert_model.ckpt.index", b"", "bert_model.ckpt is another checkpoint"),
-        ("given/model.safetensors", b"", "model.safetensors is not a TensorFlow checkpoint"),
-    ],
-)
-def test_another_checkpoint_is_named_with_the_files_that_were_expected(
-    run: Run, tmp_path: Path, name: str, content: bytes, why: str
-) -> None:
-    (folder := (tmp_path / name).parent).mkdir()
-    (tmp_path / name).write_bytes(content)
-    said, _, error = run("wikipedia", folder, "--out", tmp_path / "out", fails=True).partition("error: ")
-    assert error == f"{folder}: none of MLCommons' files found; {folder / why}; expected {SOURCES[CHECKPOINT]}\n"
-    missing = [f"missing: {SOURCES[name]}, for {tmp_path / 'out' / name}" for name in SOURCES]
-    missing[1] += f"; {folder / why}"
-    assert said.splitlines()[:4] == missing
-
-
-@pytest.mark.parametrize(
-    ("text", "lost", "status"),
-    [
-        ("я ты он она\n" * 300, "[UNK]", 2),
-        ("word " * 20_000, "truncated", 2),
-        ("word я house он the she\n" * 300, "[UNK]", 1),
-    ],
-    ids=["unknown", "truncated", "a tenth unknown"],
-)
-def test_lost_text_names_no_options_of_other_commands(
-    run: Run, own: StandIn, tmp_path: Path, text: str, lost: str, status: int
-) -> None:
-    own.part.write_text(text)
-    (own.text / f"{own.text.name}.md5").unlink()
-    (own.text / "eval.txt").unlink()
-    (tmp_path / "empty.md5").touch()
-    words = ["wikipedia", own.files, own.text, "--out", tmp_path / "out", "--checksums", tmp_path / "empty.md5"]
-    said = run(*words, "--shards", 3, status=status).partition("error: " if status == 2 else "warning: train: ")[2]
-    assert "% of the tokens" in said
-    assert lost in said
-    assert said.endswith("; expected the benchmark's text and vocab.txt: download both again\n")
-    assert "--" not in said
-
-
-def test_articles_beside_other_text_do_not_pass_for_the_training_set(run: Run, own: StandIn, tmp_path: Path) -> None:
-    shutil.copytree(ARTICLES, own.files / "articles")
-    for path in own.text.glob("part-*"):
-        path.unlink()
-    said = run("wikipedia", own.files, own.text, "--out", tmp_path / "out", fails=True)  # the files are not published
-    assert f", for {tmp_path / 'out' / 'train'}" in said
-    first = own.files / "articles" / "AA" / "wiki_00"
-    assert f"found: WikiExtractor's files (not used beside MLCommons' text), {first} ... (4 files), 31.1 kB" in said
+    sys.addaudithook(audit)
 
 
 @pytest.mark.slow
-def test_it_goes_on_after_a_kill_at_every_step(stand_in: StandIn, whole: dict[str, object], tmp_path: Path) -> None:
+def test_the_command_continues_after_a_kill_at_every_step(
+    stand_in: StandIn, whole: dict[str, object], tmp_path: Path
+) -> None:
     """Kill run after run at its third renaming of a file, until a run has fewer than three files left to make."""
     out, runs = tmp_path / "out", 0
     kept: dict[str, int] = {}
@@ -451,6 +183,12 @@ def before_unlocking(out: Path, act: Callable[[], object]) -> None:
     os.close = acting_close
 
 
+def from_articles(stand_in: StandIn, out: Path, *part: str) -> list[object]:
+    """Return the command that makes text of articles, and the samples or a part of them."""
+    options = ["--sentences", "plain", "--evaluation-articles", "9", "--part-bytes", "20000", "--shards", 2]
+    return ["wikipedia", ARTICLES, stand_in.files, "--out", out, "--checksums", stand_in.checksums, *options, *part]
+
+
 def test_articles_of_the_dump_are_made_text_in_parts_too(run: Run, stand_in: StandIn, tmp_path: Path) -> None:
     made = []
     for name, parts in (("whole", [((), 1), ((), 1)]), ("parts", [(("--part", "2/2"), 0), (("--part", "1/2"), 1)])):
@@ -469,7 +207,7 @@ def test_articles_of_the_dump_are_made_text_in_parts_too(run: Run, stand_in: Sta
     assert made[0] == made[1]
 
 
-def test_what_was_made_from_something_else_is_left_alone(
+def test_results_of_other_inputs_or_settings_are_refused_and_left_alone(
     run: Run, own: StandIn, whole: dict[str, object], tmp_path: Path
 ) -> None:
     out, elsewhere, empty = tmp_path / "out", tmp_path / "elsewhere", tmp_path / "empty.md5"
@@ -481,7 +219,7 @@ def test_what_was_made_from_something_else_is_left_alone(
     own.part.write_bytes(own.part.read_bytes() + b"One more sentence.\n")
     said = run(*arguments(own, out, "--checksums", empty), fails=True)
     assert f"{out / 'train'} {otherwise}" in said
-    assert "note: not compared, because in no list of MD5 sums: 5 files" in said
+    assert "note: not compared with MD5 sums, because no list has them: 4 files" in said
     assert results(out) == whole
     (elsewhere / "evaluation").mkdir(parents=True)
     assert f"{elsewhere / 'evaluation'} {otherwise}" in run(
@@ -489,7 +227,7 @@ def test_what_was_made_from_something_else_is_left_alone(
     )
     assert list((elsewhere / "evaluation").iterdir()) == []
     (elsewhere / "vocab.txt").write_bytes((own.files / "vocab.txt").read_bytes() + b"x\n")
-    assert f"{elsewhere / 'vocab.txt'} is another vocabulary than " in run(
+    assert f"{elsewhere / 'vocab.txt'} exists and differs from " in run(
         *arguments(own, elsewhere, "--checksums", empty), fails=True
     )
 

@@ -133,14 +133,14 @@ GREEDY: dict[str, tuple[Make, str]] = {
     "a chunk that inflates to less": (chunk_of(100), DAMAGED),
     "chunks that share bytes": (
         chunks_that_share_bytes,
-        "input_ids claims over 128 times the [\\d,]+ bytes of the file",
+        "input_ids would unpack to more than 128 times the [\\d,]+ bytes of the file",
     ),
     "more elements than a number holds": (more_elements_than_a_number_holds, "0 of 17,592,186,044,416 chunks were"),
     "an attribute of one object": (attribute_of_one_object, "the attribute digest is missing or is neither a text"),
     "an attribute of four gigabytes": (attribute_of_four_gigabytes, "the attribute digest claims 4,294,967,295 bytes"),
     "a million records of one byte": (
         lambda path: path.write_bytes(framed(b"\n") * 1_000_000),
-        r"record 0 at byte 0: its data is no tf\.train\.Example; copy",
+        r"record 0 at byte 0: its data is not a valid tf\.train\.Example; copy",
     ),
 }
 
@@ -161,7 +161,7 @@ for path in map(Path, sys.argv[1:]):
 """
 
 
-def test_what_promises_much_is_refused_in_little_memory(tmp_path: Path) -> None:
+def test_shards_that_claim_huge_sizes_are_refused_in_little_memory(tmp_path: Path) -> None:
     for name, (make, _) in GREEDY.items():
         make(tmp_path / name)
     done = python("-c", READ_ALL, *(tmp_path / name for name in GREEDY))
@@ -239,7 +239,7 @@ def stored_elsewhere(file: h5py.File, folder: Path, way: str) -> None:
         ("plug-in", r"input_ids uses the HDF5 filters \[32000\], expected gzip, shuffle, both or none"),
     ],
 )
-def test_what_leads_elsewhere_is_refused(tmp_path: Path, way: str, message: str) -> None:
+def test_arrays_that_need_another_file_or_a_plug_in_are_refused(tmp_path: Path, way: str, message: str) -> None:
     for layout in ("native", "fixed"):
         (path := tmp_path / layout / "shard").parent.mkdir()
         test_layouts.write(path, layout)

@@ -114,7 +114,7 @@ def test_chunks_are_unpacked_by_the_filters_that_were_applied_to_each_and_fill_t
     array = found.array("column")
     assert (array.values.tolist(), array.in_place, found._room) == (list(range(10)), False, 0)
     found._room = 10 * 4 + 4 * 4 - 1
-    with pytest.raises(ValueError, match="column claims over 128 times the"):
+    with pytest.raises(ValueError, match="column would unpack to more than 128 times the"):
         found.array("column")
 
 
@@ -169,9 +169,9 @@ def with_gap(mask: np.ndarray) -> np.ndarray:
         ("fixed", rewrite("input_ids", lambda ids: ids[:, :5]), r"mask has shape \(57, 24\), input_ids \(57, 5\)"),
         ("fixed", rewrite("segment_ids", lambda ids: ids.astype("f4")), "segment_ids holds float32, expected integers"),
         ("fixed", lambda file: file.__delitem__("segment_ids"), "segment_ids is missing"),
-        ("varlength", set_row("input_ids", [5]), "segment_ids has rows of other lengths than its neighbours"),
+        ("varlength", set_row("input_ids", [5]), "lengths of the rows of segment_ids disagree with the other"),
         ("varlength", rewrite("next_sentence_labels", lambda labels: labels[1:]), r"\(56,\), expected 57 integers"),
-        ("packed", set_row("packed_input_len", [7]), "input_ids has rows of other lengths"),
+        ("packed", set_row("packed_input_len", [7]), "the lengths of the rows of input_ids disagree"),
         ("packed", set_row("packed_input_len", [-7]), "packed_input_len: -7 to 24, expected 0 to 65535"),
         ("packed", set_row("next_sentence_labels", [1, 0]), "packed_masked_lm_len, next_sentence_labels disagree"),
         ("packed", zero_positions_of_a_pack, "masked_lm_positions: -"),
@@ -182,7 +182,7 @@ def with_gap(mask: np.ndarray) -> np.ndarray:
         ("native", rewrite("input_ids", lambda ids: ids.astype("<i4")), r"is int32 \(\d+,\), expected a flat uint16"),
     ],
 )
-def test_contradictions_are_named(
+def test_contradictory_or_missing_columns_are_named(
     tmp_path: Path, layout: str, change: Callable[[h5py.File], None], message: str
 ) -> None:
     path = tmp_path / "file"
@@ -202,7 +202,7 @@ def test_samples_that_do_not_fit_are_not_written(tmp_path: Path) -> None:
 
     wide = replace(INFO, vocab_size=50000)
     for name, value, info, message in (
-        ("masked_lm_positions", 0, INFO, "position 0 is masked, which marks padding"),
+        ("masked_lm_positions", 0, INFO, "position 0 is masked, but 0 marks padding"),
         ("input_ids", 32768, wide, "input_ids is up to 32,768; the packed layout holds up to 32,767"),
         ("input_ids", 100, INFO, "input_ids: 0 to 100, expected 0 to 99"),
     ):
@@ -221,8 +221,8 @@ def test_files_of_no_known_layout_missing_files_and_folders_are_refused(tmp_path
     (tmp_path / "ff").write_bytes(b"\x89HDF\r\n\x1a\n" + b"\xff" * 3000)
     (tmp_path / "text").write_bytes(b"text")
     for name, why in (
-        ("weights", r"damaged or of another kind \(of no known layout: it holds bias, weights\)"),
-        ("nothing", r"damaged or of another kind \(of no known layout: it holds nothing\)"),
+        ("weights", r"damaged or of another kind \(its layout is unknown: it holds bias, weights\)"),
+        ("nothing", r"damaged or of another kind \(its layout is unknown: it holds nothing\)"),
         *(("ff", "damaged or of another kind "), ("text", "not an HDF5 or TFRecord file, or its beginning is lost")),
         *(("absent", "No such file or directory"), ("", "Is a directory")),
     ):

@@ -123,7 +123,7 @@ def test_any_truncation_and_any_flipped_byte_of_the_arrays_is_noticed(shard_path
             open_shard(shard_path).verify()
 
 
-def test_slices_are_the_rows_in_between_and_join_to_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slices_equal_taken_rows_and_concatenate_to_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     samples, rows = make_samples(7), np.array([6, 0, 0, 3])
     whole = samples.sample_digests().tolist(), samples.take(rows).digest()
     assert [list(block) for block in row_blocks(np.array([0, 3, 4, 9, 9, 30]))] == [[0, 1, 2, 3, 4]]

@@ -12,9 +12,10 @@ TEXT = "One sentence.\nAnother \u00e9.\n\nA document.\n"
 READ = [["One sentence.", "Another \u00e9."], ["A document."]]
 
 
-def test_forms_of_text_that_are_read(tmp_path: Path) -> None:
+def test_text_with_other_line_endings_a_byte_order_mark_or_gzip_is_read(tmp_path: Path) -> None:
     for content in (
         *(TEXT.encode(), b"\xef\xbb\xbf" + TEXT.encode(), TEXT.replace("\n", "\r\n").encode()),
+        TEXT.replace("\n", " \n\t").encode(),
         gzip.compress(TEXT.encode(), mtime=0),
         gzip.compress(TEXT[:10].encode(), mtime=0) + gzip.compress(TEXT[10:].encode(), mtime=0),
     ):

@@ -29,7 +29,7 @@ def test_long_sentences_are_cut_into_equal_pieces() -> None:
     assert cut_sentences(whole, 3, VOCABULARY).sentence_offsets.tolist() == [0, 1, 4, 6]
 
 
-def test_what_is_lost_is_counted() -> None:
+def test_lost_characters_documents_and_tokens_are_counted() -> None:
     documents = [["ab xyz\u200b", "cd"], ["\u200b\x01"], ["abc abc abc abc abc abc abc", "x"]]
     expected = TextCounts(
         **{"characters": 39, "dropped_characters": 3, "documents": 3, "dropped_documents": 1},
@@ -46,30 +46,25 @@ def test_what_is_lost_is_counted() -> None:
 
 
 UNKNOWN = "of the characters, are [UNK]"
-LOSSES: tuple[tuple[dict[str, int], dict[str, str]], ...] = (
-    ({}, {}),
-    ({"dropped_characters": 3, "stripped_marks": 3, "unknown_characters": 3, "unknown_tokens": 1}, {}),
-    ({"dropped_characters": 4}, {"4.0 % of the characters are dropped": "they are control characters, or U+FFFD"}),
-    ({"stripped_marks": 4}, {"4.0 % of the characters are accents or vowel signs and are stripped": "set --strip"}),
-    ({"dropped_documents": 1}, {"10.0 % of the documents are dropped": "they have no words or repeat"}),
+LOSSES: tuple[tuple[dict[str, int], list[str]], ...] = (
+    ({}, []),
+    ({"dropped_characters": 3, "stripped_marks": 3, "unknown_characters": 3, "unknown_tokens": 1}, []),
+    ({"dropped_characters": 4}, ["4.0 % of the characters are dropped"]),
+    ({"stripped_marks": 4}, ["4.0 % of the characters are accents or vowel signs and are stripped"]),
+    ({"dropped_documents": 1}, ["10.0 % of the documents are dropped"]),
     (
         {"unknown_tokens": 2, "unused_tokens": 3},
-        {
-            f"4.0 % of the tokens, with 0.0 % {UNKNOWN}": "the vocabulary lacks them",
-            "6.0 % of the tokens are truncated in all samples": "put one sentence on a line",
-        },
+        [f"4.0 % of the tokens, with 0.0 % {UNKNOWN}", "6.0 % of the tokens are truncated in all samples"],
     ),
     # A single unknown word can be a large part of the text.
-    ({"unknown_tokens": 1, "unknown_characters": 4}, {f"2.0 % of the tokens, with 4.0 % {UNKNOWN}": "the vocabulary"}),
+    ({"unknown_tokens": 1, "unknown_characters": 4}, [f"2.0 % of the tokens, with 4.0 % {UNKNOWN}"]),
 )
 
 
 def test_more_than_a_few_percent_are_warned_of_and_more_than_half_are_refused() -> None:
     for lost, expected in LOSSES:
         counts = TextCounts(characters=100, documents=10, tokens=50, **lost)
-        found = dict(loss.split("; ", 1) for loss in counts.losses())
-        assert found.keys() == expected.keys()
-        assert all(found[description].startswith(remedy) for description, remedy in expected.items())
+        assert [loss.partition("; ")[0] for loss in counts.losses()] == expected
         assert list(counts.losses("load it")) == [f"{description}; load it" for description in expected]
         counts.require_enough(Path("text"))
     assert str(TextCounts(*[1] * 9)).count("100.0 %") == 6, "of one character, one document and one token"
@@ -133,7 +128,7 @@ def test_a_cased_vocabulary_with_lower_case_is_warned_of_and_recorded(run: Run, 
     vocab, text = tmp_path / "vocab.txt", write_text(tmp_path / "text.txt", "a B c")
     vocab.write_bytes(VOCABULARY.content + b"A\nB\nC\nAbc\n")
     arguments = ["prepare", "--text", text, "--vocab", vocab, "--max-seq-length", "16"]
-    assert "is for capital letters kept" in run(*arguments, "--out", tmp_path / "lower")
+    assert "is for text with capital letters kept" in run(*arguments, "--out", tmp_path / "lower")
     assert "warning: the normalization of the text does not fit the vocabulary" in run("verify", tmp_path / "lower")
     for options in ({}, {"--strip-accents": "False"}):
         out = tmp_path / f"cased{len(options)}"

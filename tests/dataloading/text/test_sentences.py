@@ -41,7 +41,7 @@ def test_sentence_ends_of_many_scripts(text: str) -> None:
     assert split(joined.replace("|", " ")) == sentences
 
 
-def test_other_full_stops_and_marks_end_nothing() -> None:
+def test_decimals_abbreviations_and_closing_marks_end_no_sentence() -> None:
     for sentence in (
         *("It is 3.5 or e.g. less, J. m. said.", "Это т.е. всё, 3.5 кг.", "“真的？”，他问。", "３．５。", "什么？！。"),
         *("Öl u. ä. öfter.", "。"),

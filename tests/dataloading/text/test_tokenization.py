@@ -1,7 +1,6 @@
 """The tokenizer, compared with a plain-Python definition on unusual Unicode, and the vocabularies."""
 
 from itertools import pairwise
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,11 +11,12 @@ from benchmarks.data_stages import reference_prepare
 from dataloading.options import Normalization
 from dataloading.text import tokenization
 from dataloading.text.tokenization import Tokenizer, split_words
-from dataloading.text.vocabulary import Vocabulary
+from dataloading.text.vocabulary import SPECIAL_TOKENS, Vocabulary
 
 LETTERS = "abcdefghijklmnopqrstuvwxyzABIS0123\u00df\u03c3\u03c2\u0142\u00e9\u00f1\u6771\u4eac\u1112"
-SPECIAL_TOKENS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
-TOKENS = [*SPECIAL_TOKENS, *LETTERS, *(f"##{letter}" for letter in LETTERS), *"[]!.,-_$", "the", "ab", "##abc", "mask"]
+VOCABULARY = Vocabulary(
+    (*SPECIAL_TOKENS, *LETTERS, *(f"##{letter}" for letter in LETTERS), *"[]!.,-_$", "the", "ab", "##abc", "mask")
+)
 CONTROLS_AND_BLANKS = "\0\t\n\r\v\f\x1c\x7f\x85\xa0\xad\u1680\u200b\u2028\u2029\u202f\u3000\ufeff\ufffd\ue000\u0378"
 CASES_AND_MARKS = (
     "\u0130\u0131\u00df\u017f\u03a3\u03c3\u03c2\u00c5\ufb01\u00bd\u00b2\u0301\u0307\u0345\u302e\u302f\U0001d165"
@@ -26,13 +26,6 @@ AWKWARD = CONTROLS_AND_BLANKS + CASES_AND_MARKS + SCRIPTS
 lines = st.text(st.sampled_from(AWKWARD + LETTERS + "[]!. ") | st.characters(exclude_categories=["Cs"]), max_size=40)
 
 
-@pytest.fixture(scope="module")
-def vocab_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("vocab") / "vocab.txt"
-    path.write_text("\n".join(TOKENS) + "\n", encoding="utf-8")
-    return path
-
-
 def encode(tokenizer: Tokenizer, line: str) -> list[str]:
     ids, offsets = tokenizer.encode_lines([line])
     assert offsets.tolist() == [0, len(ids)]
@@ -40,9 +33,8 @@ def encode(tokenizer: Tokenizer, line: str) -> list[str]:
 
 
 @given(st.lists(lines, max_size=5), st.booleans())
-def test_equals_the_definition_for_any_text(vocab_file: Path, texts: list[str], do_lower_case: bool) -> None:
-    tokenizer = Tokenizer(Vocabulary.from_file(vocab_file), do_lower_case)
-    vocab = reference_prepare.read_vocab(vocab_file)
+def test_ids_of_any_text_equal_those_of_the_definition(texts: list[str], do_lower_case: bool) -> None:
+    tokenizer, vocab = Tokenizer(VOCABULARY, do_lower_case), VOCABULARY.ids
     ids, offsets = tokenizer.encode_lines(texts)
     assert ids.dtype == np.uint16
     expected = [[vocab[token] for token in reference_prepare.tokenize(text, vocab, do_lower_case)] for text in texts]
@@ -50,7 +42,7 @@ def test_equals_the_definition_for_any_text(vocab_file: Path, texts: list[str], 
 
 
 @pytest.mark.parametrize("do_lower_case", [True, False])
-def test_equals_the_definition_for_every_character_of_the_basic_plane(do_lower_case: bool) -> None:
+def test_words_with_every_character_of_the_basic_plane_equal_those_of_the_definition(do_lower_case: bool) -> None:
     class AnyWord(dict):
         def __contains__(self, word: object) -> bool:
             return True
@@ -62,10 +54,8 @@ def test_equals_the_definition_for_every_character_of_the_basic_plane(do_lower_c
         assert words == reference_prepare.tokenize(line, AnyWord(), do_lower_case), hex(code_point)
 
 
-def test_pieces_are_the_longest_from_the_left_of_words_up_to_200_characters(
-    vocab_file: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    tokenizer = Tokenizer(Vocabulary.from_file(vocab_file))
+def test_pieces_are_the_longest_from_the_left_of_words_up_to_200_characters(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = Tokenizer(VOCABULARY)
     assert encode(tokenizer, "abab the thea ab%") == ["ab", "##a", "##b", "the", "the", "##a", "ab", "[UNK]"]
     assert encode(tokenizer, "é" * 200) == ["e", *199 * ["##e"]]
     assert encode(tokenizer, "é" * 201) == ["[UNK]"]

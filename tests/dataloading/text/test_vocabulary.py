@@ -68,7 +68,7 @@ def test_ids_are_those_of_transformers(tmp_path: Path, name: str) -> None:
         assert find_normalization(saved, tmp_path / "saved", AS_STATED).normalization == found.normalization
 
 
-def test_the_form_of_the_file_does_not_matter_and_its_digest_is_of_the_rows(tmp_path: Path) -> None:
+def test_line_endings_and_byte_order_marks_do_not_change_a_vocabulary_or_its_digest(tmp_path: Path) -> None:
     path, lines, vocabulary = tmp_path / "vocab.txt", "\n".join(PLAIN), Vocabulary.of_tokens(PLAIN, tmp_path)
     assert vocabulary.md5 == hashlib.md5(f"{lines}\n".encode()).hexdigest()
     for content in (lines, lines + "\n", lines + "\n\n", lines.replace("\n", "\r\n"), "\ufeff" + lines):
@@ -96,7 +96,7 @@ def test_a_table_belongs_to_a_vocabulary_if_its_other_rows_are_padding(tmp_path:
                     vocabulary.require_table(rows, tmp_path)
 
 
-def test_what_is_recorded_about_a_normalization_is_read() -> None:
+def test_recorded_normalizations_are_read_also_those_of_earlier_versions() -> None:
     for recorded, expected in (
         *(({}, None), ({"do_lower_case": 1, "strip_accents": True}, None)),
         *(({"do_lower_case": True}, (True, True, True)), ({"do_lower_case": False}, (False, False, True))),
@@ -110,7 +110,7 @@ def test_what_is_recorded_about_a_normalization_is_read() -> None:
             assert Normalization.of(**recorded) == found
 
 
-def test_nothing_but_the_vocabulary_is_a_guess_that_a_few_tokens_do_not_decide(tmp_path: Path) -> None:
+def test_a_vocabulary_alone_gives_a_guess_that_a_few_tokens_do_not_change(tmp_path: Path) -> None:
     expected = dict.fromkeys(VOCABULARIES, Normalization())
     expected["cased"] = Normalization(do_lower_case=False, strip_accents=False)
     expected["accented"] = Normalization(strip_accents=False)
@@ -127,7 +127,7 @@ def test_a_twentieth_of_the_words_decides_and_markers_and_numbers_are_no_words()
     for others, decides in ((19, True), (20, False)):
         words = [f"w{number}" for number in range(others)]
         cased, accented = (Vocabulary((*SPECIAL, "[E1]", "12", each, *words)) for each in ("Word", "für"))
-        assert [each.cased for each in (cased, accented)] == [decides, False]
+        assert [each.fits(Normalization(strip_accents=False)) for each in (cased, accented)] == [not decides, True]
         assert [each.fits(Normalization()) for each in (cased, accented)] == [not decides] * 2
         together = Vocabulary((*SPECIAL, *(chr(0x4E00 + number) for number in range(others)), "##東京"))
         assert together.guess_normalization().tokenize_chinese_chars is not decides
@@ -199,7 +199,7 @@ def test_another_kind_of_tokenizer_is_refused(
     assert len(str(caught.value).replace(str(tmp_path), "")) < 500
 
 
-def test_a_tokenizer_can_be_named_itself(tmp_path: Path) -> None:
+def test_a_tokenizer_json_can_be_named_as_the_vocabulary(tmp_path: Path) -> None:
     path = tmp_path / "tokenizer.json"
     path.write_text(json.dumps(wordpiece({"a": (1 << 16) - 1})))
     with pytest.raises(ValueError, match="65,536 tokens without"):
@@ -212,7 +212,7 @@ def test_a_tokenizer_can_be_named_itself(tmp_path: Path) -> None:
         Vocabulary.read(tmp_path)
 
 
-def test_tokens_that_were_added_and_lines_that_only_python_or_nobody_sees_are_rows(tmp_path: Path) -> None:
+def test_added_tokens_and_tokens_of_odd_characters_keep_their_ids(tmp_path: Path) -> None:
     """Published vocabularies have Unicode's line separators and control characters as tokens."""
     odd = ["\u2028", "\x85", "\u3000", "\x1c", "\u2029a"]
     folder = write(tmp_path / "model", [*PLAIN, *odd, "last"])

@@ -182,7 +182,7 @@ def test_compressed_files_are_named_unless_they_are_unpacked_beside(tmp_path: Pa
     assert find_inputs([tmp_path]) == [tmp_path / "wiki_00", tmp_path / "wiki_01"]
 
 
-def test_what_is_whole_is_kept_unless_settings_or_inputs_differ(tmp_path: Path) -> None:
+def test_complete_parts_are_kept_and_other_settings_or_inputs_are_refused(tmp_path: Path) -> None:
     out = tmp_path / "out"
     extract([TEXT], out, PLAIN)
     for removed, expected in (
