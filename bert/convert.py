@@ -12,8 +12,9 @@ from typing import Annotated, Literal
 
 import tyro
 
-from bert.train import run_command
+from console.commands import run_program
 from console.files import atomic_path
+from console.interruption import end_in_order
 from console.program import say
 from console.text import counted
 from dataloading.options import AS_STATED, NormalizationOptions
@@ -71,4 +72,5 @@ def convert(
 
 
 if __name__ == "__main__":
-    sys.exit(run_command(convert, "bert.convert"))
+    end_in_order()  # unfinished files are removed after SIGTERM
+    sys.exit(run_program(convert, "python -m bert.convert"))

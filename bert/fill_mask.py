@@ -7,7 +7,8 @@ from typing import Annotated
 
 import tyro
 
-from bert.train import run_command
+from console.commands import run_program
+from console.interruption import end_in_order
 from console.program import say
 from dataloading.options import AS_STATED, NormalizationOptions
 
@@ -98,4 +99,5 @@ class GapFiller:
 
 
 if __name__ == "__main__":
-    sys.exit(run_command(fill_mask, "bert.fill_mask"))
+    end_in_order()  # unfinished files are removed after SIGTERM
+    sys.exit(run_program(fill_mask, "python -m bert.fill_mask"))

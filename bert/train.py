@@ -27,8 +27,8 @@ from bert.configuration.run_plan import read_plan
 from bert.derived_settings import DERIVATIONS
 from bert.guards.interruption import Interrupted
 from bert.parallel.environment import CLAIM, Launch
-from console.interruption import abandon_stdout, end_in_order, ignore_signals
-from console.program import accept_any_text, answer_version, bound, complain, parsed, say, say_document, unknown_option
+from console.interruption import abandon_stdout, ignore_signals
+from console.program import accept_any_text, answer_version, complain, parsed, say, say_document
 from console.text import did_you_mean
 
 _SETTINGS = (
@@ -176,23 +176,6 @@ def require_torch() -> None:
         raise ValueError(
             f"PyTorch is {torch.__version__} here, expected {oldest} or newer: install it, or take a newer image"
         )
-
-
-def run_command(function: Callable[..., None], module: str) -> int:
-    """Parse the command line of ``python -m module``, call ``function`` with the arguments and return the exit status."""
-    # This turns SIGTERM into an exception, so that unfinished files are removed.
-    end_in_order()
-    accept_any_text()
-    answer_version(sys.argv[1:])
-    call = None
-    try:
-        # Call the function only after ``parsed`` has returned, because ``parsed`` captures stderr for tyro's messages.
-        call = parsed(partial(tyro.cli, bound(function), prog=f"python -m {module}"))
-        call()
-    except (ValueError, OSError) as error:
-        wrong = "" if call else unknown_option(function, sys.argv[1:])
-        return refused(ValueError(f"there is {wrong}") if wrong else error)
-    return 0
 
 
 def refused(error: ValueError | OSError) -> int:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 app = Commands()
 
 
-@app.command(name="devices")
+@app.command
 def _devices() -> None:
     """List the known devices with their vendors' figures: dense peak rates, memory, links (one way) and power."""
     from cluster.devices import devices
@@ -33,7 +33,7 @@ def _devices() -> None:
         )
 
 
-@app.command(name="predict")
+@app.command
 def _predict(
     accelerator: str | None = None,
     nodes: int | None = None,
@@ -109,7 +109,7 @@ def _predict(
     return 0
 
 
-@app.command(name="calibrate")
+@app.command
 def _calibrate(out: Path) -> None:
     """Fit the cost model to the published results again, which takes half a minute.
 
@@ -160,7 +160,7 @@ def show(view: Positional[Path], out: Path | None = None) -> None:
     say(page)
 
 
-@app.command(name="place")
+@app.command
 def _place(
     view: Positional[Path],
     nodes: int | None = None,
@@ -205,7 +205,7 @@ def _place(
         say(f"{out}: {counted(len(lines), 'line')}; {submit}")
 
 
-@app.command(name="plan")
+@app.command
 def _plan(
     recipe: Positional[str],
     cluster: Path | None = None,
@@ -268,7 +268,7 @@ def _recipe_named(name: str) -> "Config":
     return RECIPES[name]()
 
 
-@app.command(name="scale")
+@app.command
 def _scale(
     recipe: Positional[str],
     accelerator: str | None = None,

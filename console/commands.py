@@ -6,6 +6,7 @@ from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
+import tyro
 from tyro.extras import subcommand_cli_from_dict
 
 from console.extras import needed
@@ -20,10 +21,9 @@ class Commands:
     def __init__(self) -> None:
         self._functions: dict[str, Callable[..., Any]] = {}
 
-    def command(self, function: Callable[..., Any] | None = None, *, name: str | None = None) -> Any:
-        if function is None:
-            return partial(self.command, name=name)
-        self._functions[name or function.__name__.replace("_", "-")] = function
+    def command(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Add the command that has the name of ``function``, without a leading underscore."""
+        self._functions[function.__name__.lstrip("_").replace("_", "-")] = function
         return function
 
     def run(self, program: str, arguments: Sequence[str] | None = None) -> Any:
@@ -60,19 +60,38 @@ class Commands:
 
     def main(self, program: str) -> int:
         """Run the command and return the exit status. A wrong input gives one line on standard error and status 2."""
-        accept_any_text()
-        try:
-            return self.run(program) or 0
-        # Before its base class OSError: it is not an error if the reader of the output has ended.
-        except BrokenPipeError:
-            return abandon_stdout()
-        except (ValueError, OSError) as error:
-            complain(error)
-            return 2
-        # Commands import their packages when they run, so a missing extra shows only now.
-        except ModuleNotFoundError as error:
-            package = (error.name or "").split(".")[0]
-            if not package or find_spec(package) is not None:
-                raise
-            complain(needed(package))
-            return 2
+        return _status_of(lambda: self.run(program))
+
+
+def run_program(function: Callable[..., Any], program: str) -> int:
+    """Call ``function`` with the options of a program without commands. Return the exit status, see `Commands.main`."""
+    return _status_of(lambda: _call(function, program))
+
+
+def _call(function: Callable[..., Any], program: str) -> Any:
+    answer_version(sys.argv[1:])
+    try:
+        call = parsed(partial(tyro.cli, bound(function), prog=program))
+    except ValueError as error:
+        wrong = unknown_option(function, sys.argv[1:])
+        raise ValueError(f"there is {wrong}" if wrong else str(error)) from None
+    return call()
+
+
+def _status_of(run: Callable[[], Any]) -> int:
+    accept_any_text()
+    try:
+        return run() or 0
+    # Before its base class OSError: it is not an error if the reader of the output has ended.
+    except BrokenPipeError:
+        return abandon_stdout()
+    except (ValueError, OSError) as error:
+        complain(error)
+        return 2
+    # Programs import their packages when they run, so a missing extra shows only now.
+    except ModuleNotFoundError as error:
+        package = (error.name or "").split(".")[0]
+        if not package or find_spec(package) is not None:
+            raise
+        complain(needed(package))
+        return 2

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 app = Commands()
 
 
-@app.command(name="extract")
+@app.command
 def _extract(
     inputs: tyro.conf.Positional[tuple[Path, ...]],
     out: Path,
@@ -48,7 +48,7 @@ def _extract(
     say(f"{out}: {counted(articles, 'article')} in {counted(parts, 'part')}, {held_out:,} held out in eval.txt")
 
 
-@app.command(name="prepare")
+@app.command
 def _prepare(
     text: tuple[Path, ...],
     vocab: Path,
@@ -190,7 +190,7 @@ def index(folder: tyro.conf.Positional[Path], vocab: Path, out: Path | None = No
     say(f"{dataset.folder}: {_counts(dataset)}")
 
 
-@app.command(name="shuffle")
+@app.command
 def _shuffle(folder: tyro.conf.Positional[Path], out: Path, shards: int, seed: int = 24) -> None:
     """Write a data set's samples in random order to new shards. Continues after an interruption.
 
@@ -216,7 +216,7 @@ def _shuffle(folder: tyro.conf.Positional[Path], out: Path, shards: int, seed: i
     say(f"{out}: {_counts(dataset)}, each sample of {folder} exactly once")
 
 
-@app.command(name="convert")
+@app.command
 def _convert(
     folder: tyro.conf.Positional[Path],
     out: Path,

@@ -29,8 +29,9 @@ from bert.launch.supervision import Supervisor
 from bert.model import BertForPreTraining
 from bert.own_text import _starting_point, own_text
 from bert.run import run as train
-from bert.train import parse, run_command
+from bert.train import parse
 from compliance.log.metrics import EvaluationRecord
+from console.commands import run_program
 from dataloading.dataset.folder import Dataset, open_dataset
 from dataloading.options import Normalization, OwnText
 from dataloading.preparation.own_text import write_own_text
@@ -176,7 +177,7 @@ def test_a_wrong_command_is_refused_and_leaves_no_files(
 ) -> None:
     monkeypatch.chdir(text.parent)
     monkeypatch.setattr(sys, "argv", ["own_text", *words.split()])
-    assert run_command(own_text, "bert.own_text") == 2
+    assert run_program(own_text, "python -m bert.own_text") == 2
     assert message in capsys.readouterr().err
     assert list(text.parent.iterdir()) == [text]
 

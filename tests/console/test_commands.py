@@ -28,7 +28,7 @@ class Text:
     style: tyro.conf.OmitArgPrefixes[Style] = Style()
 
 
-@app.command(name="plan")
+@app.command
 def _plan(out: Path = Path("plan.json"), gpus: int | None = None) -> None:
     """Plan something."""
 
@@ -82,15 +82,15 @@ def test_main_returns_the_commands_status_or_2_after_one_line(
 ) -> None:
     program = Commands()
     program.command(end)
-    program.command(greet, name="say")
+    program.command(greet)
     install = "absent is not installed: pip install '.[train]' in the repository's root"
     for arguments, status, out, err in (
         (["end", "--how", "well"], 3, "", ""),
-        (["say", "--text", "a"], 0, "a\n", ""),
+        (["greet", "--text", "a"], 0, "a\n", ""),
         (["end", "--how", "wrong"], 2, "", "error: wrong\n"),
         (["end", "--how", "full"], 2, "", "error: out: No space left\n"),
         (["end", "--how", "absent"], 2, "", f"error: {install}\n"),
-        (["say", ""], 2, "", "error: say: an empty argument: is a variable of the script unset?\n"),
+        (["greet", ""], 2, "", "error: greet: an empty argument: is a variable of the script unset?\n"),
     ):
         monkeypatch.setattr("sys.argv", ["program", *arguments])
         assert (program.main("program"), *capsys.readouterr()) == (status, out, err)

@@ -23,7 +23,7 @@ from bert.configuration.sections import ModelConfig
 from bert.convert import convert
 from bert.fill_mask import GapFiller
 from bert.optimizer import FlatParameters
-from bert.train import run_command
+from console.commands import run_program
 from dataloading.options import Normalization, NormalizationOptions
 from dataloading.text.vocabulary import Vocabulary
 from tests.bert.checkpoints.tf_bundles.expected import BUNDLES, bundle_weights
@@ -385,7 +385,7 @@ def test_convert_prints_the_model(
 ):
     def run(*arguments: object) -> int:
         monkeypatch.setattr(sys, "argv", ["convert", *map(str, arguments)])
-        return run_command(convert, "bert.convert")
+        return run_program(convert, "python -m bert.convert")
 
     out = tmp_path / "new" / "weights.safetensors"
     assert run(BUNDLES / "tf1", "--to", "safetensors", "--out", out, "--num-attention-heads", 2) == 0
