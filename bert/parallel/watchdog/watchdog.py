@@ -205,7 +205,7 @@ class Watchdog:
         os._exit(verdict.status)
 
     def _send(self, message: dict[str, object]) -> None:
-        with self._sending, contextlib.suppress(OSError):  # the receiving code notices a lost connection
+        with self._sending, contextlib.suppress(OSError):  # ``_receive`` notices a lost connection
             self._connection.sendall(encoded(message))
 
 
