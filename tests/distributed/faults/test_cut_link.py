@@ -25,7 +25,7 @@ pytestmark = pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
 
 @pytest.mark.measured
 @pytest.mark.parametrize("silent", [False, True], ids=["down", "silent"])
-def test_both_ends_of_a_cut_link_end_and_name_the_other(small_run: SmallRun, tmp_path: Path, silent: bool) -> None:
+def test_both_sides_of_a_cut_link_end_and_blame_each_other(small_run: SmallRun, tmp_path: Path, silent: bool) -> None:
     """Shut down host 1's interface, or, with ``silent``, leave it up but disconnect it at the switch."""
     arguments = small_run.arguments(tmp_path, **ENDLESS, training__fault_seconds=SECONDS, log__interval_steps=10)
     with bridged_hosts(2) as names, ranks_on_hosts(names, ["bert.train", *arguments], a_host=2) as ranks:
