@@ -93,7 +93,7 @@ class Dense(nn.Module):
     def __init__(self, inputs: int, outputs: int, copy_NK: Tensor | None = None) -> None:
         """``copy_NK`` is a 16-bit copy of the weight, which the optimizer writes, and which products read."""
         super().__init__()
-        # A checkpoint or ``initialize_`` sets the values.
+        # Leave the values undefined: a checkpoint or ``initialize_`` sets them.
         self.weight = nn.Parameter(torch.empty(outputs, inputs))
         self.bias = nn.Parameter(torch.zeros(outputs))
         self.copy_NK = copy_NK

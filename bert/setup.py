@@ -258,7 +258,7 @@ def build_step(
 ) -> TrainingStep:
     """Build the kind of step that the run needs. All ranks must call this at the same time."""
     if mesh.pipeline > 1:
-        # PyTorch's pipelining takes seconds to import, and imports Triton.
+        # Import PyTorch's pipelining only if needed, because it takes seconds and imports Triton.
         from bert.pipeline_step import PipelineStep
 
         return PipelineStep(initial, config, mesh, stopwatch)

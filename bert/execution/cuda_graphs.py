@@ -91,7 +91,7 @@ def replay_of(device: torch.device, function: Function) -> Function:
     Errors of the capture are raised. PyTorch (2.13) keeps the memory pool of a failed capture until the process ends.
     """
     # In PyTorch 2.11, each stream keeps a cuBLAS workspace of 32 MiB until the process ends, so streams are reused.
-    # Use high priority, because the pool with the default priority may return a stream on which training captures.
+    # Use high priority, because streams of the default priority are shared with the captures of training.
     spare = _spare_streams.setdefault(device, [])
     stream = spare.pop() if spare else torch.cuda.Stream(device, priority=-1)
     capturer = CudaCapturer(device, stream)

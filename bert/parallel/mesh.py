@@ -302,7 +302,7 @@ def _in_network_options() -> Any:
     options = dist.ProcessGroupNCCL.Options()
     if not hasattr(options.config, "collnet_enable"):
         raise ValueError(
-            f"training.sharp is on, but PyTorch {torch.__version__} cannot ask NCCL for it: turn sharp off"
+            f"training.sharp is on, but PyTorch {torch.__version__} cannot enable it: turn training.sharp off"
         )
     setattr(options.config, "collnet_enable", 1)  # noqa: B010  absent from PyTorch's type stubs
     return options

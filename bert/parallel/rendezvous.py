@@ -56,9 +56,8 @@ def join_group(launch: Launch, device: torch.device, timeout: timedelta, arrival
                 f"{launch.world_size_variable}={launch.world_size}, but {name} is not set: export rank 0's address as "
                 "MASTER_ADDR and a free port there as MASTER_PORT"
             )
-    if (
-        launch.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-    ):  # else torchrun's agent uses the port
+    # torchrun's agent, if there is one, already listens on the port.
+    if launch.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         require_free_port(master_port())
     allow_descriptors(launch)
     if os.environ["MASTER_ADDR"] in ("127.0.0.1", "localhost"):

@@ -59,7 +59,7 @@ def stages_of(config: ModelConfig, count: int) -> list[Stage]:
 
 
 def layer_costs(config: ModelConfig) -> list[float]:
-    """Return, for each layer, the multiply-adds per token with its weights; the last layer includes the heads.
+    """Return each layer's multiply-adds per token in products with weights; the last layer includes the heads.
 
     Attention adds the same cost to every layer and is omitted. The last layer computes keys and values for all tokens, and
     everything else only for the rows that the heads read. The embeddings multiply nothing.

@@ -206,7 +206,7 @@ class Reduction:
         self.strategy = strategy
         self.communicators = communicators
         self._gradients_N = flat.gradients_N
-        # A vector that is divisible by the ranks of all nodes is also divisible by the ranks of one node.
+        # Buckets divide among the ranks of all nodes, and therefore also among the ranks of one node.
         self.buckets = bucket_slices(len(flat.weights_N), communicators.shards, bucket_bytes)
         self.stream = CommunicationStream(flat.weights_N.device)
         sends_bf16 = reduce_dtype == "bf16" and communicators.data is not None
@@ -345,7 +345,7 @@ def choose(config: TrainingConfig, flat: FlatParameters, communicators: Communic
         times = torch.zeros(len(strategies), dtype=torch.float64, device=device)
         # Rounds alternate between strategies, so that a disturbance on the machine slows all of them.
         for place, reduction in enumerate(reductions):
-            barrier(communicators.data)  # late ranks must not count as slow sums
+            barrier(communicators.data)  # so that late ranks do not count as slow sums
             begin = time.perf_counter()
             reduction.finish()
             # On a GPU, ``finish`` makes only the stream wait for the sums, not the host.

@@ -125,7 +125,7 @@ class ShardedLamb:
 
     @property
     def _gradients(self) -> Tensor:
-        # The next step's gradients are added to this tensor, so it must be cleared first.
+        # The next step's gradients are added to this tensor, so ``step`` clears it.
         return self.flat.gradients_N if self._reduction.own_sums is None else self._gradient_W
 
     @torch.no_grad()

@@ -145,7 +145,7 @@ class SharedPlacement(Placement):
 def _lengthened(rows: Tensor, length: int, empty: int = 0) -> Tensor:
     if len(rows) == length:
         return rows
-    # F.pad takes dimensions from the last to the first, and rows are the first.
+    # F.pad takes dimensions from the last to the first, so the padding of the rows comes last.
     return F.pad(rows, (0, 0) * (rows.ndim - 1) + (0, length - len(rows)), value=empty)
 
 

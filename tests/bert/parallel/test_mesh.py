@@ -124,10 +124,7 @@ IDENTITIES: list[tuple[list[tuple[object, ...]], object]] = [
     ([("pod0", "", 0, 2), ("pod1", "", 1, 2)], "host pod0 runs 1 rank (0), but its launcher announces 2 per host: "),
     ([("pod", "", 0, 0), ("pod", "", 1, 4)], "host pod runs 2 ranks (0, 1), but its launcher announces 4 per host"),
     ([("h0", "", rank, 2, site) for rank, site in enumerate("ab")], "host h0 states several sites ('a', 'b'): set one"),
-    (
-        [("h0", "", 0, 1, "a"), ("h1", "", 0, 1)],
-        "host h1 states no site, but other hosts do: set MLPERF_BERT_SITE on every",
-    ),
+    ([("h0", "", 0, 1, "a"), ("h1", "", 0, 1)], "host h1 states no site, but other hosts do: set MLPERF_BERT_SITE on"),
     *(
         (
             [("a", "", count - rank, 0) for rank in range(count)],

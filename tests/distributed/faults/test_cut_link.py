@@ -30,7 +30,7 @@ def test_both_sides_of_a_cut_link_end_and_blame_each_other(small_run: SmallRun, 
     arguments = small_run.arguments(tmp_path, **ENDLESS, training__fault_seconds=SECONDS, log__interval_steps=10)
     with bridged_hosts(2) as names, ranks_on_hosts(names, ["bert.train", *arguments], a_host=2) as ranks:
         ranks.wait_for_text(result_of(tmp_path), '"eval_stop"')
-        switch = names[0].removesuffix("h0")  # the bridge's namespace has the common part of the hosts' names
+        switch = names[0].removesuffix("h0")  # the bridge's namespace is named by the common prefix of the hosts' names
         cut = (switch, "link", "set", "p1", "nomaster") if silent else (names[1], "link", "set", "v0", "down")
         subprocess.run(["ip", "-n", *cut], check=True)
         begin = time.monotonic()

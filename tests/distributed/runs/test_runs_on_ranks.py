@@ -91,7 +91,7 @@ def test_flat_and_sharded_reduction_give_equal_evaluations_and_weights(small_run
 def test_a_rank_ends_with_the_fault_status_if_only_another_host_is_stopped(
     small_run: SmallRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A signal to one rank means that its host leaves the run. Its agent restarts the other rank."""
+    """A signal to one rank means that its host leaves the run. The other rank fails so that its agent restarts it."""
     monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "1")
     arguments = small_run.arguments(tmp_path, **ENDLESS)
     with Ranks(["hurry:0,hurry:1", *arguments], 2, faulty) as started:
