@@ -53,7 +53,7 @@ class Launch:
 
     @classmethod
     def _read(cls) -> "Launch":
-        # torchrun counts as the launcher if one of its variables is set, so that an incomplete environment raises an error.
+        # Either variable counts as torchrun's, so that a rank above 0 without WORLD_SIZE raises an error.
         if "RANK" in os.environ or "WORLD_SIZE" in os.environ:
             names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
         elif "OMPI_COMM_WORLD_RANK" in os.environ:
