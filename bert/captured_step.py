@@ -39,7 +39,7 @@ class CapturedStep(TrainingStep):
             for is_first in (False, True)
             for is_last in (False, True)
         }
-        """Graphs for each kind of micro-batch: whether it is the first of its step, and whether it is the last."""
+        """Graphs for each kind of micro-batch. The key tells whether it is the first, and the last, of its step."""
         self._replay_update: Callable[[], None] | None = None
 
     def forward_backward(self, batch: Batch, is_first: bool, is_last: bool) -> None:
@@ -58,7 +58,7 @@ class CapturedStep(TrainingStep):
         batches = [inert_batch(shape_bucket).to(self.mesh.device) for shape_bucket in shape_buckets]
         last = self._micro_batches - 1
         kinds = [self._graphs_of(index == 0, index == last) for index in range(self._micro_batches)]
-        # Start with the last micro-batch, which takes the most memory.
+        # Prepare the last micro-batch first: it takes the most memory, which the other graphs reuse.
         for graphs in dict.fromkeys(reversed(kinds)):
             graphs.prepare(batches, self._capturer)
         self._replay_update = self._capturer.prepare(super().update)

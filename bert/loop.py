@@ -62,7 +62,7 @@ def train(run: Run) -> Status:
         while status is None and at.samples < end:
             tracker.step = at.steps + 1
             with run.stopwatch.time("data_wait"):
-                # The first call starts the prefetching; the loader has not read any data before.
+                # The first call starts the prefetching, because no data may be read before ``run_start``.
                 micro_batches = next(run.loader)
             run.step(micro_batches)
             at = Position(at.steps + 1, at.samples + training.global_batch_size)
@@ -84,7 +84,7 @@ def train(run: Run) -> Status:
         log.block_stop(at.samples)
 
         if status is None and at.samples < due:
-            status = "aborted"  # the sample limit is reached
+            status = "aborted"  # the sample limit comes before the next evaluation
         if status is None:
             accuracy = _evaluate(run, at)
             run.intervals.resume()

@@ -93,7 +93,7 @@ class Dense(nn.Module):
     def __init__(self, inputs: int, outputs: int, copy_NK: Tensor | None = None) -> None:
         """``copy_NK`` is a 16-bit copy of the weight, which the optimizer writes, and which products read."""
         super().__init__()
-        # A checkpoint or ``initialize_`` sets the values.
+        # Leave the values undefined: a checkpoint or ``initialize_`` sets them.
         self.weight = nn.Parameter(torch.empty(outputs, inputs))
         self.bias = nn.Parameter(torch.zeros(outputs))
         self.copy_NK = copy_NK
@@ -162,7 +162,7 @@ class Embeddings(nn.Module):
         )
 
     def dropout(self, state: Tensor | None) -> Dropout | None:
-        """Return the dropout after the norm."""
+        """Return the dropout to apply after the norm, or None for no dropout."""
         return _dropout(self.config.hidden_dropout, state, 0)
 
 
@@ -222,7 +222,7 @@ class EncoderLayer(nn.Module):
         """Return the output for ``rows_Q`` only, [Q, D]. It is exact: attention still reads all tokens' keys and values."""
         hidden_TD = self.placement.all_rows(hidden_TD)
         weight, bias = self.query_key_value.weight, self.query_key_value.bias
-        # Rows of the fused weight are queries, keys and values of this rank's heads.
+        # The first third of the fused weight's rows computes this rank's queries, the rest its keys and values.
         queries = len(weight) // 3
         # Do not use ``products``, which would multiply by the whole fused weight. The last layer does not use FP8 anyway.
         keys_values = F.linear(hidden_TD, weight[queries:], bias[queries:])
@@ -281,7 +281,7 @@ class PretrainingOutput:
         The divisors are the counts of the whole global batch, so that losses and gradients add up over ranks and
         accumulation steps. The model trains on the sum of both losses.
         """
-        # The counts are on the device, because a captured step is replayed with other batches.
+        # The counts are on the device, because each replay of a captured step has another batch with other counts.
         sequences, masked = batch.global_counts.unbind()
         # Without any masked token in the global batch, the masked-LM loss is 0 instead of NaN.
         return self.masked_lm_loss / masked.clamp(min=1), self.next_sentence_loss / sequences
@@ -302,7 +302,7 @@ class BertForPreTraining(nn.Module):
         owns: Callable[[str], bool] = lambda _: True,
         absent_embeddings: nn.Module | None = None,
     ) -> None:
-        """``inner_products`` and ``recompute`` are for all encoder layers except the last one, ``products`` for the rest.
+        """``inner_products`` and ``recompute`` are for all encoder layers but the last, ``products`` for all other parts.
 
         The last layer computes few rows, so faster products would gain little. Its backward pass comes first, so
         recomputation would save no memory. ``owns`` decides by name which parts this rank has. ``absent_embeddings`` takes
@@ -411,14 +411,14 @@ class BertForPreTraining(nn.Module):
         return masked_lm_logits(self._transformed(masked_MD), self.embeddings.word, self.decoder_bias)
 
     def next_sentence_logits(self, cls_SD: Tensor) -> Tensor:
-        """Return the logits [S, 2], given the encoder's output at the [CLS] tokens; column 1 is a random next sentence."""
+        """Return the logits [S, 2], given the encoder's output at [CLS] tokens; column 1 is for a random next sentence."""
         return self.next_sentence(torch.tanh(self.pooler(cls_SD)))
 
     def _transformed(self, masked_MD: Tensor) -> Tensor:
         return self.transform_norm(dense_gelu(masked_MD, self.transform.weight, self.transform.bias))
 
 
-@functools.cache  # making the modules would take a fifth of the time of ``python -m cluster plan``
+@functools.cache  # without the cache, this takes a fifth of the time of ``python -m cluster plan``
 def parameter_shapes(config: ModelConfig) -> Mapping[str, tuple[int, ...]]:
     """Return the shape of each parameter of the whole model by name, without allocating the model."""
     with torch.device("meta"):

@@ -53,8 +53,8 @@ class FlatParameters:
         """Move the model's parameters into flat buffers on their device, without changing their values.
 
         The buffers are padded with zeros to a multiple of ``shards``, so that ranks can divide them equally. The gradients
-        of ``overwritten`` are not set to zero after a step, because the next one overwrites them. Without ``gradients``,
-        autograd allocates gradients one by one.
+        of ``overwritten`` are not set to zero after a step, because the next step overwrites them. Without ``gradients``,
+        autograd allocates each parameter's gradient separately.
         """
         segments = lamb_segments(model, overwritten)
         size = sum(segments.sizes)
@@ -177,7 +177,7 @@ class Lamb:
             copies_P=self.copies_P,
             casts=self.casts,
         )
-        self.steps += norm < torch.inf  # neither infinite nor NaN: the step was taken
+        self.steps += norm < torch.inf  # an infinite or NaN norm means that the step was skipped
         return norm
 
     @torch.no_grad()

@@ -21,7 +21,7 @@ from bert.execution.stopwatch import is_capturing
 RECOMPUTED_OPS = ("varlen_self_attention", "dropout_add_layer_norm")
 """Ops of ``kernels`` that apply dropout in a recomputed layer."""
 
-# Ops of products with weights, which have 2D operands. Attention's products are batched or inside its kernel.
+# Ops of products with weights, which have 2D operands. Attention does not use them: its products are batched or fused.
 _PRODUCTS = [torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten._scaled_mm.default]
 
 

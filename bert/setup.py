@@ -194,7 +194,7 @@ def log_settings(log: MLLog, config: Config, inputs: Inputs, mesh: Mesh, seed: i
         "submission_org": config.log.organization,
         "submission_platform": config.log.platform or config.log.system,
         "submission_status": config.log.status,
-        "seed": seed,  # once for all ranks (TR 5.1)
+        "seed": seed,  # logged once for all ranks (TR 5.1)
         "global_batch_size": training.global_batch_size,
         # Round up: if the shares are uneven, log the largest share.
         "d_batch_size": -(-training.global_batch_size // (mesh.data_size * training.gradient_accumulation_steps)),
@@ -258,7 +258,7 @@ def build_step(
 ) -> TrainingStep:
     """Build the kind of step that the run needs. All ranks must call this at the same time."""
     if mesh.pipeline > 1:
-        # PyTorch's pipelining takes seconds to import, and imports Triton.
+        # Import PyTorch's pipelining only if needed, because it takes seconds and imports Triton.
         from bert.pipeline_step import PipelineStep
 
         return PipelineStep(initial, config, mesh, stopwatch)

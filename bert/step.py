@@ -55,9 +55,8 @@ class TrainingStep:
         """Build this rank's part of the model from the weights of ``initial``, and all objects that work on it."""
         training = config.training
         if training.site_steps > 1:
-            mesh = (
-                mesh.own_site
-            )  # sites take steps by themselves, so only ``SiteExchange`` needs the other sites' ranks
+            # Sites take steps by themselves, so only ``SiteExchange`` needs the other sites' ranks.
+            mesh = mesh.own_site
         shards_weights = training.reduction in SHARDED and mesh.data_size > 1
         shards_gradients = training.shard_gradients and mesh.data_size > 1
         is_whole = mesh.tensor * mesh.pipeline == 1 and not shards_weights
@@ -127,7 +126,7 @@ class TrainingStep:
         if is_first and self.gather is not None and self.gathers_in_forward:
             self.gather.start()
             if not is_capturing():
-                with self.stopwatch.waiting():  # for the weights that the forward pass needs to begin
+                with self.stopwatch.waiting():  # for the weights that the forward pass needs first
                     self.gather.wait(1)
         if self.weight_gradients is not None:
             self.weight_gradients.overwrite = is_first
@@ -143,7 +142,7 @@ class TrainingStep:
     def update(self) -> None:
         """Update the weights from the summed gradients."""
         if self.fp8 is not None:
-            self.fp8.update_scales_()  # first, because weights are cast with the new scales
+            self.fp8.update_scales_()  # before the update, whose casts need the new scales
         self.statistics.add_step(self.optimizer.step())
         if not self.gathers_in_forward:
             self.gather_in_site()
@@ -184,17 +183,17 @@ class TrainingStep:
             self.refresh_copies_()
 
     def settled_state(self) -> list[Tensor]:
-        """Give all sites the same state, and return the vectors of it that checkpoints store, [P] each.
+        """Give all sites the same state, and return the vectors that checkpoints store, [P] each.
 
-        They are weights, momentum, variance and, with sites, the momentum of their exchange. All ranks must call this at the
-        same time.
+        The vectors are weights, momentum, variance and, with sites, the momentum of the exchange. All ranks must call this
+        at the same time.
         """
         self.gather_weights()
         moments = list(self.optimizer.moments())
         if self.sites is not None:
             moments = [self.sites.mean(moment_P) for moment_P in moments]
             self.optimizer.set_moments_(*moments)
-            all_reduce_(self.optimizer.steps, "max")  # sites that have skipped different steps go on at the same step
+            all_reduce_(self.optimizer.steps, "max")  # sites may have skipped different numbers of steps
             moments.append(self.sites.momentum())
         return [self.flat.weights_P, *moments]
 
@@ -282,7 +281,7 @@ class Statistics:
 
     def add_micro_batch(self, masked_lm_loss: Tensor, next_sentence_loss: Tensor, tokens: Tensor) -> None:
         """Add a micro-batch's contributions to the global batch's mean losses, and its number of tokens, all []."""
-        if not self._counts:  # only one of the ranks that share a copy of the model counts
+        if not self._counts:  # another rank of this copy of the model counts the losses
             return
         self._sums[0] += masked_lm_loss.detach() * self._share
         self._sums[1] += next_sentence_loss.detach() * self._share
@@ -291,7 +290,7 @@ class Statistics:
     def add_step(self, gradient_norm: Tensor) -> None:
         """Count a step and add its gradient norm. A norm that is not finite means that the step was skipped.
 
-        Only one rank of a site counts, because the norm is the same on all of them.
+        Only one rank counts the step, or one rank of each site with ``apart``, because they all have the same norm.
         """
         if self._counts_steps:
             taken = torch.isfinite(gradient_norm)

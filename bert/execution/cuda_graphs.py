@@ -20,7 +20,7 @@ Function = Callable[[], None]
 _spare_streams: dict[torch.device, list[torch.cuda.Stream]] = {}
 """Streams that ``replay_of`` may use again, because every graph that was captured on them has been deleted."""
 _failed: list[torch.cuda.CUDAGraph] = []
-"""Graphs of failed captures, to which PyTorch's allocator refers until the process ends."""
+"""Graphs of failed captures. They are kept because PyTorch's allocator refers to them until the process ends."""
 
 
 class CudaCapturer:
@@ -70,7 +70,7 @@ class CudaCapturer:
         graph = torch.cuda.CUDAGraph()
         self._graphs.append(graph)
         self._waiting.append((graph, function))
-        # A bound method keeps the capturer alive as long as the replay. ``replay_of`` reuses the stream after that.
+        # The replay is a bound method, which keeps the capturer alive. ``replay_of`` reuses the stream after both are gone.
         return partial(self._replay, graph)
 
     def _replay(self, graph: torch.cuda.CUDAGraph) -> None:
@@ -90,8 +90,8 @@ def replay_of(device: torch.device, function: Function) -> Function:
 
     Errors of the capture are raised. PyTorch (2.13) keeps the memory pool of a failed capture until the process ends.
     """
-    # In PyTorch 2.11, each stream keeps a cuBLAS workspace of 32 MiB until the process ends, so streams are used again.
-    # Capturers in training take streams of the default priority, which come from another pool.
+    # In PyTorch 2.11, each stream keeps a cuBLAS workspace of 32 MiB until the process ends, so streams are reused.
+    # Use high priority, because streams of the default priority are shared with the captures of training.
     spare = _spare_streams.setdefault(device, [])
     stream = spare.pop() if spare else torch.cuda.Stream(device, priority=-1)
     capturer = CudaCapturer(device, stream)

@@ -3,7 +3,7 @@
 import time
 
 PHASES: tuple[str, ...] = ("data_wait", "forward_backward", "reduce", "update")
-"""Names of the phases in the order of a step. By this order, the watchdog finds the rank that is furthest behind."""
+"""Names of the phases in the order of a step. The watchdog uses this order to find the rank that is furthest behind."""
 SITE_WAIT = "site_wait"
 """Name of the phase in which a rank waits for other sites. Only runs whose sites train apart have it."""
 EXCHANGE = "exchange in "

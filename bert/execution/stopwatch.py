@@ -102,11 +102,11 @@ class DeviceStopwatch(Stopwatch):
         self._event, self._capturing = event, capturing
         self._spans: dict[str, list[Span]] = {phase: [] for phase in _PHASES}
         self._inside_of: list[tuple[str, Span]] = []
-        """Names of enclosing phases, each with a span that lies inside the phase."""
+        """Pairs of an enclosing phase and a span that is nested in it."""
         self._open: list[str] = []
         # A capture may contain any phase, so there is one span per phase, which all captures share.
         self._captured: dict[str, Span] = {phase: (event(True), event(True)) for phase in _PHASES}
-        # Record the events once, because ``elapsed_time`` requires it. Until the first replay, they lie before all phases.
+        # Record the events now, because ``elapsed_time`` rejects unrecorded events. Until a replay, they precede all phases.
         for begin, end in self._captured.values():
             begin.record()
             end.record()
@@ -146,7 +146,7 @@ class DeviceStopwatch(Stopwatch):
             self._seconds[around] -= _seconds(span)
         for phase, captured in self._captured.items():
             for around, spans in self._spans.items():
-                # Events that the last span did not replay lie outside it.
+                # If the last span did not replay the captured events, they lie outside it and do not count.
                 if around != phase and spans and _lies_in(captured, spans[-1]):
                     seconds = len(spans) * _seconds(captured)
                     self._seconds[phase] += seconds

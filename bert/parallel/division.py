@@ -98,7 +98,7 @@ class WholeVectors:
         for name, part in self.parts(whole):
             if name in self._own:
                 split, own = None if self._tensor is None else self._tensor.splits[name], self._own[name]
-                # An undivided parameter is equal on all ranks of the group.
+                # An undivided parameter is equal on all ranks of the group, so take the first rank's copy.
                 part.copy_(shards_RP[0, own].view_as(part) if split is None else split.whole(shards_RP[:, own]))
         if self._pipeline is not None:
             for name, part in self.parts(whole):  # in the same order on all ranks, so that the broadcasts match

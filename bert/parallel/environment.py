@@ -21,7 +21,7 @@ SITE = "MLPERF_BERT_SITE"
 """Variable with the name of the site that this host belongs to."""
 
 _INTERACTIVE_STEP = "4294967290"
-"""Number of the step in which salloc runs the user's shell (SLURM_INTERACTIVE_STEP in slurm.h)."""
+"""Id of the Slurm step in which salloc runs the user's shell (SLURM_INTERACTIVE_STEP in slurm.h)."""
 
 
 @dataclass(frozen=True)
@@ -53,18 +53,18 @@ class Launch:
 
     @classmethod
     def _read(cls) -> "Launch":
-        # A single variable is enough, so that an incomplete environment raises an error instead of counting as no launcher.
+        # Either variable counts as torchrun's, so that a rank above 0 without WORLD_SIZE raises an error.
         if "RANK" in os.environ or "WORLD_SIZE" in os.environ:
             names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
         elif "OMPI_COMM_WORLD_RANK" in os.environ:
             names = tuple(f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))
         elif _is_slurm_task():
-            # In an interactive step, SLURM_NTASKS and SLURM_NNODES may be the job's numbers.
+            # Prefer the step's variables, because SLURM_NTASKS and SLURM_NNODES may describe the whole job.
             sizes = ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"), ("SLURM_STEP_NUM_NODES", "SLURM_NNODES")
             of_tasks, of_nodes = (step if step in os.environ else job for step, job in sizes)
             tasks, nodes = _environment(of_tasks, 1), _environment(of_nodes, 1)
             rank, local_rank = _environment("SLURM_PROCID", 0), _environment("SLURM_LOCALID", 0)
-            # If hosts have different numbers of tasks, the mean is not the size of any host.
+            # If the tasks do not divide evenly among the nodes, the local size is unknown.
             local_size = tasks // nodes if nodes > 0 and tasks % nodes == 0 else 0
             return cls(rank, tasks, local_rank, local_size, "SLURM_PROCID", of_tasks)
         else:
@@ -76,8 +76,8 @@ class Launch:
 
 
 def _is_slurm_task() -> bool:
-    """Tell whether srun started this process as a task. A process that the user started in a shell of srun is none."""
-    # A batch script also has a SLURM_PROCID, but is not a step.
+    """Tell whether srun started this process as a task. A process that the user started in a shell of srun is no task."""
+    # A batch script has a SLURM_PROCID too, but no step id.
     if "SLURM_STEP_ID" not in os.environ or "SLURM_PROCID" not in os.environ:
         return False
     if os.environ.get("MASTER_ADDR") or os.environ["SLURM_STEP_ID"] == _INTERACTIVE_STEP:
@@ -121,14 +121,14 @@ def lost_launcher() -> str:
 
 
 def host_of(rank: int, launch: Launch) -> str:
-    """Return text that names a rank's host, from Slurm's node list or by the node's number; "" if the host is unknown."""
+    """Return text that names a rank's host, from Slurm's node list or by the node's index; "" if the host is unknown."""
     if not launch.local_size:
         return ""
     node = rank // launch.local_size
     names = scontrol_show(
         "hostnames", os.environ.get("SLURM_STEP_NODELIST") or os.environ.get("SLURM_JOB_NODELIST", "")
     )
-    return f" on host {names[node]}" if node < len(names) else f" on node {node} from 0"
+    return f" on host {names[node]}" if node < len(names) else f" on the node with index {node}"
 
 
 def scontrol_show(entity: str, names: str) -> list[str]:
@@ -176,12 +176,14 @@ def site() -> str:
     """Return the site that this host's environment names, or "". Raises ``ValueError`` if it is not a short name."""
     name = os.environ.get(SITE, "")
     if name and not re.fullmatch(r"\w[\w.-]{0,31}", name, re.ASCII):
-        raise ValueError(f"{SITE} is {name[:64]!r}: expected up to 32 letters, digits, and characters of '_.-'")
+        raise ValueError(
+            f"{SITE} is {name[:64]!r}: set it to up to 32 letters, digits, and characters of '_.-', or unset it"
+        )
     return name
 
 
 def _environment(name: str, default: int) -> int:
     text = os.environ.get(name, str(default))
     if not re.fullmatch("-?[0-9]{1,9}", text):  # int() also accepts non-ASCII digits
-        raise ValueError(f"{name}={text!r} in the environment: expected a whole number")
+        raise ValueError(f"{name}={text!r} in the environment: set it to a whole number, or unset it")
     return int(text)

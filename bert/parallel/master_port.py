@@ -10,7 +10,7 @@ def master_port() -> int:
     """Return MASTER_PORT. Raises ``ValueError`` if it is not a valid port."""
     port = os.environ["MASTER_PORT"]
     if not (port.isdecimal() and port.isascii() and 0 < int(port) < 1 << 16):
-        raise ValueError(f"MASTER_PORT is {port!r}, expected a whole number from 1 to 65535")
+        raise ValueError(f"MASTER_PORT is {port!r}: set it to a whole number from 1 to 65535")
     return int(port)
 
 

@@ -66,7 +66,7 @@ class Mesh:
 
     @cached_property
     def own_site(self) -> "Mesh":
-        """This rank's position among the ranks of its site, whose nodes are the only ones. Ranks keep their numbers."""
+        """Mesh of this rank's site, without the nodes of other sites. Ranks keep their numbers."""
         if not self.sites:
             return self
         own = self.sites[self.rank]
@@ -162,7 +162,7 @@ class Mesh:
         return self.data_rank * self.tensor + self.tensor_rank if self.pipeline > 1 else self.rank
 
     def places(self) -> list[str]:
-        """Describe every rank's site, if there are several, and its place in the grid, if ranks share copies, by rank."""
+        """Describe each rank by its site, if there are several, and its place in the grid, if ranks share copies."""
         places = []
         for rank, (copy, stage, shard) in self.coordinates.items():
             parts = [f"site {self.sites[rank]}"] if self.sites else []
@@ -203,9 +203,9 @@ def join_mesh(
         nodes = group_by_host(identities, one_launcher=device == "cuda")
         hosts = tuple(identity.host for identity in identities)
         sites = tuple(identity.site for identity in identities)
-    per_host = len(nodes[0]) if nodes else 1  # group_by_host ensures that all hosts have the same number
+    per_host = len(nodes[0]) if nodes else 1  # group_by_host ensures that all hosts have equally many ranks
     parallel = parallel or ParallelConfig()
-    # No copy of the model may span two sites.
+    # Check each site by itself, because no copy of the model may span two sites.
     for ranks in Counter(sites).values():
         require_whole_copies(parallel, ranks // per_host, per_host)
     return Mesh(
@@ -231,7 +231,7 @@ def require_gpus(processes: int) -> None:
     if processes > torch.cuda.device_count():
         raise ValueError(
             f"{counted(processes, 'process')} on this host, but PyTorch sees {counted(torch.cuda.device_count(), 'GPU')}: "
-            "start at most one process a GPU"
+            "start at most one process per GPU"
         )
 
 
@@ -270,7 +270,7 @@ def require_whole_copies(parallel: ParallelConfig, hosts: int, per_host: int) ->
 
 
 def process_group(ranks: Sequence[int], *, in_network: bool = False, alone: bool = False) -> dist.ProcessGroup | None:
-    """Create a group of ranks in the given order. All members must call this together, and have equally many groups.
+    """Create a group of ranks in the given order. All members must call this together and have equally many groups already.
 
     A single rank gets None, or with ``alone`` a group of its own. With ``in_network``, NCCL may let switches add the vectors
     that the ranks send (CollNet, SHARP). Raises ``ValueError`` if this version of PyTorch cannot ask NCCL for this.
@@ -289,7 +289,7 @@ def process_group(ranks: Sequence[int], *, in_network: bool = False, alone: bool
 def level_groups(mesh: Mesh) -> None:
     """Give every rank equally many groups, so that ranks of different sites can create a group together.
 
-    All members must give a new group the same name, and PyTorch derives it from the group's ranks and from the number of
+    PyTorch derives a new group's name, which must be equal on all members, from the group's ranks and from the number of
     groups that a rank already has. All ranks must call this at the same time.
     """
     count = len(dist.distributed_c10d._world.pg_names)
@@ -301,7 +301,9 @@ def level_groups(mesh: Mesh) -> None:
 def _in_network_options() -> Any:
     options = dist.ProcessGroupNCCL.Options()
     if not hasattr(options.config, "collnet_enable"):
-        raise ValueError(f"training.sharp is on, but PyTorch {torch.__version__} cannot ask NCCL for it: turn it off")
+        raise ValueError(
+            f"training.sharp is on, but PyTorch {torch.__version__} cannot enable it: turn training.sharp off"
+        )
     setattr(options.config, "collnet_enable", 1)  # noqa: B010  absent from PyTorch's type stubs
     return options
 

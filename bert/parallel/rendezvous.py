@@ -56,15 +56,16 @@ def join_group(launch: Launch, device: torch.device, timeout: timedelta, arrival
                 f"{launch.world_size_variable}={launch.world_size}, but {name} is not set: export rank 0's address as "
                 "MASTER_ADDR and a free port there as MASTER_PORT"
             )
-    if launch.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":  # else torchrun's agent listens
+    # torchrun's agent, if there is one, already listens on the port.
+    if launch.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         require_free_port(master_port())
     allow_descriptors(launch)
     if os.environ["MASTER_ADDR"] in ("127.0.0.1", "localhost"):
-        # All ranks are on this host. By default gloo listens on the host name's address, where anybody can connect.
+        # All ranks are on this host, so use the loopback. By default, gloo listens on an address where anybody can connect.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     on_gpu = device.type == "cuda"
     if on_gpu and launch.local_size != launch.world_size:
-        # Between hosts, captured collectives on registered buffers can give wrong results (NVIDIA/nccl #2389).
+        # Do not register buffers: between hosts, captured collectives on them can give wrong results (NVIDIA/nccl #2389).
         os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
     rank, world_size = launch.rank, launch.world_size
     # Open the store here, because the ranks must agree on the attempt before init_process_group creates the group.
@@ -92,8 +93,8 @@ def _open_store(launch: Launch, timeout: timedelta) -> Store:
     # Wait here, because PyTorch's client would print stack traces until rank 0 answers.
     if launch.rank and not _in_time(answers, timeout.total_seconds()):
         raise ValueError(
-            f"rank 0 does not answer at {address}:{port} within {timeout.total_seconds():.0f} s: see whether it was started "
-            "there, and whether this host can reach it"
+            f"rank 0 does not answer at {address}:{port} within {timeout.total_seconds():.0f} s: check that it was started "
+            "there, and that this host can reach it"
         )
     # PyTorch's rendezvous would wait here for all ranks and would not say which ones are missing.
     return TCPStore(address, port, None, launch.rank == 0, timeout, wait_for_workers=False, multi_tenant=True)
@@ -154,7 +155,7 @@ def agree_on_attempt(store: Store, launch: Launch, seconds: float) -> str:
     missing = [f"{name}/{other}" for other in range(1, launch.world_size)]
 
     def heard() -> bool:
-        while missing and store.check([missing[-1]]):  # one key per request, until it exists
+        while missing and store.check([missing[-1]]):  # check one key at a time, so that requests are few
             missing.pop()
         return not missing
 
@@ -163,8 +164,8 @@ def agree_on_attempt(store: Store, launch: Launch, seconds: float) -> str:
         absent = [int(key.partition("/")[2]) for key in missing if not store.check([key])]
         ranks = ", ".join(f"rank {rank}{host_of(rank, launch)}" for rank in absent[:8])
         raise ValueError(
-            f"{len(absent)} of {launch.world_size} ranks have not come within {seconds:.0f} s ({ranks}"
-            f"{' and others' if len(absent) > 8 else ''}): see whether their processes were started and reach MASTER_ADDR"
+            f"{len(absent)} of {launch.world_size} ranks have not arrived within {seconds:.0f} s ({ranks}"
+            f"{' and others' if len(absent) > 8 else ''}): check that their processes were started and can reach MASTER_ADDR"
         )
     store.set(f"{name}/complete", "")
     return name
@@ -180,7 +181,7 @@ def _follow(store: Store, rank: int, seconds: float) -> str:
             return False
         name = store.get("attempt").decode()
         if store.check([f"{name}/complete"]):
-            # An attempt that was complete before this process replied is an earlier one: a new name will follow.
+            # An attempt that was complete before this process replied is an earlier one, so wait for a new name.
             return name in answered
         if name not in answered:
             store.set(f"{name}/{rank}", "")
@@ -189,7 +190,7 @@ def _follow(store: Store, rank: int, seconds: float) -> str:
 
     if not _in_time(complete, seconds):
         raise ValueError(
-            f"not all ranks have come within {seconds:.0f} s: if rank 0 was started, it names the missing ones"
+            f"not all ranks have arrived within {seconds:.0f} s: see rank 0's message for the missing ranks"
         )
     return name
 
@@ -260,14 +261,16 @@ def group_by_host(identities: Sequence[Identity], one_launcher: bool = True) -> 
         if len(ranks) < announced:
             raise ValueError(
                 f"host {host} runs {counted(len(ranks), 'rank')} ({_listed(ranks)}), but its launcher announces "
-                f"{announced} a host: give all containers on a host the name of the host"
+                f"{announced} per host: give all containers on a host the host's name"
             )
         found = f"host {host} runs ranks {_listed(ranks)} with local ranks {_listed(local_ranks)}"
         if one_launcher and len({*local_ranks}) < len(ranks):
-            raise ValueError(f"{found}: start one launcher a host")
+            raise ValueError(f"{found}: start one launcher per host")
         sites = list(dict.fromkeys(identities[rank].site for rank in ranks))
         if len(sites) > 1:
-            raise ValueError(f"host {host} states several sites ({', '.join(map(repr, sites))}): set one {SITE} a host")
+            raise ValueError(
+                f"host {host} states several sites ({', '.join(map(repr, sites))}): set one {SITE} per host"
+            )
         # A rail joins ranks at equal positions on their hosts, and groups list ranks in ascending order. So a position
         # equals the local rank only if local ranks ascend with ranks.
         if local_ranks != sorted(local_ranks):
@@ -275,11 +278,11 @@ def group_by_host(identities: Sequence[Identity], one_launcher: bool = True) -> 
     # A rail joins the ranks at one position of each host, so every host needs equally many ranks.
     if len({len(ranks) for ranks in hosts.values()}) > 1:
         counts = ", ".join(f"{host} {len(ranks)}" for (host, _), ranks in list(hosts.items())[:16])
-        raise ValueError(f"hosts with different numbers of ranks ({counts}): start the same number on every host")
+        raise ValueError(f"hosts have different numbers of ranks ({counts}): start equally many on every host")
     order = list(dict.fromkeys(identity.site for identity in identities))
     if "" in order and len(order) > 1:
         without = next(identity.host for identity in identities if not identity.site)
-        raise ValueError(f"host {without} states no site, but others do: set {SITE} on every host or on none")
+        raise ValueError(f"host {without} states no site, but other hosts do: set {SITE} on every host or on none")
     return tuple(sorted(map(tuple, hosts.values()), key=lambda ranks: order.index(identities[ranks[0]].site)))
 
 

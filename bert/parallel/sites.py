@@ -31,7 +31,7 @@ def encoded(change_K: Tensor, dtype: SiteDtype) -> Tensor:
         return change_K.to(torch.bfloat16 if dtype == "bf16" else torch.float32).view(torch.uint8)
     change_BK = change_K.view(-1, BLOCK)
     scale_B1 = change_BK.abs().amax(1, keepdim=True) / 127
-    # A block of zeros has the scale 0, and its quotients are not numbers.
+    # The quotients of a block of zeros are NaN, because its scale is 0. Encode them as zeros.
     code_BK = (change_BK / scale_B1).nan_to_num(0.0).round().to(torch.int8)
     return torch.cat([code_BK.view(-1).view(torch.uint8), scale_B1.view(-1).view(torch.uint8)])
 
@@ -63,7 +63,7 @@ class SiteExchange:
         """Rounding errors of the last changes sent, which the next changes make up for, by number of the owned piece."""
         share_of = {rank: len(ranks) / mesh.data_size for ranks in sites for rank in ranks}
         self._share = share_of[mesh.rank]
-        """Share of this site in the samples."""
+        """This site's share of the samples."""
         self._shares = {
             place: [share_of[rank] for rank in dist.get_process_group_ranks(group)]
             for place, group in self._between.owned.items()
@@ -104,7 +104,7 @@ class SiteExchange:
         changes = self._in_progress or self._steps > 0
         if self._in_progress:
             self._end()
-        if self._steps:  # taken since the weights were sent
+        if self._steps:  # steps that no exchange has included yet
             self._begin()
             self._end()
         return changes
@@ -114,14 +114,14 @@ class SiteExchange:
         mean_P = vector_P * self._share
         with self._stopwatch.time(SITE_WAIT):
             self._between.all_reduce_(mean_P, lambda piece, group: all_reduce_(piece, group=group))
-        # An all-reduce sends each sum once more.
+        # An all-reduce sends each fp32 element twice: to be summed, and as part of the sum.
         self._bytes_sent += 2 * 4 * self._elements // len(next(iter(self._shares.values())))
         return mean_P
 
     def momentum(self) -> Tensor:
         """Return the momentum of the shared weights, [P], and clear the residuals, which checkpoints do not store.
 
-        A run therefore goes on from a checkpoint exactly as if it had not been interrupted.
+        A run therefore continues from a checkpoint exactly as if it had not been interrupted.
         """
         for residual_K in self._residuals.values():
             residual_K.zero_()
@@ -163,7 +163,7 @@ class SiteExchange:
         for place, group in self._between.owned.items():
             piece, residual_K = self._slices[place], self._residuals[place]
             shared_K, momentum_K = self._shared_N[piece], self._momentum_N[piece]
-            # As in a gradient, a positive change makes a weight smaller.
+            # The sign is that of a gradient: a positive change makes the shared weight smaller.
             change_K = shared_K - self._sent_N[piece] + residual_K
             code_C = encoded(change_K, config.site_dtype)
             received = code_C.new_empty(len(self._shares[place]) * len(code_C))

@@ -42,7 +42,7 @@ from kernels.reference.fp8 import E4M3, E5M2, capability_reasons, largest_scaled
 DENSES = ("query_key_value", "attention_output", "intermediate", "output")
 """Dense layers of an encoder layer, in the order of their scales."""
 
-# Two rounds find a scale for every tensor (``calibration_`` says why). The others refine the scales of gradients.
+# Two rounds find a scale for every tensor (``calibration_`` says why). The other rounds refine the scales of gradients.
 _CALIBRATION_ROUNDS = 4
 
 
@@ -74,7 +74,7 @@ class Fp8Scales:
         """Raises ``ValueError`` if ``device`` is a GPU without FP8 support."""
         require_fp8(device)
         self.layers = layers
-        largest = [largest_scaled(dtype) for dtype in (E4M3, E4M3, E5M2)]  # of input, weight, gradient
+        largest = [largest_scaled(dtype) for dtype in (E4M3, E4M3, E5M2)]  # input, weight, gradient
         self.largest_S = torch.tensor(largest * len(DENSES) * layers, device=device)
         self.scale_S = torch.ones_like(self.largest_S)
         self.inverse_S = torch.ones_like(self.largest_S)
@@ -134,7 +134,7 @@ class Fp8Dense(Dense):
         def add(sum_NK: Tensor | None, overwrite: bool) -> Tensor:
             # Fast accumulation would cause an error of 1.4 to 2.8 % here, in addition to 2.1 to 4.3 % from rounding to FP8.
             inverses = self.gradient_scaling.inverse, self.input_scaling.inverse
-            written_NK = sum_NK if overwrite else None  # PyTorch's scaled product can add only a bias
+            written_NK = sum_NK if overwrite else None  # the scaled product can write, but not add
             product_NK = scaled_matmul(
                 gradient_NT, input_KT, *inverses, torch.float32, use_fast_accum=False, out_MN=written_NK
             )
@@ -165,7 +165,7 @@ class Fp8State:
 
     def update_(self) -> None:
         """Update the scales from the magnitudes so far, then cast the weights."""
-        # The casts must use the new scales.
+        # Update the scales first, because the casts must use the new scales.
         self.update_scales_()
         self.refresh_weights_()
 
@@ -301,7 +301,7 @@ def apply_passes(
 
 
 class _Fp8Function(torch.autograd.Function):
-    """Autograd function of ``Passes``, which quantizes the output's gradient and keeps inputs in one byte per element.
+    """Autograd function that applies ``Passes``, quantizes the output's gradient and saves one byte per input element.
 
     Parameters are arguments so that they get gradients. An FP8 weight is saved only so that autograd raises an error if the
     backward pass comes after ``update_``, which overwrites the weight and the scales.

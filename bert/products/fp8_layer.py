@@ -118,9 +118,9 @@ class _PassesNorm(torch.autograd.Function):
         scaling = (None, None) if output_scaling is None else (output_scaling.scale, output_scaling.amax)
         vectors = norm_weight_D, norm_bias_D, eps, dropout
         output_TD, statistics_2T, *casts = add_norm_cast_fp8(product_TD, bias_D, residual_TD, *vectors, *scaling)
-        # The gradient of an output that nothing reads is then None, not zeros of shape [T, D].
+        # With this setting, the gradient of an output that nothing reads is None, not zeros of shape [T, D].
         ctx.set_materialize_grads(False)
-        # FP8 is a floating point type, so autograd would consider the casts differentiable.
+        # FP8 is a floating point type, so autograd would otherwise consider the casts differentiable.
         ctx.mark_non_differentiable(*(cast for cast in casts if cast is not None))
         ctx.passes, ctx.dropout, ctx.dtype = passes, dropout, x_TD.dtype
         of_norm = product_TD, bias_D, residual_TD, norm_weight_D, statistics_2T
@@ -132,7 +132,7 @@ class _PassesNorm(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        saved = ctx.saved_tensors  # read once, as recomputation requires
+        saved = ctx.saved_tensors  # read only once, because recomputation allows no second read
         product_TD, bias_D, residual_TD, norm_weight_D, statistics_2T, input_DT, *kept, _ = saved
         # After the last fused layer, only the output for the residual is used, so the other one has no gradient.
         output_gradient_TD, *other = (gradient for gradient in gradients if gradient is not None)
@@ -143,17 +143,17 @@ class _PassesNorm(torch.autograd.Function):
             *upstream, *of_norm, ctx.dropout, scaling.scale, scaling.amax
         )
         input_gradient_TD, *others = ctx.passes.backward(gradient_TD, gradient_DT, input_DT, kept, ctx.dtype)
-        # The casts are inputs too, and have no gradient.
+        # The two casts, and the four inputs that are not tensors, have no gradient.
         return residual_gradient_TD, input_gradient_TD, *[None] * 6, *of_vectors, *others
 
 
-@torch.no_grad()  # as in the forward pass of an autograd function
+@torch.no_grad()  # autograd functions run their forward pass without gradients too
 def _makes_casts(
     name: str, qkv_T3HE: Tensor, cu_seqlens: Tensor, max_seqlen: int, dropout: Dropout | None, scaling: Scaling
 ) -> bool:
     """Return whether the implementation ``name`` of attention is also chosen for attention with casts, in both passes.
 
-    Whatever the result is, ``kernels.tuning.autotune`` sees the call, because it times attention with and without casts.
+    The call also shows attention with casts to ``kernels.tuning.autotune``, which times attention with and without casts.
     """
     forward = qkv_T3HE, cu_seqlens, max_seqlen, dropout, scaling.scale, scaling.amax
     attention_cast_fp8.show(*forward)
@@ -224,7 +224,7 @@ class FusedLayer(EncoderLayer):
         super().__init__(config, index, placement, products, recompute)
         self._feed_forward = FeedForward(self.intermediate, self.output)
         self._is_last = index + 1 == products.scales.layers
-        # The model's last layer, which follows the last fused layer, does not multiply in FP8.
+        # The last fused layer makes no casts, because the next layer, the model's last, does not multiply in FP8.
         reads_casts = recompute == "none" and not self._is_last
         self._output_scaling = products.scales.of_dense(index + 1, "query_key_value")[0] if reads_casts else None
 
@@ -232,7 +232,7 @@ class FusedLayer(EncoderLayer):
         self, hidden: Tensor | HiddenStates, cu_seqlens: Tensor, max_seqlen: int, dropout_state: Tensor | None
     ) -> Any:
         """Return the hidden states [T, D] of all tokens, with their casts except after the last fused layer."""
-        # An evaluation must not change the recorded magnitudes, from which training computes its scales.
+        # Evaluate as an ``EncoderLayer``, which records no magnitudes: training computes its scales from them.
         if not torch.is_grad_enabled():
             assert isinstance(hidden, Tensor)
             return super().compute(hidden, cu_seqlens, max_seqlen, dropout_state)
@@ -253,10 +253,10 @@ class FusedLayer(EncoderLayer):
         """Return the residual and the attention output, with casts of the output if attention makes them."""
         dense, x_TD, bias_N = self.query_key_value, hidden.input_TD, self.query_key_value.bias
         casts, heads = hidden.casts(dense), self.config.num_attention_heads
-        # The choice of an implementation depends on shape, dtype, device and whether a backward pass follows, not on values.
+        # An empty tensor suffices to choose an implementation: the choice does not depend on values.
         shape = len(x_TD), 3, heads, x_TD.shape[1] // heads
         stand_in = x_TD.new_empty(shape, dtype=compute_dtype(x_TD)).requires_grad_()
-        # ``decide`` shows this call to the autotuner. If attention makes the casts, the op itself is never called.
+        # ``decide`` shows this call to the autotuner, because the op itself is not called if attention makes the casts.
         chosen = varlen_self_attention.decide(stand_in, cu_seqlens, max_seqlen, dropout)
         scaling = self.attention_output.input_scaling
         # If attention makes no casts, the next product makes them in a separate pass.

@@ -144,7 +144,7 @@ class _AccumulatingProduct(torch.autograd.Function):
             return accumulate_weight_gradient(gradient_NK, output_gradient_TN, x_TK, overwrite)
 
         x_gradient_TK = output_gradient_TN @ weight_NK if ctx.needs_input_grad[0] else None
-        # The sum is over all tokens, so it needs the parameter's fp32, not 16 bits.
+        # The sum is over all tokens, so compute it in the dtype of the parameter (fp32), not in 16 bits.
         bias_gradient_N = None if ctx.bias_dtype is None else output_gradient_TN.sum(0, dtype=ctx.bias_dtype)
         return x_gradient_TK, ctx.gradients.add(ctx.parameter, add), bias_gradient_N, None, None
 

@@ -25,7 +25,7 @@ def ranks_on_hosts(
 ) -> Ranks:
     """Start the ranks of a run, ``a_host`` ranks on each host.
 
-    The rank ``pinned`` may use one core, and a probe's measurements get a quarter of it.
+    The rank ``pinned`` may use only one core, and competing processes leave a quarter of it to a probe's measurements.
     """
     port, count, ranks = free_port(), len(namespaces) * a_host, []
     for rank in range(count):
@@ -54,7 +54,7 @@ def on_host(namespace: str, host: str, core: str, module: str, *arguments: str) 
 
 
 def compete_while_measured() -> None:
-    """Run competing processes while the probe measures devices and links, and stop them before it goes on."""
+    """Run competing processes during the probe's ``measure_rates``, and kill them before ``measure_contention``."""
     from cluster.probe import command
 
     busy = [sys.executable, "-c", f"import os\nwhile os.getppid() == {os.getpid()}:\n    pass"]

@@ -90,7 +90,7 @@ def records(results: Path, event: str) -> list[dict[str, Any]]:
 
 
 def assert_aborted(results: Path, message: str = "") -> None:
-    """Check that a log ends with the status aborted and says that the fault of an error message ended the run."""
+    """Check that a log ends with the status aborted and, if ``message`` is given, that it quotes this error message."""
     lines = result_of(results).read_text().splitlines()
     assert '"status": "aborted"' in [line for line in lines if line.startswith(":::MLLOG")][-1]
     assert not message or f"# ended by a fault: {message.removeprefix('error: ')}" in lines
@@ -99,7 +99,7 @@ def assert_aborted(results: Path, message: str = "") -> None:
 def compare_steps(
     expected: Sequence[dict[str, Any]], found: Sequence[dict[str, Any]], rel: float = 2e-5, abs: float = 2e-6
 ) -> None:
-    """Check that the records of the same steps agree, by default up to rounding."""
+    """Check that the step records of two runs agree, by default up to rounding."""
     for one, other in zip(expected, found, strict=True):
         for name in ("step", "masked_lm_loss", "next_sentence_loss", "gradient_norm", "learning_rate"):
             assert other[name] == pytest.approx(one[name], rel=rel, abs=abs), (one["step"], name)

@@ -65,7 +65,9 @@ def alone(shape: str) -> str:
 def global_batches(mesh: Mesh, accumulation: int, padded: bool, count: int) -> list[list[Batch]]:
     """Make this rank's micro-batches of each step, unpadded or padded to shape buckets."""
     samples = synthetic_samples(np.random.default_rng(5).integers(4, 31, 160), MODEL.vocab_size, seed=5)
-    samples.masked_lm_ids[:] = samples.masked_lm_positions % 3 * 12 + 20  # so that there is something to learn
+    samples.masked_lm_ids[:] = (
+        samples.masked_lm_positions % 3 * 12 + 20
+    )  # predictable labels, so that there is something to learn
     sampler = BatchSampler(samples.lengths, samples.masked_counts, 8, mesh.data_size, accumulation, 2)
 
     def batch(micro: MicroBatch) -> Batch:
@@ -120,7 +122,7 @@ def train(joined: Mesh, shape: str) -> dict[str, Any]:
         "ranks": mesh.world_size,
         "dropped": _losses_with_dropout(step, mesh, batches[0]) if shape in (alone(DROPPING), DROPPING) else [],
     }
-    assert on_all(same_as_rank_0(list(last.values()))), "all ranks bring the same together, to the last bit"
+    assert on_all(same_as_rank_0(list(last.values()))), "the gathered state differs between ranks"
     for name, weight in step.gather_whole_model().state_dict().items():
         assert torch.equal(weight.float(), last[f"weight {name}"].float()), name
     assert skips(step, mesh)
@@ -180,7 +182,7 @@ def bytes_held(step: TrainingStep) -> int:
 
 
 def skips(step: TrainingStep, mesh: Mesh) -> bool:
-    """Return whether all ranks skip a step if one rank has a NaN gradient, and all take the next step."""
+    """Return whether all ranks skip a step if one rank has a NaN gradient, and take the next step."""
 
     def own() -> torch.Tensor:
         step.gather_weights()
@@ -191,7 +193,7 @@ def skips(step: TrainingStep, mesh: Mesh) -> bool:
     for value in (torch.nan, 1e-3):
         with nullcontext() if step.reduction is None else step.reduction.overlapped():
             for parameter in step.flat.places:
-                if parameter.grad is None:  # with sharded gradients, only a backward pass allocates it
+                if parameter.grad is None:  # with sharded gradients, only a backward pass allocates gradients
                     parameter.grad = torch.empty_like(parameter)
                 parameter.grad.fill_(1e-3)
             if mesh.rank == mesh.world_size - 1:

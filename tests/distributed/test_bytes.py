@@ -1,4 +1,4 @@
-"""Compare the bytes that a rank sends in a step with formulas. docs/scaling.md shows those of the reductions.
+"""Compare the bytes that a rank sends in a step with formulas. docs/scaling.md has the formulas of the reductions.
 
 Each rank is in its own network namespace, whose interface counts all bytes that the rank sends. The ranks are told that
 RANKS_OF_A_NODE of them share a node. A shape is TENSOR,PIPELINE,REDUCTION,REDUCE_DTYPE,RANKS_OF_A_NODE,ACCUMULATION.
@@ -66,7 +66,7 @@ def in_shape(joined: Mesh, shape: str) -> list[Any]:
     samples = synthetic_samples(np.full(49, 32), MODEL.vocab_size)
     batch = batch_of(samples, MicroBatch(np.arange(49), 49, len(samples.masked_lm_ids)), BUCKET)
     sent = []
-    for _ in range(1 + STEPS):  # exclude the first step, which opens connections
+    for _ in range(1 + STEPS):  # the first step, which opens connections, is excluded below
         dist.barrier()
         before = sent_bytes()
         step([batch] * int(accumulation))
@@ -133,7 +133,7 @@ def reduced(reduction: str, dtype: str, size: float, ranks: int, node: int) -> f
 def exchanged(tensor: int, layers: int, has_ends: tuple[bool, bool]) -> float:
     """Return the bytes that a rank sends to its tensor group in a micro-batch, forward and backward.
 
-    ``rows`` counts the rows of activations in all all-gathers. As many rows are in reduce-scatters.
+    ``rows`` counts the rows of activations in all all-gathers. Reduce-scatters send equally many rows.
     """
     first, last = has_ends
     heads = BUCKET.sequences + BUCKET.masked
@@ -143,7 +143,7 @@ def exchanged(tensor: int, layers: int, has_ends: tuple[bool, bool]) -> float:
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_ranks_send_what_the_formulas_say(found: dict[str, list[dict[str, Any]]], shape: str) -> None:
+def test_bytes_sent_in_a_step_match_the_formulas(found: dict[str, list[dict[str, Any]]], shape: str) -> None:
     tensor, pipeline, reduction, dtype, node, accumulation = shape.split(",")
     shared, stages, micro_batches = int(tensor), int(pipeline), int(accumulation)
     copies = RANKS // (shared * stages)

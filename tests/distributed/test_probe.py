@@ -47,7 +47,7 @@ def check_whole(view: View) -> None:
 @needs_hosts
 @pytest.mark.measured
 @pytest.mark.skipif(len(CORES) < 2, reason="on one core every rank shares it with what is busy")
-def test_a_slow_link_and_a_rank_with_a_quarter_of_a_core_are_named_and_nothing_else(tmp_path: Path) -> None:
+def test_the_probe_reports_only_the_slow_link_and_the_slow_rank(tmp_path: Path) -> None:
     out = tmp_path / "cluster.json"
     with bridged_hosts(HOSTS, RATE) as names:
         tc(names[2], "qdisc", "replace", "root", "tbf", "rate", THIRD, "burst", "256kb", "latency", "50ms")
@@ -64,7 +64,7 @@ def test_a_slow_link_and_a_rank_with_a_quarter_of_a_core_are_named_and_nothing_e
 
 @needs_hosts
 @pytest.mark.measured
-def test_two_rooms_are_two_sites(tmp_path: Path) -> None:
+def test_hosts_with_slow_links_between_them_are_divided_into_two_sites(tmp_path: Path) -> None:
     out = tmp_path / "cluster.json"
     with bridged_hosts(HOSTS) as names:
         for host, name in enumerate(names):

@@ -38,7 +38,7 @@ SHAPES = {
 def found() -> dict[str, dict[str, Any]]:
     """Train in every shape, and return the results of rank 0 by shape."""
     for name in ("torch._dynamo", "bert.pipeline_step"):
-        import_module(name)  # forks that recompute or have stages need not import it again, which takes a second
+        import_module(name)  # import them before forking, because each import takes a second
     one = sorted({alone(shape) for shapes in SHAPES.values() for shape in shapes})
     results: dict[str, dict[str, Any]] = {}
     for ranks, shapes in ({1: one} | SHAPES).items():
@@ -47,12 +47,12 @@ def found() -> dict[str, dict[str, Any]]:
 
 
 @pytest.mark.parametrize("shape", [shape for shapes in SHAPES.values() for shape in shapes if shape not in FP8])
-def test_every_shape_trains_as_one_rank(found: dict[str, dict[str, Any]], shape: str) -> None:
+def test_every_shape_trains_like_one_rank(found: dict[str, dict[str, Any]], shape: str) -> None:
     require_same_training(shape, found[alone(shape)], found[shape])
 
 
-def test_dropout_is_as_random_as_on_one_rank(found: dict[str, dict[str, Any]]) -> None:
-    """Losses of a batch over many dropout draws have the same mean and a similar deviation, and all differ."""
+def test_losses_with_dropout_vary_as_on_one_rank(found: dict[str, dict[str, Any]]) -> None:
+    """Over many dropout draws, the losses of a batch have the mean and about the deviation of one rank, and all differ."""
     one, other = (torch.tensor(found[shape]["dropped"]) for shape in (alone(DROPPING), DROPPING))
     error = ((one.var() + other.var()) / len(other)).sqrt()
     assert abs(other.mean() - one.mean()) < 3 * error
@@ -61,7 +61,7 @@ def test_dropout_is_as_random_as_on_one_rank(found: dict[str, dict[str, Any]]) -
 
 
 @pytest.mark.parametrize("shape", FP8)
-def test_fp8_has_the_scales_of_whole_tensors(found: dict[str, dict[str, Any]], shape: str) -> None:
+def test_fp8_scales_and_losses_match_one_rank(found: dict[str, dict[str, Any]], shape: str) -> None:
     one, other = found[alone(shape)], found[shape]
     assert torch.equal(other["scales"], one["scales"])
     assert len(set(one["scales"].tolist())) > 3

@@ -44,8 +44,8 @@ def run_at(sites: tuple[str, ...], run: SmallRun, results: Path, **changes: obje
 
 
 @pytest.mark.slow
-def test_a_run_is_repeated_and_resumed_bit_for_bit(small_run: SmallRun, tmp_path: Path) -> None:
-    """A checkpoint in the middle of a period gives all sites equal states, from which a resumed run goes on."""
+def test_repeating_and_resuming_a_run_are_bit_identical(small_run: SmallRun, tmp_path: Path) -> None:
+    """A checkpoint in the middle of a period gives all sites equal states, from which a run can resume."""
     sites = ("far", "near", "near", "near")
     keep = {"checkpoint__every_steps": 6, "checkpoint__keep": 9, "model__hidden_dropout": 0.1}
     for name in ("one", "other"):
@@ -62,7 +62,7 @@ def test_a_run_is_repeated_and_resumed_bit_for_bit(small_run: SmallRun, tmp_path
         file = f"kept/step_00000018/{name}.safetensors"
         assert len({(tmp_path / run / file).read_bytes() for run in steps}) == 1, name
         assert any(tensor.any() for tensor in load_file(tmp_path / "one" / file).values()), name
-    # A run without sites leaves their momentum out, and sites that come back begin without one.
+    # A run without sites saves no site momentum, so a later run with sites begins without it.
     again |= keep | {"checkpoint__folder": tmp_path / "alone/kept", "training__site_steps": 1}
     assert len(train(small_run, tmp_path / "alone", 1, **settings(**again))) == 14
     again |= {"resume": tmp_path / "alone/kept", "checkpoint__folder": None, "training__site_steps": 4}
@@ -70,7 +70,7 @@ def test_a_run_is_repeated_and_resumed_bit_for_bit(small_run: SmallRun, tmp_path
     assert [record["step"] for record in records(tmp_path / "back", "step")] == [19, 20]
 
 
-def test_metrics_count_what_crosses_between_sites(small_run: SmallRun, tmp_path: Path) -> None:
+def test_metrics_record_the_bytes_sent_between_sites(small_run: SmallRun, tmp_path: Path) -> None:
     run_at(("a", "b"), small_run, tmp_path)
     steps = records(tmp_path, "step")
     assert [step["step"] for step in steps if step["site_bytes"]] == [4, 8, 12, 16, 20]
@@ -80,7 +80,9 @@ def test_metrics_count_what_crosses_between_sites(small_run: SmallRun, tmp_path:
         assert 1.01 * parameters < step["site_bytes"] / 2 < 1.05 * parameters
 
 
-def test_the_closed_division_and_uneven_periods_are_refused(small_run: SmallRun, tmp_path: Path) -> None:
+def test_site_steps_must_divide_evaluation_intervals_and_need_the_open_division(
+    small_run: SmallRun, tmp_path: Path
+) -> None:
     with pytest.raises(
         ValueError, match=r"site_steps is 3, which does not divide the 8 steps .* set it to 2, .* multiple of 48"
     ):

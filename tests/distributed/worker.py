@@ -52,7 +52,10 @@ def end_groups() -> None:
         dist.destroy_process_group(group)
     gc.collect()
     backend, store = groups[world]
-    groups[world] = backend, PrefixStore("next", store)  # a new group may have an old group's name
+    groups[world] = (
+        backend,
+        PrefixStore("next", store),
+    )  # a new group may have an old group's name, so hide the old keys
 
 
 def on_all(condition: bool) -> bool:

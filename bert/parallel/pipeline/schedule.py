@@ -37,7 +37,7 @@ class PipelineSchedule:
         self.mean_loss = mean_loss
         self.batches: Sequence[Batch] = ()
         self.dropout_states: Sequence[Tensor | None] = ()
-        """Dropout state of each micro-batch: as on one rank, although stages run the micro-batches in another order."""
+        """Dropout state of each micro-batch. It is as on one rank, although stages run them in another order."""
         self.rows = 0
         """Number of rows W of the tensors that stages send: the largest number in any micro-batch so far, rounded up."""
         self._stopwatch = stopwatch

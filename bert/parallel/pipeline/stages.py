@@ -59,7 +59,7 @@ def stages_of(config: ModelConfig, count: int) -> list[Stage]:
 
 
 def layer_costs(config: ModelConfig) -> list[float]:
-    """Return, for each layer, the multiply-adds per token with its weights; the last layer includes the heads.
+    """Return each layer's multiply-adds per token in products with weights; the last layer includes the heads.
 
     Attention adds the same cost to every layer and is omitted. The last layer computes keys and values for all tokens, and
     everything else only for the rows that the heads read. The embeddings multiply nothing.
@@ -72,7 +72,7 @@ def layer_costs(config: ModelConfig) -> list[float]:
 
 
 def divided(costs: list[float], count: int) -> list[range]:
-    """Divide costs into ``count`` consecutive ranges that minimise the highest sum, then the sum of squares."""
+    """Divide costs into ``count`` consecutive ranges that minimise the highest sum, and on a tie the sum of squares."""
 
     @cache
     def best(start: int, ranges: int) -> tuple[float, float, tuple[int, ...]]:
@@ -84,7 +84,7 @@ def divided(costs: list[float], count: int) -> list[range]:
             cost = sum(costs[start:stop])
             highest, squares, stops = best(stop, ranges - 1)
             choices.append((max(cost, highest), squares + cost**2, (stop, *stops)))
-        return min(choices)  # on a tie, take the earliest boundaries, so that all ranks divide alike
+        return min(choices)  # if both sums tie, take the earliest boundaries, so that all ranks divide alike
 
     stops = best(0, count)[2]
     return [range(start, stop) for start, stop in zip((0, *stops), stops, strict=False)]
@@ -126,7 +126,7 @@ class PipelineModel(BertForPreTraining):
             name: next(stage.index for stage in stages if stage.owns(name)) % self.size
             for name in parameter_shapes(config)
         }
-        """Rank of the group that updates each parameter."""
+        """Rank in the pipeline group that updates each parameter, by the parameter's name."""
         table = WordTable(word_VD) if own[-1].is_last else None
         self._gradient = None if table is None else table.word.grad
         super().__init__(
@@ -150,7 +150,7 @@ class PipelineModel(BertForPreTraining):
         for layer in stage.layers[:-1] if stage.is_last else stage.layers:
             hidden_WD = self.layers[layer](hidden_WD, batch.cu_seqlens, batch.max_seqlen, dropout_state)
         if not stage.is_last:
-            # The next stage's buffer has this dtype, and the last norm may return another.
+            # Convert to the dtype of the next stage's buffer, because the last norm may return another dtype.
             return hidden_WD.to(self.hidden_dtype())
         return self.losses(*self.last_layer(hidden_WD, batch, dropout_state), batch)
 

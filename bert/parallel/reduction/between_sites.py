@@ -15,7 +15,7 @@ class BetweenSites:
     """
 
     def __init__(self, sites: Sequence[tuple[int, ...]], mesh: Mesh) -> None:
-        """``sites`` are the ranks of each site. All ranks of the run must call this at the same time."""
+        """``sites`` lists the ranks of each site. All ranks of the run must call this at the same time."""
         level_groups(mesh)
         self._own = next(ranks for ranks in sites if mesh.rank in ranks)
         self._inside = process_group(self._own, alone=True)
@@ -24,7 +24,7 @@ class BetweenSites:
         """Group with which this rank exchanges each piece that it owns, by the piece's number."""
         for place in range(self.pieces):
             members = sorted(ranks[place % len(ranks)] for ranks in sites)
-            # A rank without this piece creates a group too, so that all ranks have equally many.
+            # A rank without this piece creates a group of itself, so that all ranks have created equally many groups.
             group = process_group(members if mesh.rank in members else [mesh.rank], alone=True)
             if group is not None and mesh.rank in members:
                 self.owned[place] = group

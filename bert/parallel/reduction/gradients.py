@@ -91,7 +91,7 @@ class Sums:
 
 
 def add_contributions(contributions_RW: Tensor, out_W: Tensor) -> None:
-    """Add the bf16 contributions of all ranks in fp32, in an order that depends on their number, not on their arrival."""
+    """Add the bf16 contributions of all ranks in fp32, in an order that depends on the number of ranks, not on timing."""
     torch.sum(contributions_RW, 0, dtype=torch.float32, out=out_W)
 
 
@@ -109,7 +109,7 @@ class Communicators:
     shards: int
     """Number of shards into which every bucket must divide."""
     between: BetweenSites | None = None
-    """Exchange along the rail between sites, if one of them has several hosts."""
+    """Exchange along the rail between sites; None unless a site has several hosts."""
     everyone: dist.ProcessGroup | None = None
     """All ranks that reduce gradients together, in all data groups; None stands for all ranks of the run."""
 
@@ -166,7 +166,7 @@ class CommunicationStream:
     def join(self) -> None:
         """Order all later computation behind all submitted work. Raises the work's exceptions."""
         if self._stream:
-            # In a capture this also joins the fork that ``run`` made: CUDA reports an error if a capture ends with a fork.
+            # In a capture, this also joins the fork that ``run`` made. Without the join, CUDA reports an error.
             torch.cuda.current_stream().wait_stream(self._stream)
         pending, self._pending = self._pending, []
         for work in pending:
@@ -206,11 +206,11 @@ class Reduction:
         self.strategy = strategy
         self.communicators = communicators
         self._gradients_N = flat.gradients_N
-        # A vector that is divisible by the ranks of all nodes is also divisible by the ranks of one node.
+        # Buckets divide among the ranks of all nodes, and therefore also among the ranks of one node.
         self.buckets = bucket_slices(len(flat.weights_N), communicators.shards, bucket_bytes)
         self.stream = CommunicationStream(flat.weights_N.device)
         sends_bf16 = reduce_dtype == "bf16" and communicators.data is not None
-        # The last bucket holds the remainder and may be shorter.
+        # Take the maximum, because the last bucket holds the remainder and may be shorter.
         longest = max(bucket.stop - bucket.start for bucket in self.buckets)
         self._sums = Sums(longest if sends_bf16 else 0, flat.weights_N.device)
         self._armed = False
@@ -231,7 +231,7 @@ class Reduction:
 
     @contextmanager
     def overlapped(self, last: bool = True) -> Iterator[None]:
-        """Start buckets during the backward pass in the ``with`` block, which must contain exactly one.
+        """Start buckets during the backward pass in the ``with`` block, which must contain exactly one pass.
 
         Nothing starts unless this is the ``last`` backward pass of the step, which completes the gradients.
         """
@@ -345,7 +345,7 @@ def choose(config: TrainingConfig, flat: FlatParameters, communicators: Communic
         times = torch.zeros(len(strategies), dtype=torch.float64, device=device)
         # Rounds alternate between strategies, so that a disturbance on the machine slows all of them.
         for place, reduction in enumerate(reductions):
-            barrier(communicators.data)  # late ranks must not count as slow sums
+            barrier(communicators.data)  # so that late ranks do not count as slow sums
             begin = time.perf_counter()
             reduction.finish()
             # On a GPU, ``finish`` makes only the stream wait for the sums, not the host.
@@ -359,7 +359,7 @@ def choose(config: TrainingConfig, flat: FlatParameters, communicators: Communic
         if spent > _ENOUGH_S:  # equal on all ranks
             break
     for reduction in reductions:
-        # If it stayed open, its hooks on the parameters would run in every backward pass.
+        # The hooks of an open reduction would run in every backward pass.
         reduction.close()
     shown = ", ".join(f"{each} {1000 * seconds:.1f} ms" for each, seconds in zip(strategies, best, strict=True))
     return strategies[best.index(min(best))], shown

@@ -66,7 +66,7 @@ class ShardedReduction(Reduction):
         self._until_free = [lambda: None] * BUFFERS
         with super().overlapped():
             yield
-        # Hooks do not start a bucket if one of its parameters got no gradient.
+        # Start the remaining buckets: hooks do not start a bucket if one of its parameters got no gradient.
         self._start(len(self.buckets))
         self._started = 0
         if not last:
@@ -101,7 +101,7 @@ class ShardedReduction(Reduction):
             gradients_B[max(0, start) : min(size, stop)] = parameter.grad.reshape(-1)[
                 max(0, -start) : min(size, stop) - start
             ]
-            if start >= 0:  # this was the last part, because buckets go from the vector's end to its start
+            if start >= 0:  # the parameter's last part, because buckets go from the vector's end to its start
                 parameter.grad = None
         return gradients_B
 

@@ -76,8 +76,8 @@ class ShardedLamb:
         """Whether this rank counts replicated parameters in norms. Only one rank of a tensor group does."""
         segments_K = torch.tensor([segment for segment in segments if adapted[segment]], dtype=torch.int64)
         counted_K = self._counts | ~torch.tensor(everywhere)[segments_K]
-        # These tensors are on the device, so that a step does not wait for the host. A product with the second tensor adds
-        # the spans of each segment, in a fixed order.
+        # These tensors are on the device, so that a step does not wait for the host. A product with ``_counted_KG``
+        # adds the spans of each segment, in a fixed order.
         self._segments_K = segments_K.to(device)
         self._counted_KG = (F.one_hot(segments_K, len(sizes)) * counted_K[:, None]).double().to(device)
 
@@ -111,8 +111,8 @@ class ShardedLamb:
         rate = learning_rate(config, self.steps).float()
         squares_2K = squares_2G[:, self._segments_K]
         lamb_apply(weight_W, self._state, self._spans, squares_2K, norm=norm, learning_rate=rate)
-        self.steps += norm < torch.inf  # neither infinite nor NaN: the step was taken
-        # Other ranks' parts keep the last step's values until weights are gathered.
+        self.steps += norm < torch.inf  # an infinite or NaN norm means that the step was skipped
+        # Other ranks' shards of the weights keep the last step's values until weights are gathered.
         self._spread(weight_W, flat.weights_N)
         # Clear all gradients, because the reduction leaves arbitrary values outside this rank's shard.
         self._gradients.zero_()
@@ -125,7 +125,7 @@ class ShardedLamb:
 
     @property
     def _gradients(self) -> Tensor:
-        # The next step's gradients are added to this tensor.
+        # The next step's gradients are added to this tensor, so ``step`` clears it.
         return self.flat.gradients_N if self._reduction.own_sums is None else self._gradient_W
 
     @torch.no_grad()
@@ -228,8 +228,8 @@ class WeightGather:
         parts = [model.embeddings, *model.layers[:-1]]
         for part in parts:
             stop = max((flat.places[parameter].stop for parameter in part.parameters()), default=0)
-            # Buckets arrive in the vector's order, so a part needs all buckets up to its last weight. A part of another
-            # stage has no parameters.
+            # Buckets arrive in the vector's order, so a part needs all buckets up to its last weight. ``default`` is
+            # for the parts of other stages, which have no parameters.
             needed = sum(bucket.start < stop for bucket in self.buckets)
             part.register_forward_pre_hook(lambda *_, needed=needed: self.wait(needed))
         parts[-1].register_forward_hook(lambda *_: self.finish())

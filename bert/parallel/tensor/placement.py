@@ -45,7 +45,7 @@ class Exchange:
         own = rows.new_empty((len(rows) // self.size, *rows.shape[1:]))
         with self._stopwatch.exchanging():
             if rows.device.type == "cpu":
-                # Gloo implements a reduce-scatter as an all-reduce, which waits for other ranks several times as often. All
+                # Gloo implements a reduce-scatter as an all-reduce, which waits several times for other ranks. All
                 # ranks of the group are on one host, so each rank's part can be sent to it directly at no extra cost.
                 received = torch.empty_like(rows, memory_format=torch.contiguous_format)
                 dist.all_to_all_single(received, rows.contiguous(), group=self._group)
@@ -121,7 +121,7 @@ class SharedPlacement(Placement):
         count_correct: bool,
     ) -> tuple[Tensor, Tensor | None]:
         """Return ``kernels.masked_lm_loss`` on all ranks; each rank computes the logits of its own words."""
-        hidden_MD = self.all_rows(hidden_MD)[: len(labels_M)]  # without the padding rows
+        hidden_MD = self.all_rows(hidden_MD)[: len(labels_M)]  # drop the padding rows
         start = len(word_VD) * self._exchange.rank
         known = min(max(0, self._vocab_size - start), len(word_VD))
         if known < len(word_VD):  # rows past the vocabulary must not have the largest logit
@@ -145,7 +145,7 @@ class SharedPlacement(Placement):
 def _lengthened(rows: Tensor, length: int, empty: int = 0) -> Tensor:
     if len(rows) == length:
         return rows
-    # F.pad takes dimensions from the last to the first, and rows are the first.
+    # F.pad takes dimensions from the last to the first, so the padding of the rows comes last.
     return F.pad(rows, (0, 0) * (rows.ndim - 1) + (0, length - len(rows)), value=empty)
 
 
@@ -206,7 +206,7 @@ class _ShardLoss(torch.autograd.Function):
     def backward(ctx: Any, loss_gradient: Tensor, _: Tensor) -> tuple[Tensor, None, None, None]:
         logits_MV, labels_M, log_sum_M = ctx.saved_tensors
         # The gradient is the softmax, minus one at the label.
-        gradient_MV = (logits_MV - log_sum_M[:, None]).exp_()  # promoted to the wider dtype
+        gradient_MV = (logits_MV - log_sum_M[:, None]).exp_()  # not 16 bits, because ``log_sum_M`` is at least fp32
         here_M, columns_M1 = _places(labels_M, ctx.start, logits_MV.shape[1])
         gradient_MV.scatter_add_(1, columns_M1, -here_M[:, None].to(gradient_MV.dtype))
         gradient_MV *= (loss_gradient * (labels_M >= 0))[:, None]

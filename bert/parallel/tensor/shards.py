@@ -88,11 +88,11 @@ class TensorParallel:
         return whole if split is None else split.shard(whole, self.rank)
 
     def on_all_ranks(self, flat: FlatParameters) -> list[bool]:
-        """Tell for each segment whether it is replicated, so that every rank has all of it."""
+        """Tell for each segment whether every rank has all of it, because its parameter is replicated."""
         named = zip(flat.names, flat.places.values(), strict=True)
         starts = {place.start for name, place in named if self.splits[name] is None}
         ends = torch.tensor(flat.segments.sizes).cumsum(0).tolist()
-        return [start in starts for start in [0, *ends[:-1]]]  # ``starts`` has only replicated parameters
+        return [start in starts for start in [0, *ends[:-1]]]  # ``starts`` omits divided parameters
 
 
 def tensor_parallel(config: ModelConfig, mesh: Mesh, stopwatch: Stopwatch) -> TensorParallel | None:

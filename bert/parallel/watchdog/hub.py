@@ -88,7 +88,7 @@ class Hub:
             finally:
                 self._strangers.pop(writer, None)
             member, host = self._known(greeting)
-            # A rank that has reported does not greet again, so this is a stranger that has overheard the greeting.
+            # Ignore greetings for a rank that has reported: they come from strangers who have overheard the first greeting.
             if member is not None and not member.beating:
                 await self._hear(member, host, reader, writer)
         writer.transport.abort()

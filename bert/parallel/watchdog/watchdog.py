@@ -45,7 +45,7 @@ class Watchdog:
         self._tracker: PhaseTracker | None = None
         self._mesh = mesh
         self._seconds = seconds
-        # The hub can read only a few hundred messages per second from all ranks together.
+        # The hub can read only a few hundred messages per second, so many ranks must report less often.
         self._beat_s = min(seconds / 10, max(1.0, mesh.world_size / 500))
         self._closing = threading.Event()
         self._decided = threading.Event()
@@ -159,7 +159,7 @@ class Watchdog:
 
     def _receive(self, timeout_s: float) -> bytes | None:
         """Return the hub's bytes, None if there are none yet, or b"" if the connection was closed."""
-        # The socket's own timeout also applies to sending, and a short one would cut off half a line.
+        # Poll, because the socket's own timeout also applies to sending, and a short timeout could cut off half a line.
         if not self._readable.poll(1000 * timeout_s):
             return None
         try:
@@ -205,7 +205,7 @@ class Watchdog:
         os._exit(verdict.status)
 
     def _send(self, message: dict[str, object]) -> None:
-        with self._sending, contextlib.suppress(OSError):  # the receiving code notices a lost connection
+        with self._sending, contextlib.suppress(OSError):  # ``_receive`` notices a lost connection
             self._connection.sendall(encoded(message))
 
 

@@ -57,7 +57,7 @@ def disturb_meeting(said: Path) -> None:
         complaint = str(error)
     if "could not meet" in complaint:  # PyTorch's store closes all connections after some messages
         store.cache_clear()
-    assert "could not meet" in complaint or "not all ranks have come" in complaint
+    assert "could not meet" in complaint or "not all ranks have arrived" in complaint
 
 
 def judge_lines(said: Path) -> None:

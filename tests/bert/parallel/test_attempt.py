@@ -34,17 +34,17 @@ def test_each_attempt_has_one_name_of_its_own_once_all_are_there(monkeypatch: py
     monkeypatch.setattr(rendezvous, "_LONGEST_PAUSE_S", 0.02)
     store, names = HashStore(), set[str]()
     first, rank_0 = agree(store, [2, 0], 4, seconds=0.5)
-    with pytest.raises(ValueError, match=r"^2 of 4 ranks have not come within 0 s \(rank 1, rank 3\): see whether"):
+    with pytest.raises(ValueError, match=r"^2 of 4 ranks have not arrived within 0 s \(rank 1, rank 3\): check that"):
         rank_0.result(PATIENCE_S)
-    with pytest.raises(ValueError, match=r"^not all ranks have come within 0 s: if rank 0 was started, it names the"):
+    with pytest.raises(ValueError, match=r"^not all ranks have arrived within 0 s: see rank 0's message for the"):
         first.result(PATIENCE_S)
     for order in ([0, 1, 2], [2, 1, 0], [1, 0, 2]):
         [name] = {process.result(PATIENCE_S) for process in agree(store, order, 3)}
         names.add(name)
     assert len(names) == 3
     for count, more in ((8, ""), (9, " and others")):
-        listed = ", ".join(f"rank {rank} on node {rank // 2} from 0" for rank in range(1, 9))
-        said = f"{count} of {count + 1} ranks have not come within 0 s ({listed}{more}): "
+        listed = ", ".join(f"rank {rank} on the node with index {rank // 2}" for rank in range(1, 9))
+        said = f"{count} of {count + 1} ranks have not arrived within 0 s ({listed}{more}): "
         with pytest.raises(ValueError, match=re.escape(said)):
             agree_on_attempt(store, Launch(0, count + 1, 0, 2), 0.0)
     monkeypatch.setattr(rendezvous, "lost_launcher", lambda: "the launcher is gone")

@@ -118,13 +118,13 @@ IDENTITIES: list[tuple[list[tuple[object, ...]], object]] = [
     ([("a", "", 0, 2), ("b", "", 0, 2), ("a", "", 1, 2), ("b", "", 1, 2)], ((0, 2), (1, 3))),  # in cyclic order
     ([("localhost", "1", 0, 1), ("localhost", "2", 0, 1)], ((0,), (1,))),
     ([(f"h{rank}", "", 0, 1, site) for rank, site in enumerate("abab")], ((0,), (2,), (1,), (3,))),  # site after site
-    ([("a", "", 0, 1)] * 2, "host a runs ranks 0, 1 with local ranks 0, 0: start one launcher a host"),
+    ([("a", "", 0, 1)] * 2, "host a runs ranks 0, 1 with local ranks 0, 0: start one launcher per host"),
     ([("a", "", 1, 2), ("a", "", 0, 2)], "host a runs ranks 0, 1 with local ranks 1, 0: number each host's ranks in"),
-    ([("a", "", 0, 0), ("a", "", 1, 0), ("b", "", 0, 0)], "hosts with different numbers of ranks (a 2, b 1): start"),
-    ([("pod0", "", 0, 2), ("pod1", "", 1, 2)], "host pod0 runs 1 rank (0), but its launcher announces 2 a host: "),
-    ([("pod", "", 0, 0), ("pod", "", 1, 4)], "host pod runs 2 ranks (0, 1), but its launcher announces 4 a host"),
+    ([("a", "", 0, 0), ("a", "", 1, 0), ("b", "", 0, 0)], "hosts have different numbers of ranks (a 2, b 1): start"),
+    ([("pod0", "", 0, 2), ("pod1", "", 1, 2)], "host pod0 runs 1 rank (0), but its launcher announces 2 per host: "),
+    ([("pod", "", 0, 0), ("pod", "", 1, 4)], "host pod runs 2 ranks (0, 1), but its launcher announces 4 per host"),
     ([("h0", "", rank, 2, site) for rank, site in enumerate("ab")], "host h0 states several sites ('a', 'b'): set one"),
-    ([("h0", "", 0, 1, "a"), ("h1", "", 0, 1)], "host h1 states no site, but others do: set MLPERF_BERT_SITE on every"),
+    ([("h0", "", 0, 1, "a"), ("h1", "", 0, 1)], "host h1 states no site, but other hosts do: set MLPERF_BERT_SITE on"),
     *(
         (
             [("a", "", count - rank, 0) for rank in range(count)],

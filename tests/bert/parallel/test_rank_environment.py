@@ -132,11 +132,11 @@ def test_a_rank_is_found_by_slurms_names_or_by_its_node(monkeypatch: Patch, tmp_
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     launch = Launch(0, 8, 0, 2)
     for lists, said in (
-        ({"SLURM_JOB_NODELIST": "job"}, [" on host job0", " on host job1", " on node 2 from 0"]),
+        ({"SLURM_JOB_NODELIST": "job"}, [" on host job0", " on host job1", " on the node with index 2"]),
         ({"SLURM_JOB_NODELIST": "job", "SLURM_STEP_NODELIST": "s,[1-2]"}, [" on host s,[1-2]0", " on host s,[1-2]1"]),
-        ({"SLURM_JOB_NODELIST": "--help"}, [" on node 0 from 0"]),
-        ({"SLURM_JOB_NODELIST": "a b"}, [" on node 0 from 0"]),
-        ({}, [" on node 0 from 0", " on node 1 from 0"]),
+        ({"SLURM_JOB_NODELIST": "--help"}, [" on the node with index 0"]),
+        ({"SLURM_JOB_NODELIST": "a b"}, [" on the node with index 0"]),
+        ({}, [" on the node with index 0", " on the node with index 1"]),
     ):
         with monkeypatch.context() as patch:
             set_all(patch, lists)
@@ -161,8 +161,8 @@ def test_an_address_that_cannot_be_resolved_is_named(monkeypatch: Patch, rank: i
         join_mesh("cpu")
 
 
-WHOLE = "in the environment: expected a whole number"
-SITE_NAME = "expected up to 32 letters, digits, and characters of '_.-'"
+WHOLE = "in the environment: set it to a whole number, or unset it"
+SITE_NAME = "set it to up to 32 letters, digits, and characters of '_.-', or unset it"
 
 
 @pytest.mark.parametrize(
@@ -207,9 +207,7 @@ def test_rank_0_refuses_a_port_that_another_program_has(monkeypatch: Patch, addr
             join_mesh("cpu")
     require_free_port(port)
     set_all(monkeypatch, {"RANK": 1, "MASTER_PORT": port})
-    with pytest.raises(
-        ValueError, match=rf"^rank 0 does not answer at 127.0.0.1:{port} within 0 s: see whether it was"
-    ):
+    with pytest.raises(ValueError, match=rf"^rank 0 does not answer at 127.0.0.1:{port} within 0 s: check that it was"):
         join_mesh("cpu", arrival=timedelta(seconds=0.1))
     for last in (1, 65535):
         monkeypatch.setenv("MASTER_PORT", str(last))

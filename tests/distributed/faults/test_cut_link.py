@@ -25,12 +25,12 @@ pytestmark = pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
 
 @pytest.mark.measured
 @pytest.mark.parametrize("silent", [False, True], ids=["down", "silent"])
-def test_both_ends_of_a_cut_link_end_and_name_the_other(small_run: SmallRun, tmp_path: Path, silent: bool) -> None:
+def test_both_sides_of_a_cut_link_end_and_blame_each_other(small_run: SmallRun, tmp_path: Path, silent: bool) -> None:
     """Shut down host 1's interface, or, with ``silent``, leave it up but disconnect it at the switch."""
     arguments = small_run.arguments(tmp_path, **ENDLESS, training__fault_seconds=SECONDS, log__interval_steps=10)
     with bridged_hosts(2) as names, ranks_on_hosts(names, ["bert.train", *arguments], a_host=2) as ranks:
         ranks.wait_for_text(result_of(tmp_path), '"eval_stop"')
-        switch = names[0].removesuffix("h0")  # the bridge's namespace has the common part of the hosts' names
+        switch = names[0].removesuffix("h0")  # the bridge's namespace is named by the common prefix of the hosts' names
         cut = (switch, "link", "set", "p1", "nomaster") if silent else (names[1], "link", "set", "v0", "down")
         subprocess.run(["ip", "-n", *cut], check=True)
         begin = time.monotonic()

@@ -30,7 +30,7 @@ Start = Callable[..., Ranks]
 
 @pytest.fixture
 def start(small_run: SmallRun, tmp_path: Path) -> Iterator[Start]:
-    """Start an endless run, and wait for its second evaluation unless ``faulty`` is to break it as ``breaks`` says."""
+    """Yield a function that starts an endless run, and waits for its second evaluation unless ``breaks`` is a fault."""
     with ExitStack() as stack:
 
         def start(count: int = 3, breaks: str | None = None, **changes: object) -> Ranks:
@@ -58,7 +58,9 @@ def start(small_run: SmallRun, tmp_path: Path) -> Iterator[Start]:
         (1, signal.SIGSTOP, SECONDS, r"not heard of for \d+ s, last in \w+ of step \d+: stopped, or cut off"),
     ],
 )
-def test_a_lost_rank_ends_all(start: Start, tmp_path: Path, rank: int, number: int, seconds: float, why: str) -> None:
+def test_other_ranks_end_and_blame_a_killed_or_stopped_rank(
+    start: Start, tmp_path: Path, rank: int, number: int, seconds: float, why: str
+) -> None:
     ranks = start(training__fault_seconds=seconds)
     begin = time.monotonic()
     ranks.processes[rank].send_signal(number)
@@ -87,7 +89,7 @@ STAGES = {"parallel__pipeline": 2, "training__gradient_accumulation_steps": 2, "
         ),
     ],
 )
-def test_a_rank_that_stands_still_is_named_and_not_those_that_wait(
+def test_a_hanging_rank_is_blamed_rather_than_ranks_that_wait_for_it(
     start: Start, tmp_path: Path, breaks: str, count: int, changes: dict[str, object], place: str, phase: str
 ) -> None:
     ranks = start(count, breaks, training__fault_seconds=SECONDS, **changes)
@@ -99,7 +101,7 @@ def test_a_rank_that_stands_still_is_named_and_not_those_that_wait(
 
 
 @pytest.mark.measured
-def test_no_rank_is_blamed_after_all_were_suspended(start: Start) -> None:
+def test_a_run_continues_after_all_ranks_were_suspended(start: Start) -> None:
     ranks = start(training__fault_seconds=SECONDS)
     for process in ranks.processes:
         process.send_signal(signal.SIGSTOP)
@@ -110,7 +112,7 @@ def test_no_rank_is_blamed_after_all_were_suspended(start: Start) -> None:
     assert [process.poll() for process in ranks.processes] == [None] * 3, ranks.output
 
 
-def test_a_slow_rank_is_named_while_the_run_goes_on(start: Start, tmp_path: Path) -> None:
+def test_a_slow_rank_causes_a_warning_in_the_metrics_and_the_log(start: Start, tmp_path: Path) -> None:
     ranks = start(breaks="slow:1", log__interval_steps=5)
     slow = f"rank 1 on host {socket.gethostname()} is slow: "
     ranks.wait_for_text(result_of(tmp_path).with_name("metrics_0.jsonl"), slow)

@@ -18,7 +18,7 @@ FULL = os.strerror(errno.ENOSPC)
 
 @pytest.fixture
 def disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Mount a small disk, and return its folder, which ``$DISK`` names too."""
+    """Mount a small disk, set ``$DISK`` to its folder, and yield the folder."""
     (folder := tmp_path / "disk").mkdir()
     command = ["mount", "-t", "tmpfs", "-o", "size=18000k", "tmpfs", str(folder)]
     if os.geteuid() != 0 or subprocess.run(command, capture_output=True, check=False).returncode:
@@ -29,7 +29,7 @@ def disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 @pytest.mark.parametrize("count", [1, 2])
-def test_a_file_that_cannot_be_written_ends_the_run_with_one_line(small_run: SmallRun, disk: Path, count: int) -> None:
+def test_a_full_disk_ends_the_run_with_one_error_line(small_run: SmallRun, disk: Path, count: int) -> None:
     arguments = small_run.arguments(disk, training__max_samples=10_000_000)
     with Ranks(["fill:0", *arguments], count, faulty) as ranks:
         assert ranks.ends() == [2] * count, ranks.output
@@ -43,4 +43,4 @@ def test_a_file_that_cannot_be_written_ends_the_run_with_one_line(small_run: Sma
     assert {json.loads(line)["event"] for line in whole} - {"warning"} == {"run", "step", "eval"}
     text = (written / "result_0.txt").read_text()
     assert '"run_start"' in text
-    assert '"success"' not in text  # the status may be "aborted", or missing without room for it
+    assert '"success"' not in text  # the status is "aborted", or is missing because the disk is full

@@ -51,7 +51,7 @@ def whole(small_run: SmallRun, tmp_path_factory: pytest.TempPathFactory) -> Whol
     return folder, steps
 
 
-def test_the_same_ranks_go_on_with_bit_identical_losses(small_run: SmallRun, tmp_path: Path, whole: Whole) -> None:
+def test_resuming_on_equally_many_ranks_is_bit_identical(small_run: SmallRun, tmp_path: Path, whole: Whole) -> None:
     folder, steps = whole
     start = kept(folder / "checkpoints", tmp_path / "kept", 8)
     changes = settings(tmp_path / "further", model__hidden_dropout=0.1, resume=start, training__seed=None)
@@ -63,7 +63,7 @@ def test_the_same_ranks_go_on_with_bit_identical_losses(small_run: SmallRun, tmp
     assert set(found) <= set(evaluated(folder))
 
 
-def test_in_fp8_the_same_ranks_go_on_to_the_last_bit(small_run: SmallRun, tmp_path: Path) -> None:
+def test_resuming_in_fp8_on_equally_many_ranks_is_bit_identical(small_run: SmallRun, tmp_path: Path) -> None:
     """Ranks have different FP8 scales until they write a checkpoint, which unifies the scales."""
     changes = settings(tmp_path / "checkpoints", training__precision="fp8", model__num_hidden_layers=3)
     changes |= {"training__max_samples": 16 * 8, "evaluation__interval_samples": 16 * 8, "checkpoint__every_steps": 3}
@@ -77,7 +77,7 @@ def test_in_fp8_the_same_ranks_go_on_to_the_last_bit(small_run: SmallRun, tmp_pa
     assert scales[0] == scales[1]
 
 
-def test_a_resumed_log_says_so_and_is_no_timed_result(small_run: SmallRun, tmp_path: Path, whole: Whole) -> None:
+def test_a_resumed_run_is_untimed_and_continues_the_schedule(small_run: SmallRun, tmp_path: Path, whole: Whole) -> None:
     start = kept(whole[0] / "checkpoints", tmp_path / "kept", 8)
     path = start / "step_00000008" / "state.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"optimizer_steps": 6}))  # as if two steps were skipped
@@ -89,7 +89,7 @@ def test_a_resumed_log_says_so_and_is_no_timed_result(small_run: SmallRun, tmp_p
     assert f"# resumed from: {start / 'step_00000008'}\n" in result_of(tmp_path).read_text()
 
 
-def test_other_ranks_go_on_with_the_same_losses_to_rounding(small_run: SmallRun, tmp_path: Path) -> None:
+def test_resuming_on_more_or_fewer_ranks_changes_losses_only_by_rounding(small_run: SmallRun, tmp_path: Path) -> None:
     """Resume a run of 2 ranks on 4 ranks, and then resume that run on 1 rank.
 
     Dropout is off, because its masks depend on the number of ranks.
@@ -112,7 +112,7 @@ def evaluated(results: Path) -> list[tuple[int, int, int]]:
     return [(record["samples"], record["correct"], record["count"]) for record in records(results, "eval")]
 
 
-def test_broken_checkpoints_are_passed_over_with_reasons(small_run: SmallRun, tmp_path: Path, whole: Whole) -> None:
+def test_broken_checkpoints_are_reported_and_skipped(small_run: SmallRun, tmp_path: Path, whole: Whole) -> None:
     folder = tmp_path / "kept"
     shutil.copytree(whole[0] / "checkpoints", folder)
     shutil.rmtree(folder / "step_00000004")

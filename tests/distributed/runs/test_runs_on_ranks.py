@@ -1,6 +1,6 @@
-"""Runs on two ranks over gloo: with CUDA graphs, with shards of the weights, and their ends.
+"""Runs on several ranks over gloo: with CUDA graphs, with shards of the weights, and after signals and errors.
 
-CUDA graphs and NCCL have test doubles. With graphs, losses are the same, and none is left when process groups end.
+CUDA graphs and NCCL have test doubles, which raise an error if a process group ends before its graphs.
 """
 
 import signal
@@ -32,7 +32,7 @@ SETTINGS: dict[str, object] = {
 
 
 def captured(mode: str, *arguments: str) -> int:
-    """Run ``bert.train`` on a rank, with graphs.
+    """Run ``bert.train`` on a rank, with test doubles of CUDA graphs.
 
     The mode "refused" raises an error after capturing.
     """
@@ -51,7 +51,7 @@ def start(run: SmallRun, results: Path, mode: str, **changes: object) -> Ranks:
     return Ranks([mode, *run.arguments(results, **SETTINGS | changes)], 2, captured)
 
 
-def test_a_signal_and_a_refusal_leave_no_graphs(small_run: SmallRun, tmp_path: Path) -> None:
+def test_graphs_are_closed_after_a_signal_and_after_an_error(small_run: SmallRun, tmp_path: Path) -> None:
     with start(small_run, tmp_path / "signal", "recorded", training__max_samples=160_000) as ranks:
         ranks.wait_for(lambda: "step " in ranks.output)
         for process in ranks.processes:
@@ -64,8 +64,8 @@ def test_a_signal_and_a_refusal_leave_no_graphs(small_run: SmallRun, tmp_path: P
     assert "no loader" in error
 
 
-def test_evaluated_and_saved_weights_are_whole(small_run: SmallRun, tmp_path: Path) -> None:
-    """Steps are so large that evaluating or saving old weights of another rank's shard would change the results."""
+def test_flat_and_sharded_reduction_give_equal_evaluations_and_weights(small_run: SmallRun, tmp_path: Path) -> None:
+    """A high learning rate ensures that using old weights of another rank's shard would change the results."""
     saved, counts = [], []
     for reduction in ("flat", "sharded"):
         folder = tmp_path / reduction
@@ -88,10 +88,10 @@ def test_evaluated_and_saved_weights_are_whole(small_run: SmallRun, tmp_path: Pa
         torch.testing.assert_close(other[name], tensor, rtol=1e-3, atol=1e-3)
 
 
-def test_a_rank_without_a_signal_of_its_own_ends_as_after_a_fault_if_agents_restart_it(
+def test_a_rank_ends_with_the_fault_status_if_only_another_host_is_stopped(
     small_run: SmallRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A signal to one rank means that its host leaves the run. The other rank ends as after a fault, to be restarted."""
+    """A signal to one rank means that its host leaves the run. The other rank fails so that its agent restarts it."""
     monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "1")
     arguments = small_run.arguments(tmp_path, **ENDLESS)
     with Ranks(["hurry:0,hurry:1", *arguments], 2, faulty) as started:
