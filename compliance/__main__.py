@@ -49,7 +49,7 @@ def check(
         junit: Also write the verdicts to this file, as JUnit XML, which CI servers show as tests.
         format: "github" adds workflow annotations, which GitHub shows beside the lines.
     """
-    # tyro accepts an empty tuple of positional arguments.
+    # tyro does not require positional arguments, so require a path here.
     if not paths:
         raise ValueError("no path given, expected logs results/<system>/bert/result_<n>.txt, or folders of them")
     # Annotations would break the JSON document.
@@ -222,7 +222,7 @@ def watch(
 
 
 def main() -> int:
-    end_in_order()  # called here, because the installed command runs only this function
+    end_in_order()  # not below, because the installed command runs only this function
     installed = Path(sys.argv[0]).name
     return app.main(installed if installed == "mlperf-bert-compliance" else "python -m compliance")
 

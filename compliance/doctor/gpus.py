@@ -99,7 +99,7 @@ def read_gpus(nvml: Any = None) -> Gpus:
 
 def _read_gpu(nvml: Any, index: int, handle: Any) -> Gpu:
     def ask(name: str, *arguments: Any, otherwise: Any = 0) -> Any:
-        # GPUs and drivers differ in which properties they support.
+        # GPUs and drivers do not support all properties, so return `otherwise` after an error.
         with suppress(nvml.NVMLError):
             return getattr(nvml, name)(handle, *arguments)
         return otherwise

@@ -88,7 +88,8 @@ def lay_out(intended: IntendedRun, host: ExaminedHost, gpus_here: int) -> Examin
     Raises ``ValueError`` if the recipe is unknown, a number of nodes or ranks is below 1, a given file or folder does not
     exist, a checkpoint is given without a recipe, or the trainer is missing.
     """
-    if (intended.recipe or intended.data) and not (run_root() / "bert").is_dir():  # pip installs only the checker
+    # pip installs the checker without the trainer.
+    if (intended.recipe or intended.data) and not (run_root() / "bert").is_dir():
         raise ValueError("--recipe and --data need the trainer: run the doctor in the root of a clone")
     for path in (intended.data, intended.checkpoint):
         if path is not None and not path.exists():
@@ -165,7 +166,7 @@ def check_files(run: ExaminedRun, host: ExaminedHost, revision: str) -> Iterator
 def _caches(run: ExaminedRun, host: ExaminedHost) -> Diagnosis:
     switch = host.path("/proc/sys/vm/drop_caches")
     try:
-        # Opening this file does not drop the caches. In a container even root may be refused.
+        # Try to open the file, which drops no caches: in a container even root may not be allowed to.
         os.close(os.open(switch, os.O_WRONLY))
     except OSError as error:
         # -l only tests whether sudo allows the command, and -n prevents a password prompt.
@@ -221,7 +222,7 @@ def _dry_run(run: ExaminedRun, host: ExaminedHost) -> Diagnosis:
 
 
 def _data(run: ExaminedRun, host: ExaminedHost) -> Iterator[Diagnosis]:
-    """Check every byte of the data against the manifest, which takes as long as reading the data."""
+    """Check every byte of the data against the manifest. This takes as long as reading the data."""
     for name in ("train", "evaluation"):
         folder = run.folder(name)
         if folder is None or not folder.exists():  # the dry run reports a missing folder
@@ -233,7 +234,7 @@ def _data(run: ExaminedRun, host: ExaminedHost) -> Iterator[Diagnosis]:
             output = host.python(*arguments, timeout_s=VERIFY_TIMEOUT_S)
             yield _last_line("data", output, "copy it again, or make it again (docs/data.md)")
             for line in output.errors.splitlines():
-                if line.startswith("warning: "):  # about lost text
+                if line.startswith("warning: "):  # a warning about lost text
                     found, _, remedy = line.removeprefix("warning: ").partition("; ")
                     yield warn("data", f"{folder.name}: {found}", remedy)
 

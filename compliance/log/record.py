@@ -121,12 +121,12 @@ def _parse_record(content: bytes, number: int, problems: list[Problem]) -> Recor
         metadata = {}
     if not isinstance(metadata, dict):
         raise _RecordError(f"metadata {shown(metadata, MAX_SHOWN)}", "an object")
-    # Intern strings, because names and source files repeat in every record.
+    # Intern strings to save memory, because names and source files repeat in every record.
     metadata = {intern(name): intern(value) if type(value) is str else value for name, value in metadata.items()}
     return Record(number, int(time_ms), intern(event_type), intern(key), fields["value"], metadata)
 
 
-_constants: list[str] = []  # NaN and infinities in the last record
+_constants: list[str] = []  # NaN and infinities in the record decoded last
 
 
 def _take_constant(name: str) -> float:

@@ -67,7 +67,7 @@ def _link(folder: BenchmarkFolder, description: Mapping[str, Any], copy: Path) -
     for entry in (folder.path / "power").glob("*/*"):
         target = here / entry.relative_to(folder.path)
         target.parent.mkdir(parents=True, exist_ok=True)
-        target.touch()  # the tool checks only the names of measurements
+        target.touch()  # empty, because the tool checks only the names of measurements
     # Link the parameters too: the package checker reads them in both folders, and they affect its verdict.
     for given, copied in ((folder.path, here), (absolute(folder.path).parent, here.parent)):
         if (given / PARAMETERS).is_file():

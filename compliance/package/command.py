@@ -146,7 +146,7 @@ def _unended(logs: list[Log]) -> Iterator[Finding]:
 
 def _source_findings(logs: list[Log], source: SourceTree) -> Iterator[Finding]:
     rule = "SR Source code requirements for replication"
-    # Logs of other software do not name a commit.
+    # Skip logs of other software, which name no commit.
     if commits := {log.header["commit"] for log in logs if "commit" in log.header} - {source.commit}:
         found = f"a log was made at commit '{shown(min(commits))}', but the source is packaged at {source.commit!r}"
         remedy = "check out the commit of the runs and package from there"
@@ -165,7 +165,7 @@ def _differences(package: Package, score: dict[str, Any]) -> Iterator[Finding]:
         ("score in minutes", package.minutes, score.get("minutes")),
         ("scaling of scaling.json", package.outlook.applied_scaling, factor),
     ]
-    # The summarizer always reads epoch_num of the last evaluation.
+    # The summarizer always reads epoch_num of the last evaluation. Skip its figures if we counted differently.
     if not package.outlook.note:
         figures.append(("scaling", package.outlook.applied_scaling, score.get("scaling")))
     if package.division == "closed" and not package.outlook.note:

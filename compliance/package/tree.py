@@ -73,8 +73,8 @@ class SubmittedRun:
 class Package:
     """A submission tree.
 
-    `runs` are the chosen runs in the order of their numbers in the tree. `findings` are faults of the source that do
-    not prevent the submission.
+    `runs` are the chosen runs in the order of their numbers in the tree. `findings` are faults of the runs
+    and the source that do not prevent the submission.
     """
 
     request: PackageRequest

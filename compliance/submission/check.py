@@ -42,9 +42,9 @@ MAX_NAMED = 3
 def check_paths(paths: Iterable[Path], ruleset: str = rules.NEWEST_RULESET) -> list[Verdict]:
     """Check logs and folders: a benchmark folder, a system, a results folder, a submission, a round of submissions.
 
-    With `rules.AUTO`, each log or benchmark folder is checked under the newest ruleset that accepts it. Raises
-    ``ValueError`` if a path or the ruleset does not exist, a folder contains no logs, or the official checker is not
-    installed.
+    With `rules.AUTO`, each log, bare benchmark folder or submission is checked under the newest ruleset that accepts it.
+    Raises ``ValueError`` if a path or the ruleset does not exist, a folder contains no logs, or the official checker is
+    not installed.
     """
     if ruleset != rules.AUTO:
         rules.check_ruleset(ruleset)
@@ -73,8 +73,8 @@ def accepted(verdicts: Sequence[Verdict]) -> bool:
 
 
 def is_for_submission(run: LoggedRun) -> bool:
-    """Tell whether a run may be submitted. Open runs of this repository's recipes are not meant for submission."""
-    # Only logs of this repository contain their configuration.
+    """Tell whether a run is meant for a submission. Only open runs of this repository's recipes are not."""
+    # Logs of other software contain no configuration, so they count as meant for a submission.
     return run.header.get("config.log.division") != "open"
 
 
@@ -204,10 +204,10 @@ def _official_answer(
     folder: BenchmarkFolder, runs: Sequence[FolderRun], division: str, ruleset: str, *, by_train_samples: bool
 ) -> Answer:
     if folder.submission:
-        # The package checker crashes without a division. The description itself is checked separately.
+        # Supply a missing division, without which the package checker crashes. The description is checked separately.
         fields = {"division": division} | read_description(folder.description).fields
         return ask_about_folder(folder, fields, ruleset, by_train_samples)
-    # The package checker rejects incomplete folders, but bare results may be incomplete. One log of ten may fail.
+    # Do not ask the package checker, which rejects bare results that are still incomplete. One log of ten may fail.
     failed = sum(run.verdict.official == "fail" for run in runs)
     return Answer("pass" if runs and failed <= (len(runs) >= SUBMISSION_RUNS) else "fail")
 

@@ -173,7 +173,7 @@ def compare_seeds(runs: Sequence[FolderRun], division: rules.Division, submissio
                 earlier = logged.setdefault(seed, (run, record))
             if earlier[1] is not record:
                 shared.append((record, seed, *earlier))
-        # Before ruleset 4.1.0 a missing seed is a warning, but the seed checker fails the folder under all rulesets.
+        # Add an error: before ruleset 4.1.0 a missing seed is a warning, but the seed checker fails the folder anyway.
         if not run.seeds and run.verdict.official == "pass" and division == "closed" and submission == "error":
             found = "no record, expected one with the seed of the run: the seed checker asks for it"
             run.add_finding(None, "seed", rule, found, "log the seed, once, from one process", "error")

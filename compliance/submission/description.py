@@ -150,9 +150,9 @@ def against_logs(description: Description, runs: Sequence[LoggedRun]) -> Iterato
         remedy = f"correct {name}, or the setting that is logged as {key}"
         yield Finding(description.lines.get(name), name, rule, found, remedy, severity=severity)
     yield from _implausible_rate(description, runs)
-    # The headers of this repository's logs name hardware and software.
+    # Compare also the hardware and software that the headers of this repository's logs name.
     head = {key: _most_frequent([run.header.get(key) for run in runs]) or "" for key in _HEADER_KEYS}
-    # Each rank has its own accelerator. On CPUs the number of ranks says nothing about the hardware.
+    # There are as many accelerators as ranks. On CPUs the number of ranks says nothing about the hardware.
     ranks = "" if head["accelerator"].lower() in _NONE else head["processes"].partition(" ")[0]
     model, torch = head["cpu"].rpartition(", ")[0], f"PyTorch {head['torch']}" if head["torch"] else ""
     text, count = description.text, count_accelerators(description.fields)

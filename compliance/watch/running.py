@@ -26,7 +26,7 @@ class RunningLog(LoggedRun):
 
     Attributes:
         step_samples, step_rate: samples trained and sequences per second according to the latest line of metrics.
-        site_bytes, site_wait_ms: bytes sent between sites so far, and the mean time of a step that waits for them now.
+        site_bytes, site_wait_ms: bytes sent between sites so far, and the latest mean time per step spent waiting for them.
         complaints: broken rules and the run's own warnings, without repetition, in order of detection.
     """
 
@@ -71,7 +71,7 @@ class RunningLog(LoggedRun):
 
     @property
     def _marks(self) -> list[tuple[int, int]]:
-        """(samples trained, time in milliseconds) of the last four evaluations, or of run_start and the first one."""
+        """(samples trained, time in milliseconds) of the last four evaluations, or of run_start and the first evaluation."""
         found = [(samples, record.time_ms) for samples, record in self.counted_accuracies[-4:]]
         begin = self.resumed_samples
         start = [(begin, self.run_start_ms)] if self.run_start_ms is not None and len(found) < 2 else []
@@ -85,7 +85,7 @@ class RunningLog(LoggedRun):
         steps.
         """
         # Use recent evaluations, because the rate of the whole run would hide that the run became slower.
-        # A resumed run may evaluate before its first step.
+        # Require progress, because a resumed run may evaluate before its first step.
         if (marks := self._marks) and marks[-1][1] > marks[0][1] and marks[-1][0] > marks[0][0]:
             return 1000 * (marks[-1][0] - marks[0][0]) / (marks[-1][1] - marks[0][1])
         return self.step_rate
@@ -99,7 +99,7 @@ class RunningLog(LoggedRun):
         return min(filter(None, limits), default=None)
 
     def check_initialisation(self, now_ms: float) -> None:
-        """Add a complaint if the initialisation nears or exceeds its time limit, which a run without a target lacks."""
+        """Add a complaint if the initialisation nears or exceeds its time limit. A run without a target has no limit."""
         if self.phase == "init" and self.init_start_ms is not None and not self.trains_to_end:
             limit = rules.INIT_LIMIT_MINUTES[self.division]
             minutes = (now_ms - self.init_start_ms) / 60_000
@@ -126,8 +126,8 @@ class RunningLog(LoggedRun):
         self.complaints[text] = None
 
     def _quote(self, text: str) -> None:
-        """Add a complaint that quotes the log. Their number is limited, because a log may cause any number of them."""
-        # Half of the complaints are reserved for those about broken rules.
+        """Add a complaint that quotes the log. The number of these complaints is limited."""
+        # Reserve half of the complaints for broken rules, because a log may contain any number of warnings.
         is_full = len(self.complaints) >= MAX_COMPLAINTS // 2
         self.complain("there are more warnings in the log" if is_full else text)
 

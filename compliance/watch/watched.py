@@ -58,7 +58,7 @@ class Watch:
 
     @property
     def forecast(self) -> Forecast | None:
-        """Forecast of when the run reaches the target; None while the target is unknown, and after the run's end."""
+        """Forecast of when the run reaches the target; None if that is unknown, past or impossible."""
         run, schedule = self.run, self.run.schedule
         if run.target is None or schedule is None or run.phase == "done" or self.has_reached:
             return None
@@ -95,12 +95,12 @@ class Watch:
         return f"{words}, {found.basis}"
 
     def outlooks(self) -> Iterator[str]:
-        """Yield the outlook of the set including this run: for each end of its forecast, or for its actual end."""
+        """Yield the outlook of the set including this run: for both ends of its forecast, or for its actual end."""
         run, schedule, batch = self.run, self.run.schedule, self.run.global_batch_size
         ended = [each for each in self.siblings if each.is_ended and not each.is_unknown]
         others = [each for each in ended if each.global_batch_size == batch]
         reached = tuple(each.converged_samples() for each in others)
-        # The outcome of a complete set is already decided.
+        # Only closed runs are compared with the reference. The outcome of a complete set is already decided.
         if run.division != "closed" or not batch or not schedule or len(others) >= SUBMISSION_RUNS:
             return
         ends: list[tuple[str, int | None]] = []

@@ -94,13 +94,13 @@ WARNING = complaint(severity="warning")
 UNEXPLAINED: list[tuple[Edit, list[Complaint], list[str]]] = [
     (in_turn(), [complaint("seed", line=8)], ["error: line 8: seed: x"]),
     (in_turn(), [complaint("seed", severity="warning")], ["warning: seed: x", "error: "]),
-    # After an error, complaints without a key are consequences.
+    # After an error, complaints without a key are consequences and get no finding.
     (in_turn(), [complaint("seed", "init_stop"), complaint(), WARNING], ["error: init_stop: x", "warning: x"]),
     (value("seed", "x"), [complaint("seed"), complaint("init_stop", about_state=True)], ["error: init_stop: x"]),
     (value("seed", "x"), [complaint("eval_stop", absent=True)], ["error: eval_stop: x"]),
-    # An error is not explained by a warning about the same key, but a warning is.
+    # Our warning about a key explains an official warning about this key, but not an official error.
     (value("seed", "1"), [complaint("seed"), complaint("seed", severity="warning")], ["error: seed: x"]),
-    # Conditions on earlier records fail after records out of order, and an aborted run does not reach its last records.
+    # Records out of order explain conditions on earlier records, and an aborted run explains missing last records.
     (swap("init_stop", "run_start"), [complaint("seed", about_state=True), complaint("seed")], ["error: seed: x"]),
     (timed("seed", 0), [complaint("init_stop", about_state=True)], []),
     (
@@ -186,7 +186,7 @@ CHOICES: list[tuple[Edit, str]] = [
         f"valid closed log, ruleset 2.0.0 (5.0.0 would fail it: {NO_SEED} and 1 other error), 1 warning",
     ),
     (
-        in_turn(OF_2_1, value("eval_accuracy", 0.7, -1)),  # one error under this ruleset, two under later ones
+        in_turn(OF_2_1, value("eval_accuracy", 0.7, -1)),  # one error under 2.0.0, two under later rulesets
         f"1 error, ruleset 2.0.0 (5.0.0 would fail it: {NO_EPSILON} and 1 other error)",
     ),
     (value("submission_division", "Closed"), "1 error, ruleset 5.0.0"),
@@ -207,7 +207,7 @@ def test_auto_chooses_the_newest_accepting_ruleset_and_says_what_5_0_0_rejects(t
         assert check_file(path, AUTO).summary == summary
     path.write_text(OF_2_1(closed_log))
     assert check_file(path, "2.0.0").missed == ""
-    # Logs of this repository are held to the newest ruleset.
+    # Logs of this repository are always checked under the newest ruleset.
     log = write_log(path, 0)
     log.write_text(delete("seed")(log.read_text()))
     assert (check_file(log, AUTO).ruleset, check_file(log, AUTO).ours) == ("5.0.0", "fail")

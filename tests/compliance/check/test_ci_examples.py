@@ -1,4 +1,4 @@
-"""Hooks and the workflow for other repositories, an installation without extras, and fast starts of commands."""
+"""Hooks and workflow for other repositories, installation without extras, and imports of each command."""
 
 import ast
 import json

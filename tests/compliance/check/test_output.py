@@ -39,7 +39,7 @@ def logs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def said(*arguments: object) -> tuple[int, str]:
-    """Return the exit status and the output of `check`, without source positions in tests."""
+    """Return the exit status and the output of `check` without the source positions of records."""
     status, text = run("check", *arguments)
     return status, re.sub(r"; logged at [^\]]*| Logged at \S*", "", text)
 

@@ -1,4 +1,4 @@
-"""The convergence check, compared with the official checker and published results, the choice of runs, and the command."""
+"""The convergence check, compared with the official RCP checker, the choice of runs, and the convergence command."""
 
 import json
 import logging
@@ -83,7 +83,7 @@ BATCHES = st.one_of(st.sampled_from([256, 448, 768, 4608, 6144, 12288, 16384, 20
 
 @given(data=st.data(), ruleset=st.sampled_from(RULESETS), batch=BATCHES, failed=st.sampled_from([0, 0, 0, 1, 1, 2, 3]))
 def test_the_outlook_agrees_with_the_rcp_checker(tmp_path_factory, data, ruleset: str, batch: int, failed: int) -> None:
-    # Imported here, because it imports SciPy's statistics for half a second.
+    # Import it here, because importing SciPy's statistics takes half a second.
     from mlperf_logging.rcp_checker import rcp_checker
 
     found = reference(ruleset, batch)
@@ -98,7 +98,7 @@ def test_the_outlook_agrees_with_the_rcp_checker(tmp_path_factory, data, ruleset
     for number, count in enumerate(runs):
         write_minimal(folder / f"result_{number}.txt", batch, count)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(logging.root.manager, "disable", logging.CRITICAL)  # restored afterwards
+        patch.setattr(logging.root.manager, "disable", logging.CRITICAL)  # the RCP checker changes it
         passed, message, factor = rcp_checker.check_directory(
             str(folder), "training", ruleset, False, False, rcp_pass="pruned_rcps", set_scaling=True
         )
@@ -146,7 +146,7 @@ def test_converged_samples_equal_those_of_the_rcp_checker(tmp_path: Path) -> Non
     for accepted in (text, text + last.replace("450240", "999999") + "\n"):
         assert converged(accepted) == rcp_checker.read_submission_file(path, "5.0.0", False)[1] == 450_240
     for odd in ("0.000001", "-5", "true", '"many"', "1e300", "null"):
-        # train_samples takes the place of an epoch_num that counts no sequences, if the evaluations confirm it.
+        # train_samples replaces an epoch_num that does not count sequences, if the evaluations confirm it.
         uncounted = text.replace('"epoch_num": ', f'"epoch_num": {odd}, "was": ')
         assert converged(uncounted) == 450_240, odd
         assert converged(uncounted.replace('"value": 450240', '"value": 2400384')) is None

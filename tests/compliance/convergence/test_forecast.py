@@ -29,7 +29,7 @@ def every_1000(*values: float) -> list[tuple[int, float]]:
     return [(1000 * index, value) for index, value in enumerate(values, start=1)]
 
 
-# Ranges of the reference's runs, and then of the curve of the last four evaluations. Two of these 37 miss the run's end.
+# Ranges from the reference's runs, and then from the last four evaluations. Two of the latter 37 miss the run's end.
 RANGES = {
     "v2.1 8 x H100": 8 * "14-19 " + "12-18 13-20 14-20 15-21 16-22 16-20 18-21 18-21 19-22",
     "v2.1 8 x A100": 8 * "14-19 " + "11-15 13-18 14-20 15-20 15-18 15-19 16-18 17-19",
@@ -50,9 +50,9 @@ def test_forecasts_of_published_runs_are_near_their_ends() -> None:
 
 def test_before_four_evaluations_above_the_knee_the_forecast_is_the_reference_range() -> None:
     for accuracies, first, last in (
-        ([], 14, 19),  # the reference's mean 2,414,421 +- 2 deviations of 197,392
+        ([], 14, 19),  # the reference's mean 2,414,421 +- 2 standard deviations of 197,392
         ([0.40, 0.50, 0.60, 0.6999, 0.7], 14, 19),  # accuracies below 0.7 are ignored
-        ([0.5] * 29, 30, 30),  # slower than the reference: the next evaluation
+        ([0.5] * 29, 30, 30),  # slower than the reference, so the next evaluation
     ):
         points = [(150_000 * index, value) for index, value in enumerate(accuracies, start=1)]
         found = forecast(points, 0.72, CLOSED, reference("5.0.0", 448))
@@ -86,7 +86,7 @@ def test_a_hyperbola_is_extrapolated_below_its_limit() -> None:
     assert reach(points, -1.0, 0.49) == pytest.approx(40_000)
     assert reach(points, -1.0, 0.5) is reach(points, -1.0, 0.51) is None
     found = forecast(points, 0.46, EVERY_1000, None)
-    assert (found.earliest, found.latest) == (6, 12)  # a straight line reaches it at 6017
+    assert (found.earliest, found.latest) == (6, 12)  # a straight line reaches 0.46 at 6017
 
 
 @pytest.mark.parametrize("power", [1.0, -1.0])

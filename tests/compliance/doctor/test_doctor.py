@@ -1,4 +1,4 @@
-"""The complete examination of fake machines and of this machine for a run."""
+"""Complete examinations of fake machines and of this machine."""
 
 import json
 import os
@@ -54,7 +54,7 @@ def host(root: Path, answers: Answers | None = None) -> FakeHost:
 
 
 def look(root: Path, recipe: str = "h100_1x8", answers: Answers | None = None, **request: Any) -> list[Diagnosis]:
-    """Examine a machine that is healthy except for `answers`. A folder `data` is relative to `root`."""
+    """Examine a machine that is healthy except for `answers`. A path `data` in `request` is relative to `root`."""
     if "data" in request:
         request["data"] = root / request["data"]
         for name in ("train", "evaluation") if recipe else ("",):

@@ -95,7 +95,7 @@ class Nvml:
         if name == "NVML_TOPOLOGY_SYSTEM":
             return 50
         if not name.startswith("nvml") or name[4:5].islower() or "_" in name:
-            return 0  # value of any other constant
+            return 0  # value of all other constants
         answer = self.answers.get(name.removeprefix("nvml"), NVMLError("Not Supported"))
 
         def call(*arguments: Any) -> Any:
@@ -130,7 +130,7 @@ def test_answers_of_nvml_are_converted_to_facts() -> None:
     assert read_gpus(broken).connections == {ACROSS_NODES: 1}
     odd = Nvml(
         DeviceGetRemappedRows=(1, 1, 1, 0),
-        DeviceGetMigMode=[0, 1],  # MIG begins with the next reset
+        DeviceGetMigMode=[0, 1],  # off now, on after the next reset
         DeviceGetP2PStatus=6,
         DeviceGetTopologyCommonAncestor=49,
     )

@@ -1,4 +1,4 @@
-"""System descriptions and their files: the command keeps fields that users added, and other kinds of files."""
+"""System descriptions: measured fields, and a command that overwrites neither users' fields nor other files."""
 
 import json
 import os
@@ -53,7 +53,8 @@ def test_the_system_description_of_a_machine_without_tools(tmp_path: Path, answe
         assert (fields["host_processors_per_node"], fields["host_processor_core_count"]) == ("1", cores)
         assert fields["accelerators_per_node"] == gpus
         assert fields["host_processor_model_name"]
-        assert fields["host_storage_capacity"] == f"{disk.f_blocks * disk.f_frsize / 10**9:.0f} GB"  # no GiB
+        # GB are 10^9 bytes.
+        assert fields["host_storage_capacity"] == f"{disk.f_blocks * disk.f_frsize / 10**9:.0f} GB"
         known = [name for name in fields if name.startswith(("accelerator_", "host_processor_f")) and fields[name]]
         assert machine is not unknown or known == ["accelerator_model_name"]
 
@@ -97,7 +98,7 @@ def test_the_option_set_changes_only_the_given_fields(tmp_path: Path) -> None:
     path = tmp_path / "cluster.json"
     # Another machine's file, with a number in place of a text, an invalid division and fields in another order.
     before = {"host_processor_model_name": "EPYC 9654", "accelerators_per_node": 8, "rack": "B4", "division": "Closed"}
-    before |= {"row": 7, "room": "C"}  # half of these fields belong to a description
+    before |= {"row": 7, "room": "C"}  # only half of these fields belong to a description, which is enough
     path.write_text(json.dumps(before))
     assert system(path, "--set", "submitter=A=B", "cooling=") == (0, f"{path}\n")
     assert list(written(path).items()) == [*before.items(), ("submitter", "A=B"), ("cooling", "")]

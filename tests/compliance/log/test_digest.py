@@ -68,7 +68,7 @@ def test_any_edit_is_located_between_two_digests(
 ) -> None:
     edited = EDITS[kind](lines, place, other)
     stretch = broken_stretch(tmp_path_factory.mktemp("log"), edited)
-    if stretch is None:  # undetected, which is right only if nothing or a digest line changed
+    if stretch is None:  # An edit may stay undetected only if it changes nothing or a digest line.
         assert edited == lines or any(line.startswith("# digest") for line in {*lines} - {*edited})
         return
     first, last = stretch
@@ -82,7 +82,7 @@ DAMAGES: list[Callable[[list[str]], list[str]]] = [
     lambda lines: lines[1:],
     lambda lines: [line for line in lines if not line.startswith("# digest")],
     lambda lines: [*lines, "# note"],
-    lambda lines: lines[:-2],  # no digest covers run_stop
+    lambda lines: lines[:-2],  # also without the digest after run_stop
     lambda lines: lines[:-1],
 ]
 
@@ -99,7 +99,7 @@ def test_each_damage_of_the_digest_chain_gets_the_recorded_finding(tmp_path: Pat
 def test_a_log_that_is_still_open_has_whole_lines_with_digests_on_disk(tmp_path: Path) -> None:
     log = MLLog(tmp_path / "result_0.txt")
     initialise(log, "open")
-    left = read_log(tmp_path / "result_0.txt")  # what is on disk while the file is still open
+    left = read_log(tmp_path / "result_0.txt")  # `log` is still open
     assert left.chain.broken is None
     assert left.chain.digests >= 1
     assert left.run.last["run_start"]

@@ -56,7 +56,7 @@ BAD: list[str | bytes] = [
     record(value="\0").replace("\\u0000", "\0"),
     *(record(time_ms=odd) for odd in (True, "5", 10**400, math.inf)),
     *(record(key=7), record(metadata=[]), record(metadata=...)),
-    # The official parser takes these records.
+    # The official parser accepts the following records.
     *(record(value=math.nan), record(value=[-math.inf]), record(time_ms=1.5), record(metadata=None)),
     *(record(event_type="POINT"), record(event_type=...)),
     record(value="x" * (MAX_RECORD_BYTES + 1 - len(record(value="")))),
@@ -71,7 +71,7 @@ def test_bad_lines_become_problems_and_the_following_lines_are_read(read: Reader
         [problem] = log.problems
         assert (problem.line, log.token_lines) == (2, 2)
         assert [entry.line for entry in log.records] == ([3] if problem.severity == "error" else [2, 3])
-        found = re.sub(r"MLLOG \(.*\)", "MLLOG (...)", problem.found)  # Python's words
+        found = re.sub(r"MLLOG \(.*\)", "MLLOG (...)", problem.found)  # without Python's own message
         said.append(f"{problem.severity}: {found}; expected {problem.expected}\n")
     assert "".join(said) == Path(__file__).with_name("bad_lines.txt").read_text()
     assert read(record(value="x" * (MAX_RECORD_BYTES - len(record(value=""))))).problems == []

@@ -1,4 +1,4 @@
-"""Metrics records are read back as written, and their size is limited, because the file may be malicious."""
+"""Metrics records: reading back what was written, invalid lines, and limits against malicious files."""
 
 import json
 import math
@@ -55,7 +55,7 @@ def test_metrics_lines_without_a_valid_record_are_skipped(tmp_path: Path) -> Non
         b'\xff\n[1]\n{"event": "other"}\n{"event": []}\n'
         + good
         + good[:-1].ljust(MAX_LINE_BYTES - 1) + b"\n"
-        + b"x" * MAX_LINE_BYTES + good  # the end of an overlong line is no record
+        + b"x" * MAX_LINE_BYTES + good  # the end of an overlong line is not a record
         + b'{"event": "end", "status": "' + b"x" * 200_000 + b'"}'
         + b"\n" + b"[" * 60_000 + b"\n" + good + b'{"event": "step", "lo'
     )  # fmt: skip

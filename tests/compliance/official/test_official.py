@@ -21,7 +21,7 @@ Ask = Callable[..., Opinion]
 
 @pytest.fixture
 def ask(closed_log: str) -> Ask:
-    """Return a function that edits the log and returns the official checker's opinion. Line 1 is no record."""
+    """Return a function that edits the log and returns the official checker's opinion. Records begin on line 2."""
 
     def of(change: Edit, ruleset: str = "5.0.0") -> Opinion:
         return opinion([*enumerate(change(closed_log).encode().splitlines(), start=2)], ruleset)
@@ -91,7 +91,7 @@ def test_one_process_judges_all_logs_until_it_dies_or_hangs(closed_log: str, mon
     verdict = opinion(lines * 3, "5.0.0")
     assert verdict == Opinion("fail", (Complaint("the official compliance checker did not end within 0 s"),))
     monkeypatch.undo()
-    assert opinion(lines, "5.0.0") == Opinion("pass")  # not the late answer to the request before, which has warnings
+    assert opinion(lines, "5.0.0") == Opinion("pass")  # and not the late answer to the previous request
 
 
 fragments = st.sampled_from([TOKEN, TOKEN.rstrip(), ":::", " ", "{}", "text", "\x85", "\xa0", "\t", "\x1c", "\xff"])

@@ -54,7 +54,9 @@ def package(folder: Path, **changes: Any) -> tuple[int, str, dict[str, str]]:
 
 @pytest.fixture(scope="module")
 def scaled(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """Package 14 runs, two without an end. The command chooses ten, and scales their score. Return folder and output."""
+    """Package 14 runs, of which two have no run_stop. Return the folder and the output of the command.
+
+    The command chooses ten runs and scales their score."""
     folder = tmp_path_factory.mktemp("scaled")
     header = {"recipe": "tiny_cpu", "commit": "0123 \x1b[2J", "config.training.precision": "bf16"}
     write_series(folder / "runs", [*SCALED, 20, 21, 5, 5], header=header)
@@ -106,7 +108,7 @@ def test_the_files_of_a_package(scaled: tuple[Path, str]) -> None:
 
 @dataclass(frozen=True)
 class Series:
-    """Runs by their numbers of evaluations, changes of the description, and what the package command says of them."""
+    """Runs to package, with changes, and the expected output. `failing` names the tools that fail."""
 
     evaluations: list[int]
     words: str
@@ -204,7 +206,8 @@ def test_faults_that_the_official_tools_do_not_see_fail_the_package(ten: Path, t
     shutil.copy(runs / "result_3.txt", runs / "result_7.txt")
     status, said, verdicts = package(tmp_path)
     assert (status, verdicts["check of this repository"]) == (1, "FAIL")
-    assert "result_4.txt is a copy of result_3.txt" in said  # the copy started at the same time
+    # The copy follows its original, because packages number runs by their start.
+    assert "result_4.txt is a copy of result_3.txt" in said
     assert "'checkpoints/step_100'" in said
 
 

@@ -45,8 +45,9 @@ def opened(folder: Path) -> Results:
 def test_accelerators_are_counted_by_the_description_or_else_the_metrics(closed: Results, opened: Results) -> None:
     assert (closed.accelerator, closed.accelerators) == ("NVIDIA H100 80GB HBM3", 8)
     described = replace(closed, description={"number_of_nodes": "4", "accelerators_per_node": "8"})
-    assert (described.accelerator, described.accelerators) == ("NVIDIA H100 80GB HBM3", 32)  # name from the log
-    assert replace(closed, description={"number_of_nodes": "four"}).accelerators == 8  # number of the run's processes
+    # The name comes from the log, or the number from the metrics, if the description lacks it.
+    assert (described.accelerator, described.accelerators) == ("NVIDIA H100 80GB HBM3", 32)
+    assert replace(closed, description={"number_of_nodes": "four"}).accelerators == 8
     assert replace(closed, description={"number_of_nodes": "\u0661", "accelerators_per_node": "4"}).accelerators == 8
     assert opened.accelerators == 0
     assert replace(opened, description={}).accelerators is None
@@ -101,7 +102,7 @@ STEPS = [
     StepRecord(
         step, 32 * step, forward_backward_ms=4.0, reduce_ms=3.0, update_ms=2.0, data_wait_ms=1.0, site_wait_ms=wait
     )
-    for step, wait in ((50, 8.0), (60, 6.0), (20, 9.0), (80, 5.0))  # it restarts after step 60
+    for step, wait in ((50, 8.0), (60, 6.0), (20, 9.0), (80, 5.0))  # the run restarts after step 60
 ]
 
 
@@ -122,7 +123,8 @@ def test_the_breakdown_of_a_resumed_run_counts_only_its_own_steps(experiments: R
     assert seconds([StepRecord(45, 1440, update_ms=1e6)])["other"] == 0.0
     assert breakdown(replace(run, metrics=Metrics(steps=[StepRecord(1, 32)]))) == {}
     assert breakdown(replace(run, metrics=Metrics(evaluations=evaluations))) == {}
-    assert not [finding for finding in run.verdict.findings if "TR 24.4" in finding.rule]  # it evaluates on schedule
+    # The run evaluates on schedule.
+    assert not [finding for finding in run.verdict.findings if "TR 24.4" in finding.rule]
 
 
 def test_the_whole_output_of_summary_and_report_about_open_runs(folder: Path) -> None:
@@ -139,7 +141,8 @@ def test_the_whole_output_of_summary_and_report_about_open_runs(folder: Path) ->
     first, *_, last = document["runs"]
     assert first["evaluations"][-1] == {"samples": 3008, "accuracy": pytest.approx(0.315)}
     parts = {"forward and backward": 1.2, "exposed communication": 0.18, "update": 0.12, "waiting for data": 0.06}
-    assert first["seconds_by_part"] == pytest.approx(parts | {"evaluation": 0.15, "other": 0.09})  # 1.8 s in all
+    # The parts add up to 1.8 s, the time to train.
+    assert first["seconds_by_part"] == pytest.approx(parts | {"evaluation": 0.15, "other": 0.09})
     assert (first["configuration"]["recipe"], last["seconds_by_part"]) == ("tiny_cpu", {})
     assert last["verdict"]["findings"]
 

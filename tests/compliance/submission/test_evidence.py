@@ -1,4 +1,4 @@
-"""No folder passes without evidence: logs that were read, and files derived from the logs that agree with them."""
+"""No folder passes without readable logs, and derived files that contradict the logs get findings."""
 
 import json
 import math
@@ -24,7 +24,7 @@ from tests.compliance.run_logs import START_MS
 
 
 def closed(root: Path, change: Edit | None = None, runs: int = 10) -> Path:
-    """Write results/<system>/bert with closed logs without digests, each changed, and a description."""
+    """Write results/<system>/bert with closed logs without digests and a description. Apply `change` to each log."""
     folder = root / "results" / SYSTEM / "bert"
     for path in write_series(folder, [17] * runs, platform=SYSTEM):
         without_chain(path)
@@ -128,7 +128,7 @@ def test_metrics_contradict_a_log_above_tolerance(
     for record in records:
         metrics.add(record)
     assert metrics_fault(metrics, read_log(write_log(tmp_path / "a", 0, evaluations=3, step_ms=10_000)).run) == fault
-    short = read_log(write_log(tmp_path / "b", 0, evaluations=3, step_ms=1000)).run  # of 18 s
+    short = read_log(write_log(tmp_path / "b", 0, evaluations=3, step_ms=1000)).run  # a run of 18 s
     faults = [metrics_fault(Metrics(end=EndRecord("success", seconds)), short) for seconds in (16.0, 20.0, 20.1)]
     assert faults == ["", "", "20.1 s, the log has 18.0 s"]
 
@@ -145,7 +145,7 @@ ROWS: list[tuple[str, str]] = [
     ("3,88,0.648,", "there is no log of run '3'"),
     ("x,88,0.648,", "there is no log of run 'x'"),
 ]
-"""Rows of a report about three runs, of which run 2 is aborted, and what is wrong with each row."""
+"""Rows of a report about three runs, of which run 2 is aborted, and the fault of each row."""
 
 
 def test_a_csv_or_json_report_that_contradicts_the_logs_is_a_finding(tmp_path: Path) -> None:

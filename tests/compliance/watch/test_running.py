@@ -89,10 +89,10 @@ AT_8512 = line("block_start", None, BASE, "INTERVAL_START", first_epoch_num=1, e
 
 
 EVENTS: list[tuple[dict[str, Any], list[Event]]] = [
-    # Settings, when the clock starts
+    # Settings that are missing or invalid at run_start
     ({"without": "cache_clear"}, []),
     ({"cache_clear": False}, []),
-    ({"cache_clear": False, "head": [line("cache_clear", True)]}, []),  # any rank suffices
+    ({"cache_clear": False, "head": [line("cache_clear", True)]}, []),  # it is enough if one rank dropped its caches
     ({"division": "open", "cache_clear": False}, []),
     ({"without": "seed"}, []),
     ({"division": "open", "without": "seed"}, []),
@@ -102,7 +102,7 @@ EVENTS: list[tuple[dict[str, Any], list[Event]]] = [
     ({}, [*TWO, wrote(AGAIN, AGAIN)]),
     ({}, [evaluated(FIRST), evaluated(THIRD)]),
     ({}, [evaluated(FIRST, 1, 0.4, False), evaluated(THIRD, 2, 0.4, False)]),
-    # A run that packs several sequences into one counts the original sequences in its log.
+    # A run with packed sequences logs the number of original sequences.
     ({"global_batch_size": 768}, [evaluated(n, n, 0.4, False) for n in (150_135, 299_622, 449_539, 599_891)]),
     ({}, [evaluated(FIRST, 1, None), evaluated(SECOND, 2)]),
     *(({}, [evaluated(FIRST, 1, value)]) for value in ("0.7", 72.1, -0.1, True, [1])),
@@ -130,7 +130,7 @@ def test_samples_come_from_the_schedule_if_epoch_num_counts_evaluations() -> Non
     evaluated(1, 2, None, False)(run)
     assert (run.curve, run.samples) == ([], 0)
     run = begun()
-    for minutes in (1, 2, 3):  # 1, 2, 3 are evaluations, not samples, as in some logs
+    for minutes in (1, 2, 3):  # epoch_num is a constant placeholder, as in some logs
         evaluated(1, minutes, 0.4, False)(run)
     assert [samples for samples, _ in run.curve] == [FIRST, SECOND, THIRD]
     assert run.samples == THIRD
@@ -151,7 +151,7 @@ def test_the_watch_computes_the_rate_from_the_last_four_evaluations() -> None:
     assert [run.trained_by(BASE + 100_000 + after) for after in (-1, 0, 1000)] == [FIRST, FIRST, FIRST + 1501]
     evaluate(run, SECOND, 0.5, BASE + 300_000)  # the second interval took twice as long, which halves the rate
     assert run.rate == pytest.approx(750.4)
-    for index in range(3, 9):  # only the last evaluations count
+    for index in range(3, 9):  # the rate covers only the last four evaluations
         evaluate(run, FIRST * index, 0.05 * index, BASE + 300_000 + 1000 * index**2)
     assert run.rate == pytest.approx(3 * FIRST / (64 - 25))
 

@@ -37,7 +37,7 @@ INTERVAL = int(run_logs.CLOSED["eval_interval_samples"])
 def closed_run(
     path: Path, evaluations: int = 16, *, seed: int = 1, ends: Any = "success", last: float | None = None, **log: Any
 ) -> Path:
-    """Write a closed log. The last evaluation's accuracy is `last`, by default the target's if the run ends."""
+    """Write a closed log. The last accuracy is `last`, by default above the target if the run ends with success."""
     last = last or (0.7202 if ends == "success" else 0.71)
     accuracies = (*(int(digits) / 10_000 for digits in CURVE.split()[: evaluations - 1]), last)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -90,7 +90,7 @@ def expected(name: str) -> str:
 
 
 def followed(path: Path, timeout_s: float = 5.0, stale_s: float = 5.0) -> tuple[int, str]:
-    """Watch a run; return the exit status and the output, formatted as for a file."""
+    """Watch a run. Return the exit status and the output as it is written to a file."""
     text = io.StringIO()
     status = watch(path, "5.0.0", timeout_s, stale_s, Console(file=text, width=200, soft_wrap=True))
     return status, text.getvalue()
@@ -215,7 +215,7 @@ def test_the_outlook_of_an_ended_run_includes_the_other_runs_of_the_folder(
     for number, count in enumerate(others):
         status = "success" if count else "aborted"
         log = closed_run(tmp_path / f"result_{number}.txt", count or 3, seed=100 + number, ends=status)
-        log.write_text(log.read_text().replace('"epoch_num": ', UNCOUNTED))  # train_samples counts instead
+        log.write_text(log.read_text().replace('"epoch_num": ', UNCOUNTED))  # so that train_samples is used
     watched = looked_at(closed_run(tmp_path / "result_50.txt", mine, ends=ends))
     of_set = [*(SAMPLES[count] if count else None for count in others), samples]
     expected = [] if samples is ... else [f"with this run: {outlook(of_set, 448, '5.0.0').sentence}"]
@@ -227,7 +227,7 @@ def test_the_watch_of_a_run_without_a_target_shows_the_best_accuracy_and_the_end
     path = write_experiment(tmp_path, 1, (0.1, 0.25, 0.2), {"training.max_steps": 200}, status="running")
     watched = looked_at(path)
     end_ms = watched.run.last_ms
-    # An evaluation every 0.5 s, so 992 samples in 0.5 s. The last one was 0.1 s before the end of the log.
+    # Evaluations are 992 samples and 0.5 s apart. The last one is 0.1 s before the end of the log.
     assert watched.run.rate == pytest.approx(1984)
     assert watched.forecast_words(end_ms + 400) == "trains to its end at 6,400 samples, in 0:01"
     assert watched.forecast_words(end_ms - 10_000) == "trains to its end at 6,400 samples, in 0:02"
@@ -235,7 +235,8 @@ def test_the_watch_of_a_run_without_a_target_shows_the_best_accuracy_and_the_end
     assert "0.2000 (best 0.2500) at 3,008 samples" in panel
     assert "trains to its end" in panel
     assert "target" not in panel
-    assert [*watched.run.complaints] == ["warning at step 40: the loss is not finite"]  # an equal seed is no fault
+    # Runs without a target may have equal seeds.
+    assert [*watched.run.complaints] == ["warning at step 40: the loss is not finite"]
     write_experiment(tmp_path, 1, (0.1, 0.25, 0.2), {"training.max_samples": "1e9"})
     status, said = followed(path)
     assert status == 0
