@@ -39,7 +39,9 @@ TELEMETRY = "keep telemetry and other programs' output in other files"
 ONE_RUN = f"the rest was not read [SR Submission form]; log one run a file, and {TELEMETRY}"
 
 
-def test_a_log_above_a_limit_gets_one_finding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, open_log: str) -> None:
+def test_a_log_above_a_size_limit_gets_one_finding(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, open_log: str
+) -> None:
     path, remedy = tmp_path / "result_0.txt", "write every record from one process, whole, on a line of its own"
     full = open_log + "#" * (2**20 - len(open_log))
 
@@ -213,7 +215,7 @@ def test_auto_chooses_the_newest_accepting_ruleset_and_says_what_5_0_0_rejects(t
     assert (check_file(log, AUTO).ruleset, check_file(log, AUTO).ours) == ("5.0.0", "fail")
 
 
-def test_auto_chooses_the_ruleset_that_most_logs_pass_here_and_officially(
+def test_auto_chooses_the_ruleset_under_which_most_logs_pass_both_checks(
     tmp_path: Path, closed_log: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "result_0.txt"
@@ -242,7 +244,7 @@ def test_auto_chooses_the_ruleset_that_most_logs_pass_here_and_officially(
     assert chosen(OF_2_1, in_turn()) == [old, ("2.0.0", "pass", "the official checker rejects it under 5.0.0")]
 
 
-def test_a_round_is_checked_submission_by_submission(tmp_path: Path) -> None:
+def test_a_round_is_checked_by_submission_and_must_contain_bert_logs(tmp_path: Path) -> None:
     for org in ("Example", "Other"):
         write_submission(tmp_path / org, runs=2, org=org)
     (tmp_path / "NoBert" / "results" / "node" / "resnet").mkdir(parents=True)

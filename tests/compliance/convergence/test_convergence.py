@@ -55,7 +55,7 @@ def test_a_set_is_scaled_below_the_references_mean_and_fails_below_its_minimum()
     assert [found.scaling(found.mean / factor) for factor in (0.5, 1.0, 1.25)] == [1.0, 1.0, 1.25]
 
 
-def test_a_reference_needs_a_valid_ruleset_and_batch_size() -> None:
+def test_a_reference_requires_a_valid_ruleset_and_batch_size() -> None:
     assert reference("5.0.0", 16_385) is None
     batch: Any
     for batch in (0, -448, 4.5, True):
@@ -82,7 +82,9 @@ BATCHES = st.one_of(st.sampled_from([256, 448, 768, 4608, 6144, 12288, 16384, 20
 
 
 @given(data=st.data(), ruleset=st.sampled_from(RULESETS), batch=BATCHES, failed=st.sampled_from([0, 0, 0, 1, 1, 2, 3]))
-def test_the_outlook_agrees_with_the_rcp_checker(tmp_path_factory, data, ruleset: str, batch: int, failed: int) -> None:
+def test_verdict_and_scaling_agree_with_the_rcp_checker(
+    tmp_path_factory, data, ruleset: str, batch: int, failed: int
+) -> None:
     # Import it here, because importing SciPy's statistics takes half a second.
     from mlperf_logging.rcp_checker import rcp_checker
 
@@ -114,7 +116,7 @@ def test_the_outlook_agrees_with_the_rcp_checker(tmp_path_factory, data, ruleset
 
 @at_most(10)
 @given(data=st.data(), batch=st.sampled_from([448, 768, 4096, 16384]), done=st.integers(0, 9), failed=st.booleans())
-def test_the_evaluation_that_missing_runs_need_equals_a_brute_force_search(
+def test_the_evaluation_required_of_missing_runs_agrees_with_a_brute_force_search(
     data: st.DataObject, batch: int, done: int, failed: bool
 ) -> None:
     schedule = [*map(EvaluationSchedule(evaluation_interval(batch), batch).samples, range(1, 161))]
@@ -194,7 +196,7 @@ def test_the_chosen_window_is_consecutive_and_has_the_median_score(series: list[
 
 
 @pytest.mark.slow
-def test_the_convergence_command_on_each_kind_of_set(tmp_path: Path) -> None:
+def test_the_convergence_command_prints_the_outlook_or_why_there_is_none(tmp_path: Path) -> None:
     logs = write_series(tmp_path / "unfinished", [17, 16, 17, 18, 17], failed={3})
     text = logs[4].read_text()
     logs[4].write_text(text[: text.index("\n", text.index("eval_accuracy")) + 1])  # a run in progress

@@ -34,7 +34,7 @@ FACTS: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
-def test_the_doctors_findings_about_machines() -> None:
+def test_checks_of_machines_yield_the_recorded_diagnoses() -> None:
     cases = {
         f"{number} {layout} {', '.join(facts)}": check_machine(replace(MACHINE, **facts), LAYOUTS[layout])
         for number, (layout, facts) in enumerate(FACTS)

@@ -53,7 +53,7 @@ ANSWERS: dict[str, dict[str, Any]] = {
 }
 
 
-def test_the_doctors_findings_about_gpus() -> None:
+def test_checks_of_gpus_yield_the_recorded_diagnoses() -> None:
     cases = {name: check_gpus(run, found, PYTORCH | {"gpus": run.ranks}) for name, (run, found) in CASES.items()}
     said = lines_by_case(cases | {name: check_gpus(NODE, GPUS, answer) for name, answer in ANSWERS.items()})
     assert said == Path(__file__).with_name("gpus.txt").read_text()
@@ -148,7 +148,7 @@ def test_properties_that_nvml_does_not_support_are_0() -> None:
     )
 
 
-def test_nvml_errors_become_the_trouble_of_the_driver() -> None:
+def test_nvml_errors_are_stored_as_trouble_unless_the_library_is_missing() -> None:
     assert read_gpus(Nvml(Init=NVMLError_LibraryNotFound())) == Gpus()
     assert read_gpus(Nvml(Init=NVMLError("Driver Not Loaded"))).trouble == "Driver Not Loaded"
     assert read_gpus(Nvml(DeviceGetHandleByIndex=NVMLError("GPU is lost"))).trouble == "GPU is lost"

@@ -22,7 +22,7 @@ ANSWERS: dict[str, str | Output] = {
 }
 
 
-def test_the_system_description_of_a_gpu_node(tmp_path: Path) -> None:
+def test_a_gpu_node_gets_the_recorded_system_description(tmp_path: Path) -> None:
     files = {
         "/etc/os-release": 'NAME="Ubuntu"\nPRETTY_NAME="Ubuntu 24.04.2 LTS"\n',
         "/sys/class/net/ens1/device/vendor": "0x15b3",
@@ -43,7 +43,7 @@ def test_the_system_description_of_a_gpu_node(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("answer", ["", Output(trouble="python gave no answer within 90 s")])
-def test_the_system_description_of_a_machine_without_tools(tmp_path: Path, answer: str | Output) -> None:
+def test_a_system_description_has_fallbacks_for_missing_tools(tmp_path: Path, answer: str | Output) -> None:
     disk = os.statvfs(REPOSITORY)
     unknown = replace(BARE, frequency_mhz=0.0, gpus=Gpus((Gpu(0, "T4"),)))
     for machine, cores, gpus in ((MACHINE, "112", "8"), (BARE, "2", "0"), (unknown, "2", "1")):
@@ -70,7 +70,7 @@ def system(path: Path, *options: str) -> tuple[int, str]:
     return command.run("system", "--out", path, *options)
 
 
-def test_the_option_measure_keeps_given_fields_and_renews_measured_ones(tmp_path: Path) -> None:
+def test_the_option_measure_keeps_given_fields_and_replaces_measured_fields(tmp_path: Path) -> None:
     path = tmp_path / "vm.json"
     assert system(path) == (0, f"{path}\n")
     measured = written(path)

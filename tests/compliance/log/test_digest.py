@@ -87,7 +87,7 @@ DAMAGES: list[Callable[[list[str]], list[str]]] = [
 ]
 
 
-def test_each_damage_of_the_digest_chain_gets_the_recorded_finding(tmp_path: Path, lines: list[str]) -> None:
+def test_each_damaged_digest_chain_gets_the_recorded_finding(tmp_path: Path, lines: list[str]) -> None:
     said, path = "", tmp_path / "result_0.txt"
     for damage in DAMAGES:
         path.write_text("\n".join(damage(lines)) + "\n")
@@ -96,7 +96,7 @@ def test_each_damage_of_the_digest_chain_gets_the_recorded_finding(tmp_path: Pat
     assert said == Path(__file__).with_name("damages.txt").read_text()
 
 
-def test_a_log_that_is_still_open_has_whole_lines_with_digests_on_disk(tmp_path: Path) -> None:
+def test_an_open_log_has_its_records_and_digests_on_disk(tmp_path: Path) -> None:
     log = MLLog(tmp_path / "result_0.txt")
     initialise(log, "open")
     left = read_log(tmp_path / "result_0.txt")  # `log` is still open

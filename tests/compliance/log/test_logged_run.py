@@ -63,7 +63,7 @@ def test_the_unit_of_epoch_num_is_recognised(counts: tuple[int, ...], unit: str)
     assert is_open.other_unit == ("" if "data set" in unit else unit)
 
 
-def test_an_epoch_num_far_above_the_last_blocks_samples_count_is_doubted() -> None:
+def test_an_epoch_num_far_above_the_samples_count_of_the_last_block_is_doubted() -> None:
     counts = (150_080, 300_160)
     assert run_of(*counts, blocks=(149_712,)).doubt == ""  # just an interval and a batch (150,448) less than epoch_num
     words = "epoch_num 300160 at the last evaluation, and samples_count 149711 at the last block_stop"
@@ -113,13 +113,13 @@ def test_converged_samples_are_those_of_the_first_evaluation_at_the_target() -> 
     assert (odd.reached, odd.curve, odd.accuracy) == (1, [(300_160, 0.73)], 0.73)
 
 
-def test_the_rate_is_that_of_the_time_to_train() -> None:
+def test_the_rate_counts_sequences_per_second_of_the_time_to_train() -> None:
     run = run_of(150_080, 300_160)
     assert (run.seconds, run.sequences_per_s) == (100.0, 3001.6)
     assert run_of().sequences_per_s is None
 
 
-def test_settings_of_a_wrong_type_count_as_unknown() -> None:
+def test_settings_of_an_invalid_type_are_treated_as_missing() -> None:
     run = run_of(
         global_batch_size=448.0, seed="1", train_samples=math.nan, submission_division="OPEN", quality_target=True
     )
@@ -128,7 +128,7 @@ def test_settings_of_a_wrong_type_count_as_unknown() -> None:
     assert run_of(submission_division="other").division == "closed"
 
 
-def test_the_state_of_a_run_after_each_record() -> None:
+def test_each_record_updates_the_state_of_the_run() -> None:
     run, samples = LoggedRun({"config.evaluation.target": "None"}), {"samples_count": 448}
     for line, (key, ms, value, metadata, *expected) in enumerate(
         [

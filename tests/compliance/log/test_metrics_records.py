@@ -26,7 +26,7 @@ RUN = RunRecord("tiny_cpu", "node", 0.36, 32, 2, 579_074, "abc", "2024-01-02T03:
 STEP = StepRecord(20, 640, 2.0, 100.0, 5.0, 80.0, 5.0, 10.0, 5.5, 4.75, 0.75, 1e-3, 2.0, 28_000.0, 320.0)
 
 
-def test_records_are_read_as_they_were_written(tmp_path: Path) -> None:
+def test_metrics_records_are_read_back_as_written(tmp_path: Path) -> None:
     path, writer = tmp_path / "metrics_0.jsonl", MetricsWriter(tmp_path / "metrics_0.jsonl", RUN)
     slow = WarningRecord(20, 2.0, "rank 1 is slow", Straggler(1, "node", True, 60.0, 40.0))
     evaluation, plan = EvaluationRecord(20, 640, 2.5, 0.5, 0.25, 25, 100), PlanRecord(*map(float, range(12)))
@@ -73,7 +73,7 @@ def test_a_metrics_file_is_read_up_to_its_size_limit(tmp_path: Path, monkeypatch
 
 
 @pytest.mark.parametrize("value", ["-1", "1e300", "1" + 400 * "0", "true", '"1"', "[]", "1.5"])
-def test_metrics_with_numbers_out_of_range_are_no_record(value: str) -> None:
+def test_metrics_lines_with_invalid_numbers_are_rejected(value: str) -> None:
     assert parse_record(f'{{"event": "step", "samples": 1, "step": {value}}}'.encode()) is None
 
 

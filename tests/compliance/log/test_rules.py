@@ -82,7 +82,7 @@ def test_scheduled_evaluations_are_allowed_and_found_by_their_samples(index: int
         (150_000, 448, 2, 450_000, 150_000, False),
     ],
 )
-def test_both_roundings_of_the_schedule_are_accepted(
+def test_the_schedule_accepts_both_roundings_and_rejects_larger_deviations(
     interval: int, batch: int, index: int, samples: int, previous: int, allowed: bool
 ) -> None:
     assert schedule.EvaluationSchedule(interval, batch).allows(index, samples, previous) is allowed
@@ -99,7 +99,9 @@ def test_both_roundings_of_the_schedule_are_accepted(
         (rules.DECAY, [0, 0.999], [1, -0.1]),
     ],
 )
-def test_values_that_each_rule_accepts(rule: rules.ValueRule, taken: list[object], refused: list[object]) -> None:
+def test_value_rules_accept_valid_and_reject_invalid_values(
+    rule: rules.ValueRule, taken: list[object], refused: list[object]
+) -> None:
     assert [value for value in taken if not rule.accepts(value)] == []
     assert [value for value in refused if rule.accepts(value)] == []
 
@@ -112,7 +114,7 @@ def test_values_are_shown_as_json_and_shortened() -> None:
         assert shown(value) == text
 
 
-def test_system_fields_are_those_of_the_official_checker() -> None:
+def test_system_fields_and_statuses_equal_those_of_the_official_checker() -> None:
     source = (OFFICIAL.parent / "system_desc_checker" / "system_desc_checker.py").read_text()
     listed = source.partition("required_fields = [")[2].partition("]")[0]
     assert tuple(re.findall(r'"([^"]+)"', listed)) == rules.SYSTEM_FIELDS
@@ -121,7 +123,7 @@ def test_system_fields_are_those_of_the_official_checker() -> None:
         assert f'"{status}"' in source
 
 
-def test_the_writer_refuses_a_closed_run_with_other_settings_before_run_start(tmp_path: Path) -> None:
+def test_the_writer_rejects_a_closed_run_whose_settings_differ_from_the_benchmark(tmp_path: Path) -> None:
     log = MLLog(tmp_path / "written.txt", clock_ms=counting_clock(10))
     with pytest.raises(RuleViolation, match="max_sequence_length: value 128 in a closed log"):
         initialise(log, "closed", CLOSED | {"max_sequence_length": 128})
@@ -180,7 +182,7 @@ BROKEN: list[tuple[LoggedRun, str, int, list[str]]] = [
 ]  # fmt: skip
 
 
-def test_the_violations_of_the_next_record() -> None:
+def test_records_out_of_order_yield_the_expected_violations() -> None:
     for number, (run, key, samples, expected) in enumerate(BROKEN):
         event = rules.KEYS[key].event_type
         record = Record(9, START_MS, event, key, 0.5, {"epoch_num": samples})

@@ -58,7 +58,7 @@ def test_messages_of_the_official_checker_are_parsed(ask: Ask, closed_log: str) 
         (lambda text: text.replace(": 1234,", ": " + "[" * 5000 + "]" * 5000 + ","), "RecursionError"),
     ],
 )
-def test_a_crash_of_the_official_checker_fails_its_log_and_not_the_next_log(ask: Ask, change: Edit, words: str) -> None:
+def test_a_crash_of_the_official_checker_fails_only_the_log_that_caused_it(ask: Ask, change: Edit, words: str) -> None:
     verdict = ask(change)
     assert verdict.outcome == "fail"
     assert words in verdict.complaints[0].text

@@ -78,7 +78,7 @@ def ten(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_the_files_of_a_package(scaled: tuple[Path, str]) -> None:
+def test_a_package_contains_the_chosen_logs_the_source_and_the_recorded_texts(scaled: tuple[Path, str]) -> None:
     folder, said = scaled
     tree = folder / "out" / "Example"
     results = tree / "results/node/bert"
@@ -191,7 +191,9 @@ def test_figures_that_differ_from_the_result_summarizers_are_findings(ten: Path,
         ),
     ],
 )
-def test_package_refuses_too_few_runs(ten: Path, tmp_path: Path, edited: list[int], edit: Edit, match: str) -> None:
+def test_package_rejects_too_few_valid_runs(
+    ten: Path, tmp_path: Path, edited: list[int], edit: Edit, match: str
+) -> None:
     shutil.copytree(ten / "runs", tmp_path / "runs")
     for number in edited:
         edit_log(tmp_path / f"runs/result_{number}.txt", edit)
@@ -200,7 +202,7 @@ def test_package_refuses_too_few_runs(ten: Path, tmp_path: Path, edited: list[in
     assert not (tmp_path / "out").exists()
 
 
-def test_faults_that_the_official_tools_do_not_see_fail_the_package(ten: Path, tmp_path: Path) -> None:
+def test_copied_and_resumed_runs_fail_the_package(ten: Path, tmp_path: Path) -> None:
     runs = shutil.copytree(ten / "runs", tmp_path / "runs")
     edit_log(runs / "result_9.txt", lambda text: f"# resumed from: checkpoints/step_100\n{text}")
     shutil.copy(runs / "result_3.txt", runs / "result_7.txt")
@@ -211,7 +213,7 @@ def test_faults_that_the_official_tools_do_not_see_fail_the_package(ten: Path, t
     assert "'checkpoints/step_100'" in said
 
 
-def test_the_package_command_refuses_inconsistent_or_invalid_names(ten: Path, tmp_path: Path) -> None:
+def test_the_package_command_rejects_inconsistent_or_invalid_names(ten: Path, tmp_path: Path) -> None:
     other = shutil.copytree(ten / "runs", tmp_path / "results/old_node/bert")
     with pytest.raises(ValueError, match=r"old_node/bert .*'old_node'.*node\.json .*'node'"):
         make_package(request(tmp_path, other))
@@ -251,7 +253,7 @@ def checkout(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_the_packaged_source_is_what_git_tracks(checkout: Path) -> None:
+def test_the_packaged_source_has_only_tracked_files_that_a_submission_may_contain(checkout: Path) -> None:
     with pytest.raises(ValueError, match="not a git checkout"):
         tracked_source(checkout)
     git(checkout, "init", "--quiet")

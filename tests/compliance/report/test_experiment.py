@@ -46,7 +46,7 @@ def test_the_report_warns_if_a_later_run_overwrote_the_best_weights(tmp_path: Pa
     assert summary.statements(load_results(tmp_path))[0].text == "Run 2: 0.3000 after 1,024 sequences."
 
 
-def test_the_report_of_an_experiment_without_evaluations(tmp_path: Path) -> None:
+def test_a_report_on_an_experiment_without_evaluations_says_so(tmp_path: Path) -> None:
     write_experiment(tmp_path, 0, (), status="aborted")
     (tmp_path / "result_1.txt").write_text("")
     results = load_results(tmp_path)

@@ -63,7 +63,9 @@ def outline(text: str) -> str:
 
 
 @pytest.mark.slow
-def test_whole_pages_and_their_accessibility(closed: Results, failing: Results, experiments: Results) -> None:
+def test_report_pages_equal_the_recorded_pages_and_are_accessible(
+    closed: Results, failing: Results, experiments: Results
+) -> None:
     for name, results in {"closed": closed, "failing": failing, "experiments": experiments}.items():
         text = report.render(results)
         assert outline(text) == (FOLDER / f"{name}_page.txt").read_text()
@@ -97,7 +99,7 @@ STEPS: list[dict[str, Any]] = [
 ]
 
 
-def test_the_page_of_a_run_with_sites_a_plan_a_restart_and_skipped_steps(one: Path) -> None:
+def test_the_page_shows_sites_the_plan_a_restart_and_skipped_steps(one: Path) -> None:
     planned = {f"planned_{name}": value for name, value in (PARTS | {"step_ms": 31.0, "reduce_ms": 5.0}).items()}
     events = [
         {"event": "run", "world_size": 2, "started": "2024-01-02T03:04:05"},
@@ -117,7 +119,7 @@ def test_the_page_of_a_run_with_sites_a_plan_a_restart_and_skipped_steps(one: Pa
     assert "waiting for other sites 0.7 %, 0.312 ms a step, 3.5 MB sent between them" in both
 
 
-def test_the_page_of_a_run_without_steps_or_without_records(one: Path) -> None:
+def test_the_page_omits_parts_without_steps_or_log_records(one: Path) -> None:
     assert "Where the time went" not in Page(report.render(load_results(one))).text
     events = [{"event": name, "step": 0, "samples": 0, "eval_s": 0.09} for name in ("step", "eval")]
     (one / "metrics_0.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))

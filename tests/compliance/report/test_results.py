@@ -42,7 +42,9 @@ def opened(folder: Path) -> Results:
     return load_results(folder)
 
 
-def test_accelerators_are_counted_by_the_description_or_else_the_metrics(closed: Results, opened: Results) -> None:
+def test_the_number_of_accelerators_comes_from_the_description_or_else_the_metrics(
+    closed: Results, opened: Results
+) -> None:
     assert (closed.accelerator, closed.accelerators) == ("NVIDIA H100 80GB HBM3", 8)
     described = replace(closed, description={"number_of_nodes": "4", "accelerators_per_node": "8"})
     # The name comes from the log, or the number from the metrics, if the description lacks it.
@@ -63,7 +65,7 @@ def test_a_run_whose_stop_precedes_its_start_has_no_time(one: Path) -> None:
     assert breakdown(run) == {}
 
 
-def test_a_report_needs_logs_and_shows_two_logs_of_one_number(one: Path) -> None:
+def test_a_report_requires_logs_and_shows_two_logs_with_one_number(one: Path) -> None:
     with pytest.raises(ValueError, match=r"no result_<n>\.txt in it"):
         load_results(one.parent)
     with pytest.raises(ValueError, match="no such folder"):
@@ -81,7 +83,7 @@ def test_the_form_factor_is_parsed_from_names_of_accelerators() -> None:
     assert {name: form(name) for name in forms} == forms
 
 
-def test_reports_on_logs_of_other_software_are_called_unofficial(tmp_path: Path) -> None:
+def test_reports_on_logs_of_other_software_say_that_they_are_unofficial(tmp_path: Path) -> None:
     folder = tmp_path / "results" / "node" / "bert"
     logs = write_series(folder, [17, 17, 17])
     for log in logs:
@@ -127,7 +129,7 @@ def test_the_breakdown_of_a_resumed_run_counts_only_its_own_steps(experiments: R
     assert not [finding for finding in run.verdict.findings if "TR 24.4" in finding.rule]
 
 
-def test_the_whole_output_of_summary_and_report_about_open_runs(folder: Path) -> None:
+def test_summary_and_report_print_the_recorded_output_about_open_runs(folder: Path) -> None:
     formats = ("markdown", "csv", "json")
     done = [command.run("summary", folder), *(command.run("report", folder, "--format", name) for name in formats)]
     assert {status for status, _ in done} == {0}
@@ -155,7 +157,7 @@ def test_rates_are_rounded_and_the_score_of_a_fast_set_is_scaled(closed: Results
     assert document["scaled_score_seconds"] == pytest.approx(closed.score_seconds * 2_443_934 / 2_437_632)
 
 
-def test_the_statements_about_sets_of_runs(closed: Results, failing: Results, opened: Results) -> None:
+def test_each_set_of_runs_gets_the_recorded_statements(closed: Results, failing: Results, opened: Results) -> None:
     runs = closed.runs
     lost = [replace(failing.runs[index], number=number) for index, number in ((1, 20), (3, 21))]
     later = [replace(run, number=run.number + 10) for run in runs[:2]]

@@ -72,7 +72,7 @@ ERRORS = ("accelerators_per_node", "accelerator_model_name")
         ("framework", "NVIDIA PyTorch 2.13.0", {}, False),
     ],
 )
-def test_a_description_is_compared_with_the_headers_of_most_logs(
+def test_a_description_must_agree_with_the_headers_of_most_logs(
     tmp_path: Path, field: str, written: str, head: dict[str, str], agrees: bool
 ) -> None:
     description = read_description(write_description(tmp_path, **(MACHINE | {field: written})))
@@ -83,7 +83,7 @@ def test_a_description_is_compared_with_the_headers_of_most_logs(
     assert found == ([] if agrees else wrong)
 
 
-def test_findings_about_a_description_that_differs_from_the_logs(tmp_path: Path) -> None:
+def test_a_description_that_differs_from_the_logs_gets_findings(tmp_path: Path) -> None:
     said: dict[str, Any] = {
         "submission_org": "Example, Inc.",
         "submission_platform": "two machines",

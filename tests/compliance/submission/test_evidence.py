@@ -37,7 +37,9 @@ def closed(root: Path, change: Edit | None = None, runs: int = 10) -> Path:
 
 
 @pytest.mark.slow
-def test_a_failing_folder_fails_by_relative_paths(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failing_folder_also_fails_if_its_path_is_relative(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = closed(tmp_path, change=value("global_batch_size", 0), runs=2)
     monkeypatch.chdir(folder)
     for options in ([], ["--json"], ["--format", "github"], ["--quiet"], ["--junit", "../a.xml"]):
@@ -67,7 +69,7 @@ def test_a_folder_without_a_readable_log_never_passes(tmp_path: Path, names: str
         assert names is None or names.format(0) in text
 
 
-def test_an_empty_list_or_path_is_never_accepted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_empty_lists_empty_paths_and_huge_folders_are_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert not accepted([])
     with pytest.raises(ValueError, match="no log was read: no path given"):
         check_paths([])
@@ -121,7 +123,7 @@ def accuracy(samples: int, value: float) -> EvaluationRecord:
         ),
     ],
 )
-def test_metrics_contradict_a_log_above_tolerance(
+def test_metrics_that_differ_from_the_log_beyond_tolerance_are_a_fault(
     tmp_path: Path, records: list[RunRecord | Record], fault: str
 ) -> None:
     metrics = Metrics()

@@ -87,7 +87,7 @@ def test_links_to_folders_are_followed_only_in_bare_results(bare: Path) -> None:
     assert len(find(bare).benchmarks) == 1
 
 
-def test_names_that_count_as_logs_and_names_that_are_reported(tmp_path: Path) -> None:
+def test_file_names_count_as_logs_or_get_the_recorded_findings(tmp_path: Path) -> None:
     """Compressed logs count as logs only outside of a submission."""
     folder, results = tmp_path / SYSTEM / "bert", tmp_path / "results"
     folder.mkdir(parents=True)
@@ -106,7 +106,7 @@ def test_names_that_count_as_logs_and_names_that_are_reported(tmp_path: Path) ->
     assert said == Path(__file__).with_name("names.txt").read_text()
 
 
-def test_settings_that_differ_between_runs_are_named_with_the_value_of_every_run() -> None:
+def test_differing_settings_are_returned_with_the_value_of_every_run() -> None:
     common = {"note": "x", "config.training.seed": "1", "config.plan.a": "1", "config.optimizer": "lamb"}
     changes = {"note": "y", "config.training.seed": "2", "config.plan.a": "2"}
     one, two = common | {"processes": "1", "config.a": "1"}, common | changes | {"processes": "2", "config.a": "2"}

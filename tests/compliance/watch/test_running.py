@@ -113,7 +113,7 @@ EVENTS: list[tuple[dict[str, Any], list[Event]]] = [
 ]
 
 
-def test_each_event_of_a_run_gets_the_recorded_complaints() -> None:
+def test_each_series_of_events_gets_the_recorded_complaints() -> None:
     said = ""
     for settings, events in EVENTS:
         run = begun(**settings)
@@ -124,7 +124,7 @@ def test_each_event_of_a_run_gets_the_recorded_complaints() -> None:
     assert said == Path(__file__).with_name("warnings.txt").read_text()
 
 
-def test_samples_come_from_the_schedule_if_epoch_num_counts_evaluations() -> None:
+def test_samples_come_from_the_schedule_if_epoch_num_is_a_placeholder() -> None:
     run = begun()
     evaluated(1, 1, None, False)(run)
     evaluated(1, 2, None, False)(run)
@@ -156,7 +156,7 @@ def test_the_watch_computes_the_rate_from_the_last_four_evaluations() -> None:
     assert run.rate == pytest.approx(3 * FIRST / (64 - 25))
 
 
-def test_the_watch_excludes_sequences_before_the_checkpoint_from_the_rate() -> None:
+def test_the_rate_excludes_sequences_before_the_checkpoint() -> None:
     run = begun("open", head=RESUMED)
     run.take(AT_8512)
     took_steps(run, 8640, 5.0)

@@ -96,7 +96,7 @@ def followed(path: Path, timeout_s: float = 5.0, stale_s: float = 5.0) -> tuple[
     return status, text.getvalue()
 
 
-def test_the_whole_output_of_the_watch_of_a_run_in_a_set(tmp_path: Path) -> None:
+def test_the_watch_of_a_run_in_a_set_prints_the_recorded_output(tmp_path: Path) -> None:
     for number in (1, 2):
         closed_run(tmp_path / f"result_{number}.txt", 17, seed=100 + number)
     status, said = followed(closed_run(tmp_path / "result_0.txt", 4, seed=101))
@@ -104,14 +104,14 @@ def test_the_whole_output_of_the_watch_of_a_run_in_a_set(tmp_path: Path) -> None
     assert said == expected("beside_others.txt")
 
 
-def test_the_watch_fails_a_success_below_the_target(tmp_path: Path) -> None:
+def test_the_watch_exits_with_1_if_a_successful_run_missed_the_target(tmp_path: Path) -> None:
     path = tmp_path / "result_0.txt"
     for accuracy, status in (("0.7202", 0), ("0.72", 0), ("0.7199", 1)):
         path.write_text(closed_run(path, 4).read_text().replace("0.7202", accuracy))
         assert followed(path)[0] == status
 
 
-def test_the_watch_prints_a_growing_log_inside_other_output(tmp_path: Path, clock_of_watch: Clock) -> None:
+def test_the_watch_follows_a_log_inside_other_program_output(tmp_path: Path, clock_of_watch: Clock) -> None:
     closed_run(tmp_path / "result_1.txt", 3)  # a log with the same seed
     closed_run(tmp_path / "result_2.txt", 3, seed=8)
     log = closed_run(tmp_path / "elsewhere" / "result_0.txt", 6).read_text()
@@ -123,7 +123,7 @@ def test_the_watch_prints_a_growing_log_inside_other_output(tmp_path: Path, cloc
     assert (status, said.replace(str(tmp_path), "FOLDER")) == (0, expected("meanwhile.txt"))
 
 
-def test_the_watch_gives_up_on_a_log_that_never_comes_or_stops_growing(tmp_path: Path, clock_of_watch: Clock) -> None:
+def test_the_watch_gives_up_on_a_log_that_never_appears_or_stops_growing(tmp_path: Path, clock_of_watch: Clock) -> None:
     path, begin = tmp_path / "result_0.txt", clock_of_watch.monotonic()
     waiting = f"waiting for a running log at {path}\nnothing to watch: no running log at {path} after 0.1 s\n"
     assert followed(path, timeout_s=0.1) == (1, waiting)
@@ -135,7 +135,9 @@ def test_the_watch_gives_up_on_a_log_that_never_comes_or_stops_growing(tmp_path:
     assert clock_of_watch.monotonic() - begin == pytest.approx(1.6, abs=0.011)
 
 
-def test_initialisation_may_be_silent(tmp_path: Path, clock_of_watch: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_watch_waits_longer_for_new_lines_during_initialisation(
+    tmp_path: Path, clock_of_watch: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tmp_path / "result_0.txt"
     begin_ms = int(clock_of_watch.time() * 1000) - 26 * 60_000 - 5_000
     path.write_bytes(line("init_start", None, begin_ms, "INTERVAL_START") + b"\n")
@@ -152,7 +154,7 @@ def test_initialisation_may_be_silent(tmp_path: Path, clock_of_watch: Clock, mon
     assert followed(path, stale_s=0.1)[0] == 1
 
 
-def test_the_watch_refuses_invalid_options(tmp_path: Path) -> None:
+def test_the_watch_rejects_invalid_options(tmp_path: Path) -> None:
     for ruleset, timeout_s, stale_s, words in (
         ("5.0.0", 0, 1, "--timeout is 0, expected"),
         ("5.0.0", 1, -1, "--stale is -1"),
@@ -173,7 +175,7 @@ def test_control_c_ends_the_watch_with_status_130(tmp_path: Path) -> None:
     assert (process.returncode, errors) == (130, b"")
 
 
-def test_the_newest_log_that_has_not_ended_is_chosen(tmp_path: Path) -> None:
+def test_the_watch_chooses_the_newest_unfinished_log(tmp_path: Path) -> None:
     folder = tmp_path / "system" / "bert"
     done = closed_run(folder / "result_0.txt", 2)
     assert choose(folder) is None
@@ -245,7 +247,7 @@ def test_the_watch_of_a_run_without_a_target_shows_the_best_accuracy_and_the_end
     assert looked_at(path).forecast_words(end_ms) == "trains to its end"
 
 
-def test_a_log_that_names_no_target_has_no_forecast(tmp_path: Path) -> None:
+def test_an_open_log_without_a_target_has_no_forecast(tmp_path: Path) -> None:
     watched = Watch(tmp_path / "a", "5.0.0", begun("open", without="quality_target"))
     evaluate(watched.run, 1024, 0.25, watched.run.last_ms + 1000)
     panel = shown(watched, watched.run.last_ms)
@@ -263,7 +265,7 @@ def shown(watched: Watch, now_ms: float, width: int = 100) -> str:
     return console.file.getvalue()
 
 
-def test_the_panel_of_a_run_in_progress(tmp_path: Path, clock_of_watch: Clock) -> None:
+def test_the_panel_of_a_run_in_progress_equals_the_recorded_panel(tmp_path: Path, clock_of_watch: Clock) -> None:
     path = closed_run(tmp_path / "result_0.txt", 6, ends="running", last=0.7145, step_ms=4000)
     watched = looked_at(path)
     first = watched.news_s
@@ -282,7 +284,7 @@ def test_the_panel_of_a_run_in_progress(tmp_path: Path, clock_of_watch: Clock) -
     assert "▁▃▄▅▆█" in console.file.getvalue()
 
 
-def test_the_panel_of_every_phase(tmp_path: Path) -> None:
+def test_the_panels_of_all_phases_equal_the_recorded_panels(tmp_path: Path) -> None:
     watched = Watch(tmp_path / "growing.txt", "5.0.0")
     panels = {("not begun", 0): shown(watched, 0, 80)}
     log = run_logs.log_of((0.1, 0.31), "open", header=(("recipe", "tiny_cpu"),), status="aborted", step_ms=20_000)
