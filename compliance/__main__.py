@@ -51,10 +51,10 @@ def check(
     """
     # tyro does not require positional arguments, so require a path here.
     if not paths:
-        raise ValueError("no path given, expected logs results/<system>/bert/result_<n>.txt, or folders of them")
+        raise ValueError("no path given. Give logs results/<system>/bert/result_<n>.txt, or folders of them")
     # Annotations would break the JSON document.
     if format == "github" and json:
-        raise ValueError("--format github and --json: choose one of them")
+        raise ValueError("--format github and --json exclude each other. Choose one of them")
     from compliance.check import output
     from compliance.submission.check import accepted, check_paths
 

@@ -111,7 +111,8 @@ def find_all(path: Path) -> list[Tree]:
     # Skip submissions that have only results of other benchmarks.
     trees = [find(submission) for submission in submissions if _of_results(submission / "results", submission)]
     if not trees:
-        raise ValueError(f"{path}: no logs of {BENCHMARK} in the {counted(len(submissions), 'submission')} below it")
+        count = counted(len(submissions), "submission")
+        raise ValueError(f"{path}: no logs of {BENCHMARK} in its {count}, expected results/<system>/bert")
     return trees
 
 

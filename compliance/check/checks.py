@@ -28,8 +28,8 @@ def check_lines(context: CheckedLog) -> Iterator[Finding]:
         found = f"{problem.found}; expected {problem.expected}"
         yield Finding(problem.line, "", "log format", found, remedy, severity=problem.severity)
     if context.log.given_up:
-        found = f"{context.log.given_up}: the rest was not read"
-        remedy = "log one run a file, and keep telemetry and other programs' output in other files"
+        found = f"{context.log.given_up}: the rest of the file was not read"
+        remedy = "log each run to its own file, and keep telemetry and other programs' output in other files"
         yield Finding(None, "", "SR Submission form", found, remedy)
         return
     if not context.log.token_lines:
@@ -184,7 +184,7 @@ def _check_fixed_settings(context: CheckedLog) -> Iterator[Finding]:
         record = run.first[violation.key]
         is_padded = violation.key == "eval_samples" and rules.EVAL_SAMPLES < record.value < 2 * rules.EVAL_SAMPLES
         if is_padded:
-            remedy = "make sure that padding is not counted, and each of the 10,000 sequences once in every evaluation"
+            remedy = "leave out padding, and count each of the 10,000 sequences once in every evaluation"
             violation = violation._replace(remedy=remedy)
         yield finding_of(record, violation, "warning" if is_padded else "error")
     cleared = context.log.all("cache_clear")

@@ -89,7 +89,7 @@ def _ask(ruleset: str, global_batch_size: int) -> dict[str, Any]:
     rules.check_ruleset(ruleset)
     answer = process.ask("reference", global_batch_size, ruleset, TIMEOUT_S)
     if "crash" in answer:
-        raise ValueError(f"no reference convergence points of ruleset {ruleset}: {answer['crash']}")
+        raise ValueError(f"ruleset {ruleset} has no reference convergence points: {answer['crash']}")
     return answer
 
 

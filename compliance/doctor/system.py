@@ -75,7 +75,7 @@ def _read(path: Path) -> dict[str, Any]:
     # Other JSON files may also have a field such as "status", so require half of the fields to be known.
     if description.fault or len(known) < max(1, len(description.fields) / 2):
         fault = description.fault or f"{len(known)} of its {len(description.fields)} names are fields of a description"
-        raise ValueError(f"{path} is no system description: {fault}; choose another --out, or move the file away")
+        raise ValueError(f"{path} is not a system description: {fault}; choose another --out, or move the file away")
     return description.fields
 
 

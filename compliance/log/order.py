@@ -215,7 +215,7 @@ def own_settings(run: LoggedRun) -> Iterator[Violation]:
         # The interval may be rounded up to a whole batch, and some software logs numbers in single precision.
         room = (batch or 1) - 1 if key == "eval_interval_samples" else 1e-6 * expected
         if not -1e-6 * expected <= value - expected <= room:
-            found, remedy = f"value {shown(value)} in a closed log", "keep to the benchmark's setting"
+            found, remedy = f"value {shown(value)} in a closed log", "use the benchmark's setting"
             yield Violation("setting", key, found, f"{expected}", remedy, rules.KEYS[key].source)
 
 

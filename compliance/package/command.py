@@ -129,8 +129,8 @@ def _choose(logs: list[Log], request: PackageRequest) -> tuple[tuple[SubmittedRu
         failed = [verdict for verdict in verdicts if not verdict.passed]
         named = "; ".join(f"{verdict.path.name}: {verdict.errors[0]}" for verdict in failed)
         raise ValueError(
-            f"{request.runs}: {len(failed)} runs are not valid results, and a set of {SUBMISSION_RUNS} may hold one "
-            f"(TR 12): {named}. Run again"
+            f"{request.runs}: {len(failed)} runs are not valid results, but a set of {SUBMISSION_RUNS} may have at most one "
+            f"(TR 12): {named}. Repeat these runs"
         )
     # Renumber the runs from 0 in the order of their start.
     chosen = enumerate(selection.chosen)

@@ -106,7 +106,7 @@ def _score_statement(results: Results) -> Statement:
     if results.differing:
         return Statement("plain", "Score", f"No score: the runs differ in {_named(results.differing)}.")
     if results.invalid_count > 1:
-        why = f"{results.invalid_count} of {len(results.submitted)} runs are no valid results, and only one may be"
+        why = f"{results.invalid_count} of {len(results.submitted)} runs are not valid results, and only one may be invalid"
         return Statement("bad", "Score", f"No score: {why}.")
     if results.score_seconds is None:
         needed = f"it needs at least {MIN_RUNS_FOR_SCORE} runs"
@@ -120,7 +120,7 @@ def _score_statement(results: Results) -> Statement:
     text += "."
     invalid = next((run.number for run in results.submitted if run not in results.valid), None)
     if invalid is not None:
-        text += f" Run {invalid} is no valid result and counts as the slowest."
+        text += f" Run {invalid} is not a valid result and counts as the slowest."
     if len(results.runs) != SUBMISSION_RUNS and (results.for_submission or results.submitted != results.runs):
         text += f" A submission has {SUBMISSION_RUNS} runs, here are {len(results.runs)}"
         text += (

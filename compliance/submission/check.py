@@ -50,7 +50,9 @@ def check_paths(paths: Iterable[Path], ruleset: str = rules.NEWEST_RULESET) -> l
         rules.check_ruleset(ruleset)
     paths = tuple(paths)
     if paths.count(STDIN) > 1:
-        raise ValueError(f"{STDIN}: given {paths.count(STDIN)} times, but standard input can be read only once")
+        raise ValueError(
+            f"{STDIN}: given {paths.count(STDIN)} times, but standard input can be read only once. Give it once"
+        )
     verdicts: list[Verdict] = []
     for path in paths:
         if path != STDIN and path.is_dir():
@@ -131,7 +133,11 @@ def _verdict(
     if answer.outcome == "fail" and not any(finding.severity == "error" for finding in findings):
         tool = process.NAMES[_TOOLS[part]]
         found = f"the official {tool} rejects it: {answer.message or 'it does not say why'}"
-        remedy = "correct what it names" if answer.message else f"run the {tool} by hand (docs/submission.md)"
+        remedy = (
+            "correct the fault that its message names"
+            if answer.message
+            else f"run the {tool} by hand (docs/submission.md)"
+        )
         findings.append(Finding(None, "", f"mlperf-logging, ruleset {ruleset}", found, remedy))
     return Verdict(path, ruleset, answer.outcome, tuple(findings), None, None, missed, part)
 
@@ -237,11 +243,11 @@ def _failed_runs(runs: Sequence[FolderRun], answer: Answer) -> Finding:
     elif len(runs) < SUBMISSION_RUNS:
         found += f", expected only valid logs before there are {SUBMISSION_RUNS}"
     elif verdict.official == "pass":
-        found += ", but the official tools count it, expected ten runs that both accept"
+        found += ", but the official tools count it, expected ten runs that the official tools and these checks accept"
     elif answer.outcome == "fail":
         found += f", and cannot be dropped as the slowest run either: {answer.message}"
     else:
-        found += ": it counts as the slowest run, which is dropped, expected at most this one"
+        found += ": it counts as the slowest run, which is dropped, expected no other failing log"
         return Finding(None, "", "TR 12", found, "keep all other runs valid", severity="warning")
     return Finding(None, "", "TR 12", found, remedy)
 

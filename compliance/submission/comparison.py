@@ -179,7 +179,9 @@ def compare_seeds(runs: Sequence[FolderRun], division: rules.Division, submissio
             run.add_finding(None, "seed", rule, found, "log the seed, once, from one process", "error")
         for record, seed, other, first in shared[:1]:
             where = "" if other is run else f"{other.name} "
-            found = f"value {seed} was logged before, in {where}line {first.line}, expected another seed in every run"
+            found = (
+                f"value {seed} was logged before, in {where}line {first.line}, expected a different seed in every run"
+            )
             remedy = "run again with a seed from the clock or /dev/urandom, logged once by one process"
             run.add_finding(record, "seed", rule, found, remedy, severity, len(shared) - 1)
 

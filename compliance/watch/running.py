@@ -104,7 +104,7 @@ class RunningLog(LoggedRun):
             limit = rules.INIT_LIMIT_MINUTES[self.division]
             minutes = (now_ms - self.init_start_ms) / 60_000
             if minutes >= limit:
-                self.complain(f"initialisation has passed its {limit} min: the run is no valid result (TR 11)")
+                self.complain(f"initialisation has passed its {limit} min: the run is not a valid result (TR 11)")
             elif minutes >= limit * INIT_WARNING_FRACTION:
                 self.complain(f"initialisation has taken {minutes:.0f} min of {limit} (TR 11)", "a long initialisation")
 
@@ -144,7 +144,7 @@ class RunningLog(LoggedRun):
         if key == "run_start" and key not in self.first:
             self._check_settings()
         if key == "init_start" and self.phase not in ("before", "init"):
-            self.complain("a second attempt logs to this file: the log of two attempts is no valid result", key)
+            self.complain("a second attempt logs to this file: the log of two attempts is not a valid result", key)
         # As in the check of a log, it is enough if one process cleared its caches.
         self._cleared |= key == "cache_clear" and record.value is not False
         self.add(record)

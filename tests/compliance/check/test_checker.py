@@ -36,7 +36,7 @@ def test_logs_of_the_writer_pass_every_ruleset(verdict_text: VerdictText, closed
 
 
 TELEMETRY = "keep telemetry and other programs' output in other files"
-ONE_RUN = f"the rest was not read [SR Submission form]; log one run a file, and {TELEMETRY}"
+ONE_RUN = f"the rest of the file was not read [SR Submission form]; log each run to its own file, and {TELEMETRY}"
 
 
 def test_a_log_above_a_size_limit_gets_one_finding(

@@ -178,7 +178,7 @@ def test_the_doctor_names_the_commit_of_the_source(tmp_path: Path, monkeypatch: 
     for revision, expected in (
         ("abcdef0123456789", "ok source: commit abcdef012345\n"),
         ("abcdef0123456789 with local changes", "warn source: commit abcdef0123456789 with local changes; commit all"),
-        ("unknown", "warn source: its commit is unknown; run from a checkout"),
+        ("unknown", "warn source: the commit is unknown; run from a checkout"),
     ):
         monkeypatch.setattr("compliance.doctor.examination.commit", lambda revision=revision: revision)
         assert lines_about(look(tmp_path), "source").startswith(expected)

@@ -130,5 +130,5 @@ def test_the_system_command_does_not_overwrite_other_files(tmp_path: Path, conte
     before = path.lstat()
     status, text = system(path, "--set", "cooling=air")
     assert (status, text.count("\n")) == (2, 1)
-    assert f"{path} is no system description" in text
+    assert f"{path} is not a system description" in text
     assert (path.lstat().st_mtime_ns, [*tmp_path.iterdir()]) == (before.st_mtime_ns, [path])

@@ -98,7 +98,7 @@ def test_a_description_that_differs_from_the_logs_gets_findings(tmp_path: Path) 
         "error: line 3: division: value 'closed', expected what the logs say, submission_division 'open' "
         "[SR System description; TR 4]; correct division, or the setting that is logged as submission_division",
         "error: line 20: accelerators_per_node: 1 accelerator with 10,000 sequences a second each by the logs, "
-        "expected at most 10,000: published ones stay below a fifth of this [SR System description]; "
+        "expected at most 10,000: published accelerators stay below a fifth of this [SR System description]; "
         "describe the system that ran, and check train_samples and the times in the logs",
     ]
     as_fast = [

@@ -43,7 +43,7 @@ def evaluate(run: RunningLog, samples: int, accuracy: Any, time_ms: int, announc
     run.take(line("eval_accuracy", accuracy, time_ms, epoch_num=samples))
 
 
-INVALID = "the run is no valid result (TR 11)"
+INVALID = "the run is not a valid result (TR 11)"
 
 
 @pytest.mark.parametrize(

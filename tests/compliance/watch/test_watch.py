@@ -131,7 +131,7 @@ def test_the_watch_gives_up_on_a_log_that_never_appears_or_stops_growing(tmp_pat
     closed_run(path, 3, ends="running")
     begin = clock_of_watch.monotonic()
     status, text = followed(path, stale_s=1.6)
-    assert (status, text.splitlines()[-1]) == (1, f"given up: {path} has not grown for 2 s")
+    assert (status, text.splitlines()[-1]) == (1, f"gave up: {path} has not grown for 2 s")
     assert clock_of_watch.monotonic() - begin == pytest.approx(1.6, abs=0.011)
 
 
