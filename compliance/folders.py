@@ -52,7 +52,7 @@ MAX_NAME = 200  # characters of a name in a message
 LAYOUT = "SR Directory structure"
 """Rule named in findings about the names and locations of files."""
 REPOSITORY = "repository checker"
-"""Rule named in findings about files of any kind in a submission."""
+"""Rule named in findings about the names, sizes and links of all files in a submission."""
 
 
 @dataclass(frozen=True)

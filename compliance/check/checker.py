@@ -35,8 +35,8 @@ def check_logs(logs: Sequence[Log], ruleset: str, limit: str = rules.NEWEST_RULE
         return [_verdict(each, ruleset) for each in examined]
     tried: dict[int, list[Verdict]] = {}
     for candidate, expected in _candidates(examined, limit):
-        # Stop if no more logs can pass under this candidate than under an earlier one, because our own checks fail the
-        # other logs. Usually one candidate is enough, which saves questions to the official checker.
+        # Stop if our own checks pass no more logs under this candidate than all checks passed under an earlier one.
+        # Usually the first candidate is enough, which saves calls of the official checker.
         if tried and max(tried) >= expected:
             break
         verdicts = [replace(_verdict(each, candidate), missed=_missed(each, candidate)) for each in examined]
@@ -98,7 +98,7 @@ def _candidates(logs: Sequence[_Examination], limit: str) -> list[tuple[str, int
 
 
 def _may_pass(examined: _Examination, ruleset: str) -> bool:
-    # Looking for required records alone is ten times faster, and decides for most rulesets.
+    # Look for required records first, which is ten times faster and already rules out most rulesets.
     is_complete = all(ruleset in rules.KEYS[key].advised for key in examined.log.missing(ruleset))
     return is_complete and not examined.errors(ruleset)
 
@@ -158,11 +158,11 @@ def _unexplained(context: CheckedLog, own: list[Finding], opinion: official.Opin
         if not context.log.token_lines or explained[complaint.severity] & complaint.keys:
             continue
         if complaint.severity == "error" and fails:
-            # After records out of order, the checker complains about its state, such as "the run has not started".
+            # After records out of order, skip complaints about the checker's state, such as "the run has not started".
             is_disordered = context.misdated or errors & {*TIMELINE, "submission_division"}
             if not complaint.keys or (complaint.about_state and is_disordered):
                 continue
-            # The last records of an aborted run may be missing.
+            # Skip missing records of an aborted run, which ends before its last records.
             if complaint.absent and context.aborted:
                 continue
         record = next((record for record in context.log.records if record.line == complaint.line), None)

@@ -106,7 +106,7 @@ def _check_presence(context: CheckedLog) -> Iterator[Finding]:
 
 
 def _check_division(context: CheckedLog) -> Iterator[Finding]:
-    # Since 2.0.0, the limit of the initialisation depends on the division, which must be logged before init_stop.
+    # Since 2.0.0, the limit of the initialisation depends on the division, so it must be known at init_stop.
     first = context.run.first
     division, stop = first.get("submission_division"), first.get("init_stop")
     if division and stop and division.line > stop.line and context.ruleset not in rules.ONE_INIT_LIMIT:
@@ -251,7 +251,7 @@ def _check_result(context: CheckedLog) -> Iterator[Finding]:
 
 
 def checks_of(context: CheckedLog) -> tuple[Callable[[CheckedLog], Iterator[Finding]], ...]:
-    # The other checks would report records as missing that were only not read.
+    # The other checks would report unread records as missing.
     if context.log.given_up:
         return (check_lines,)
     # The line checks say why no record can be read. Do not report every required record as missing, too.

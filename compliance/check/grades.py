@@ -45,10 +45,10 @@ class CheckedLog:
     broken: list[tuple[Record, Violation]] = field(init=False, default_factory=list)
 
     def __post_init__(self) -> None:
-        # In logs of other software, settings may follow the records that depend on them.
+        # Know the settings of the whole log, because in logs of other software they may follow dependent records.
         self.run = LoggedRun(self.log.header, {key: records[0] for key, records in self.log.by_key.items()})
         for record in self.log.records:
-            # Other software logs many keys of its own, which the official checker ignores.
+            # Skip unknown keys: other software logs many, and the official checker ignores them.
             if record.key in rules.KEYS:
                 self.broken += [(record, violation) for violation in violations(self.run, record, self.ruleset)]
             self.run.add(record)
@@ -84,7 +84,7 @@ class CheckedLog:
     @cached_property
     def second_start(self) -> Record | None:
         """First record of a second attempt, as after a restart with the same run number; None for one attempt."""
-        begin: Record | None = None  # first of successive cache_clear and init_start
+        begin: Record | None = None  # first of the latest successive cache_clear and init_start records
         previous: Record | None = None
         silence_ms = 0  # time from the record before this group to the group
         is_begun = is_cleared = False  # whether an init_start was logged, and then a cache_clear
@@ -205,7 +205,7 @@ def _grade(context: CheckedLog, record: Record, violation: Violation) -> Severit
             needed = rule.required_in(context.ruleset, division) and rule.key != "seed"
             needed |= division == "open" and rule.key == "quality_target"
             same = record.value == context.run.first[record.key].value
-            # A second run_start or run_stop changes the score, but the official checker only warns of it.
+            # A second run_start or run_stop changes the score, so it is an error, although the official checker only warns.
             return "error" if rule.key in ("run_start", "run_stop") or (needed and not same) else "warning"
         case "value":
             return "warning" if decides == "warning" else _grade_of_value(record)
@@ -249,7 +249,8 @@ def _grade_of_value(record: Record) -> Severity:
 
 
 def _grade_of_pair(context: CheckedLog, key: str) -> Severity | None:
-    # Only warn if an epoch may end with the run (common.yaml), or if an open run may log one block for many evaluations.
+    # Only warn about epochs, which may end with the run (common.yaml), and about open runs, which may log one block for
+    # many evaluations.
     name, division = key.partition("_")[0], context.run.division
     start, stop = f"{name}_start", f"{name}_stop"
     if start in TIMELINE or start not in context.run.first or {start, stop} & context.lost_keys:
@@ -323,7 +324,7 @@ def _irregular_evaluation(run: LoggedRun) -> tuple[int, int, int | None] | None:
     if schedule is None:
         return None
     interval, batch = schedule.interval, schedule.global_batch_size
-    # The schedule does not include an evaluation of the untrained model.
+    # Skip an evaluation of the untrained model, which is not in the schedule.
     skipped = int(samples[0] == 0)
     steps = [after - before for before, after in zip([0, *samples[skipped:]], samples[skipped:], strict=False)]
     usual = median_high(steps) if steps else interval

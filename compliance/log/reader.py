@@ -141,7 +141,7 @@ def _piped() -> AbstractContextManager[IO[bytes]]:
 
 @contextmanager
 def _copied(source: IO[bytes] | gzip.GzipFile) -> Iterator[IO[bytes]]:
-    """Copy a little more than `MAX_LOG_BYTES` of a stream to an unnamed file, which disappears even if a signal ends us."""
+    """Yield a copy of a stream, cut a little above `MAX_LOG_BYTES`, in an unnamed file that no signal leaves behind."""
     with TemporaryFile() as copy:
         while copy.tell() <= MAX_LOG_BYTES and (piece := source.read(2**20)):
             copy.write(piece)

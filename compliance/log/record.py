@@ -44,8 +44,8 @@ class Record(NamedTuple):
 class Problem(NamedTuple):
     """Fault in a log line that contains the token ``:::MLLOG``.
 
-    `keys` has the keys in the line, as far as they can be recognised. `severity` is "error" if a record is lost or if no
-    parser can read it.
+    `keys` has the keys in the line, as far as they can be recognised. `severity` is "error" if a record of the line is
+    lost or unreadable.
     """
 
     line: int
@@ -169,7 +169,7 @@ def _foreign_record(text: str) -> tuple[str, str] | None:
     return None
 
 
-# JSON, a Python dictionary, or JSON inside a JSON string.
+# Matches a key in JSON, in a Python dictionary, or in JSON inside a JSON string.
 _KEY = re.compile(rb"""\\?["']key\\?["']: ?\\?["']([A-Za-z0-9_]{1,80})\\?["']""")
 
 

@@ -46,9 +46,9 @@ def ask(part: str, path: Path, ruleset: str) -> Answer:
 def ask_about_folder(
     folder: BenchmarkFolder, description: Mapping[str, Any], ruleset: str, by_train_samples: bool = False
 ) -> Answer:
-    """Have the package checker check one benchmark folder and its description's fields. Raises as `ask` does.
+    """Ask the package checker about one benchmark folder and the fields of its description. Raises as `ask` does.
 
-    `by_train_samples` stands for its option --rcp-bert-train-samples.
+    `by_train_samples` sets the package checker's option --rcp-bert-train-samples.
     """
     # Use a copy, because the package checker writes files into the results folder.
     with tempfile.TemporaryDirectory(prefix="compliance-") as copy:

@@ -35,7 +35,7 @@ STEP_PARTS = {
 }
 
 SITE_PART = "waiting for other sites"
-"""Part of a run's time, if each of its sites takes steps by itself."""
+"""Name of the time spent waiting for other sites, in runs whose sites take steps by themselves."""
 
 Outcome = Literal["valid", "aborted", "invalid", "finished", "resumed", "interrupted", "failed", "unfinished"]
 Value = TypeVar("Value")

@@ -152,7 +152,7 @@ def compare_seeds(runs: Sequence[FolderRun], division: rules.Division, submissio
     """Add a finding to each log whose seed equals the seed of an earlier log.
 
     The official seed checker compares pairs of source position and seed. Here the first seeds of any two logs must differ,
-    even if logged at different positions, because otherwise the runs would be identical.
+    even if their source positions differ, because otherwise the runs would be identical.
     """
     severity, rule = "error" if division == "closed" else "warning", "TR 5.1; seed checker"
     # Seed records by (position, seed). The first record of each log is also stored by its seed alone.

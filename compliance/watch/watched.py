@@ -47,7 +47,7 @@ class Watch:
 
     def read_siblings(self) -> None:
         """Read the other logs of the folder, and compare their seeds with this run's seed."""
-        # Runs without a target form no set, and may have the same seed.
+        # Skip runs without a target, which form no set and may have equal seeds.
         if rules.RESULT_FILE.fullmatch(self.path.name) is None or self.run.trains_to_end:
             return
         others = {path: written for path, written in results_in(self.path.parent).items() if path != self.path}
@@ -58,7 +58,10 @@ class Watch:
 
     @property
     def forecast(self) -> Forecast | None:
-        """Forecast of when the run reaches the target; None if that is unknown, past or impossible."""
+        """Forecast of when the run reaches the target.
+
+        None if the target or the schedule is unknown, or if the run has reached the target or ended.
+        """
         run, schedule = self.run, self.run.schedule
         if run.target is None or schedule is None or run.phase == "done" or self.has_reached:
             return None

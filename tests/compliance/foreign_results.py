@@ -47,7 +47,7 @@ def read(path: Path) -> None:
 
 
 def judge(path: Path) -> list[Verdict]:
-    """Assert that no log passes without success, a target accuracy, and a seed if it is closed. Return the verdicts."""
+    """Assert that no log passes without success, its target accuracy, and a seed if it is closed. Return the verdicts."""
     verdicts, said = check_paths([path], rules.AUTO), io.StringIO()
     with redirect_stdout(said):
         say_verdicts(verdicts)

@@ -175,7 +175,7 @@ def test_a_mangled_log_passes_only_if_the_official_checker_passes_it(
 
 
 OF_2_1 = delete("opt_lamb_epsilon")
-"""Edit that makes a log like the logs of round 2.1. Later versions of that round's rule file reject such a log."""
+"""Edit that makes a log like the logs of round 2.1. The final rule files of 2.1 reject it, so 2.0.0 is chosen."""
 OF_NEW = delete("opt_epsilon")
 NO_SEED, NO_EPSILON = (f"{key}: no record; expected one record" for key in ("seed", "opt_lamb_epsilon"))
 

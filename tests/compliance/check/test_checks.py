@@ -201,7 +201,7 @@ OPEN: dict[str, Edit] = {
     "caches kept, and an odd setting": in_turn(value("cache_clear", False), value("opt_epsilon", 0.5)),
     "below its own target": value("eval_accuracy", 0.29, -1),
     "off its own schedule": metadata("eval_accuracy", "epoch_num", 1500),
-    # Logs of other software lack these settings.
+    # Logs of other software may lack these settings.
     "without a schedule and a target": delete("eval_interval_samples", "quality_target"),
     "two targets": log_after("seed", "quality_target", 0.2),
     "two batch sizes": log_after("seed", "global_batch_size", 64),

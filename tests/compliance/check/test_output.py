@@ -140,7 +140,7 @@ def test_verdicts_are_coloured_only_on_terminals_with_colours(monkeypatch: pytes
     assert ("x[bold]" * 20 in shown, "\x1b[2J" in shown, shown.count("\n")) == (True, False, 3)
 
 
-# Code review
+# Output for code review
 
 
 def uri_of(result: dict[str, Any]) -> str:

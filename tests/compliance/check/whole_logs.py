@@ -36,7 +36,7 @@ def evaluated_at(*samples: int) -> Edit:
 
 
 def at_steps(*steps: int, batch: int = 6912) -> Edit:
-    """Return an edit to a log with evaluations `steps` samples apart. The scheduled interval is 225,000 samples."""
+    """Return an edit to a log whose evaluations are `steps` samples apart. The scheduled interval is 225,000 samples."""
     counts = [sum(steps[: index + 1]) for index in range(len(steps))]
     return lambda _: evaluated_at(*counts)(brief(*[0.5] * (len(steps) - 1), 0.73, batch=batch))
 

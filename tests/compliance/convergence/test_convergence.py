@@ -66,7 +66,7 @@ def test_a_reference_requires_a_valid_ruleset_and_batch_size() -> None:
 
 
 def write_minimal(path: Path, batch: int, samples: int | None) -> None:
-    """Write the three records that the official checker reads from each log of a folder."""
+    """Write a log with only the records that the RCP checker reads."""
     status = "success" if samples else "aborted"
     records = [
         ("submission_benchmark", "bert", {}),
@@ -100,7 +100,7 @@ def test_verdict_and_scaling_agree_with_the_rcp_checker(
     for number, count in enumerate(runs):
         write_minimal(folder / f"result_{number}.txt", batch, count)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(logging.root.manager, "disable", logging.CRITICAL)  # the RCP checker changes it
+        patch.setattr(logging.root.manager, "disable", logging.CRITICAL)  # restored, because the RCP checker changes it
         passed, message, factor = rcp_checker.check_directory(
             str(folder), "training", ruleset, False, False, rcp_pass="pruned_rcps", set_scaling=True
         )

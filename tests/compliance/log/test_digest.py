@@ -82,7 +82,7 @@ DAMAGES: list[Callable[[list[str]], list[str]]] = [
     lambda lines: lines[1:],
     lambda lines: [line for line in lines if not line.startswith("# digest")],
     lambda lines: [*lines, "# note"],
-    lambda lines: lines[:-2],  # also without the digest after run_stop
+    lambda lines: lines[:-2],  # removes the digest after run_stop, too
     lambda lines: lines[:-1],
 ]
 

@@ -11,7 +11,7 @@ from compliance.log.rules import FIRST_MS, LAST_MS
 from tests.compliance.run_logs import START_MS
 
 ACCURACY = 0.5
-"""Default accuracy of all evaluations but the last, below the target."""
+"""Default accuracy of every evaluation but the last; below the target."""
 
 
 def run_of(

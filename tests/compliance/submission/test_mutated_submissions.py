@@ -118,7 +118,7 @@ def dead_attempt(root: Path) -> None:
     """Begin log 1 with an attempt that has the seed of run 2."""
     first, second = ((root / FOLDER / f"result_{number}.txt").read_text() for number in (2, 1))
     begin = first[: first.index(lines_of(first, "quality_target")[0])]
-    # Run 2 started three hours after run 1, so set back its times to before run 1.
+    # Run 2 started three hours after run 1, so set its times back to before run 1.
     begin = begin.replace('"time_ms": 17000216', '"time_ms": 17000100')
     (root / FOLDER / "result_1.txt").write_text(begin + second)
 
