@@ -28,7 +28,7 @@ app = Commands()
 def check(
     paths: Annotated[Positional[tuple[Path, ...]], arg(metavar="PATH...", help="Logs, folders of them, or -")],
     ruleset: AnyRuleset = AUTO,
-    # Parameters are named like their options. FlagCreatePairsOff keeps tyro from adding a --no-... to each flag.
+    # Parameters have the names of their options. FlagCreatePairsOff prevents an option --no-... for each flag.
     quiet: FlagCreatePairsOff[bool] = False,
     ignore: Path | None = None,
     json: FlagCreatePairsOff[bool] = False,
@@ -39,7 +39,7 @@ def check(
     """Check logs with the official checker and stricter rules. Exit status 0 if all pass, otherwise 1.
 
     A PATH is a log result_<n>.txt or result_<n>.txt.gz, results/<system>/bert, results/<system>, results, a whole
-    submission, or a round of submissions. - reads one log, plain or compressed by gzip, from standard input.
+    submission, or a round of submissions. The PATH - reads one log, plain or gzip, from standard input.
 
     Args:
         quiet: Print errors and the total only.
@@ -49,12 +49,12 @@ def check(
         junit: Also write the verdicts to this file, as JUnit XML, which CI servers show as tests.
         format: "github" adds workflow annotations, which GitHub shows beside the lines.
     """
-    # tyro accepts an empty tuple of positional arguments.
+    # tyro does not require positional arguments, so require a path here.
     if not paths:
-        raise ValueError("no path given, expected logs results/<system>/bert/result_<n>.txt, or folders of them")
+        raise ValueError("no path given. Give logs results/<system>/bert/result_<n>.txt, or folders of them")
     # Annotations would break the JSON document.
     if format == "github" and json:
-        raise ValueError("--format github and --json: choose one of them")
+        raise ValueError("--format github and --json exclude each other. Choose one of them")
     from compliance.check import output
     from compliance.submission.check import accepted, check_paths
 
@@ -84,7 +84,7 @@ def report(folder: Folder, ruleset: AnyRuleset = AUTO, format: Format = "html", 
 
     Args:
         format: html is written to FOLDER/report.html. The other formats are printed.
-        out: The file to write, in place of FOLDER/report.html or the printed text.
+        out: Write the report to this file, not to FOLDER/report.html or standard output.
     """
     from compliance.report.page import render_as, write_report
     from compliance.report.results import load_results
@@ -120,7 +120,7 @@ def system(
     """Write the system description of this machine as JSON, or change fields of an existing description.
 
     Args:
-        out: The file, results/systems/<system>.json.
+        out: The description file, results/systems/<system>.json.
         division: The division of the submission; open by default in a new file.
         set: Fields to set. In an existing file, only these fields change.
         measure: Measure this machine again, and replace the fields that were measured before.
@@ -222,7 +222,7 @@ def watch(
 
 
 def main() -> int:
-    end_in_order()  # called here, because the installed command runs only this function
+    end_in_order()  # in main(), because the installed command runs only this function
     installed = Path(sys.argv[0]).name
     return app.main(installed if installed == "mlperf-bert-compliance" else "python -m compliance")
 

@@ -12,7 +12,7 @@ MAX_FILE_BYTES = 50 * 2**20
 def open_regular(path: Path) -> BufferedReader:
     """Open a regular file for reading. Raises ``ValueError`` if the file is missing or not regular.
 
-    A pipe is refused without blocking on it.
+    Does not block on a pipe, which is not regular.
     """
     try:
         return files.open_regular(path)

@@ -44,15 +44,15 @@ _GZIP = ".gz"
 LIKE_A_LOG = re.compile(r"results?[-_. ]*\d*(\.(txt|log|out))?(\.(gz|xz|zst|zip|bak|old))?", re.IGNORECASE)
 """Pattern of names of files that were probably meant as logs."""
 
-MAX_ENTRIES = 10_000  # in one folder
-SEARCHED_BYTES = 2**20  # read from a file that is not named like a log, to look for records
-MAX_DEPTH = 64  # of nested folders
+MAX_ENTRIES = 10_000  # entries of one folder
+SEARCHED_BYTES = 2**20  # bytes to search for records in a file that is not named like a log
+MAX_DEPTH = 64  # levels of nested folders
 MAX_NAME = 200  # characters of a name in a message
 
 LAYOUT = "SR Directory structure"
-"""Rule that findings about names and places of files refer to."""
+"""Rule named in findings about the names and locations of files."""
 REPOSITORY = "repository checker"
-"""Rule that findings about all files of a submission refer to."""
+"""Rule named in findings about the names, sizes and links of all files in a submission."""
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,8 @@ def find_all(path: Path) -> list[Tree]:
     # Skip submissions that have only results of other benchmarks.
     trees = [find(submission) for submission in submissions if _of_results(submission / "results", submission)]
     if not trees:
-        raise ValueError(f"{path}: no logs of {BENCHMARK} in the {counted(len(submissions), 'submission')} below it")
+        count = counted(len(submissions), "submission")
+        raise ValueError(f"{path}: no logs of {BENCHMARK} in its {count}, expected results/<system>/bert")
     return trees
 
 
@@ -123,7 +124,7 @@ def find(path: Path) -> Tree:
     if not path.is_dir():
         raise ValueError(f"{path}: no such folder, expected a log, results/<system>/bert, or a folder above it")
     below = _folders(path, None)
-    # Folders with earlier runs may lie in a benchmark folder, and stray logs in a system's folder, which contains bert.
+    # Ignore stray logs in a system's folder, which contains bert. A benchmark folder may contain folders of earlier runs.
     holds_runs = _has_logs(path) and (_is_named_bert(path) or not any(map(_is_named_bert, below)))
     if (path / "results").is_dir():  # a submission, or bare results
         submission = path if _is_submission(path) else None
@@ -189,7 +190,7 @@ def layout_findings(folder: BenchmarkFolder, runs: int | None) -> Iterator[Findi
         yield Finding(
             None, "", LAYOUT, "no log in the folder, expected result_<n>.txt", "put the logs of the runs there"
         )
-    # Do not report the number of logs if it becomes right when the misnamed logs are renamed.
+    # Do not report the number of logs if renaming the misnamed logs corrects it.
     if runs is not None and count != runs and count + len(folder.misnamed) != runs:
         remedy = "add the missing runs" if count < runs else "choose the runs to submit: `python -m compliance package`"
         found = f"{counted(count, 'log')} result_<n>.txt, expected exactly {runs} in a submission"
@@ -203,7 +204,7 @@ def layout_findings(folder: BenchmarkFolder, runs: int | None) -> Iterator[Findi
         found = f"{_name(links[0])} is a symbolic link to a file outside of the folder, expected the log itself"
         remedy = "put the file itself in its place"
         yield Finding(None, "", LAYOUT, found, remedy, severity="warning", more=len(links) - 1)
-    # The official tools crash without a description. Runs that are not meant for a submission may lack the whole folder.
+    # Without a description the official tools crash. Only runs that are not meant for a submission may lack systems/.
     is_due = folder.submission or runs is not None or folder.description.parent.is_dir()
     if not folder.description.is_file() and is_due:
         name = f"systems/{folder.system}.json"
@@ -216,7 +217,7 @@ def repository_findings(tree: Tree) -> Iterator[Finding]:
     """Yield findings about names, sizes and links that the official repository checker rejects."""
     logs = {log for folder in tree.benchmarks for log in folder.logs}  # the log checks report the size of logs
     named, large, links = [], [], []
-    for folder, folders, files in os.walk(tree.path):  # does not enter linked folders
+    for folder, folders, files in os.walk(tree.path):  # without entering linked folders
         for name in (*folders, *files):
             path = Path(folder, name)
             if name.startswith(".") or " " in name:
@@ -283,7 +284,7 @@ def _benchmark_folder(path: Path, submission: Path | None) -> BenchmarkFolder:
 
 
 def _other_logs(entries: Sequence[Path]) -> list[Path]:
-    """Return the files that hold records of a run under a name that does not count."""
+    """Return the files that contain records of a run but are not named like a log."""
     found = []
     for entry in entries:
         if not _is_counted(entry) and entry.is_file():

@@ -27,7 +27,7 @@ def check_file(path: Path, ruleset: str = rules.NEWEST_RULESET) -> Verdict:
 def check_logs(logs: Sequence[Log], ruleset: str, limit: str = rules.NEWEST_RULESET) -> list[Verdict]:
     """Check logs under one ruleset. Raises as `check_file` does.
 
-    `rules.AUTO` takes the newest ruleset, of those up to `limit`, that accepts most of the logs.
+    `rules.AUTO` selects the ruleset up to `limit` that accepts the most logs, and the newest of equally good rulesets.
     """
     examined = [_Examination(log) for log in logs]
     if ruleset != rules.AUTO:
@@ -35,8 +35,8 @@ def check_logs(logs: Sequence[Log], ruleset: str, limit: str = rules.NEWEST_RULE
         return [_verdict(each, ruleset) for each in examined]
     tried: dict[int, list[Verdict]] = {}
     for candidate, expected in _candidates(examined, limit):
-        # Stop once as many logs pass as could pass under this candidate by our own checks. Usually that is after the first
-        # candidate, so that the official checker judges each log once.
+        # Stop if our own checks pass no more logs under this candidate than all checks passed under an earlier one.
+        # Usually the first candidate is enough, which saves calls of the official checker.
         if tried and max(tried) >= expected:
             break
         verdicts = [replace(_verdict(each, candidate), missed=_missed(each, candidate)) for each in examined]
@@ -45,7 +45,7 @@ def check_logs(logs: Sequence[Log], ruleset: str, limit: str = rules.NEWEST_RULE
 
 
 class _Examination:
-    """Our own checks of a log, and the official checker's opinion. Both run once for each ruleset."""
+    """Results of our own checks of a log and of the official checker, cached for each ruleset."""
 
     def __init__(self, log: Log) -> None:
         self.log = log
@@ -72,11 +72,11 @@ class _Examination:
 def _candidates(logs: Sequence[_Examination], limit: str) -> list[tuple[str, int]]:
     """Return the rulesets under which logs may be judged together, the best first, and how many logs pass our checks.
 
-    The best ruleset is the newest under which most logs pass our own checks. The official checker is not asked. If all
-    logs fail under all rulesets, the ruleset with the fewest errors is the only candidate.
+    The best ruleset is the newest of those under which the most logs pass our own checks. The official checker is not
+    asked. If all logs fail under all rulesets, the ruleset with the fewest errors is the only candidate.
     """
     newest_first = rules.RULESETS[rules.RULESETS.index(limit) :: -1]
-    # Logs of this repository open a digest chain. They are written for all rulesets, so older rulesets cannot help.
+    # A log with a digest chain was written by this repository, for all rulesets, so older rulesets cannot help.
     if any(each.log.chain.opened for each in logs):
         return [(rules.NEWEST_RULESET, 0)]
     passing: dict[str, int] = {}
@@ -84,7 +84,7 @@ def _candidates(logs: Sequence[_Examination], limit: str) -> list[tuple[str, int
         passing[ruleset] = sum(_may_pass(each, ruleset) for each in logs)
         if passing[ruleset] == len(logs):
             break
-    # sorted() is stable, so that the newest of equal rulesets comes first.
+    # sorted() is stable, so that the newest of equally good rulesets comes first.
     accepting = sorted(((ruleset, number) for ruleset, number in passing.items() if number), key=lambda each: -each[1])
     if accepting:
         return accepting
@@ -98,7 +98,7 @@ def _candidates(logs: Sequence[_Examination], limit: str) -> list[tuple[str, int
 
 
 def _may_pass(examined: _Examination, ruleset: str) -> bool:
-    # Looking for required records alone is ten times faster, and decides for most rulesets.
+    # Look for required records first, which is ten times faster and already rules out most rulesets.
     is_complete = all(ruleset in rules.KEYS[key].advised for key in examined.log.missing(ruleset))
     return is_complete and not examined.errors(ruleset)
 
@@ -106,7 +106,7 @@ def _may_pass(examined: _Examination, ruleset: str) -> bool:
 def _verdict(examined: _Examination, ruleset: str) -> Verdict:
     log, opinion = examined.log, examined.opinion(ruleset)
     context, own = examined.under(ruleset)
-    # If the file is not the log of one complete run, this defect causes the official checker's complaints.
+    # Ignore the official checker if the file is not the log of one complete run: this defect causes its complaints.
     findings = own if context.defect else [*own, *_unexplained(context, own, opinion)]
     return Verdict(
         path=log.path,
@@ -140,7 +140,7 @@ def missed_text(errors: Sequence[Finding]) -> str:
 
 
 def _official_opinion(log: Log, ruleset: str) -> official.Opinion:
-    # `log.evidence` omits overlong lines, so the official checker would judge an incomplete log.
+    # Do not ask about a log with overlong lines: `log.evidence` omits them, so the checker would judge an incomplete log.
     overlong = f"it would need hours for a record of more than {MAX_LINE_BYTES} bytes" if log.overlong else ""
     if why := log.given_up or overlong:
         return official.Opinion("fail", (official.Complaint(f"not asked: {why}"),))
@@ -158,11 +158,11 @@ def _unexplained(context: CheckedLog, own: list[Finding], opinion: official.Opin
         if not context.log.token_lines or explained[complaint.severity] & complaint.keys:
             continue
         if complaint.severity == "error" and fails:
-            # After records out of order, the checker complains about its state, such as "the run has not started".
+            # After records out of order, skip complaints about the checker's state, such as "the run has not started".
             is_disordered = context.misdated or errors & {*TIMELINE, "submission_division"}
             if not complaint.keys or (complaint.about_state and is_disordered):
                 continue
-            # An aborted run ends before its last records.
+            # Skip missing records of an aborted run, which ends before its last records.
             if complaint.absent and context.aborted:
                 continue
         record = next((record for record in context.log.records if record.line == complaint.line), None)

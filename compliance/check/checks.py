@@ -28,8 +28,8 @@ def check_lines(context: CheckedLog) -> Iterator[Finding]:
         found = f"{problem.found}; expected {problem.expected}"
         yield Finding(problem.line, "", "log format", found, remedy, severity=problem.severity)
     if context.log.given_up:
-        found = f"{context.log.given_up}: the rest was not read"
-        remedy = "log one run a file, and keep telemetry and other programs' output in other files"
+        found = f"{context.log.given_up}: the rest of the file was not read"
+        remedy = "log each run to its own file, and keep telemetry and other programs' output in other files"
         yield Finding(None, "", "SR Submission form", found, remedy)
         return
     if not context.log.token_lines:
@@ -65,7 +65,7 @@ def _check_defect(context: CheckedLog) -> Iterator[Finding]:
 
 def _check_chain(context: CheckedLog) -> Iterator[Finding]:
     chain = context.log.chain
-    # Logs of other software carry no digests.
+    # Skip logs of other software, which carry no digests.
     if not chain.opened and not chain.digests:
         return
     rule, remedy = "docs/compliance.md", "submit the log as the run wrote it"
@@ -106,7 +106,7 @@ def _check_presence(context: CheckedLog) -> Iterator[Finding]:
 
 
 def _check_division(context: CheckedLog) -> Iterator[Finding]:
-    # Since 2.0.0, the rule files look up the limit of the initialisation by the division.
+    # Since 2.0.0, the limit of the initialisation depends on the division, so it must be known at init_stop.
     first = context.run.first
     division, stop = first.get("submission_division"), first.get("init_stop")
     if division and stop and division.line > stop.line and context.ruleset not in rules.ONE_INIT_LIMIT:
@@ -128,7 +128,7 @@ def _check_time(context: CheckedLog) -> Iterator[Finding]:
     latest: Record | None = None
     phase: Record | None = None  # the latest record that begins a phase
     for record in context.log.records:
-        # Every process may log these keys, with its own clock.
+        # Skip keys that every process may log, each with its own clock, and times that are reported above.
         if record.key in rules.PER_RANK or record.line in misdated:
             continue
         if latest and record.time_ms < latest.time_ms:
@@ -137,7 +137,7 @@ def _check_time(context: CheckedLog) -> Iterator[Finding]:
             if record.line <= run_line:
                 is_error = phase is not None and record.key in TIMELINE and record.time_ms < phase.time_ms
             else:
-                # Evaluations made after training are logged with the times of their checkpoints.
+                # Evaluations made after training are logged with the earlier times of their checkpoints.
                 is_error = back > JITTER_MS and not (offline and record.key in _OFFLINE)
             expected = "times that never decrease" + (", or evaluation during the run" if offline else "")
             yield at(record, found, expected, KEEP_THE_CLOCK, "TR 11", "error" if is_error else "warning")
@@ -184,7 +184,7 @@ def _check_fixed_settings(context: CheckedLog) -> Iterator[Finding]:
         record = run.first[violation.key]
         is_padded = violation.key == "eval_samples" and rules.EVAL_SAMPLES < record.value < 2 * rules.EVAL_SAMPLES
         if is_padded:
-            remedy = "make sure that padding is not counted, and each of the 10,000 sequences once in every evaluation"
+            remedy = "leave out padding, and count each of the 10,000 sequences once in every evaluation"
             violation = violation._replace(remedy=remedy)
         yield finding_of(record, violation, "warning" if is_padded else "error")
     cleared = context.log.all("cache_clear")
@@ -195,7 +195,7 @@ def _check_fixed_settings(context: CheckedLog) -> Iterator[Finding]:
 
 
 def _check_plausibility(context: CheckedLog) -> Iterator[Finding]:
-    """Check the numbers of a closed run that are of the right type for numbers that no run can have."""
+    """Check that the numbers of a closed run are plausible. Other checks report numbers of a wrong type."""
     run = context.run
     if run.division != "closed" or context.aborted:
         return
@@ -237,7 +237,7 @@ def _check_result(context: CheckedLog) -> Iterator[Finding]:
             yield finding_of(run.accuracies[-1], violation)
         # Placeholders in epoch_num cannot be compared with train_samples.
         elif trained and is_counted and trained.value >= (batch or 0) and not run.other_unit:
-            # Other software logs the planned number of samples or the size of the data set as train_samples.
+            # Only warn of a larger value: other software logs the planned samples or the size of the data set.
             yield finding_of(trained, violation, "error" if trained.value < samples[-1] else "warning")
     if trained and is_counted and trained.value < (batch or 0):
         remedy = "log the samples at convergence"
@@ -251,13 +251,13 @@ def _check_result(context: CheckedLog) -> Iterator[Finding]:
 
 
 def checks_of(context: CheckedLog) -> tuple[Callable[[CheckedLog], Iterator[Finding]], ...]:
-    # The other checks would complain about the records that were not read.
+    # The other checks would report unread records as missing.
     if context.log.given_up:
         return (check_lines,)
     # The line checks say why no record can be read. Do not report every required record as missing, too.
     if not context.log.records:
         return (check_lines, _check_chain)
-    # The other checks would take the records of several attempts or processes, or of a part of a run, for one run.
+    # The other checks would mistake several attempts, several processes or a part of a run for one whole run.
     if context.defect in ("joined", "ranks", "headless"):
         return (_check_defect, check_lines)
     of_records = (

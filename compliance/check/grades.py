@@ -1,4 +1,4 @@
-"""Grade the violations of a log's records: errors, warnings if accepted submissions have them too, or no finding.
+"""Grade each violation by a record of a log: error, warning if accepted submissions have it too, or no finding.
 
 `compliance.log.order` yields the violations. Some do not apply to logs of other software, where settings may be on any
 line and every process may log the start of initialisation. Consequences of a reported fault, such as a missing record, are
@@ -24,7 +24,7 @@ TIMELINE = tuple(rules.NEXT_PHASE)
 """Records that divide a log into phases, in their order."""
 
 SHORTEST_RESTART_MS = 10_000
-"""Shortest time between the last record of a process that died and the first one of the next attempt."""
+"""Shortest time between the last record of a process that died and the first record of the next attempt."""
 
 _SETTINGS = {key for key, rule in rules.KEYS.items() if rule.phases == ("init",) and rule.once and rule.value}
 
@@ -35,7 +35,8 @@ Defect = Literal["joined", "ranks", "cut off", "headless"]
 class CheckedLog:
     """A log under check.
 
-    `run` is the state of the run at the end of the log. `broken` holds (record, violation) pairs in file order.
+    `run` is the state of the run at the end of the log. `broken` has each broken rule, as a pair
+    (record, violation), in file order.
     """
 
     log: Log
@@ -44,10 +45,10 @@ class CheckedLog:
     broken: list[tuple[Record, Violation]] = field(init=False, default_factory=list)
 
     def __post_init__(self) -> None:
-        # In logs of other software, settings may follow the records that depend on them.
+        # Know the settings of the whole log, because in logs of other software they may follow dependent records.
         self.run = LoggedRun(self.log.header, {key: records[0] for key, records in self.log.by_key.items()})
         for record in self.log.records:
-            # Other software logs many keys of its own, which the official checker ignores.
+            # Skip unknown keys: other software logs many, and the official checker ignores them.
             if record.key in rules.KEYS:
                 self.broken += [(record, violation) for violation in violations(self.run, record, self.ruleset)]
             self.run.add(record)
@@ -74,7 +75,7 @@ class CheckedLog:
 
     @cached_property
     def writers(self) -> int:
-        """Number of processes that wrote the whole run side by side, each with its own start."""
+        """Number of processes that each logged the whole run to this file, with their own run_start."""
         first, starts = self.run.first, self.log.all("run_start")
         if len(starts) < 2 or ("run_stop" in first and starts[1].line > first["run_stop"].line):
             return 1
@@ -82,11 +83,11 @@ class CheckedLog:
 
     @cached_property
     def second_start(self) -> Record | None:
-        """The record with which a second attempt begins, as after a restart under the same number; None for one attempt."""
-        begin: Record | None = None  # the first record of a group of cache_clear and init_start
+        """First record of a second attempt, as after a restart with the same run number; None for one attempt."""
+        begin: Record | None = None  # first of the latest successive cache_clear and init_start records
         previous: Record | None = None
-        silence_ms = 0  # between the group and the record before it
-        is_begun = is_cleared = False  # whether an init_start was logged, and cache_clear after it
+        silence_ms = 0  # time from the record before this group to the group
+        is_begun = is_cleared = False  # whether an init_start was logged, and then a cache_clear
         records = self.log.records
         for index, record in enumerate(records):
             if record.key not in rules.PER_RANK:
@@ -94,7 +95,7 @@ class CheckedLog:
                 continue
             if begin is None:
                 begin, silence_ms = record, record.time_ms - records[max(0, index - 1)].time_ms
-            # If the next record is earlier, the clock of this process was wrong.
+            # If the next record has an earlier time, this record's clock was ahead, so its time proves no restart.
             is_ahead = any(following.time_ms < record.time_ms for following in records[index + 1 : index + 2])
             if previous and not is_ahead and self._is_late(record, previous):
                 return record
@@ -109,7 +110,7 @@ class CheckedLog:
 
     def _is_late(self, record: Record, previous: Record) -> bool:
         """Tell whether a cache_clear or init_start before all settings is so late that it begins another attempt."""
-        # A job may wait in a queue for hours between its cache_clear and its init_start.
+        # A long gap from cache_clear to init_start proves nothing: a job may wait in a queue for hours between them.
         if self.misdated or (previous.key == "cache_clear" and record.key != "cache_clear"):
             return False
         limit_ms = 60_000 * rules.init_limit_minutes(self.ruleset, self.run.division)
@@ -125,15 +126,15 @@ class CheckedLog:
             return True
         if "init_stop" in before:
             return bool(again - {"init_start"})
-        # A second attempt logs all settings again. Settings that are no more frequent than init_stop are those of
-        # several processes, each of which logs one init_stop.
+        # A second attempt logs all settings again. A setting that is logged no more often than init_stop comes from
+        # several processes of one run, each of which logs both once.
         if silence_ms < SHORTEST_RESTART_MS:
             return False
         before &= _SETTINGS
         ends = max(1, len(self.log.all("init_stop")))
         if not before or before - again or min(len(self.log.all(key)) for key in before) <= ends:
             return False
-        # A launcher and the program may each log submission_*, and every process its seed.
+        # A launcher may repeat submission_*, and every process its seed, so another setting must be repeated too.
         return is_cleared or sum(not key.startswith("submission_") for key in before) > 1
 
     @cached_property
@@ -148,7 +149,7 @@ class CheckedLog:
 
     @cached_property
     def disorder(self) -> tuple[Record, str] | None:
-        """The first record that begins its phase too early, and the key of the earlier phase that begins after it."""
+        """A record that begins its phase too early, and the key that must precede it; None if the phases are in order."""
         first = self.run.first
         for earlier, later in combinations(TIMELINE, 2):
             if earlier in first and later in first and first[earlier].line > first[later].line:
@@ -179,7 +180,7 @@ def check_records(context: CheckedLog) -> Iterator[Finding]:
     for record, violation in context.broken:
         if severity := _grade(context, record, violation):
             yield finding_of(record, violation, severity)
-    # A log that was cut off ends within an interval, and `_check_defect` reports that it was cut off.
+    # Skip a log without run_stop: it may end within an interval, and `_check_defect` reports that it was cut off.
     for violation in left_open(context.run) if context.run.is_ended else ():
         record = context.run.open[violation.key]
         if record.line < context.run.last["run_stop"].line and (severity := _grade(context, record, violation)):
@@ -193,18 +194,18 @@ def _grade(context: CheckedLog, record: Record, violation: Violation) -> Severit
     decides: Severity = "error" if rule.decides_in(context.ruleset, context.run.division) else "warning"
     match violation.kind:
         case "type":
-            # The official parser ignores event_type. An invalid event_type, which `parse_line` reports, is empty here.
+            # The official parser ignores event_type. It is empty here if it is invalid, which `parse_line` reports.
             return "warning" if rule.event_type != "POINT_IN_TIME" and record.event_type else None
         case "place":
             return _grade_of_place(context, record)
         case "repeat":
-            # As in the official checker, repeating a required key is an error only if the values differ. Seeds are
-            # compared by `compliance.submission.check`. An open run is judged by its own target.
+            # As in the official checker, repeating a required key is an error only if the values differ. An open run's
+            # target counts as required, because it decides the result. `compliance.submission` compares seeds.
             division = context.run.division
             needed = rule.required_in(context.ruleset, division) and rule.key != "seed"
             needed |= division == "open" and rule.key == "quality_target"
             same = record.value == context.run.first[record.key].value
-            # A second run_start or run_stop changes the score, but the official checker only warns of it.
+            # A second run_start or run_stop changes the score, so it is an error, although the official checker only warns.
             return "error" if rule.key in ("run_start", "run_stop") or (needed and not same) else "warning"
         case "value":
             return "warning" if decides == "warning" else _grade_of_value(record)
@@ -222,7 +223,7 @@ def _grade(context: CheckedLog, record: Record, violation: Violation) -> Severit
 def _grade_of_place(context: CheckedLog, record: Record) -> Severity | None:
     rule, run = rules.KEYS[record.key], context.run
     is_interval = record.key in rules.INTERVALS or record.key in rules.INTERVALS.values()
-    # Settings may be on any line of the log. All other records have their place.
+    # Accept settings on any line. Intervals, records of the timed run and cache_clear must be in their phase.
     has_place = is_interval or rule.phases == ("run",) or record.key == "cache_clear"
     # `check_records` reports a wrong order of the phases.
     if context.disorder or record.key in TIMELINE[1:] or not has_place:
@@ -236,7 +237,7 @@ def _grade_of_place(context: CheckedLog, record: Record) -> Severity | None:
 
 
 def _grade_of_value(record: Record) -> Severity:
-    # Logs of accepted submissions contain cache_clear null, seeds as text, and 0 for unused settings.
+    # Only warn of values that accepted submissions contain: cache_clear null, seeds as text, and 0 for unused settings.
     value = record.value
     if record.key == "cache_clear":
         return "warning"
@@ -248,7 +249,8 @@ def _grade_of_value(record: Record) -> Severity:
 
 
 def _grade_of_pair(context: CheckedLog, key: str) -> Severity | None:
-    # An epoch may end with the run (common.yaml), and open submissions log one block for many evaluations.
+    # Only warn about epochs, which may end with the run (common.yaml), and about open runs, which may log one block for
+    # many evaluations.
     name, division = key.partition("_")[0], context.run.division
     start, stop = f"{name}_start", f"{name}_stop"
     if start in TIMELINE or start not in context.run.first or {start, stop} & context.lost_keys:
@@ -262,7 +264,7 @@ def _grade_of_pair(context: CheckedLog, key: str) -> Severity | None:
 
 
 def _check_extension(context: CheckedLog) -> Iterator[Finding]:
-    """Warn of training after run_stop, with which short runs are extended for the power meter."""
+    """Warn of training after run_stop. Short runs are extended in this way to measure their power."""
     stop = context.run.first.get("run_stop")
     timed = [each for each in context.log.records if each.key in rules.KEYS and rules.KEYS[each.key].phases == ("run",)]
     later = [record for record in timed if stop and record.line > stop.line and record.key != "run_stop"]
@@ -277,7 +279,7 @@ def _check_evaluations(context: CheckedLog) -> Iterator[Finding]:
     """Check evaluations against the schedule. If epoch_num does not count sequences, only warn about that."""
     run, schedule = context.run, context.run.schedule
     evaluations = context.log.all("eval_accuracy")
-    # Other findings report accuracies that are lost, incomplete, or too early.
+    # Other findings report an eval_accuracy that is unreadable, has no epoch_num, or precedes run_start.
     if not run.epoch_nums or "eval_accuracy" in context.lost_keys or evaluations[0] is not run.accuracies[0]:
         return
     off_schedule = [*_off_schedule(context)] if not run.other_unit else []
@@ -311,9 +313,9 @@ def _off_schedule(context: CheckedLog) -> Iterator[Finding]:
 
 
 def _irregular_evaluation(run: LoggedRun) -> tuple[int, int, int | None] | None:
-    """Return the first evaluation that is not at a regular interval near the interval of the rules; None if all are.
+    """Return the first evaluation at an irregular distance from the previous one; None if there is none.
 
-    The result is its index, its distance from the previous evaluation, and the usual distance, if it is near the rules'.
+    The result is its index, this distance, and the usual distance if that is near the rules' interval but not equal to it.
     Accepted submissions count a partial last batch, round the interval differently, or use the interval of a
     neighbouring batch size. Packed batches hold more or fewer sequences than their nominal size. Therefore a distance may
     be two batches off, and the usual distance may differ from the rules' interval by 25,000 samples and a batch.
@@ -322,7 +324,7 @@ def _irregular_evaluation(run: LoggedRun) -> tuple[int, int, int | None] | None:
     if schedule is None:
         return None
     interval, batch = schedule.interval, schedule.global_batch_size
-    # The schedule does not include an evaluation of the untrained model.
+    # Skip an evaluation of the untrained model, which is not in the schedule.
     skipped = int(samples[0] == 0)
     steps = [after - before for before, after in zip([0, *samples[skipped:]], samples[skipped:], strict=False)]
     usual = median_high(steps) if steps else interval

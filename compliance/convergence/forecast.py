@@ -65,7 +65,7 @@ def forecast(
             return Forecast(None, None, f"too early: {len(usable)} of {WINDOW} evaluations")
         earliest = schedule.index_after(reference.mean - SPREADS * reference.stdev)
         latest = schedule.index_after(reference.mean + SPREADS * reference.stdev)
-        # The run may already have passed the mean, and the next evaluation is the earliest possible one.
+        # The range begins at the next evaluation at the earliest, even if the run has passed the reference's mean.
         return Forecast(max(following, earliest), max(following, latest), "by the reference's runs")
     early, late = reach(usable, 1.0, target), reach(usable, BENDING, target)
     # If the straight line does not rise, the curve a - b / n does not rise either.

@@ -89,7 +89,7 @@ def _ask(ruleset: str, global_batch_size: int) -> dict[str, Any]:
     rules.check_ruleset(ruleset)
     answer = process.ask("reference", global_batch_size, ruleset, TIMEOUT_S)
     if "crash" in answer:
-        raise ValueError(f"no reference convergence points of ruleset {ruleset}: {answer['crash']}")
+        raise ValueError(f"ruleset {ruleset} has no reference convergence points: {answer['crash']}")
     return answer
 
 
@@ -131,11 +131,12 @@ def outlook_of(
     *,
     failed: int = 0,
 ) -> Outlook:
-    """Compare logged runs and a number of `failed` runs as `outlook` does.
+    """Compare logged runs, and `failed` other runs that did not converge, with the reference as `outlook` does.
 
     Runs in progress do not count, because they may still converge.
 
-    epoch_num counts the sequences, and train_samples if epoch_num does not. A count that its log contradicts is not used.
+    The sequences come from epoch_num, or from train_samples if epoch_num does not count sequences. A count that other
+    records of its log contradict is not used.
     """
     ended = [run for run in runs if run.is_ended]
     samples = [*(run.converged_samples() for run in ended), *[None] * failed]
@@ -168,8 +169,8 @@ def outlook(
 ) -> Outlook:
     """Compare a set of runs with the reference, and say when the missing runs must converge.
 
-    `samples` has the sequences to the target of each run so far, of at most ten; None stands for a run that did not
-    converge. The open division has no reference. Raises ``ValueError`` as `reference` does.
+    `samples` has the number of sequences that each of at most ten runs needed to reach the target, or None for a run that
+    did not converge. The open division has no reference. Raises ``ValueError`` as `reference` does.
     """
     missing = SUBMISSION_RUNS - len(samples)
     found = reference(ruleset, global_batch_size) if division == "closed" else None

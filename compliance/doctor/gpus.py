@@ -99,7 +99,7 @@ def read_gpus(nvml: Any = None) -> Gpus:
 
 def _read_gpu(nvml: Any, index: int, handle: Any) -> Gpu:
     def ask(name: str, *arguments: Any, otherwise: Any = 0) -> Any:
-        # GPUs and drivers differ in which properties they support.
+        # GPUs and drivers do not support all properties, so return `otherwise` after an error.
         with suppress(nvml.NVMLError):
             return getattr(nvml, name)(handle, *arguments)
         return otherwise
@@ -182,12 +182,12 @@ def _number_and_kind(run: ExaminedRun, found: Gpus) -> Iterator[Diagnosis]:
     kinds = Counter(gpu.name for gpu in found.gpus)
     named = ", ".join(f"{count}x {name}" for name, count in kinds.items())
     if len(kinds) > 1:
-        yield fail("GPUs", f"of several kinds: {named}", "use GPUs of one kind: CUDA_VISIBLE_DEVICES")
+        yield fail("GPUs", f"GPUs of several kinds: {named}", "select GPUs of one kind with CUDA_VISIBLE_DEVICES")
     elif len(found.gpus) < run.ranks:
         remedy = "use a recipe for this machine, or make the other GPUs visible (CUDA_VISIBLE_DEVICES, --gpus)"
         yield fail("GPUs", f"{named}, but {run.recipe} needs {run.ranks} per node", remedy)
     elif len(found.gpus) > run.ranks:
-        yield warn("GPUs", f"{named}, of which {run.ranks} would be used", "set NPROC, or take another recipe")
+        yield warn("GPUs", f"{named}, of which {run.ranks} would be used", "set NPROC, or choose another recipe")
     else:
         yield ok("GPUs", f"{named}, driver {found.driver}")
     # Only a recipe name with a shape, such as dgxa100_8x8, names a machine.
@@ -211,22 +211,24 @@ def _health(gpu: Gpu, run: ExaminedRun) -> Iterator[Diagnosis]:
     if gpu.is_divided:
         remedy = "turn MIG off for this run (nvidia-smi -mig 0, root), or ask for whole GPUs"
         # A single rank needs no NCCL.
-        yield fail_or_warn(subject, run.world_size > 1, "divided by MIG: ranks on its parts cannot use NCCL", remedy)
+        yield fail_or_warn(
+            subject, run.world_size > 1, "it is divided by MIG, and ranks on its partitions cannot use NCCL", remedy
+        )
     if gpu.throttled_by:
-        remedy = "look at cooling and power supply"
+        remedy = "check the cooling and the power supply"
         yield warn(subject, f"its clocks are reduced: {', '.join(gpu.throttled_by)}", remedy)
     if gpu.power_limit_w < gpu.full_power_w:
         found = f"power limit {gpu.power_limit_w:.0f} W of {gpu.full_power_w:.0f} W"
-        yield warn(subject, found, f"nvidia-smi -pl {gpu.full_power_w:.0f} (root)")
+        yield warn(subject, found, f"raise it: nvidia-smi -pl {gpu.full_power_w:.0f} (root)")
     if gpu.pcie_width < gpu.pcie_full_width:
         found = f"PCIe x{gpu.pcie_width} of x{gpu.pcie_full_width}"
-        yield warn(subject, found, "reseat the card, or look at the riser and the BIOS")
+        yield warn(subject, found, "reseat the card, or check the riser and the BIOS settings")
 
 
 def _other_programs(found: Gpus) -> Diagnosis:
     names = [f"{name} on GPU {gpu.index}" for gpu in found.gpus for name in gpu.processes]
     full = [f"GPU {gpu.index} {gpu.used_bytes >> 20} MiB" for gpu in found.gpus if gpu.used_bytes > IDLE_MEMORY_BYTES]
-    remedy = "end it, or wait: two programs on one GPU make both times wrong"
+    remedy = "end the other program, or wait for it: programs that share a GPU distort each other's times"
     if names:
         more = f" and {len(names) - 3} more" if len(names) > 3 else ""
         return fail("GPU use", f"in use: {', '.join(names[:3])}{more}", remedy)
@@ -238,9 +240,9 @@ def _other_programs(found: Gpus) -> Diagnosis:
 
 def _links(found: Gpus) -> Diagnosis:
     if not found.connections:
-        return warn("GPU links", "the driver reports no topology", "look at nvidia-smi topo -m")
+        return warn("GPU links", "the driver reports no topology", "check the output of nvidia-smi topo -m")
     if NVLINK in found.connections and len(found.connections) > 1:
-        remedy = "nvidia-smi nvlink --status; fabric manager must run on machines with NVSwitch"
+        remedy = "run nvidia-smi nvlink --status; the fabric manager must run on machines with NVSwitch"
         return warn("GPU links", f"some pairs lack NVLink: {found.topology}", remedy)
     if ACROSS_NODES in found.connections:
         return warn("GPU links", found.topology, "expect slow reductions, or train on the GPUs of one socket")
@@ -250,14 +252,14 @@ def _links(found: Gpus) -> Diagnosis:
 def _pytorch(run: ExaminedRun, found: Gpus, pytorch: Mapping[str, Any]) -> Diagnosis:
     if not pytorch:
         remedy = "try `python -c 'import torch'`; install the packages again: rm -r .venv, and run run_and_time.sh"
-        return fail("PyTorch", "it cannot be imported, or gives no answer", remedy)
+        return fail("PyTorch", "it cannot be imported, or it does not answer", remedy)
     named, seen = f"PyTorch {pytorch.get('PyTorch')}", pytorch.get("gpus") or 0
     # PyTorch's own message names the cause, such as an outdated driver or a build without CUDA.
     if trouble := pytorch.get("trouble"):
         remedy = "install a PyTorch for this GPU and driver (rm -r .venv, see README), or a newer driver"
         return fail("PyTorch", f"{named} cannot compute on the GPU: {trouble}", remedy)
     if seen < run.ranks:
-        remedy = "look at CUDA_VISIBLE_DEVICES, /dev/nvidia* and, with NVSwitch, nvidia-fabricmanager"
+        remedy = "check CUDA_VISIBLE_DEVICES, /dev/nvidia* and, with NVSwitch, nvidia-fabricmanager"
         return fail(
             "PyTorch", f"{named} sees {seen} of {counted(len(found.gpus), 'GPU')}, expected {run.ranks}", remedy
         )

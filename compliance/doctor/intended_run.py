@@ -88,11 +88,12 @@ def lay_out(intended: IntendedRun, host: ExaminedHost, gpus_here: int) -> Examin
     Raises ``ValueError`` if the recipe is unknown, a number of nodes or ranks is below 1, a given file or folder does not
     exist, a checkpoint is given without a recipe, or the trainer is missing.
     """
-    if (intended.recipe or intended.data) and not (run_root() / "bert").is_dir():  # pip installs only the checker
+    # pip installs the checker without the trainer.
+    if (intended.recipe or intended.data) and not (run_root() / "bert").is_dir():
         raise ValueError("--recipe and --data need the trainer: run the doctor in the root of a clone")
-    for path in (intended.data, intended.checkpoint):
+    for option, path in (("--data", intended.data), ("--checkpoint", intended.checkpoint)):
         if path is not None and not path.exists():
-            raise ValueError(f"{path}: no such file or folder")
+            raise ValueError(f"{option} {path}: no such file or folder")
     if intended.checkpoint and not intended.recipe:
         raise ValueError("--checkpoint needs --recipe: the trainer checks that the weights fit its model")
     if intended.nodes is not None and intended.nodes < 1:
@@ -165,7 +166,7 @@ def check_files(run: ExaminedRun, host: ExaminedHost, revision: str) -> Iterator
 def _caches(run: ExaminedRun, host: ExaminedHost) -> Diagnosis:
     switch = host.path("/proc/sys/vm/drop_caches")
     try:
-        # Opening this file does not drop the caches. In a container even root may be refused.
+        # Try to open the file, which drops no caches: in a container even root may not be allowed to.
         os.close(os.open(switch, os.O_WRONLY))
     except OSError as error:
         # -l only tests whether sudo allows the command, and -n prevents a password prompt.
@@ -199,7 +200,7 @@ def _storage(run: ExaminedRun, host: ExaminedHost) -> Iterator[Diagnosis]:
 def _source(revision: str) -> Diagnosis:
     if revision == "unknown":
         remedy = "run from a checkout, or build the image with --build-arg REVISION"
-        return warn("source", "its commit is unknown", remedy)
+        return warn("source", "the commit is unknown", remedy)
     if " " in revision:
         return warn("source", f"commit {revision}", "commit all changes: a submission holds the source of its runs")
     return ok("source", f"commit {revision[:12]}")
@@ -217,23 +218,25 @@ def _dry_run(run: ExaminedRun, host: ExaminedHost) -> Diagnosis:
     # WORLD_SIZE makes this single process check how all ranks of the run would share the batch.
     environment = {"WORLD_SIZE": str(run.world_size)}
     output = host.python(*arguments, timeout_s=DRY_RUN_TIMEOUT_S, environment=environment)
-    return _last_line("dry run", output, "do what it says; python -m bert.train RECIPE --dry-run asks again")
+    return _last_line(
+        "dry run", output, "correct what the message names, and run python -m bert.train RECIPE --dry-run"
+    )
 
 
 def _data(run: ExaminedRun, host: ExaminedHost) -> Iterator[Diagnosis]:
-    """Check every byte of the data against the manifest, which takes as long as reading the data."""
+    """Check every byte of the data against the manifest. This takes as long as reading the data."""
     for name in ("train", "evaluation"):
         folder = run.folder(name)
         if folder is None or not folder.exists():  # the dry run reports a missing folder
             continue
         if run.intended.quick:
-            yield warn("data", f"{folder} was not read", "omit --quick once, before the first run")
+            yield warn("data", f"{folder} was not read", "run the doctor once without --quick before the first run")
         else:
             arguments = ("-m", "dataloading", "verify", str(folder.absolute()))
             output = host.python(*arguments, timeout_s=VERIFY_TIMEOUT_S)
-            yield _last_line("data", output, "copy it again, or make it again (docs/data.md)")
+            yield _last_line("data", output, "copy the data again, or create it again (docs/data.md)")
             for line in output.errors.splitlines():
-                if line.startswith("warning: "):  # about lost text
+                if line.startswith("warning: "):  # a warning about lost text
                     found, _, remedy = line.removeprefix("warning: ").partition("; ")
                     yield warn("data", f"{folder.name}: {found}", remedy)
 

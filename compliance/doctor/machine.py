@@ -123,7 +123,7 @@ def _memory(machine: Machine, run: ExaminedRun) -> Iterator[Diagnosis]:
     shared, needed = machine.shared_bytes, run.ranks * GIB // 8
     if shared < needed and run.world_size > 1:
         found = f"{shared / 2**20:.0f} MiB free in /dev/shm, {needed / 2**20:.0f} MiB needed by {counted(run.ranks, 'rank')}"
-        yield fail_or_warn("shared memory", run.on_gpus, found, "docker run --ipc=host or --shm-size=8g")
+        yield fail_or_warn("shared memory", run.on_gpus, found, "start the container with --ipc=host or --shm-size=8g")
     else:
         yield ok("shared memory", f"{shared / GIB:.1f} GiB free in /dev/shm")
 
@@ -142,19 +142,21 @@ def _processors(machine: Machine, run: ExaminedRun) -> Iterator[Diagnosis]:
         yield warn("load", found, "find the programs that compute here (top)")
     if slow := machine.governors - {"performance"}:
         found = f"frequency governor {', '.join(sorted(slow))}"
-        yield warn("cores", found, "cpupower frequency-set --governor performance (root)")
+        yield warn("cores", found, "run cpupower frequency-set --governor performance (root)")
 
 
 def _network(machine: Machine, run: ExaminedRun) -> Iterator[Diagnosis]:
     ports, several = machine.ports, run.nodes > 1
     down = [f"{port.name} {port.state}" for port in ports if port.state != "ACTIVE"]
     if ports and len(down) == len(ports):
-        remedy = "look at cables and the subnet manager (ibstat, ibdiagnet)"
+        remedy = "check the cables and the subnet manager (ibstat, ibdiagnet)"
         yield fail_or_warn("network", several, f"no port with RDMA is up: {', '.join(down)}", remedy)
     elif down:
-        remedy = "look at the cable and the switch, or leave the port out with NCCL_IB_HCA"
+        remedy = "check the cable and the switch, or leave the port out with NCCL_IB_HCA"
         yield warn(
-            "network", f"{len(ports) - len(down)} of {len(ports)} ports are up, but not {', '.join(down)}", remedy
+            "network",
+            f"{len(ports) - len(down)} of {len(ports)} ports are up, but these are not: {', '.join(down)}",
+            remedy,
         )
     elif ports:
         yield ok("network", f"{counted(len(ports), 'port')} with RDMA, {ports[0].rate}")
@@ -168,8 +170,10 @@ def _network(machine: Machine, run: ExaminedRun) -> Iterator[Diagnosis]:
         yield fail("network", "the host has RDMA adapters, but no /dev/infiniband", remedy)
     locked = machine.lockable_bytes
     if several and ports and locked is not None and locked < MIN_LOCKABLE_BYTES:
-        remedy = "ulimit -l unlimited (limits.conf, LimitMEMLOCK=infinity of slurmd, docker --ulimit memlock=-1)"
-        yield fail("limits", f"a process may lock {locked >> 10} KiB, and RDMA locks the memory that it sends", remedy)
+        remedy = "set ulimit -l unlimited (limits.conf, LimitMEMLOCK=infinity of slurmd, docker --ulimit memlock=-1)"
+        yield fail(
+            "limits", f"a process may lock only {locked >> 10} KiB, but RDMA must lock the memory that it sends", remedy
+        )
     if several and (not machine.address or machine.address.startswith("127.")):
         found = f"this host's name resolves to {machine.address or 'no address'}, which other nodes cannot reach"
         yield warn("host name", found, "set MASTER_ADDR to an address of the first node, or correct /etc/hosts")

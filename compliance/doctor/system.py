@@ -75,7 +75,7 @@ def _read(path: Path) -> dict[str, Any]:
     # Other JSON files may also have a field such as "status", so require half of the fields to be known.
     if description.fault or len(known) < max(1, len(description.fields) / 2):
         fault = description.fault or f"{len(known)} of its {len(description.fields)} names are fields of a description"
-        raise ValueError(f"{path} is no system description: {fault}; choose another --out, or move the file away")
+        raise ValueError(f"{path} is not a system description: {fault}; choose another --out, or move the file away")
     return description.fields
 
 
@@ -90,14 +90,14 @@ def measure(host: ExaminedHost, machine: Machine) -> dict[str, str]:
 
 
 def complete(measured: Mapping[str, str], given: Mapping[str, str], before: Mapping[str, Any]) -> dict[str, Any]:
-    """Return all `SYSTEM_FIELDS` in order: the given value, or else the measured value, the value before, or "".
+    """Return all `SYSTEM_FIELDS` in order, each from `given`, or else from `measured`, `before` or a default.
 
-    Other fields of the description before follow. Raises ``ValueError`` if a division, field or status is unknown, or if a
+    Other fields of `before` follow. Raises ``ValueError`` if a division, field or status is unknown, or if a
     count is not a number.
     """
     fields: dict[str, Any] = dict.fromkeys(SYSTEM_FIELDS, "")
     fields |= {"division": "open", "status": SYSTEM_STATUSES["research"], "number_of_nodes": "1"}
-    # Convert numbers to text, and keep a usual value where the file has none.
+    # Convert numbers to text, and keep the default of a field that the file leaves empty.
     fields |= {
         name: str(value) if name in fields else value for name, value in before.items() if value or name not in fields
     }
@@ -139,7 +139,7 @@ def _networking(host: ExaminedHost, machine: Machine) -> str:
         speed = re.sub(r"Gb/sec.*", "Gb/s", port.rate)
         kinds[f"{'RoCE' if port.link_layer == 'Ethernet' else 'InfiniBand'} {speed}".strip()] += 1
     for name in host.names("/sys/class/net"):
-        # Bridges and loopback have no device behind them. InfiniBand was already counted.
+        # Skip bridges and loopback, which have no device behind them, and InfiniBand, which is counted above.
         if host.path(f"/sys/class/net/{name}/device").exists() and not name.startswith("ib"):
             megabits = host.read(f"/sys/class/net/{name}/speed")
             kinds["Ethernet" + (f" {int(megabits) / 1000:g} Gb/s" if megabits.isdecimal() else "")] += 1

@@ -80,7 +80,7 @@ class ChainCheck:
                 self.broken = (self.covered + 1, number)
             self.covered = number
             self.ended = match[1] is not None
-        # After the first mismatch no digest can match.
+        # Stop hashing after the first mismatch, because no later digest can match.
         if self.broken is None:
             self._chain.add(line)
         return match is not None or number == 1

@@ -47,7 +47,7 @@ class Finding:
 
     def as_dict(self) -> dict[str, Any]:
         fields = asdict(self) | {"found": self.sentence}
-        del fields["more"]  # the sentence includes it
+        del fields["more"]  # `found` includes this number here
         return fields
 
 

@@ -12,7 +12,7 @@ MAX_LINE_BYTES = 64 * 2**10
 
 
 class Follower:
-    """Reader of the lines added to a file since the last call, up to `limit` bytes. The file need not exist yet."""
+    """Reader of the lines added to a file since the last call, in its first `limit` bytes. The file need not exist yet."""
 
     def __init__(self, path: Path, limit: int = sys.maxsize) -> None:
         self.path, self._limit = path, limit

@@ -14,7 +14,7 @@ from compliance.log.schedule import EvaluationSchedule, evaluation_interval
 from console.text import counted
 
 OPENED_BY = {closing: opening for opening, closing in rules.INTERVALS.items()}
-"""Opening record of each interval, by its closing record."""
+"""Key of the opening record of each interval, by the key of its closing record."""
 
 
 class LoggedRun:
@@ -28,7 +28,7 @@ class LoggedRun:
         first, last: first and last record of each known key.
         open: opening record of each interval that is still open.
         accuracies: eval_accuracy records of the timed run.
-        resumed_samples: sequences trained before the checkpoint that the run resumed from, which its time does not include.
+        resumed_samples: sequences trained before the run resumed from a checkpoint; their time is not in `seconds`.
         counted_samples: largest count of sequences in a record of the timed run.
         is_evaluated: whether the accuracy of the last evaluation is logged.
         start_ms, last_ms: times of the earliest and of the latest record.
@@ -52,7 +52,7 @@ class LoggedRun:
 
     def add(self, record: Record) -> None:
         key, time_ms = record.key, record.time_ms
-        # Records of several processes may be out of order.
+        # Records of several processes may be out of order, so search for the extremes.
         self.last_ms = max(self.last_ms, time_ms)
         self.start_ms = time_ms if self.start_ms is None else min(self.start_ms, time_ms)
         if key not in rules.KEYS:
@@ -67,7 +67,7 @@ class LoggedRun:
         elif key in OPENED_BY:
             self.open.pop(OPENED_BY[key], None)
         if key == "init_start":
-            # The official checker also takes the earliest time.
+            # Take the earliest time, as the official checker does.
             self.init_start_ms = time_ms if self.init_start_ms is None else min(self.init_start_ms, time_ms)
         elif self.phase == "run":
             self.counted_samples = max(self.counted_samples, samples_of(record.metadata) or 0)
@@ -143,7 +143,7 @@ class LoggedRun:
     def counted_accuracies(self) -> list[tuple[int, Record]]:
         """(sequences trained, record) of each evaluation with a valid count and fraction.
 
-        The schedule's counts take the place of counts of anything but sequences.
+        If epoch_num does not count sequences, the counts come from the schedule.
         """
         schedule = self.schedule if self.other_unit else None
         return [
@@ -198,7 +198,7 @@ class LoggedRun:
         """Sequences trained per second of the time to train, which includes evaluations."""
         return (self.trained - self.resumed_samples) / self.seconds if self.trained and self.seconds else None
 
-    # The sequences that the run needed to reach its target. The RCP checker reads epoch_num of the last eval_accuracy
+    # Number of sequences that the run needed to reach its target. The RCP checker reads epoch_num of the last eval_accuracy
     # (TR 24.6), or train_samples if it is told to.
 
     @property
@@ -238,7 +238,7 @@ class LoggedRun:
         samples, schedule, blocks = self.epoch_nums, self.schedule, self._block_samples
         if not samples:
             return "an evaluation has no epoch_num"
-        # Some count the sequences of each block. Evaluations after training may end before the last block.
+        # Ignore samples_count if it counts each block by itself. It may exceed epoch_num if evaluation follows training.
         counted = blocks[-1] if blocks and (len(blocks) == 1 or blocks[-1] > blocks[0]) else None
         if schedule and counted and samples[-1] > counted + schedule.interval + schedule.global_batch_size:
             return f"epoch_num {samples[-1]} at the last evaluation, and samples_count {counted} at the last block_stop"
@@ -250,11 +250,11 @@ class LoggedRun:
         logged, schedule, doubt = self.train_samples, self.schedule, self.doubt
         evaluated = self.epoch_nums[-1] if self.accuracies and not doubt else None
         if evaluated is not None:
-            # Training ends at the last evaluation, or before the next one.
+            # Training ends at the last evaluation or before the next one, so train_samples must lie between them.
             interval = schedule.interval if schedule else evaluated // len(self.accuracies)
             low, high = evaluated, evaluated + interval
         elif schedule:
-            # Some round the interval to another batch, or use the interval of a neighbouring batch size.
+            # Some logs round the interval differently, or use the interval of a neighbouring batch size, so allow for it.
             due = self.resumed_samples + self.number_of_evaluations * schedule.interval
             low, high = due - max(schedule.interval, due // 5), due + max(schedule.interval, due // 10)
         else:
@@ -306,7 +306,7 @@ def samples_of(metadata: Mapping[str, object]) -> int | None:
 
 
 def _seconds(start_ms: int | None, stop: Record | None) -> float | None:
-    # The clock may have been set back, or the times have another unit.
+    # Return no duration if the clock was set back or the times have another unit.
     if start_ms is None or stop is None or not rules.FIRST_MS <= start_ms <= stop.time_ms < rules.LAST_MS:
         return None
     return (stop.time_ms - start_ms) / 1000

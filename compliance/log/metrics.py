@@ -41,7 +41,7 @@ class RunRecord(_Event, frozen=True, tag="run"):
 
 
 class StepRecord(_Event, frozen=True, tag="step"):
-    """Means over the steps since the last record. Times are in milliseconds, and rates are for all ranks together."""
+    """Means over the steps since the previous record. Times are in milliseconds, and rates are for all ranks together."""
 
     step: Count
     samples: Count
@@ -64,9 +64,9 @@ class StepRecord(_Event, frozen=True, tag="step"):
     skipped_steps: Count = 0
     """Number of steps that were skipped because a gradient was not finite."""
     site_wait_ms: Time = 0.0
-    """Mean time that rank 0 waited for other sites, if sites take steps by themselves."""
+    """Mean time that rank 0 waited for the other sites, if each site takes steps by itself."""
     site_bytes: Count = 0
-    """Bytes that all ranks together have sent between sites since the last record."""
+    """Bytes that all ranks together have sent between sites since the previous record."""
 
 
 class EvaluationRecord(_Event, frozen=True, tag="eval"):

@@ -1,4 +1,4 @@
-"""Rules for the order of a log's records: which rules a record would break as the next record of a log.
+"""Find the rules that a record would break as the next record of a log.
 
 `LoggedRun` is the state, and `violations` yields the broken rules. The writer raises an error for a broken rule and
 does not write the record. The check collects and grades violations. The watch warns if a violation invalidates the run.
@@ -26,8 +26,8 @@ Kind = Literal[
     "evaluation",  # an accuracy outside of an evaluation, or an evaluation without one
     "init time",
     "schedule",  # an evaluation off schedule
-    "count",  # an evaluation that counts no sequences
-    "setting",  # a closed run with another setting than the benchmark's
+    "count",  # an epoch_num that cannot be the number of sequences trained
+    "setting",  # a setting of a closed run that differs from the benchmark's
     "result",  # a final status that the evaluations contradict
 ]
 
@@ -97,7 +97,7 @@ def _wrong_content(rule: rules.KeyRule, record: Record, ruleset: str | None) -> 
         yield Violation("value", key, f"value {shown(value)}", wording, remedy, rule.source)
     # A missing field is None here, which no rule accepts.
     wrong = [(name, wanted) for name, wanted in rule.metadata if not wanted.accepts(metadata.get(name))]
-    # Some rulesets accept one other field with a count in place of all required fields.
+    # Some rulesets accept a count in one other field in place of all required fields.
     if not wrong or (ruleset and rules.COUNT.accepts(metadata.get(rules.alternative_metadata(key, ruleset) or ""))):
         return
     for name, wanted in wrong:
@@ -184,7 +184,7 @@ def _off_schedule(run: LoggedRun, key: str, samples: int, *, is_exact: bool) -> 
         return
     if schedule is None:
         return
-    # Evaluations before the resumed checkpoint are in another log.
+    # Count the evaluations before the resumed checkpoint, which are in another log.
     done_before = schedule.index_after(run.resumed_samples) - 1 if run.resumed_samples else 0
     index = done_before + run.number_of_evaluations + 1
     due = schedule.samples(index)
@@ -209,19 +209,19 @@ def own_settings(run: LoggedRun) -> Iterator[Violation]:
     } | rules.FIXED_SETTINGS
     for key, expected in fixed.items():
         value = run.value(key)
-        # A missing setting is no deviation. `Log.missing` finds the settings that are required.
+        # A missing setting is not a deviation. `Log.missing` finds the settings that are required.
         if expected is None or not rules.is_number(value):
             continue
         # The interval may be rounded up to a whole batch, and some software logs numbers in single precision.
         room = (batch or 1) - 1 if key == "eval_interval_samples" else 1e-6 * expected
         if not -1e-6 * expected <= value - expected <= room:
-            found, remedy = f"value {shown(value)} in a closed log", "keep to the benchmark's setting"
+            found, remedy = f"value {shown(value)} in a closed log", "use the benchmark's setting"
             yield Violation("setting", key, found, f"{expected}", remedy, rules.KEYS[key].source)
 
 
 def left_open(run: LoggedRun) -> Iterator[Violation]:
     """Yield the blocks, epochs and evaluations that have not been closed."""
-    # The records that end phases are required, so `Log.missing` finds them.
+    # Skip the intervals that are phases: their closing records are required, so `Log.missing` finds them.
     for key in run.open:
         if key not in rules.NEXT_PHASE:
             remedy = "log the start and the stop of every interval"

@@ -41,7 +41,7 @@ MAX_RECORD_LINES_BYTES = MAX_FILE_BYTES
 """Maximum total bytes of record lines. A larger log does not fit into a submission, and parsing multiplies its size."""
 
 HEAD_BYTES = 64 * 2**10
-"""Number of bytes from which a file without records is recognised."""
+"""Number of leading bytes from which the format of a file without records is recognised."""
 
 _OTHER_MARKER = re.compile(r":::ML\w{1,20}[-.\w]{0,20}")
 
@@ -115,8 +115,8 @@ class Log:
 def read_log(path: Path) -> Log:
     """Parse a log, which may be `STDIN`, or compressed by gzip if its name ends in .gz.
 
-    The official tools take a file of any other name for plain text. Raises ``ValueError`` if the file is missing, not a
-    regular file, or unreadable, or if standard input is a terminal.
+    A file with any other name is read as plain text, as by the official tools. Raises ``ValueError`` if the file is
+    missing, not a regular file, or unreadable, or if standard input is a terminal.
     """
     is_piped = path == STDIN
     log = Log(STDIN_NAME if is_piped else path)
@@ -141,7 +141,7 @@ def _piped() -> AbstractContextManager[IO[bytes]]:
 
 @contextmanager
 def _copied(source: IO[bytes] | gzip.GzipFile) -> Iterator[IO[bytes]]:
-    """Copy a stream, up to a little more than `MAX_LOG_BYTES`, to a file without a name, which no signal leaves behind."""
+    """Yield a copy of a stream, cut a little above `MAX_LOG_BYTES`, in an unnamed file that no signal leaves behind."""
     with TemporaryFile() as copy:
         while copy.tell() <= MAX_LOG_BYTES and (piece := source.read(2**20)):
             copy.write(piece)

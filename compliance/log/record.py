@@ -44,8 +44,8 @@ class Record(NamedTuple):
 class Problem(NamedTuple):
     """Fault in a log line that contains the token ``:::MLLOG``.
 
-    `keys` has the keys in the line, as far as they can be recognised. `severity` is "error" if a record is lost or if no
-    parser can read it.
+    `keys` has the keys in the line, as far as they can be recognised. `severity` is "error" if a record of the line is
+    lost or unreadable.
     """
 
     line: int
@@ -121,12 +121,12 @@ def _parse_record(content: bytes, number: int, problems: list[Problem]) -> Recor
         metadata = {}
     if not isinstance(metadata, dict):
         raise _RecordError(f"metadata {shown(metadata, MAX_SHOWN)}", "an object")
-    # Intern strings, because names and source files repeat in every record.
+    # Intern strings to save memory, because names and source files repeat in every record.
     metadata = {intern(name): intern(value) if type(value) is str else value for name, value in metadata.items()}
     return Record(number, int(time_ms), intern(event_type), intern(key), fields["value"], metadata)
 
 
-_constants: list[str] = []  # NaN and infinities in the last record
+_constants: list[str] = []  # NaN and infinities in the record decoded last
 
 
 def _take_constant(name: str) -> float:
@@ -169,7 +169,7 @@ def _foreign_record(text: str) -> tuple[str, str] | None:
     return None
 
 
-# JSON, a Python dictionary, or JSON inside a JSON string.
+# Matches a key in JSON, in a Python dictionary, or in JSON inside a JSON string.
 _KEY = re.compile(rb"""\\?["']key\\?["']: ?\\?["']([A-Za-z0-9_]{1,80})\\?["']""")
 
 

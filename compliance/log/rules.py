@@ -63,7 +63,7 @@ PLAUSIBLE: dict[str, tuple[float, float]] = {
     "opt_learning_rate_training_steps": (10, 1e7),
     "eval_accuracy": (0, 0.8),
 }
-"""Range of the numbers that a closed run can have, unless they are 0. Published runs stay well within it."""
+"""Plausible range of each number in a closed run, if it is above 0. Published runs stay well within it."""
 
 MIN_RATE, MAX_RATE = 0.1, 1e7
 """Range of sequences per second of a closed run. Published runs have 90 to 760,000."""
@@ -96,7 +96,7 @@ INTERVALS = {
     "block_start": "block_stop",
     "eval_start": "eval_stop",
 }
-"""Closing record of each interval, by its opening record."""
+"""Key of the closing record of each interval, by the key of its opening record."""
 
 
 @dataclass(frozen=True)
@@ -127,14 +127,14 @@ def _number(wording: str, accepts: Callable[[int | float], bool]) -> ValueRule:
     return ValueRule(wording, lambda value: is_number(value) and accepts(value))
 
 
-# Random generators give seeds of 64 unsigned bits (/dev/urandom), and NumPy's give 128.
+# Seeds from /dev/urandom have 64 unsigned bits, and seeds from NumPy have 128.
 SEED = ValueRule(
     "an integer of at most 128 bits",
     lambda value: isinstance(value, int) and not isinstance(value, bool) and value.bit_length() <= 128,
 )
 COUNT = ValueRule("an integer >= 0", lambda value: is_integer(value) and value >= 0)
 POSITIVE_INTEGER = ValueRule("an integer > 0", lambda value: is_integer(value) and value > 0)
-# Published logs write step counts as 1024.0.
+# Accept floats such as 1024.0, because published logs contain them as step counts.
 STEP = _number("a whole number", lambda value: value == int(value))
 STEPS = _number("a whole number >= 0", lambda value: value == int(value) and value >= 0)
 POSITIVE_STEPS = _number("a whole number > 0", lambda value: value == int(value) and value > 0)
@@ -193,7 +193,7 @@ class KeyRule:
         return ruleset in (self.closed if division == "closed" else self.open)
 
     def decides_in(self, ruleset: str, division: Division) -> bool:
-        """Tell whether breaking the rule fails a log. A key that only other rulesets require does not decide."""
+        """Tell whether breaking the rule fails a log: if this ruleset, or else no ruleset, requires the key."""
         required = self.closed if division == "closed" else self.open
         return not required or ruleset in required
 
@@ -299,7 +299,7 @@ _RULES = (
 KEYS: dict[str, KeyRule] = {rule.key: rule for rule in _RULES}
 """Rules of all known keys, in the order in which this repository's writer logs them."""
 
-# Since 3.1.0 a count of samples may replace the epoch fields.
+# Since 3.1.0 a single count of steps or samples may replace the epoch fields.
 _COUNTED_BY = {"3.1.0": "step_num", "4.0.0": "samples_count", "4.1.0": "samples_count", "5.0.0": "samples_count"}
 
 

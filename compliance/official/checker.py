@@ -81,7 +81,7 @@ def _parse_message(key: str | None, message: str, places: Sequence[int], severit
         line = places[int(match[2])]
         # In the conditions of rule files, s is the state after earlier records.
         return Complaint(text, keys, line=line, about_state="s[" in condition, severity=severity)
-    # A condition on the whole log names no key.
+    # A condition on the whole log names no key, so recognise it by its text.
     if "initialized_tensors" in message:
         text = "the list of initialised tensors is wrong"
         return Complaint(text, frozenset({"weights_initialization"}), absent=True, severity=severity)

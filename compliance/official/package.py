@@ -46,9 +46,9 @@ def ask(part: str, path: Path, ruleset: str) -> Answer:
 def ask_about_folder(
     folder: BenchmarkFolder, description: Mapping[str, Any], ruleset: str, by_train_samples: bool = False
 ) -> Answer:
-    """Have the package checker check one benchmark folder and its description's fields. Raises as `ask` does.
+    """Ask the package checker about one benchmark folder and the fields of its description. Raises as `ask` does.
 
-    `by_train_samples` stands for its option --rcp-bert-train-samples.
+    `by_train_samples` sets the package checker's option --rcp-bert-train-samples.
     """
     # Use a copy, because the package checker writes files into the results folder.
     with tempfile.TemporaryDirectory(prefix="compliance-") as copy:
@@ -67,7 +67,7 @@ def _link(folder: BenchmarkFolder, description: Mapping[str, Any], copy: Path) -
     for entry in (folder.path / "power").glob("*/*"):
         target = here / entry.relative_to(folder.path)
         target.parent.mkdir(parents=True, exist_ok=True)
-        target.touch()  # the tool checks only the names of measurements
+        target.touch()  # empty, because the tool checks only the names of measurements
     # Link the parameters too: the package checker reads them in both folders, and they affect its verdict.
     for given, copied in ((folder.path, here), (absolute(folder.path).parent, here.parent)):
         if (given / PARAMETERS).is_file():

@@ -66,7 +66,7 @@ class Worker:
                     process.stdin.write(request)
                     process.stdin.flush()
                 answer = process.stdout.readline()
-            finally:  # also after a signal, because Python does not end before the timer's thread has ended
+            finally:  # cancel even after a signal, because Python does not end before the timer's thread has ended
                 watchdog.cancel()
             # An answer without a line end means that the process died while answering.
             if answer.endswith(b"\n"):
@@ -80,7 +80,7 @@ class Worker:
         if find_spec("mlperf_logging") is None:
             raise ValueError("the package mlperf-logging is not installed: install the project's requirements")
         self.process = subprocess.Popen(
-            # -P, because the script's folder has modules with the same names as other packages' modules.
+            # -P keeps the script's folder off sys.path, because its modules have the same names as other packages' modules.
             [sys.executable, "-P", str(Path(__file__).with_name("worker.py"))],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -99,7 +99,7 @@ class Worker:
             return
         _kill(process)
         for pipe in (process.stdin, process.stdout):
-            # Closing flushes unread input, which fails because the process is gone.
+            # Closing stdin flushes buffered requests, which fails because the process is dead.
             with suppress(OSError):
                 if pipe:
                     pipe.close()

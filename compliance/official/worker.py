@@ -198,7 +198,7 @@ QUESTIONS: dict[str, Callable[[Any, str], dict[str, Any]]] = {"log": judge_log, 
 
 def main() -> None:
     """Answer requests until stdin ends."""
-    # The repository checker reports success at the level INFO.
+    # Store INFO messages too, because the repository checker reports success at this level.
     logging.getLogger().setLevel(logging.INFO)
     mlp_compliance.enqueue_config = enqueue_config
     mlp_compliance.yaml = RuleFiles()

@@ -129,8 +129,8 @@ def _choose(logs: list[Log], request: PackageRequest) -> tuple[tuple[SubmittedRu
         failed = [verdict for verdict in verdicts if not verdict.passed]
         named = "; ".join(f"{verdict.path.name}: {verdict.errors[0]}" for verdict in failed)
         raise ValueError(
-            f"{request.runs}: {len(failed)} runs are not valid results, and a set of {SUBMISSION_RUNS} may hold one "
-            f"(TR 12): {named}. Run again"
+            f"{request.runs}: {len(failed)} runs are not valid results, but a set of {SUBMISSION_RUNS} may have at most one "
+            f"(TR 12): {named}. Repeat these runs"
         )
     # Renumber the runs from 0 in the order of their start.
     chosen = enumerate(selection.chosen)
@@ -146,7 +146,7 @@ def _unended(logs: list[Log]) -> Iterator[Finding]:
 
 def _source_findings(logs: list[Log], source: SourceTree) -> Iterator[Finding]:
     rule = "SR Source code requirements for replication"
-    # Logs of other software do not name a commit.
+    # Skip logs of other software, which name no commit.
     if commits := {log.header["commit"] for log in logs if "commit" in log.header} - {source.commit}:
         found = f"a log was made at commit '{shown(min(commits))}', but the source is packaged at {source.commit!r}"
         remedy = "check out the commit of the runs and package from there"
@@ -165,7 +165,7 @@ def _differences(package: Package, score: dict[str, Any]) -> Iterator[Finding]:
         ("score in minutes", package.minutes, score.get("minutes")),
         ("scaling of scaling.json", package.outlook.applied_scaling, factor),
     ]
-    # The summarizer always reads epoch_num of the last evaluation.
+    # The summarizer always reads epoch_num of the last evaluation. Skip its figures if we counted differently.
     if not package.outlook.note:
         figures.append(("scaling", package.outlook.applied_scaling, score.get("scaling")))
     if package.division == "closed" and not package.outlook.note:

@@ -49,7 +49,7 @@ class PackageRequest:
     out: Path
 
     def __post_init__(self) -> None:
-        for option, name in (("org", self.org), ("system", self.system.stem)):
+        for option, name in (("--org", self.org), ("--system", self.system.stem)):
             if not NAME.fullmatch(name):
                 raise ValueError(
                     f"{option}: {name!r} cannot name a folder of a submission, expected letters, digits, . _ + -"
@@ -73,8 +73,8 @@ class SubmittedRun:
 class Package:
     """A submission tree.
 
-    `runs` are the chosen runs in the order of their numbers in the tree. `findings` are faults of the source that do
-    not prevent the submission.
+    `runs` are the chosen runs in the order of their numbers in the tree. `findings` are faults of the runs
+    and the source that do not prevent the submission.
     """
 
     request: PackageRequest
@@ -129,7 +129,7 @@ def tracked_source(root: Path = REPOSITORY) -> SourceTree:
     # Require .git, because in a folder inside another checkout git would list the other repository's files.
     commit = run_program(["git", "rev-parse", "HEAD"], folder=root, timeout_s=TIMEOUT_S)
     if not (root / ".git").exists() or commit.trouble:
-        raise ValueError(f"{root} is not a git checkout, which defines the source: package from a checkout")
+        raise ValueError(f"{root} is not a git checkout, so its source files are unknown. Package from a checkout")
     # Files may be missing, because git also lists files whose deletion is not committed.
     names = [name for name in _git(root, "ls-files") if not name.startswith("results/")]
     names = [name for name in names if (root / name).exists() or (root / name).is_symlink()]

@@ -25,7 +25,7 @@ PART_CLASSES |= {SITE_PART: "site-wait", "evaluation": "evaluation", "other": "o
 RUN_COLOURS = ("compute", "reduce", "update", "data-wait", "evaluation")
 """Colours of the best runs of an experiment, the best first. All other runs have the colour "other"."""
 
-# Larger values come from a diverged run or a wrong file, and would flatten all other curves.
+# Larger values are not drawn: they come from a diverged run or a wrong file, and would flatten all other curves.
 MAX_VALUE = 1e8
 
 MAX_BARS = 12
@@ -99,7 +99,7 @@ def _figures(results: Results) -> list[tuple[str, str, str]]:
     """Return the name, value and note of each key figure."""
     if results.is_experiment:
         return _experiment_figures(results)
-    # Runs of different settings have no mean.
+    # Runs with different settings have no mean.
     means = [] if results.differing else results.valid
     shown, kept = results.shown, [run for run in means if run.number not in results.dropped]
     if results.dropped:

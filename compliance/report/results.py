@@ -35,7 +35,7 @@ STEP_PARTS = {
 }
 
 SITE_PART = "waiting for other sites"
-"""Part of a run whose sites take steps by themselves."""
+"""Name of the time spent waiting for other sites, in runs whose sites take steps by themselves."""
 
 Outcome = Literal["valid", "aborted", "invalid", "finished", "resumed", "interrupted", "failed", "unfinished"]
 Value = TypeVar("Value")
@@ -52,7 +52,7 @@ class ReportedRun:
 
     @cached_property
     def logged(self) -> LoggedRun:
-        """State of the run at the end of its log. Nothing is known of the runs of a file with two attempts."""
+        """State of the run at the end of its log; empty if the log holds several attempts or several processes."""
         return self.log.run if self.verdict.is_one_run else LoggedRun(self.log.header)
 
     @property
@@ -69,7 +69,7 @@ class ReportedRun:
 
     @property
     def first_step(self) -> int:
-        """Number of steps before the checkpoint that the run resumed from."""
+        """Number of steps trained before the run resumed from a checkpoint."""
         return self.logged.resumed_samples // (self.logged.global_batch_size or 1)
 
     @cached_property
@@ -79,7 +79,7 @@ class ReportedRun:
 
     @property
     def best_record(self) -> EvaluationRecord | None:
-        """The metrics of the evaluation with the best accuracy; None if they are unknown."""
+        """Metrics record of the evaluation with the best accuracy; None if there is no such record."""
         return next((record for record in self.metrics.evaluations if record.samples == self.best[0]), None)
 
     @property
@@ -112,14 +112,14 @@ class Results:
     @cached_property
     def is_experiment(self) -> bool:
         """Tell whether no run has a target. MLPerf's rules do not apply to such runs."""
-        # A file without records has no header, and says nothing about its run.
+        # Ignore files without records, which have no header and say nothing about their runs.
         known = [run for run in self.runs if run.log.header]
         return bool(known) and all(run.logged.trains_to_end for run in known)
 
     @cached_property
     def differing(self) -> dict[str, list[str]]:
         """Settings that differ between the runs, with the value of each run. Such runs have no common mean."""
-        # A closed run with other settings is invalid, and so in no mean.
+        # Ignore closed runs: a closed run with other settings is invalid, so it is in no mean.
         is_closed = [str(run.verdict.division).lower() == "closed" for run in self.runs]
         return differing_settings(
             [LoggedRun() if closed else run.logged for closed, run in zip(is_closed, self.runs, strict=True)]
@@ -175,9 +175,9 @@ class Results:
 
     @property
     def notice(self) -> str:
-        """Disclaimer: runs of this repository are not MLPerf results. Other logs may be, but this summary is unofficial.
+        """Disclaimer about MLPerf; "" for an experiment, which has nothing to do with MLPerf.
 
-        An experiment has nothing to do with MLPerf, and no disclaimer.
+        Runs of this repository are not MLPerf results. Other runs may be, but a report on them is unofficial.
         """
         if self.is_experiment:
             return ""
@@ -186,7 +186,7 @@ class Results:
 
     @property
     def for_submission(self) -> bool:
-        """Tell whether the runs may be submitted. Open runs of this repository's recipes are not meant for submission."""
+        """Tell whether any run is meant for a submission."""
         return any(is_for_submission(run.logged) for run in self.runs)
 
     @property
@@ -255,7 +255,7 @@ def load_results(folder: Path, ruleset: str = rules.NEWEST_RULESET) -> Results:
     for number, path in logs:  # result_1.txt and result_01.txt are two runs with the same number
         log, verdict = read_log(path), verdicts.pop(path)
         metrics = read_metrics(folder / f"metrics_{number}.jsonl")
-        # The check warns of metrics of another run. Its times must not be shown as this run's.
+        # Do not show the metrics of another run, of which the check warns, as metrics of this run.
         runs.append(ReportedRun(number, log, verdict, Metrics() if metrics_fault(metrics, log.run) else metrics))
     place = find(folder).benchmarks[0]
     fields = read_description(place.description).fields if place.description.is_file() else {}
@@ -274,7 +274,7 @@ def breakdown(run: ReportedRun) -> dict[str, float]:
     seconds, site_seconds = dict.fromkeys(STEP_PARTS, 0.0), 0.0
     done = run.first_step
     for record in run.metrics.steps:
-        # The step number decreases after a restart.
+        # The step number decreases after a restart. Do not count a repeated step again.
         taken = max(0, record.step - done)
         done += taken
         for name, key in STEP_PARTS.items():

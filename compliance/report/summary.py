@@ -26,7 +26,7 @@ RULED_FIELDS = {
 MAX_NAMED = 3
 MAX_CELL = 40
 HEAD_WIDTH = 13
-"""Characters of a line in the head of the printed table, whose names are broken at dots and underscores."""
+"""Maximum width of a line in the head of the printed table. Longer names are broken after dots and underscores."""
 
 Kind = Literal["good", "warn", "bad", "plain"]
 
@@ -68,7 +68,7 @@ def statements(results: Results) -> list[Statement]:
     return said
 
 
-# The score drops one invalid run as the slowest. With two invalid runs there is no score.
+# One failing log is only a warning, because the score drops its run as the slowest. With two there is no score.
 def _share(part: int, whole: int) -> Kind:
     return "good" if part == whole else "warn" if whole - part == 1 and whole >= MIN_RUNS_FOR_SCORE else "bad"
 
@@ -85,7 +85,7 @@ def _experiment_statements(results: Results) -> list[Statement]:
     said = [Statement("good", "Best accuracy", text)]
     place = "config.save_checkpoint"
     if (path := best.log.header.get(place, "None")) != "None":
-        # A resumed run replaces the file only with better weights.
+        # Ignore resumed runs, which replace the file only with better weights.
         writers = [run for run in results.runs if run.log.header.get(place) == path and run.outcome != "resumed"]
         later = [run.number for run in writers if (run.logged.start_ms or 0) > (best.logged.start_ms or 0)]
         text = f"{visible(path, MAX_TEXT)}{f', to which run {later[-1]} wrote later' if later else ''}."
@@ -106,7 +106,7 @@ def _score_statement(results: Results) -> Statement:
     if results.differing:
         return Statement("plain", "Score", f"No score: the runs differ in {_named(results.differing)}.")
     if results.invalid_count > 1:
-        why = f"{results.invalid_count} of {len(results.submitted)} runs are no valid results, and only one may be"
+        why = f"{results.invalid_count} of {len(results.submitted)} runs are not valid results, and only one may be invalid"
         return Statement("bad", "Score", f"No score: {why}.")
     if results.score_seconds is None:
         needed = f"it needs at least {MIN_RUNS_FOR_SCORE} runs"
@@ -120,7 +120,7 @@ def _score_statement(results: Results) -> Statement:
     text += "."
     invalid = next((run.number for run in results.submitted if run not in results.valid), None)
     if invalid is not None:
-        text += f" Run {invalid} is no valid result and counts as the slowest."
+        text += f" Run {invalid} is not a valid result and counts as the slowest."
     if len(results.runs) != SUBMISSION_RUNS and (results.for_submission or results.submitted != results.runs):
         text += f" A submission has {SUBMISSION_RUNS} runs, here are {len(results.runs)}"
         text += (
@@ -154,7 +154,7 @@ def table(results: Results) -> list[tuple[str, ...]]:
 
 def _cell(text: str) -> str:
     shown = visible(text, MAX_TEXT)
-    # The end of a path tells more than its beginning.
+    # Cut the beginning, because the end of a path tells more.
     return shown if len(shown) <= MAX_CELL else f"...{shown[3 - MAX_CELL :]}"
 
 
@@ -295,7 +295,7 @@ def as_csv(results: Results) -> str:
 
 
 def _no_formula(text: str) -> str:
-    """Return text from a log such that no spreadsheet interprets it as a formula."""
+    """Escape text from a log so that no spreadsheet interprets it as a formula."""
     shown = visible(text, MAX_TEXT)
     return f"'{shown}" if shown.startswith(("=", "+", "-", "@")) else shown
 

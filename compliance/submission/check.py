@@ -42,15 +42,17 @@ MAX_NAMED = 3
 def check_paths(paths: Iterable[Path], ruleset: str = rules.NEWEST_RULESET) -> list[Verdict]:
     """Check logs and folders: a benchmark folder, a system, a results folder, a submission, a round of submissions.
 
-    With `rules.AUTO`, each log or benchmark folder is checked under the newest ruleset that accepts it. Raises
-    ``ValueError`` if a path or the ruleset does not exist, a folder contains no logs, or the official checker is not
-    installed.
+    With `rules.AUTO`, each log, bare benchmark folder or submission is checked under the newest ruleset that accepts it.
+    Raises ``ValueError`` if a path or the ruleset does not exist, a folder contains no logs, or the official checker is
+    not installed.
     """
     if ruleset != rules.AUTO:
         rules.check_ruleset(ruleset)
     paths = tuple(paths)
     if paths.count(STDIN) > 1:
-        raise ValueError(f"{STDIN}: given {paths.count(STDIN)} times, but standard input can be read only once")
+        raise ValueError(
+            f"{STDIN}: given {paths.count(STDIN)} times, but standard input can be read only once. Give it once"
+        )
     verdicts: list[Verdict] = []
     for path in paths:
         if path != STDIN and path.is_dir():
@@ -73,8 +75,8 @@ def accepted(verdicts: Sequence[Verdict]) -> bool:
 
 
 def is_for_submission(run: LoggedRun) -> bool:
-    """Tell whether a run may be submitted. Open runs of this repository's recipes are not meant for submission."""
-    # Only logs of this repository contain their configuration.
+    """Tell whether a run is meant for a submission. Only open runs of this repository's recipes are not."""
+    # Logs of other software contain no configuration, so they count as meant for a submission.
     return run.header.get("config.log.division") != "open"
 
 
@@ -131,7 +133,11 @@ def _verdict(
     if answer.outcome == "fail" and not any(finding.severity == "error" for finding in findings):
         tool = process.NAMES[_TOOLS[part]]
         found = f"the official {tool} rejects it: {answer.message or 'it does not say why'}"
-        remedy = "correct what it names" if answer.message else f"run the {tool} by hand (docs/submission.md)"
+        remedy = (
+            "correct the fault that its message names"
+            if answer.message
+            else f"run the {tool} by hand (docs/submission.md)"
+        )
         findings.append(Finding(None, "", f"mlperf-logging, ruleset {ruleset}", found, remedy))
     return Verdict(path, ruleset, answer.outcome, tuple(findings), None, None, missed, part)
 
@@ -204,10 +210,10 @@ def _official_answer(
     folder: BenchmarkFolder, runs: Sequence[FolderRun], division: str, ruleset: str, *, by_train_samples: bool
 ) -> Answer:
     if folder.submission:
-        # The package checker crashes without a division. The description itself is checked separately.
+        # Supply a missing division, without which the package checker crashes. The description is checked separately.
         fields = {"division": division} | read_description(folder.description).fields
         return ask_about_folder(folder, fields, ruleset, by_train_samples)
-    # The package checker rejects incomplete folders, but bare results may be incomplete. One log of ten may fail.
+    # Do not ask the package checker, which rejects bare results that are still incomplete. One log of ten may fail.
     failed = sum(run.verdict.official == "fail" for run in runs)
     return Answer("pass" if runs and failed <= (len(runs) >= SUBMISSION_RUNS) else "fail")
 
@@ -237,11 +243,11 @@ def _failed_runs(runs: Sequence[FolderRun], answer: Answer) -> Finding:
     elif len(runs) < SUBMISSION_RUNS:
         found += f", expected only valid logs before there are {SUBMISSION_RUNS}"
     elif verdict.official == "pass":
-        found += ", but the official tools count it, expected ten runs that both accept"
+        found += ", but the official tools count it, expected ten runs that the official tools and these checks accept"
     elif answer.outcome == "fail":
         found += f", and cannot be dropped as the slowest run either: {answer.message}"
     else:
-        found += ": it counts as the slowest run, which is dropped, expected at most this one"
+        found += ": it counts as the slowest run, which is dropped, expected no other failing log"
         return Finding(None, "", "TR 12", found, "keep all other runs valid", severity="warning")
     return Finding(None, "", "TR 12", found, remedy)
 

@@ -152,7 +152,7 @@ def compare_seeds(runs: Sequence[FolderRun], division: rules.Division, submissio
     """Add a finding to each log whose seed equals the seed of an earlier log.
 
     The official seed checker compares pairs of source position and seed. Here the first seeds of any two logs must differ,
-    even if logged at different positions, because otherwise the runs would be identical.
+    even if their source positions differ, because otherwise the runs would be identical.
     """
     severity, rule = "error" if division == "closed" else "warning", "TR 5.1; seed checker"
     # Seed records by (position, seed). The first record of each log is also stored by its seed alone.
@@ -173,13 +173,15 @@ def compare_seeds(runs: Sequence[FolderRun], division: rules.Division, submissio
                 earlier = logged.setdefault(seed, (run, record))
             if earlier[1] is not record:
                 shared.append((record, seed, *earlier))
-        # Before ruleset 4.1.0 a missing seed is a warning, but the seed checker fails the folder under all rulesets.
+        # Add an error: before ruleset 4.1.0 a missing seed is a warning, but the seed checker fails the folder anyway.
         if not run.seeds and run.verdict.official == "pass" and division == "closed" and submission == "error":
             found = "no record, expected one with the seed of the run: the seed checker asks for it"
             run.add_finding(None, "seed", rule, found, "log the seed, once, from one process", "error")
         for record, seed, other, first in shared[:1]:
             where = "" if other is run else f"{other.name} "
-            found = f"value {seed} was logged before, in {where}line {first.line}, expected another seed in every run"
+            found = (
+                f"value {seed} was logged before, in {where}line {first.line}, expected a different seed in every run"
+            )
             remedy = "run again with a seed from the clock or /dev/urandom, logged once by one process"
             run.add_finding(record, "seed", rule, found, remedy, severity, len(shared) - 1)
 

@@ -47,7 +47,7 @@ MAX_ROWS = 1_000
 def scaling_findings(
     folder: BenchmarkFolder, convergence: Outlook | None, runs: Sequence[LoggedRun], failed: int
 ) -> Iterator[Finding]:
-    """Compare scaling.json, by which the result summarizer multiplies the score, with the valid runs and the failed ones."""
+    """Compare scaling.json, by which the result summarizer multiplies the score, with the valid and the failed runs."""
     path = folder.path / SCALING
     if not path.is_file():
         return
@@ -58,8 +58,8 @@ def scaling_findings(
     factor = content.get("scaling_factor", 1.0) if isinstance(content, dict) else None
     expected, why = [1.0], "no file, because the score of these logs is not scaled"
     if convergence and convergence.verdict in ("pass", "scaled"):
-        # Accept the factor by the points of any round, counted to the first evaluation at the target, or to the last one,
-        # as the RCP checker counts.
+        # Accept the factor that any ruleset's reference points give. The samples may count to the first evaluation at the
+        # target or, as in the RCP checker, to the last evaluation.
         batch = runs[0].global_batch_size or 0
         last = [*(run.epoch_nums[-1] if run.epoch_nums else None for run in runs), *[None] * failed]
         expected = [convergence.applied_scaling]
@@ -72,7 +72,7 @@ def scaling_findings(
         return
     found = f"{SCALING} has scaling_factor {shown(content if factor is None else factor)}, expected {why}"
     remedy = "remove it: the package checker and `python -m compliance package` write the true one"
-    # A factor that is too large only makes the score worse. Reference points of a round may have changed after it.
+    # Only warn of a larger factor, which makes the score worse: reference points may have changed since the round.
     is_harmless = rules.is_number(factor) and factor > min(expected)
     severity: Severity = "warning" if is_harmless else "error"
     yield Finding(None, "scaling_factor", "TR 13; RCP checker", found, remedy, severity=severity)

@@ -116,7 +116,7 @@ def description_findings(description: Description, ruleset: str) -> Iterator[Fin
             low, high = rules.SYSTEM_INTEGERS[name]
             # Limit the length before converting to an integer, because the text is untrusted.
             if len(value.strip()) > 9 or not low <= int(value) <= high:
-                found = f"value {shown(value)}, expected {low} to {high:,}: no system is described otherwise"
+                found = f"value {shown(value)}, expected {low} to {high:,}, the range of real systems"
                 severity: Severity = "error" if name == "number_of_nodes" else "warning"
                 yield at(name, found, "describe the system that ran", severity=severity)
     division, status = fields.get("division"), fields.get("status")
@@ -127,7 +127,7 @@ def description_findings(description: Description, ruleset: str) -> Iterator[Fin
     statuses = rules.SYSTEM_STATUSES.values()
     if ruleset in RULESETS_WITH_STATUS and "status" in fields and status not in statuses:
         found = f"value {shown(status)}, expected one of: {', '.join(statuses)}"
-        yield at("status", found, "write the one that is true")
+        yield at("status", found, "write the status of this system")
 
 
 # Agreement with the logs
@@ -150,9 +150,9 @@ def against_logs(description: Description, runs: Sequence[LoggedRun]) -> Iterato
         remedy = f"correct {name}, or the setting that is logged as {key}"
         yield Finding(description.lines.get(name), name, rule, found, remedy, severity=severity)
     yield from _implausible_rate(description, runs)
-    # The headers of this repository's logs name hardware and software.
+    # Compare also the hardware and software that the headers of this repository's logs name.
     head = {key: _most_frequent([run.header.get(key) for run in runs]) or "" for key in _HEADER_KEYS}
-    # Each rank has its own accelerator. On CPUs the number of ranks says nothing about the hardware.
+    # There are as many accelerators as ranks. On CPUs the number of ranks says nothing about the hardware.
     ranks = "" if head["accelerator"].lower() in _NONE else head["processes"].partition(" ")[0]
     model, torch = head["cpu"].rpartition(", ")[0], f"PyTorch {head['torch']}" if head["torch"] else ""
     text, count = description.text, count_accelerators(description.fields)
@@ -177,7 +177,7 @@ def _implausible_rate(description: Description, runs: Sequence[LoggedRun]) -> It
         found = (
             f"{counted(count, 'accelerator')} with {rate:,.0f} sequences a second each by the logs, expected at most "
         )
-        found += f"{rules.MAX_ACCELERATOR_RATE:,.0f}: published ones stay below a fifth of this"
+        found += f"{rules.MAX_ACCELERATOR_RATE:,.0f}: published accelerators stay below a fifth of this"
         remedy = "describe the system that ran, and check train_samples and the times in the logs"
         name = "accelerators_per_node"
         yield Finding(description.lines.get(name), name, AGREEMENT, found, remedy)

@@ -26,7 +26,7 @@ class RunningLog(LoggedRun):
 
     Attributes:
         step_samples, step_rate: samples trained and sequences per second according to the latest line of metrics.
-        site_bytes, site_wait_ms: bytes sent between sites so far, and the mean time of a step that waits for them now.
+        site_bytes, site_wait_ms: bytes sent between sites so far, and the latest mean time per step spent waiting for them.
         complaints: broken rules and the run's own warnings, without repetition, in order of detection.
     """
 
@@ -71,7 +71,7 @@ class RunningLog(LoggedRun):
 
     @property
     def _marks(self) -> list[tuple[int, int]]:
-        """(samples trained, time in milliseconds) of the last four evaluations, or of run_start and the first one."""
+        """(samples trained, time in milliseconds) of the last four evaluations, or of run_start and the first evaluation."""
         found = [(samples, record.time_ms) for samples, record in self.counted_accuracies[-4:]]
         begin = self.resumed_samples
         start = [(begin, self.run_start_ms)] if self.run_start_ms is not None and len(found) < 2 else []
@@ -85,7 +85,7 @@ class RunningLog(LoggedRun):
         steps.
         """
         # Use recent evaluations, because the rate of the whole run would hide that the run became slower.
-        # A resumed run may evaluate before its first step.
+        # Require progress, because a resumed run may evaluate before its first step.
         if (marks := self._marks) and marks[-1][1] > marks[0][1] and marks[-1][0] > marks[0][0]:
             return 1000 * (marks[-1][0] - marks[0][0]) / (marks[-1][1] - marks[0][1])
         return self.step_rate
@@ -99,12 +99,12 @@ class RunningLog(LoggedRun):
         return min(filter(None, limits), default=None)
 
     def check_initialisation(self, now_ms: float) -> None:
-        """Add a complaint if the initialisation nears or exceeds its time limit, which a run without a target lacks."""
+        """Add a complaint if the initialisation nears or exceeds its time limit. A run without a target has no limit."""
         if self.phase == "init" and self.init_start_ms is not None and not self.trains_to_end:
             limit = rules.INIT_LIMIT_MINUTES[self.division]
             minutes = (now_ms - self.init_start_ms) / 60_000
             if minutes >= limit:
-                self.complain(f"initialisation has passed its {limit} min: the run is no valid result (TR 11)")
+                self.complain(f"initialisation has passed its {limit} min: the run is not a valid result (TR 11)")
             elif minutes >= limit * INIT_WARNING_FRACTION:
                 self.complain(f"initialisation has taken {minutes:.0f} min of {limit} (TR 11)", "a long initialisation")
 
@@ -126,8 +126,8 @@ class RunningLog(LoggedRun):
         self.complaints[text] = None
 
     def _quote(self, text: str) -> None:
-        """Add a complaint that quotes the log. Their number is limited, because a log may cause any number of them."""
-        # Half of the complaints are reserved for those about broken rules.
+        """Add a complaint that quotes the log. The number of these complaints is limited."""
+        # Reserve half of the complaints for broken rules, because a log may contain any number of warnings.
         is_full = len(self.complaints) >= MAX_COMPLAINTS // 2
         self.complain("there are more warnings in the log" if is_full else text)
 
@@ -144,7 +144,7 @@ class RunningLog(LoggedRun):
         if key == "run_start" and key not in self.first:
             self._check_settings()
         if key == "init_start" and self.phase not in ("before", "init"):
-            self.complain("a second attempt logs to this file: the log of two attempts is no valid result", key)
+            self.complain("a second attempt logs to this file: the log of two attempts is not a valid result", key)
         # As in the check of a log, it is enough if one process cleared its caches.
         self._cleared |= key == "cache_clear" and record.value is not False
         self.add(record)

@@ -80,7 +80,7 @@ def _follow(watched: Watch, stale_s: float, console: Console) -> int:
                 break
             time.sleep(POLL_S)
     if run.phase != "done":
-        _put(console, f"given up: {watched.path} has not grown for {silent_s:.0f} s")
+        _put(console, f"gave up: {watched.path} has not grown for {silent_s:.0f} s")
     # A run that claims success below its target has not succeeded.
     return 0 if run.status == "success" and (run.target is None or watched.has_reached) else 1
 

@@ -47,7 +47,7 @@ class Watch:
 
     def read_siblings(self) -> None:
         """Read the other logs of the folder, and compare their seeds with this run's seed."""
-        # Runs without a target form no set, and may have the same seed.
+        # Skip runs without a target, which form no set and may have equal seeds.
         if rules.RESULT_FILE.fullmatch(self.path.name) is None or self.run.trains_to_end:
             return
         others = {path: written for path, written in results_in(self.path.parent).items() if path != self.path}
@@ -58,7 +58,10 @@ class Watch:
 
     @property
     def forecast(self) -> Forecast | None:
-        """Forecast of when the run reaches the target; None while the target is unknown, and after the run's end."""
+        """Forecast of when the run reaches the target.
+
+        None if the target or the schedule is unknown, or if the run has reached the target or ended.
+        """
         run, schedule = self.run, self.run.schedule
         if run.target is None or schedule is None or run.phase == "done" or self.has_reached:
             return None
@@ -95,12 +98,12 @@ class Watch:
         return f"{words}, {found.basis}"
 
     def outlooks(self) -> Iterator[str]:
-        """Yield the outlook of the set including this run: for each end of its forecast, or for its actual end."""
+        """Yield the outlook of the set including this run: for both ends of its forecast, or for its actual end."""
         run, schedule, batch = self.run, self.run.schedule, self.run.global_batch_size
         ended = [each for each in self.siblings if each.is_ended and not each.is_unknown]
         others = [each for each in ended if each.global_batch_size == batch]
         reached = tuple(each.converged_samples() for each in others)
-        # The outcome of a complete set is already decided.
+        # Only closed runs are compared with the reference. The outcome of a complete set is already decided.
         if run.division != "closed" or not batch or not schedule or len(others) >= SUBMISSION_RUNS:
             return
         ends: list[tuple[str, int | None]] = []

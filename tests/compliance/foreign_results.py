@@ -1,4 +1,4 @@
-"""What must hold for any log, metrics file, system description and submission, whoever wrote it. Fuzzing tries it."""
+"""Properties of all logs, metrics files, system descriptions and submissions, whoever wrote them. Fuzzing tests them."""
 
 import io
 import json
@@ -31,7 +31,7 @@ from tests.hostile import assert_harmless
 
 @cache
 def logs() -> list[bytes]:
-    """Logs of other software in both divisions, an aborted one, one of this program, and one without settings."""
+    """Return logs of other software in both divisions, an aborted log, a log of this program, and one without settings."""
     whole = log_of((0.3, 0.7, 0.73), submission=(("layers", 1),), header=(("recipe", "x"), ("torch", "2.13.0")))
     made = [whole, log_of((0.1, 0.31), "open"), log_of((0.3, 0.4), status="aborted", submission=(("layers", 1),))]
     foreign = [without_chain(each.decode()).encode() for each in made]
@@ -40,14 +40,14 @@ def logs() -> list[bytes]:
 
 
 def read(path: Path) -> None:
-    """A record that is written again is read as the same record."""
+    """Assert that a record that is written again is read as the same record."""
     for record in read_log(path).records:
         again, _ = parse_line(f"{TOKEN}{json.dumps(record._asdict())}".encode(), record.line)
         assert repr(again) == repr(record)
 
 
 def judge(path: Path) -> list[Verdict]:
-    """No log passes without success, a seed if closed, and an accuracy that reaches its target, whatever else it holds."""
+    """Assert that no log passes without success, its target accuracy, and a seed if it is closed. Return the verdicts."""
     verdicts, said = check_paths([path], rules.AUTO), io.StringIO()
     with redirect_stdout(said):
         say_verdicts(verdicts)
@@ -69,7 +69,7 @@ def judge(path: Path) -> list[Verdict]:
 
 
 def judge_damaged(path: Path) -> None:
-    """The file holds the name of a key, and the text that replaces its last value, or its status."""
+    """Judge a log with one damage: `path` holds a key and the text that replaces its last value or status."""
     key, _, text = path.read_bytes().partition(b" ")
     lines = logs()[0].splitlines(keepends=True)
     places = [number for number, line in enumerate(lines) if b'"key": "%s"' % key in line]
@@ -90,7 +90,7 @@ def watch(path: Path) -> None:
 
 
 def rewrite_metrics(path: Path) -> None:
-    """Each record of a metrics file that is written again is read as a record of its kind."""
+    """Assert that each metrics record that is written again is read as a record of its kind."""
     records = [record for line in path.read_bytes().split(b"\n") if (record := parse_record(line))]
     writer = MetricsWriter(path.with_name("out"), RunRecord())
     for record in records:
@@ -110,7 +110,7 @@ def describe(path: Path) -> None:
 
 
 def compare_derived(path: Path) -> None:
-    """The file is the scaling factor of a folder of runs, and their table in two formats."""
+    """Compare a log with `path`, used as its folder's scaling.json and as a report in JSON and CSV."""
     folder = path.with_name("a") / "bert"
     if not folder.exists():
         write_log(folder / "result_0.txt", 0)
@@ -122,7 +122,7 @@ def compare_derived(path: Path) -> None:
 
 
 def judge_tree(path: Path) -> None:
-    """The file lists what lies in a folder, which is checked and reported."""
+    """Check and report on a folder whose contents are listed in `path`."""
     root = path.with_name("tree")
     write_listed(root, path.read_bytes(), logs())
     for verdict in judge(root):

@@ -12,7 +12,7 @@ from compliance.official.worker import RuleFiles
 
 Edit = Callable[[str], str]
 
-mlp_compliance.yaml = RuleFiles()  # cached rule files save 0.1 s per log
+mlp_compliance.yaml = RuleFiles()  # caches rule files, which saves 0.1 s per log
 
 
 def in_turn(*edits: Edit) -> Edit:
@@ -91,12 +91,12 @@ def glue(key: str) -> Edit:
 
 
 def garble(key: str, replacement: str) -> Edit:
-    """Return an edit that replaces the last brace of a record."""
+    """Return an edit that replaces the last brace of a record by `replacement`."""
     return on_line(key, lambda line: f"{line[: line.rindex('}')]}{replacement}\n")
 
 
 def log_after(key: str, other: str, new: object) -> Edit:
-    """Return an edit that inserts another setting after the record of `key`."""
+    """Return an edit that inserts the setting `other` with the value `new` after the record of `key`."""
     return on_line(key, lambda line: line + value(other, new)(line.replace(f'"{key}"', f'"{other}"')))
 
 

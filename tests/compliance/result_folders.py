@@ -41,7 +41,7 @@ def write_log(
         seed=1000 + 17 * number,
         status="aborted" if failed else "success",
         header=tuple((header or {}).items()),
-        # Ruleset 5.0.0 requires no record of each tensor, and 24 layers would have 398.
+        # One layer saves records: 24 layers have 398 weights, and ruleset 5.0.0 does not require a record of each.
         submission=(*submission.items(), ("layers", 1)),
         step_ms=step_ms,
         start_ms=START_MS + number * 10_800_000,
@@ -116,7 +116,7 @@ def write_listed(root: Path, listed: bytes, logs: Sequence[bytes]) -> None:
     for line in os.fsdecode(listed).split("\n")[:40]:
         name, _, content = line.partition("\t")
         kind, _, word = content.partition(" ")
-        with suppress(OSError, ValueError):  # a name may be too long, hold a zero, or lie below a file
+        with suppress(OSError, ValueError):  # a path may be too long, contain a zero byte, or lie below a file
             (place := root / name).resolve().relative_to(root)
             place.parent.mkdir(parents=True, exist_ok=True)
             match kind:
@@ -126,7 +126,7 @@ def write_listed(root: Path, listed: bytes, logs: Sequence[bytes]) -> None:
                     os.mkfifo(place)
                 case _:
                     made = {"log": logs[len(word) % len(logs)], "system": json.dumps(describe_system()).encode()}
-                    with place.open("xb") as file:  # neither through a link nor into a pipe
+                    with place.open("xb") as file:  # x: write neither through a link nor into a pipe
                         file.write(made.get(kind, os.fsencode(content)))
 
 
@@ -147,7 +147,7 @@ def write_closed_folder(root: Path, evaluations: Sequence[int] = (16, 17, 16, 16
         folder, counts, failed=failed, global_batch_size=768, header=header, platform="made_up_h100", step_ms=3850
     )
     for number, count in enumerate(counts):
-        # Between evaluations are 196 steps of 768 sequences, which take 19 s.
+        # Evaluations are 196 steps of 768 sequences apart, which take 19 s.
         write_metrics(folder / f"metrics_{number}.jsonl", 196 * count, every=20, batch=768, scale=3.5)
     described = {"accelerator_model_name": "NVIDIA H100 80GB HBM3", "accelerator_interconnect": "NVLink 4, NVSwitch 3"}
     described |= {"host_processor_model_name": "made up", "framework": "PyTorch 2.13.0"}
@@ -166,7 +166,7 @@ def write_experiment(
     resumed: int = 0,
     fault: str = "",
 ) -> Path:
-    """Write the log and the metrics of a run without a target. `settings` are those of its configuration."""
+    """Write the log and the metrics of a run without a target. `settings` become its configuration."""
     header: dict[str, object] = {"note": "not an MLPerf result", "processes": "2 x 1 threads"}
     header |= {"ended by a fault": fault} if fault else {}
     configured = {"evaluation.target": None, "training.max_samples": 9024, "training.seed": seed, "log.run": number}

@@ -63,7 +63,7 @@ def initialise(
 
 
 def train(log: MLLog, settings: dict[str, Any], accuracies: list[float], samples: int = 0) -> int:
-    """Log the blocks and evaluations after `samples` sequences, and return the number of trained sequences."""
+    """Log blocks and evaluations, beginning after `samples` sequences. Return the number of sequences trained."""
     schedule = EvaluationSchedule(settings["eval_interval_samples"], settings["global_batch_size"])
     for index, accuracy in enumerate(accuracies, start=schedule.index_after(samples)):
         log.block_start(samples)
@@ -91,7 +91,7 @@ def log_of(
 ) -> bytes:
     """Return a log with one evaluation per accuracy. The log of a "running" run ends with its last evaluation.
 
-    A `resumed` run goes on after this number of sequences. A run has no target if its header says so.
+    A run continues after `resumed` sequences. It has no target if `header` has evaluation.target None.
     """
     settings = CLOSED if division == "closed" else OPEN
     if batch := global_batch_size:
@@ -128,7 +128,7 @@ def without_chain(text: str) -> str:
 
 
 def write_metrics(path: Path, steps: int = 60, *, every: int = 10, batch: int = 32, scale: float = 1.0) -> Path:
-    """Write a metrics file like a run's: a step record every `every` steps, and an evaluation every 20 steps.
+    """Write a metrics file with a step record every `every` steps and an evaluation every 20 steps.
 
     A step takes 27 ms times `scale`. The four recorded parts of a step take all but 1 ms times `scale`.
     """

@@ -1,4 +1,4 @@
-"""Limits of what is read of a folder, and names that sort or count by number."""
+"""Limits of the search of folders, choice of the benchmark folder, and names and order of logs."""
 
 from pathlib import Path
 
@@ -10,7 +10,7 @@ from compliance.folders import MAX_DEPTH, find, layout_findings, numbered_logs, 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A benchmark folder of a submission without logs."""
+    """An empty benchmark folder in a submission."""
     (tmp_path / "org" / "systems").mkdir(parents=True)
     path = tmp_path / "org" / "results" / "node" / "bert"
     path.mkdir(parents=True)
@@ -20,7 +20,7 @@ def folder(tmp_path: Path) -> Path:
 def test_the_repository_search_is_limited_in_depth_and_reports_files_above_50_mib(folder: Path) -> None:
     root = folder.parents[2]
     (folder / "result_0.txt").touch()
-    (root / ".git" / "a b").mkdir(parents=True)  # not searched
+    (root / ".git" / "a b").mkdir(parents=True)  # the inside of hidden folders is not searched
     deep = root
     for depth in range(1, MAX_DEPTH + 3):
         deep /= "d"

@@ -1,4 +1,4 @@
-"""With hostile names of files and folders, every command gives its verdict and prints no harmful text."""
+"""Commands on files and folders with hostile names print no harmful text."""
 
 import json
 import re
@@ -48,7 +48,7 @@ COMMANDS = {
     package --org x --system OUT/NAME.json --runs BERT --out OUT""",
     None: "doctor --data BERT --results RESULTS --quick",
 }
-"""Command lines by their exit status, which depends on the machine for `doctor`."""
+"""Command lines by expected exit status. None stands for a status that depends on the machine."""
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Verdicts on edited logs, as text that is compared as a whole."""
+"""Verdicts on edited logs as text, which tests compare with recorded text."""
 
 import re
 from collections.abc import Callable
@@ -14,7 +14,7 @@ VerdictText = Callable[..., str]
 
 @pytest.fixture
 def verdict_text(tmp_path: Path) -> VerdictText:
-    """Return a function that checks a log and returns its verdict and findings, without source positions in tests."""
+    """Return a function that checks a log and returns its verdict and findings without the source positions of records."""
 
     def text_of(content: str | bytes, ruleset: str = "5.0.0") -> str:
         path = tmp_path / "result_0.txt"

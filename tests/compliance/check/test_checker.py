@@ -36,10 +36,12 @@ def test_logs_of_the_writer_pass_every_ruleset(verdict_text: VerdictText, closed
 
 
 TELEMETRY = "keep telemetry and other programs' output in other files"
-ONE_RUN = f"the rest was not read [SR Submission form]; log one run a file, and {TELEMETRY}"
+ONE_RUN = f"the rest of the file was not read [SR Submission form]; log each run to its own file, and {TELEMETRY}"
 
 
-def test_a_log_above_a_limit_gets_one_finding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, open_log: str) -> None:
+def test_a_log_above_a_size_limit_gets_one_finding(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, open_log: str
+) -> None:
     path, remedy = tmp_path / "result_0.txt", "write every record from one process, whole, on a line of its own"
     full = open_log + "#" * (2**20 - len(open_log))
 
@@ -94,13 +96,13 @@ WARNING = complaint(severity="warning")
 UNEXPLAINED: list[tuple[Edit, list[Complaint], list[str]]] = [
     (in_turn(), [complaint("seed", line=8)], ["error: line 8: seed: x"]),
     (in_turn(), [complaint("seed", severity="warning")], ["warning: seed: x", "error: "]),
-    # After an error, complaints without a key are consequences.
+    # After an error, complaints without a key are consequences and get no finding.
     (in_turn(), [complaint("seed", "init_stop"), complaint(), WARNING], ["error: init_stop: x", "warning: x"]),
     (value("seed", "x"), [complaint("seed"), complaint("init_stop", about_state=True)], ["error: init_stop: x"]),
     (value("seed", "x"), [complaint("eval_stop", absent=True)], ["error: eval_stop: x"]),
-    # An error is not explained by a warning about the same key, but a warning is.
+    # Our warning about a key explains an official warning about this key, but not an official error.
     (value("seed", "1"), [complaint("seed"), complaint("seed", severity="warning")], ["error: seed: x"]),
-    # Conditions on earlier records fail after records out of order, and an aborted run does not reach its last records.
+    # Records out of order explain conditions on earlier records, and an aborted run explains missing last records.
     (swap("init_stop", "run_start"), [complaint("seed", about_state=True), complaint("seed")], ["error: seed: x"]),
     (timed("seed", 0), [complaint("init_stop", about_state=True)], []),
     (
@@ -173,7 +175,7 @@ def test_a_mangled_log_passes_only_if_the_official_checker_passes_it(
 
 
 OF_2_1 = delete("opt_lamb_epsilon")
-"""Edit that makes a log like the logs of round 2.1. Later versions of that round's rule file reject such a log."""
+"""Edit that makes a log like the logs of round 2.1. The final rule files of 2.1 reject it, so 2.0.0 is chosen."""
 OF_NEW = delete("opt_epsilon")
 NO_SEED, NO_EPSILON = (f"{key}: no record; expected one record" for key in ("seed", "opt_lamb_epsilon"))
 
@@ -186,7 +188,7 @@ CHOICES: list[tuple[Edit, str]] = [
         f"valid closed log, ruleset 2.0.0 (5.0.0 would fail it: {NO_SEED} and 1 other error), 1 warning",
     ),
     (
-        in_turn(OF_2_1, value("eval_accuracy", 0.7, -1)),  # one error under this ruleset, two under later ones
+        in_turn(OF_2_1, value("eval_accuracy", 0.7, -1)),  # one error under 2.0.0, two under later rulesets
         f"1 error, ruleset 2.0.0 (5.0.0 would fail it: {NO_EPSILON} and 1 other error)",
     ),
     (value("submission_division", "Closed"), "1 error, ruleset 5.0.0"),
@@ -207,13 +209,13 @@ def test_auto_chooses_the_newest_accepting_ruleset_and_says_what_5_0_0_rejects(t
         assert check_file(path, AUTO).summary == summary
     path.write_text(OF_2_1(closed_log))
     assert check_file(path, "2.0.0").missed == ""
-    # Logs of this repository are held to the newest ruleset.
+    # Logs of this repository are always checked under the newest ruleset.
     log = write_log(path, 0)
     log.write_text(delete("seed")(log.read_text()))
     assert (check_file(log, AUTO).ruleset, check_file(log, AUTO).ours) == ("5.0.0", "fail")
 
 
-def test_auto_chooses_the_ruleset_that_most_logs_pass_here_and_officially(
+def test_auto_chooses_the_ruleset_under_which_most_logs_pass_both_checks(
     tmp_path: Path, closed_log: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "result_0.txt"
@@ -242,7 +244,7 @@ def test_auto_chooses_the_ruleset_that_most_logs_pass_here_and_officially(
     assert chosen(OF_2_1, in_turn()) == [old, ("2.0.0", "pass", "the official checker rejects it under 5.0.0")]
 
 
-def test_a_round_is_checked_submission_by_submission(tmp_path: Path) -> None:
+def test_a_round_is_checked_by_submission_and_must_contain_bert_logs(tmp_path: Path) -> None:
     for org in ("Example", "Other"):
         write_submission(tmp_path / org, runs=2, org=org)
     (tmp_path / "NoBert" / "results" / "node" / "resnet").mkdir(parents=True)

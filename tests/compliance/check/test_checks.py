@@ -1,4 +1,4 @@
-"""Each fault of a log causes one clear finding, and a file that is not one complete run's log causes only one."""
+"""Each fault of a log causes one finding, and a file that is not the log of one complete run causes only one in all."""
 
 from pathlib import Path
 
@@ -49,7 +49,7 @@ VALUES: dict[str, tuple[object, ...]] = {
     "train_samples": (447, 448, 450_241, [450_240]),
     "eval_samples": (9_999, 10_001, 20_000),
 }
-"""Values of the last record of a key."""
+"""Values that replace the value of the last record of a key."""
 
 OTHER_SETTINGS: dict[str, float] = {
     "global_batch_size": 512,
@@ -108,7 +108,7 @@ CLOSED: dict[str, Edit] = {
     "a key that steers a terminal": whole.odd_key,
     "caches dropped by one process": in_turn(repeat("cache_clear"), value("cache_clear", False)),
     "as published": whole.published,
-    # Times. A record is logged every second.
+    # Times. The unedited log has one record per second.
     "time goes back by 251 ms": later("block_stop", -1251),
     "jitter of 250 ms": later("block_stop", -1250),
     "the same time": later("block_stop", -1000),
@@ -201,7 +201,8 @@ OPEN: dict[str, Edit] = {
     "caches kept, and an odd setting": in_turn(value("cache_clear", False), value("opt_epsilon", 0.5)),
     "below its own target": value("eval_accuracy", 0.29, -1),
     "off its own schedule": metadata("eval_accuracy", "epoch_num", 1500),
-    "without a schedule and a target": delete("eval_interval_samples", "quality_target"),  # as in other software's logs
+    # Logs of other software may lack these settings.
+    "without a schedule and a target": delete("eval_interval_samples", "quality_target"),
     "two targets": log_after("seed", "quality_target", 0.2),
     "two batch sizes": log_after("seed", "global_batch_size", 64),
     "intervals unpaired": delete("block_start", nth=-1),
@@ -261,7 +262,8 @@ def test_a_required_key_that_is_missing_repeated_or_of_a_wrong_type_gets_one_fin
             path.write_text(value(key, wrong)(text))
             found = [finding for finding in check_file(path).findings if finding.key == key]
             assert {finding.line for finding in found} == {place}, found
-            assert wrong == -1.5 or found[0].severity == "error"  # some accepted logs contain such numbers
+            # -1.5 may be only a warning, because some accepted logs contain such numbers.
+            assert wrong == -1.5 or found[0].severity == "error"
 
 
 def test_a_log_that_was_cut_off_or_joined_gets_one_error(verdict_text: VerdictText) -> None:
@@ -270,6 +272,6 @@ def test_a_log_that_was_cut_off_or_joined_gets_one_error(verdict_text: VerdictTe
         cut = whole.lines_from(0, share)(text)
         assert verdict_text(cut).count("error:") == 1
         other = log_of((0.5, 0.6, 0.7, 0.73), seed=77, start_ms=1_800_000_000_000).decode()
-        second = cut.count("\n") + 2  # the line after the opening of the second log's digests
+        second = cut.count("\n") + 2  # after the first line of the second log, which announces digests
         assert f"error: line {second}: two attempts in one file" in (said := verdict_text(cut + other)), said
         assert said.count("error:") == 1

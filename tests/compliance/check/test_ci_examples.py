@@ -1,4 +1,4 @@
-"""Hooks and the workflow for other repositories, an installation without extras, and fast starts of commands."""
+"""Hooks and workflow for other repositories, installation without extras, and imports of each command."""
 
 import ast
 import json
@@ -55,7 +55,7 @@ def test_the_usage_names_the_installed_command_or_the_module(
     assert capsys.readouterr().out.startswith(f"usage: {shown} check")
 
 
-def test_the_file_patterns_of_the_pre_commit_hooks() -> None:
+def test_the_pre_commit_hooks_select_logs_and_descriptions_by_file_name() -> None:
     logs, results = (HOOKS[name]["files"] for name in ("mlperf-bert-logs", "mlperf-bert-results"))
     for pattern, path, taken in (
         (logs, "results/node/bert/result_0.txt", True),

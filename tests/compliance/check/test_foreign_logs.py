@@ -1,4 +1,4 @@
-"""Logs as strangers bring them: other formats, compressed, and from standard input."""
+"""Logs in other formats, compressed logs, and logs from standard input."""
 
 import bz2
 import gzip

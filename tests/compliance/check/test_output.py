@@ -39,12 +39,12 @@ def logs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def said(*arguments: object) -> tuple[int, str]:
-    """Return the exit status and the output of `check`, without source positions in tests."""
+    """Return the exit status and the output of `check` without the source positions of records."""
     status, text = run("check", *arguments)
     return status, re.sub(r"; logged at [^\]]*| Logged at \S*", "", text)
 
 
-def test_the_total_names_the_failing_logs_and_descriptions() -> None:
+def test_the_total_counts_verdicts_and_names_the_first_five_failures() -> None:
     good, bad = verdict("a/result_0.txt"), [verdict(f"b/result_{number}.txt", EARLY) for number in range(7)]
     other = replace(verdict("a.json", EARLY), part="description")
     named = ", ".join(f"b/result_{number}.txt" for number in range(5))
@@ -70,7 +70,7 @@ REMEDY = "correct the value that is logged"
 TOTAL = "2 logs: 1 passes, 1 fails: bad.txt\n"
 
 
-def test_the_options_quiet_json_and_ignore_of_check(logs: list[str]) -> None:
+def test_check_prints_only_errors_json_or_new_findings_on_request(logs: list[str]) -> None:
     assert said("good.txt") == (0, f"{PASSES}1 log: 1 passes\n")
     assert said(*logs) == (1, f"{PASSES}{FAILS}{WARNING}; {REMEDY}\n{ERROR}; {REMEDY}\n{TOTAL}")
     assert said(*logs, "--quiet") == (1, f"{FAILS}{ERROR}; {REMEDY}\n{TOTAL}")
@@ -103,7 +103,7 @@ USAGES = "check; check x --json --format github; check none.txt; check x --rules
 
 
 @pytest.mark.parametrize("arguments", USAGES.split("; "))
-def test_bad_usage_is_one_line_and_exit_status_2(arguments: str) -> None:
+def test_a_usage_error_prints_one_line_and_exits_with_status_2(arguments: str) -> None:
     status, text = run(*arguments.split())
     assert (status, text.count("\n"), text.startswith("error: ")) == (2, 1, True)
 
@@ -127,7 +127,7 @@ def test_junit_has_a_case_per_verdict_and_sarif_a_result_per_finding(logs: list[
 
 
 @pytest.mark.parametrize("coloured", [True, False])
-def test_a_terminal_shows_the_verdict_in_colour(monkeypatch: pytest.MonkeyPatch, coloured: bool) -> None:
+def test_verdicts_are_coloured_only_on_terminals_with_colours(monkeypatch: pytest.MonkeyPatch, coloured: bool) -> None:
     terminal = io.StringIO()
     monkeypatch.setattr(terminal, "isatty", lambda: True, raising=False)
     monkeypatch.setattr(sys, "stdout", terminal)
@@ -140,20 +140,20 @@ def test_a_terminal_shows_the_verdict_in_colour(monkeypatch: pytest.MonkeyPatch,
     assert ("x[bold]" * 20 in shown, "\x1b[2J" in shown, shown.count("\n")) == (True, False, 3)
 
 
-# Code review
+# Output for code review
 
 
 def uri_of(result: dict[str, Any]) -> str:
     return result["locations"][0]["physicalLocation"]["artifactLocation"]["uri"]
 
 
-def test_the_whole_sarif_document(tmp_path: Path) -> None:
+def test_the_sarif_output_equals_the_recorded_document(tmp_path: Path) -> None:
     document = sarif([verdict(tmp_path / "results/a/bert/result_0.txt", EARLY, LATE)], tmp_path)
     text = json.dumps(document, indent=2).replace(tmp_path.as_uri(), "file:///checkout")
     assert text + "\n" == Path(__file__).with_name("findings.sarif").read_text()
 
 
-def test_sarif_attaches_a_finding_about_a_folder_to_its_first_log(tmp_path: Path) -> None:
+def test_sarif_has_a_valid_location_and_a_stable_fingerprint_per_finding(tmp_path: Path) -> None:
     def results(*paths: Path, root: Path = tmp_path) -> list[dict[str, Any]]:
         document = sarif([verdict(path, LATE) for path in paths], root)
         json.dumps(document).encode()
@@ -179,7 +179,9 @@ def test_sarif_attaches_a_finding_about_a_folder_to_its_first_log(tmp_path: Path
 
 
 @pytest.mark.parametrize("name", ["bad.txt", f"{NAME}.txt"], ids=["plain", "hostile"])
-def test_the_format_github_adds_annotations(logs: list[str], name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_check_with_format_github_adds_an_annotation_per_finding(
+    logs: list[str], name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = Path(logs[1]).rename(name)
     status, text = said(path, "--format", "github")
     plain = said(path)[1].splitlines()

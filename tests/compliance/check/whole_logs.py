@@ -1,4 +1,4 @@
-"""Logs that other software or several processes may write, and logs of runs that died, made of one valid log."""
+"""Edits that turn a valid log into a log of other software, of several processes, or of a run that died."""
 
 import re
 from collections.abc import Callable
@@ -36,13 +36,13 @@ def evaluated_at(*samples: int) -> Edit:
 
 
 def at_steps(*steps: int, batch: int = 6912) -> Edit:
-    """Return a log with evaluations that are `steps` samples apart. The batch size's interval is 225,000 samples."""
+    """Return an edit to a log whose evaluations are `steps` samples apart. The scheduled interval is 225,000 samples."""
     counts = [sum(steps[: index + 1]) for index in range(len(steps))]
     return lambda _: evaluated_at(*counts)(brief(*[0.5] * (len(steps) - 1), 0.73, batch=batch))
 
 
 def of(*accuracies: float) -> Edit:
-    """Return a log with these accuracies in place of the given log."""
+    """Return an edit that replaces the log by a log with these accuracies."""
     return lambda _: brief(*accuracies)
 
 
@@ -55,12 +55,12 @@ def timed(key: str, time_ms: int, nth: int = 0) -> Edit:
 
 
 def stamped(key: str, other: str, by_ms: int) -> Edit:
-    """Return an edit that stamps a record with the time of another one, plus `by_ms`."""
+    """Return an edit that sets the time of a record to the time of another record plus `by_ms`."""
     return lambda text: timed(key, time_of(lines_of(text, other)[0]) + by_ms)(text)
 
 
 def after(key: str, *inserted: str) -> Edit:
-    """Return an edit that inserts copies of the first records of other keys, with the time of the record of `key`."""
+    """Return an edit that inserts, after the record of `key`, the first records of other keys, with this record's time."""
 
     def apply(text: str) -> str:
         copies = [lines_of(text, other)[0] for other in inserted]
@@ -79,19 +79,19 @@ def until(text: str, key: str, nth: int = 0) -> str:
 
 
 def died(key: str, gap_ms: int, nth: int = 0, again: Edit | None = None, seed: int = 1234) -> Edit:
-    """Return an edit that puts a dead attempt, which ended with a record of `key`, before a whole one `gap_ms` later."""
+    """Return an edit that puts an attempt that died after a record of `key` before a whole log that is `gap_ms` later."""
     shift = each_time(lambda ms: ms + gap_ms)
     whole = in_turn(again, shift) if again else shift
     return lambda text: until(text, key, nth) + "Traceback (most recent call last):\n" + whole(brief(seed=seed))
 
 
 def silent(key: str, ms: int) -> Edit:
-    """Return an edit that puts a dead attempt before a whole one, which begins `ms` after the last record of the first."""
+    """Return an edit like `died`, in which the whole log begins `ms` after the last record of the dead attempt."""
     return lambda text: died(key, ms + time_of(lines_of(text, key)[0]) - time_of(text.splitlines()[0]))(text)
 
 
 def lines_from(start: float, end: float = 1.0) -> Edit:
-    """Return an edit that keeps the lines from `start` to `end`, given as fractions of their number."""
+    """Return an edit that keeps the lines from `start` to `end`, given as fractions of the number of lines."""
 
     def apply(text: str) -> str:
         lines = text.splitlines(keepends=True)
@@ -101,7 +101,7 @@ def lines_from(start: float, end: float = 1.0) -> Edit:
 
 
 def side_by_side(processes: int, interleaved: bool) -> Edit:
-    """Return an edit after which every record is logged by several processes, in turn or phase by phase."""
+    """Return an edit that repeats every record as if several processes had logged it, in turn or phase by phase."""
 
     def apply(text: str) -> str:
         lines = text.splitlines(keepends=True)
@@ -123,7 +123,7 @@ def evaluated_offline(text: str) -> str:
 
 
 def extended(accuracy: float) -> Edit:
-    """Return an edit after which training goes on after run_stop, as for the power meter."""
+    """Return an edit that adds training after run_stop, as for a measurement of power."""
 
     def apply(text: str) -> str:
         added = "".join(lines_of(text, key)[-1] for key in ("block_start", "block_stop", "eval_start"))
@@ -134,7 +134,7 @@ def extended(accuracy: float) -> Edit:
 
 
 def untrained(text: str) -> str:
-    """Evaluate the model before its first block."""
+    """Add an evaluation of the untrained model before the first block."""
     start = lines_of(text, "block_start")[0]
     zero = {"time_ms": time_of(start), "value": 0.34, "metadata": {"epoch_num": 0}}
     result = edit("eval_accuracy", lambda fields: fields.update(zero))(lines_of(text, "eval_accuracy")[0])
@@ -142,7 +142,7 @@ def untrained(text: str) -> str:
 
 
 def published(text: str) -> str:
-    """Log as large submissions do: each rank's init_start, one block, no eval_start, floats, packed counts, prefixes."""
+    """Imitate large submissions: an init_start per rank, one block, no eval_start, floats, packed counts, line prefixes."""
     text = in_turn(
         delete("eval_start", "eval_stop", "quality_target", "eval_interval_samples", "submission_status"),
         *[delete("block_stop", nth=0), delete("block_start", nth=-1)] * 2,
@@ -163,13 +163,13 @@ def epoch_unclosed(text: str) -> str:
 
 
 def odd_key(text: str) -> str:
-    """Log a key that steers a terminal, too early, before run_stop."""
+    """Insert before run_stop a record with an early time whose key is a terminal escape sequence."""
     odd = edit("seed", lambda fields: fields.update(key="\x1b[2J" + "x" * 500, time_ms=START_MS))
     return text.replace(stop := lines_of(text, "run_stop")[0], odd(lines_of(text, "seed")[0]) + stop)
 
 
 def stopped_early(text: str) -> str:
-    """Log run_stop before the last evaluation."""
+    """Move run_stop before the last evaluation."""
     lines = text.splitlines(keepends=True)
     last = max(number for number, line in enumerate(lines) if '"eval_start"' in line)
     return "".join([*lines[:last], timed("run_stop", time_of(lines[last]))(lines[-1]), *lines[last:-1]])

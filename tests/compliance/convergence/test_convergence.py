@@ -1,4 +1,4 @@
-"""The convergence check, compared with the official checker and published results, the choice of runs, and the command."""
+"""The convergence check, compared with the official RCP checker, the choice of runs, and the convergence command."""
 
 import json
 import logging
@@ -55,7 +55,7 @@ def test_a_set_is_scaled_below_the_references_mean_and_fails_below_its_minimum()
     assert [found.scaling(found.mean / factor) for factor in (0.5, 1.0, 1.25)] == [1.0, 1.0, 1.25]
 
 
-def test_a_reference_needs_a_valid_ruleset_and_batch_size() -> None:
+def test_a_reference_requires_a_valid_ruleset_and_batch_size() -> None:
     assert reference("5.0.0", 16_385) is None
     batch: Any
     for batch in (0, -448, 4.5, True):
@@ -66,7 +66,7 @@ def test_a_reference_needs_a_valid_ruleset_and_batch_size() -> None:
 
 
 def write_minimal(path: Path, batch: int, samples: int | None) -> None:
-    """Write the three records that the official checker reads from each log of a folder."""
+    """Write a log with only the records that the RCP checker reads."""
     status = "success" if samples else "aborted"
     records = [
         ("submission_benchmark", "bert", {}),
@@ -82,8 +82,10 @@ BATCHES = st.one_of(st.sampled_from([256, 448, 768, 4608, 6144, 12288, 16384, 20
 
 
 @given(data=st.data(), ruleset=st.sampled_from(RULESETS), batch=BATCHES, failed=st.sampled_from([0, 0, 0, 1, 1, 2, 3]))
-def test_the_outlook_agrees_with_the_rcp_checker(tmp_path_factory, data, ruleset: str, batch: int, failed: int) -> None:
-    # Imported here, because it imports SciPy's statistics for half a second.
+def test_verdict_and_scaling_agree_with_the_rcp_checker(
+    tmp_path_factory, data, ruleset: str, batch: int, failed: int
+) -> None:
+    # Import it here, because importing SciPy's statistics takes half a second.
     from mlperf_logging.rcp_checker import rcp_checker
 
     found = reference(ruleset, batch)
@@ -98,7 +100,7 @@ def test_the_outlook_agrees_with_the_rcp_checker(tmp_path_factory, data, ruleset
     for number, count in enumerate(runs):
         write_minimal(folder / f"result_{number}.txt", batch, count)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(logging.root.manager, "disable", logging.CRITICAL)  # restored afterwards
+        patch.setattr(logging.root.manager, "disable", logging.CRITICAL)  # restored, because the RCP checker changes it
         passed, message, factor = rcp_checker.check_directory(
             str(folder), "training", ruleset, False, False, rcp_pass="pruned_rcps", set_scaling=True
         )
@@ -114,7 +116,7 @@ def test_the_outlook_agrees_with_the_rcp_checker(tmp_path_factory, data, ruleset
 
 @at_most(10)
 @given(data=st.data(), batch=st.sampled_from([448, 768, 4096, 16384]), done=st.integers(0, 9), failed=st.booleans())
-def test_the_evaluation_that_missing_runs_need_equals_a_brute_force_search(
+def test_the_evaluation_required_of_missing_runs_agrees_with_a_brute_force_search(
     data: st.DataObject, batch: int, done: int, failed: bool
 ) -> None:
     schedule = [*map(EvaluationSchedule(evaluation_interval(batch), batch).samples, range(1, 161))]
@@ -146,7 +148,7 @@ def test_converged_samples_equal_those_of_the_rcp_checker(tmp_path: Path) -> Non
     for accepted in (text, text + last.replace("450240", "999999") + "\n"):
         assert converged(accepted) == rcp_checker.read_submission_file(path, "5.0.0", False)[1] == 450_240
     for odd in ("0.000001", "-5", "true", '"many"', "1e300", "null"):
-        # train_samples takes the place of an epoch_num that counts no sequences, if the evaluations confirm it.
+        # train_samples replaces an epoch_num that does not count sequences, if the evaluations confirm it.
         uncounted = text.replace('"epoch_num": ', f'"epoch_num": {odd}, "was": ')
         assert converged(uncounted) == 450_240, odd
         assert converged(uncounted.replace('"value": 450240', '"value": 2400384')) is None
@@ -194,7 +196,7 @@ def test_the_chosen_window_is_consecutive_and_has_the_median_score(series: list[
 
 
 @pytest.mark.slow
-def test_the_convergence_command_on_each_kind_of_set(tmp_path: Path) -> None:
+def test_the_convergence_command_prints_the_outlook_or_why_there_is_none(tmp_path: Path) -> None:
     logs = write_series(tmp_path / "unfinished", [17, 16, 17, 18, 17], failed={3})
     text = logs[4].read_text()
     logs[4].write_text(text[: text.index("\n", text.index("eval_accuracy")) + 1])  # a run in progress

@@ -29,7 +29,7 @@ def every_1000(*values: float) -> list[tuple[int, float]]:
     return [(1000 * index, value) for index, value in enumerate(values, start=1)]
 
 
-# Ranges of the reference's runs, and then of the curve of the last four evaluations. Two of these 37 miss the run's end.
+# Ranges from the reference's runs, and then from the last four evaluations. Two of the latter 37 miss the run's end.
 RANGES = {
     "v2.1 8 x H100": 8 * "14-19 " + "12-18 13-20 14-20 15-21 16-22 16-20 18-21 18-21 19-22",
     "v2.1 8 x A100": 8 * "14-19 " + "11-15 13-18 14-20 15-20 15-18 15-19 16-18 17-19",
@@ -39,7 +39,7 @@ RANGES = {
 }
 
 
-def test_forecasts_of_published_runs_are_near_their_ends() -> None:
+def test_forecasts_of_published_runs_equal_the_recorded_ranges() -> None:
     for name, (batch, _) in PUBLISHED.items():
         schedule, points = closed_curve(name)
         known = [points[:count] for count in range(1, len(points))]
@@ -48,11 +48,11 @@ def test_forecasts_of_published_runs_are_near_their_ends() -> None:
         assert {each.basis for each in found} == {"by the reference's runs", "by its last 4 evaluations"}
 
 
-def test_before_four_evaluations_above_the_knee_the_forecast_is_the_reference_range() -> None:
+def test_the_forecast_is_the_reference_range_until_four_evaluations_are_above_the_knee() -> None:
     for accuracies, first, last in (
-        ([], 14, 19),  # the reference's mean 2,414,421 +- 2 deviations of 197,392
+        ([], 14, 19),  # the reference's mean 2,414,421 +- 2 standard deviations of 197,392
         ([0.40, 0.50, 0.60, 0.6999, 0.7], 14, 19),  # accuracies below 0.7 are ignored
-        ([0.5] * 29, 30, 30),  # slower than the reference: the next evaluation
+        ([0.5] * 29, 30, 30),  # slower than the reference, so the next evaluation
     ):
         points = [(150_000 * index, value) for index, value in enumerate(accuracies, start=1)]
         found = forecast(points, 0.72, CLOSED, reference("5.0.0", 448))
@@ -69,7 +69,7 @@ def test_a_short_or_flat_curve_has_no_forecast() -> None:
         assert forecast(points, 0.5, EVERY_1000, None) == Forecast(None, None, why)
 
 
-def test_a_straight_line_is_extrapolated() -> None:
+def test_a_straight_line_is_extrapolated_to_the_target() -> None:
     points = every_1000(0.15, 0.2, 0.25, 0.3)
     assert reach(points, 1.0, 0.5) == pytest.approx(8000)
     assert reach(points[:2], 1.0, 0.3) == pytest.approx(4000)
@@ -80,13 +80,13 @@ def test_a_straight_line_is_extrapolated() -> None:
     assert forecast(points, 0.53, EVERY_1000, None).earliest == 9
 
 
-def test_a_hyperbola_is_extrapolated_below_its_limit() -> None:
+def test_a_hyperbola_is_extrapolated_only_to_targets_below_its_limit() -> None:
     points = [(1000 * index, 0.5 - 0.4 / index) for index in range(2, 6)]
     assert reach(points, -1.0, 0.46) == pytest.approx(10_000)
     assert reach(points, -1.0, 0.49) == pytest.approx(40_000)
     assert reach(points, -1.0, 0.5) is reach(points, -1.0, 0.51) is None
     found = forecast(points, 0.46, EVERY_1000, None)
-    assert (found.earliest, found.latest) == (6, 12)  # a straight line reaches it at 6017
+    assert (found.earliest, found.latest) == (6, 12)  # a straight line reaches 0.46 at 6017
 
 
 @pytest.mark.parametrize("power", [1.0, -1.0])
@@ -98,7 +98,9 @@ def test_a_hyperbola_is_extrapolated_below_its_limit() -> None:
         [(2**63 - 4, 0.1), (2**63 - 3, 0.2), (2**63 - 2, 0.3), (2**63 - 1, 0.4)],
     ],
 )
-def test_extrapolated_extreme_curves_are_finite_or_none(points: list[tuple[int, float]], power: float) -> None:
+def test_extreme_curves_are_extrapolated_to_a_valid_count_or_none(
+    points: list[tuple[int, float]], power: float
+) -> None:
     found = reach(points, power, 0.72)
     assert found is None or 0 <= found <= MAX_SAMPLES
 
@@ -115,7 +117,7 @@ def test_extrapolated_extreme_curves_are_finite_or_none(points: list[tuple[int, 
         (1, 1, None, (0.0, 0.0)),
     ],
 )
-def test_the_time_left_until_both_ends_of_a_forecast(
+def test_the_time_left_ends_at_the_forecast_or_at_the_sample_limit(
     earliest: int | None, latest: int | None, limit: int | None, expected: tuple[Any, Any]
 ) -> None:
     found = Forecast(earliest, latest, "")

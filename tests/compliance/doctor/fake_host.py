@@ -1,4 +1,4 @@
-"""Fake machines with given facts, files below a folder, and outputs of commands."""
+"""Fake machines whose facts, files and command outputs are given."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -46,7 +46,7 @@ Caches (sum of all):
 
 @dataclass(frozen=True)
 class FakeHost(ExaminedHost):
-    """Host that answers a command with the first entry of `answers` whose words all occur in the command."""
+    """Host that answers a command with the first of `answers` whose key's words all occur in the command."""
 
     answers: dict[str, str | Output] = field(default_factory=dict)
     asked: list[tuple[tuple[str, ...], object]] = field(default_factory=list)
@@ -83,13 +83,13 @@ def describe(
 
 
 def lines_about(found: Iterable[Diagnosis], about: str = "") -> str:
-    """Return a line for each diagnosis of the subject `about`, by default for each that is not ok."""
+    """Return a line for each diagnosis of the subject `about`, by default for each diagnosis that is not ok."""
     meant = [one for one in found if (one.subject == about if about else one.state != "ok")]
     return "".join(f"{one.state} {one.subject}: {one.found}{one.remedy and f'; {one.remedy}'}\n" for one in meant)
 
 
 def lines_by_case(cases: Mapping[str, Iterable[Diagnosis]], about: str = "") -> str:
-    """Return `lines_about` each case, with the name of the case before each line."""
+    """Return the lines of `lines_about` for each case, each line after the name of its case."""
     return "".join(
         f"{name} => {line}\n" for name, found in cases.items() for line in lines_about(found, about).splitlines()
     )

@@ -1,4 +1,4 @@
-"""The complete examination of fake machines and of this machine for a run."""
+"""Complete examinations of fake machines and of this machine."""
 
 import json
 import os
@@ -54,7 +54,7 @@ def host(root: Path, answers: Answers | None = None) -> FakeHost:
 
 
 def look(root: Path, recipe: str = "h100_1x8", answers: Answers | None = None, **request: Any) -> list[Diagnosis]:
-    """Examine a machine that is healthy except for `answers`. A folder `data` is relative to `root`."""
+    """Examine a machine that is healthy except for `answers`. A path `data` in `request` is relative to `root`."""
     if "data" in request:
         request["data"] = root / request["data"]
         for name in ("train", "evaluation") if recipe else ("",):
@@ -62,7 +62,9 @@ def look(root: Path, recipe: str = "h100_1x8", answers: Answers | None = None, *
     return list(examine(IntendedRun(recipe, **{"quick": True, **request}), host(root, answers), MACHINE))
 
 
-def test_the_whole_output_of_the_doctor(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_doctor_prints_the_recorded_output_for_a_node_with_faults(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     gpus = [replace(gpu, pcie_width=8 if gpu.index == 3 else 16) for gpu in MACHINE.gpus.gpus]
     machine = replace(MACHINE, gpus=replace(MACHINE.gpus, gpus=tuple(gpus)))
     for name in ("train", "evaluation"):
@@ -104,14 +106,16 @@ def test_the_doctor_counts_ranks_on_cpus_as_the_launcher_does(tmp_path: Path, mo
 
 
 @pytest.mark.parametrize("wrong", [{"NNODES": "many"}, {"NPROC": "0"}])
-def test_numbers_that_the_launchers_refuse_are_refused(tmp_path: Path, wrong: dict[str, str]) -> None:
+def test_the_doctor_rejects_numbers_of_nodes_and_ranks_that_the_launchers_reject(
+    tmp_path: Path, wrong: dict[str, str]
+) -> None:
     machine = fake_host(tmp_path, answers={RECIPES: recipe()}, environment=wrong)
     with pytest.raises(ValueError, match=f"^{next(iter(wrong))} is .*, expected a whole number of at least 1$"):
         lay_out(IntendedRun("h100_8x8"), machine, gpus_here=3)
 
 
 @pytest.mark.slow
-def test_the_doctor_reads_the_recipes_of_this_repository() -> None:
+def test_the_doctor_reads_recipes_and_rejects_invalid_options() -> None:
     for recipe in ("tiny_cpu", "own_text_cpu"):
         plan = lay_out(IntendedRun(recipe), ExaminedHost(environment={}), 0)
         assert (plan.ranks, plan.is_closed) == (layout_of(parse([recipe])).processes, False)
@@ -161,7 +165,7 @@ FILES: dict[str, tuple[str, str, dict[str, Any]]] = {
 }
 
 
-def test_the_doctors_findings_about_data_and_results(tmp_path: Path) -> None:
+def test_checks_of_data_and_results_yield_the_recorded_diagnoses(tmp_path: Path) -> None:
     said = ""
     for name, (subject, recipe, changes) in FILES.items():
         said += lines_by_case({name: look(tmp_path / name, recipe, **changes)}, subject).replace(
@@ -174,13 +178,13 @@ def test_the_doctor_names_the_commit_of_the_source(tmp_path: Path, monkeypatch: 
     for revision, expected in (
         ("abcdef0123456789", "ok source: commit abcdef012345\n"),
         ("abcdef0123456789 with local changes", "warn source: commit abcdef0123456789 with local changes; commit all"),
-        ("unknown", "warn source: its commit is unknown; run from a checkout"),
+        ("unknown", "warn source: the commit is unknown; run from a checkout"),
     ):
         monkeypatch.setattr("compliance.doctor.examination.commit", lambda revision=revision: revision)
         assert lines_about(look(tmp_path), "source").startswith(expected)
 
 
-def test_the_dry_run_gets_the_options_of_the_doctor(tmp_path: Path) -> None:
+def test_the_doctor_passes_its_options_to_the_dry_run(tmp_path: Path) -> None:
     path = tmp_path / "x.safetensors"
     path.touch()
     for name in ("train", "evaluation"):
@@ -205,7 +209,7 @@ def test_the_doctor_diagnoses_a_bare_machine_whose_tools_fail(tmp_path: Path, na
     assert "fail" in [one.state for one in found] or not name
 
 
-def test_the_doctor_command_on_this_machine() -> None:
+def test_the_doctor_command_prints_diagnoses_of_this_machine_as_json() -> None:
     status, text = command.run("doctor", "--quick", "--json")
     entries = json.loads(text)
     assert {frozenset(entry) for entry in entries} == {frozenset(("subject", "state", "found", "remedy"))}
@@ -213,7 +217,7 @@ def test_the_doctor_command_on_this_machine() -> None:
     assert status == any(entry["state"] == "fail" for entry in entries)
 
 
-def test_the_file_system_of_a_missing_path_is_that_of_its_parent(tmp_path: Path) -> None:
+def test_a_missing_path_has_the_file_system_of_its_nearest_existing_parent(tmp_path: Path) -> None:
     link = tmp_path / "data"
     link.symlink_to("/dev/shm")
     for path in (link, link / "is" / "not" / "there"):

@@ -18,7 +18,7 @@ ONE_DOWN = (*PORTS[:3], replace(PORTS[3], state="INIT"), *PORTS[4:])
 LAYOUTS = {"node": NODE, "nodes": NODES, "cpu": CPU, "alone": replace(CPU, ranks=1)}
 FACTS: list[tuple[str, dict[str, Any]]] = [
     *((layout, {}) for layout in LAYOUTS),
-    # At each bound, and one byte, core or tenth beyond it
+    # At each limit, and one step beyond it
     *(("node", {"free_bytes": free}) for free in (32 << 30, (32 << 30) - 1)),
     *(("cpu", {"free_bytes": free}) for free in (1 << 30, (1 << 30) - 1)),
     *(("node", {"shared_bytes": mib << 20}) for mib in (1024, 1023)),
@@ -34,7 +34,7 @@ FACTS: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
-def test_the_doctors_findings_about_machines() -> None:
+def test_checks_of_machines_yield_the_recorded_diagnoses() -> None:
     cases = {
         f"{number} {layout} {', '.join(facts)}": check_machine(replace(MACHINE, **facts), LAYOUTS[layout])
         for number, (layout, facts) in enumerate(FACTS)

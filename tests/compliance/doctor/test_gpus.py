@@ -53,7 +53,7 @@ ANSWERS: dict[str, dict[str, Any]] = {
 }
 
 
-def test_the_doctors_findings_about_gpus() -> None:
+def test_checks_of_gpus_yield_the_recorded_diagnoses() -> None:
     cases = {name: check_gpus(run, found, PYTORCH | {"gpus": run.ranks}) for name, (run, found) in CASES.items()}
     said = lines_by_case(cases | {name: check_gpus(NODE, GPUS, answer) for name, answer in ANSWERS.items()})
     assert said == Path(__file__).with_name("gpus.txt").read_text()
@@ -95,7 +95,7 @@ class Nvml:
         if name == "NVML_TOPOLOGY_SYSTEM":
             return 50
         if not name.startswith("nvml") or name[4:5].islower() or "_" in name:
-            return 0  # value of any other constant
+            return 0  # value of all other constants
         answer = self.answers.get(name.removeprefix("nvml"), NVMLError("Not Supported"))
 
         def call(*arguments: Any) -> Any:
@@ -130,7 +130,7 @@ def test_answers_of_nvml_are_converted_to_facts() -> None:
     assert read_gpus(broken).connections == {ACROSS_NODES: 1}
     odd = Nvml(
         DeviceGetRemappedRows=(1, 1, 1, 0),
-        DeviceGetMigMode=[0, 1],  # MIG begins with the next reset
+        DeviceGetMigMode=[0, 1],  # off now, on after the next reset
         DeviceGetP2PStatus=6,
         DeviceGetTopologyCommonAncestor=49,
     )
@@ -148,7 +148,7 @@ def test_properties_that_nvml_does_not_support_are_0() -> None:
     )
 
 
-def test_nvml_errors_become_the_trouble_of_the_driver() -> None:
+def test_nvml_errors_are_stored_as_trouble_unless_the_library_is_missing() -> None:
     assert read_gpus(Nvml(Init=NVMLError_LibraryNotFound())) == Gpus()
     assert read_gpus(Nvml(Init=NVMLError("Driver Not Loaded"))).trouble == "Driver Not Loaded"
     assert read_gpus(Nvml(DeviceGetHandleByIndex=NVMLError("GPU is lost"))).trouble == "GPU is lost"

@@ -1,4 +1,4 @@
-"""System descriptions and their files: the command keeps fields that users added, and other kinds of files."""
+"""System descriptions: measured fields, and a command that overwrites neither users' fields nor other files."""
 
 import json
 import os
@@ -22,7 +22,7 @@ ANSWERS: dict[str, str | Output] = {
 }
 
 
-def test_the_system_description_of_a_gpu_node(tmp_path: Path) -> None:
+def test_a_gpu_node_gets_the_recorded_system_description(tmp_path: Path) -> None:
     files = {
         "/etc/os-release": 'NAME="Ubuntu"\nPRETTY_NAME="Ubuntu 24.04.2 LTS"\n',
         "/sys/class/net/ens1/device/vendor": "0x15b3",
@@ -43,7 +43,7 @@ def test_the_system_description_of_a_gpu_node(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("answer", ["", Output(trouble="python gave no answer within 90 s")])
-def test_the_system_description_of_a_machine_without_tools(tmp_path: Path, answer: str | Output) -> None:
+def test_a_system_description_has_fallbacks_for_missing_tools(tmp_path: Path, answer: str | Output) -> None:
     disk = os.statvfs(REPOSITORY)
     unknown = replace(BARE, frequency_mhz=0.0, gpus=Gpus((Gpu(0, "T4"),)))
     for machine, cores, gpus in ((MACHINE, "112", "8"), (BARE, "2", "0"), (unknown, "2", "1")):
@@ -53,7 +53,8 @@ def test_the_system_description_of_a_machine_without_tools(tmp_path: Path, answe
         assert (fields["host_processors_per_node"], fields["host_processor_core_count"]) == ("1", cores)
         assert fields["accelerators_per_node"] == gpus
         assert fields["host_processor_model_name"]
-        assert fields["host_storage_capacity"] == f"{disk.f_blocks * disk.f_frsize / 10**9:.0f} GB"  # no GiB
+        # GB are 10^9 bytes.
+        assert fields["host_storage_capacity"] == f"{disk.f_blocks * disk.f_frsize / 10**9:.0f} GB"
         known = [name for name in fields if name.startswith(("accelerator_", "host_processor_f")) and fields[name]]
         assert machine is not unknown or known == ["accelerator_model_name"]
 
@@ -69,7 +70,7 @@ def system(path: Path, *options: str) -> tuple[int, str]:
     return command.run("system", "--out", path, *options)
 
 
-def test_the_option_measure_keeps_given_fields_and_renews_measured_ones(tmp_path: Path) -> None:
+def test_the_option_measure_keeps_given_fields_and_replaces_measured_fields(tmp_path: Path) -> None:
     path = tmp_path / "vm.json"
     assert system(path) == (0, f"{path}\n")
     measured = written(path)
@@ -97,7 +98,7 @@ def test_the_option_set_changes_only_the_given_fields(tmp_path: Path) -> None:
     path = tmp_path / "cluster.json"
     # Another machine's file, with a number in place of a text, an invalid division and fields in another order.
     before = {"host_processor_model_name": "EPYC 9654", "accelerators_per_node": 8, "rack": "B4", "division": "Closed"}
-    before |= {"row": 7, "room": "C"}  # half of these fields belong to a description
+    before |= {"row": 7, "room": "C"}  # only half of these fields belong to a description, which is enough
     path.write_text(json.dumps(before))
     assert system(path, "--set", "submitter=A=B", "cooling=") == (0, f"{path}\n")
     assert list(written(path).items()) == [*before.items(), ("submitter", "A=B"), ("cooling", "")]
@@ -129,5 +130,5 @@ def test_the_system_command_does_not_overwrite_other_files(tmp_path: Path, conte
     before = path.lstat()
     status, text = system(path, "--set", "cooling=air")
     assert (status, text.count("\n")) == (2, 1)
-    assert f"{path} is no system description" in text
+    assert f"{path} is not a system description" in text
     assert (path.lstat().st_mtime_ns, [*tmp_path.iterdir()]) == (before.st_mtime_ns, [path])

@@ -37,7 +37,7 @@ def read(tmp_path: Path) -> Reader:
     return read_text
 
 
-def test_records_have_the_line_numbers_of_the_file(read: Reader) -> None:
+def test_the_reader_returns_records_with_line_numbers_and_the_header(read: Reader) -> None:
     head = f"# a: 1\n# a: 2\n#b: 3\n# c\n# \xe9: \xfc\n# d: {record()}\nplain\n"
     log = read(f"{head}\n0: {record('global_batch_size', 4)}\n")
     entries = [(entry.line, entry.key, entry.value) for entry in log.records]
@@ -56,7 +56,7 @@ BAD: list[str | bytes] = [
     record(value="\0").replace("\\u0000", "\0"),
     *(record(time_ms=odd) for odd in (True, "5", 10**400, math.inf)),
     *(record(key=7), record(metadata=[]), record(metadata=...)),
-    # The official parser takes these records.
+    # The official parser accepts the following records.
     *(record(value=math.nan), record(value=[-math.inf]), record(time_ms=1.5), record(metadata=None)),
     *(record(event_type="POINT"), record(event_type=...)),
     record(value="x" * (MAX_RECORD_BYTES + 1 - len(record(value="")))),
@@ -64,14 +64,14 @@ BAD: list[str | bytes] = [
 ]
 
 
-def test_bad_lines_become_problems_and_the_following_lines_are_read(read: Reader) -> None:
+def test_invalid_lines_are_reported_and_the_following_lines_are_read(read: Reader) -> None:
     said = []
     for line in BAD:
         log = read(b"text\n%b\n%b\n" % (line if isinstance(line, bytes) else line.encode(), record().encode()))
         [problem] = log.problems
         assert (problem.line, log.token_lines) == (2, 2)
         assert [entry.line for entry in log.records] == ([3] if problem.severity == "error" else [2, 3])
-        found = re.sub(r"MLLOG \(.*\)", "MLLOG (...)", problem.found)  # Python's words
+        found = re.sub(r"MLLOG \(.*\)", "MLLOG (...)", problem.found)  # without Python's own message
         said.append(f"{problem.severity}: {found}; expected {problem.expected}\n")
     assert "".join(said) == Path(__file__).with_name("bad_lines.txt").read_text()
     assert read(record(value="x" * (MAX_RECORD_BYTES - len(record(value=""))))).problems == []
@@ -86,7 +86,7 @@ def test_hostile_source_positions_and_header_lines_beyond_the_limits_are_dropped
     assert [*read(f"# a: {'x' * (long - 5)}\n# b: {'x' * (long - 4)}\n{record()}").header] == ["a"]
 
 
-def test_reading_refuses_anything_but_a_regular_file(tmp_path: Path) -> None:
+def test_the_reader_rejects_anything_but_a_regular_file(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")  # reading must not block
     reasons = {
         "none.txt": "No such file",
@@ -137,7 +137,7 @@ FRAGMENTS = st.sampled_from(
 @example([record(), "\xa0"], "utf-8")
 @example([record(), "\x85\n", record(), "\x1c \n"], "latin-1")
 @example(["\x0b", record(), "\x0b\r", record(), "\t "], "utf-8")
-def test_the_official_parser_finds_the_same_records(
+def test_the_reader_finds_the_same_records_as_the_official_parser(
     tmp_path_factory: pytest.TempPathFactory, fragments: list[str], encoding: str
 ) -> None:
     path = tmp_path_factory.mktemp("log") / "result_0.txt"

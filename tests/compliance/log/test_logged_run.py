@@ -1,4 +1,4 @@
-"""What a log's records say about its run: the unit of its counts, the sequences trained, and its end."""
+"""State of a run by the records of its log: unit of its counts, sequences trained, convergence, and times."""
 
 import math
 from typing import Any
@@ -11,7 +11,7 @@ from compliance.log.rules import FIRST_MS, LAST_MS
 from tests.compliance.run_logs import START_MS
 
 ACCURACY = 0.5
-"""Accuracy of an evaluation below the target."""
+"""Default accuracy of every evaluation but the last; below the target."""
 
 
 def run_of(
@@ -21,7 +21,7 @@ def run_of(
     status: str = "success",
     **settings: Any,
 ) -> LoggedRun:
-    """Return a run of 100 s with an evaluation at each count, and batches of 448, whose interval is 150,000."""
+    """Return a run of 100 s with an evaluation at each count. Its batch size of 448 has the interval 150,000."""
     run, settings = LoggedRun(), {"global_batch_size": 448, "submission_division": "closed"} | settings
     keys = [("init_start", None, {}), *((key, value, {}) for key, value in settings.items()), ("init_stop", None, {})]
     keys += [("run_start", None, {}), *(("block_stop", None, {"samples_count": count}) for count in blocks)]
@@ -43,12 +43,12 @@ def run_of(
         ((5000, 5000), "epoch_num 5000 at 2 evaluations"),
         ((5000, 5001), "epoch_num 5000 to 5001 at 2 evaluations"),
         ((5000, 5002), ""),
-        # 150,000 / 448 = 334.8 steps, within a fifth
+        # An interval has 150,000 / 448 = 334.8 steps. A fifth more or less is accepted.
         ((267, 534), ""),
         ((268, 536), "epoch_num 268 to 536 at 2 evaluations, which counts optimizer steps"),
         ((401, 802), "epoch_num 401 to 802 at 2 evaluations, which counts optimizer steps"),
         ((402, 804), ""),
-        # 150,000 x 512 = 76,800,000 tokens, within a fifth
+        # An interval has 150,000 x 512 = 76,800,000 tokens. A fifth more or less is accepted.
         ((61_439_999,), ""),
         ((61_440_000,), "epoch_num 61440000 at 1 evaluation, which counts tokens"),
         ((92_160_000,), "epoch_num 92160000 at 1 evaluation, which counts tokens"),
@@ -63,12 +63,12 @@ def test_the_unit_of_epoch_num_is_recognised(counts: tuple[int, ...], unit: str)
     assert is_open.other_unit == ("" if "data set" in unit else unit)
 
 
-def test_an_epoch_num_far_above_the_last_blocks_samples_count_is_doubted() -> None:
+def test_an_epoch_num_far_above_the_samples_count_of_the_last_block_is_doubted() -> None:
     counts = (150_080, 300_160)
-    assert run_of(*counts, blocks=(149_712,)).doubt == ""  # 150,448 before the evaluation: an interval and a batch
+    assert run_of(*counts, blocks=(149_712,)).doubt == ""  # just an interval and a batch (150,448) less than epoch_num
     words = "epoch_num 300160 at the last evaluation, and samples_count 149711 at the last block_stop"
     assert run_of(*counts, blocks=(149_711,)).doubt == run_of(*counts, blocks=(9, 149_711)).doubt == words
-    assert run_of(*counts, blocks=(149_711, 149_711)).doubt == ""  # each block is counted
+    assert run_of(*counts, blocks=(149_711, 149_711)).doubt == ""  # samples_count counts each block by itself
     assert run_of(150_080, None).doubt == "an evaluation has no epoch_num"
     assert run_of().doubt == ""
 
@@ -76,11 +76,11 @@ def test_an_epoch_num_far_above_the_last_blocks_samples_count_is_doubted() -> No
 @pytest.mark.parametrize(
     ("counts", "settings", "low", "high", "otherwise"),
     [
-        # From the last evaluation to the next one
+        # train_samples may lie between the last evaluation and the next one.
         ((150_080, 300_160), {}, 300_160, 450_160, 300_160),
         ((150_080, 300_160), {"global_batch_size": None}, 300_160, 450_240, 300_160),
         ((150_080, 300_160), {"submission_division": "open"}, 300_160, 450_240, 300_160),
-        # Counts that are doubted: an interval, a fifth less or a tenth more than the schedule says
+        # Without a valid epoch_num it may differ from the schedule by an interval, or by -20 % to +10 %.
         ((1, 2), {}, 150_000, 450_000, None),
         ((*range(1, 21),), {}, 2_400_000, 3_300_000, None),
         ((*range(21),), {}, 2_400_000, 3_300_000, None),  # the untrained model is evaluated first
@@ -102,23 +102,24 @@ def test_converged_samples_are_those_of_the_first_evaluation_at_the_target() -> 
     assert (went_on.converged_samples(), went_on.trained) == (300_160, 450_240)
     doubted = run_of(1, 2, 3, accuracies=(0.5, 0.73, 0.73), train_samples=450_240)
     assert (doubted.converged_samples(), doubted.is_unknown, doubted.trained) == (None, True, 450_240)
-    assert [samples for samples, _ in doubted.curve] == [150_080, 300_160, 450_240]  # as scheduled
+    assert [samples for samples, _ in doubted.curve] == [150_080, 300_160, 450_240]  # counts from the schedule
     stopped = run_of(1, 2, 3, accuracies=(0.5, 0.6, 0.73), train_samples=450_240)
     assert (stopped.converged_samples(), stopped.is_unknown, stopped.went_on) == (450_240, False, False)
     for run in (run_of(150_080, accuracies=(0.7199,)), run_of(150_080, status="aborted"), run_of()):
         assert (run.converged_samples(), run.is_unknown, run.went_on) == (None, False, False)
-    assert run_of(150_080, accuracies=(0.1,), submission_division="open").converged_samples() == 150_080  # no target
-    odd = run_of(150_080, 300_160, accuracies=(72.0, 0.73))  # no fraction
+    # An open run without a target has converged at its end.
+    assert run_of(150_080, accuracies=(0.1,), submission_division="open").converged_samples() == 150_080
+    odd = run_of(150_080, 300_160, accuracies=(72.0, 0.73))  # 72.0 is not a fraction
     assert (odd.reached, odd.curve, odd.accuracy) == (1, [(300_160, 0.73)], 0.73)
 
 
-def test_the_rate_is_that_of_the_time_to_train() -> None:
+def test_the_rate_counts_sequences_per_second_of_the_time_to_train() -> None:
     run = run_of(150_080, 300_160)
     assert (run.seconds, run.sequences_per_s) == (100.0, 3001.6)
     assert run_of().sequences_per_s is None
 
 
-def test_settings_of_a_wrong_type_count_as_unknown() -> None:
+def test_settings_of_an_invalid_type_are_treated_as_missing() -> None:
     run = run_of(
         global_batch_size=448.0, seed="1", train_samples=math.nan, submission_division="OPEN", quality_target=True
     )
@@ -127,7 +128,7 @@ def test_settings_of_a_wrong_type_count_as_unknown() -> None:
     assert run_of(submission_division="other").division == "closed"
 
 
-def test_the_state_of_a_run_after_each_record() -> None:
+def test_each_record_updates_the_state_of_the_run() -> None:
     run, samples = LoggedRun({"config.evaluation.target": "None"}), {"samples_count": 448}
     for line, (key, ms, value, metadata, *expected) in enumerate(
         [
@@ -154,7 +155,7 @@ def test_the_state_of_a_run_after_each_record() -> None:
         run.add(Record(line, START_MS + ms, "", key, value, metadata))
         times = [(time or 0) - START_MS for time in (run.start_ms, run.last_ms, run.init_start_ms)]
         assert [run.phase, *times, run.counted_samples, run.is_evaluated, " ".join(run.open)] == expected, line
-    # The last init_stop counts, as the last run_stop does.
+    # The last init_stop and the last run_stop end their intervals.
     assert (run.init_seconds, run.seconds, run.accuracy, run.trains_to_end) == (2.8, 60.0, 0.5, True)
     assert (run.epoch_nums, run.number_of_evaluations, run.resumed_samples) == ([896], 1, 0)
 

@@ -1,4 +1,4 @@
-"""Metrics records are read back as written, and their size is limited, because the file may be malicious."""
+"""Metrics records: reading back what was written, invalid lines, and limits against malicious files."""
 
 import json
 import math
@@ -26,7 +26,7 @@ RUN = RunRecord("tiny_cpu", "node", 0.36, 32, 2, 579_074, "abc", "2024-01-02T03:
 STEP = StepRecord(20, 640, 2.0, 100.0, 5.0, 80.0, 5.0, 10.0, 5.5, 4.75, 0.75, 1e-3, 2.0, 28_000.0, 320.0)
 
 
-def test_records_are_read_as_they_were_written(tmp_path: Path) -> None:
+def test_metrics_records_are_read_back_as_written(tmp_path: Path) -> None:
     path, writer = tmp_path / "metrics_0.jsonl", MetricsWriter(tmp_path / "metrics_0.jsonl", RUN)
     slow = WarningRecord(20, 2.0, "rank 1 is slow", Straggler(1, "node", True, 60.0, 40.0))
     evaluation, plan = EvaluationRecord(20, 640, 2.5, 0.5, 0.25, 25, 100), PlanRecord(*map(float, range(12)))
@@ -55,7 +55,7 @@ def test_metrics_lines_without_a_valid_record_are_skipped(tmp_path: Path) -> Non
         b'\xff\n[1]\n{"event": "other"}\n{"event": []}\n'
         + good
         + good[:-1].ljust(MAX_LINE_BYTES - 1) + b"\n"
-        + b"x" * MAX_LINE_BYTES + good  # the end of an overlong line is no record
+        + b"x" * MAX_LINE_BYTES + good  # the end of an overlong line is not a record
         + b'{"event": "end", "status": "' + b"x" * 200_000 + b'"}'
         + b"\n" + b"[" * 60_000 + b"\n" + good + b'{"event": "step", "lo'
     )  # fmt: skip
@@ -73,7 +73,7 @@ def test_a_metrics_file_is_read_up_to_its_size_limit(tmp_path: Path, monkeypatch
 
 
 @pytest.mark.parametrize("value", ["-1", "1e300", "1" + 400 * "0", "true", '"1"', "[]", "1.5"])
-def test_metrics_with_numbers_out_of_range_are_no_record(value: str) -> None:
+def test_metrics_lines_with_invalid_numbers_are_rejected(value: str) -> None:
     assert parse_record(f'{{"event": "step", "samples": 1, "step": {value}}}'.encode()) is None
 
 

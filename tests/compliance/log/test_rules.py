@@ -1,4 +1,4 @@
-"""The table of rules for logs, compared with the official rule files, and the order of records."""
+"""The table of rules, compared with the official rule files, and violations of the order of records."""
 
 import re
 from pathlib import Path
@@ -22,7 +22,7 @@ OFFICIAL = Path(mlp_compliance.__file__).parent
 
 
 def official_requirements(ruleset: str, division: str) -> dict[str, str | None]:
-    """Return how often each key must occur by the official checker's rule files, or None for optional keys."""
+    """Return the requirement (REQ) of each key in the official checker's rule files; None for optional keys."""
     required: dict[str, str | None] = {}
     for name in ("common", f"{division}_common", f"{division}_bert"):
         for entry in yaml.load((OFFICIAL / f"training_{ruleset}" / f"{name}.yaml").read_text(), yaml.BaseLoader):
@@ -35,7 +35,7 @@ def official_requirements(ruleset: str, division: str) -> dict[str, str | None]:
 @pytest.mark.parametrize("ruleset", rules.RULESETS)
 def test_the_table_requires_the_keys_of_the_official_rule_files(ruleset: str, division: rules.Division) -> None:
     official = official_requirements(ruleset, division)
-    assert official.keys() <= rules.KEYS.keys()  # our checker passes it only records with these keys
+    assert official.keys() <= rules.KEYS.keys()  # the official checker gets only records with known keys
     own = {key for key, rule in rules.KEYS.items() if rule.required_in(ruleset, division)}
     for key, cardinality in official.items():
         if cardinality in ("EXACTLY_ONE", "AT_LEAST_ONE"):
@@ -47,7 +47,7 @@ def test_the_table_requires_the_keys_of_the_official_rule_files(ruleset: str, di
 
 @given(st.integers(1, 10**6))
 def test_the_evaluation_interval_follows_the_formula_of_the_rules(batch: int) -> None:
-    exact = 5 * (23023 * batch + 300_000_000)  # 10,000 times the number of samples, to stay in integers
+    exact = 5 * (23023 * batch + 300_000_000)  # in units of 1/10,000 sample, to stay in integers
     assert schedule.evaluation_interval(batch) == exact // 10_000 // 25_000 * 25_000
 
 
@@ -74,7 +74,7 @@ def test_scheduled_evaluations_are_allowed_and_found_by_their_samples(index: int
         (150_000, 768, 17, 2_549_468, 2_400_100, True),  # with packing, the log counts unpacked sequences
         (150_000, 768, 15, 2_251_500, 2_100_325, True),  # up to two partial batches are allowed
         (150_000, 768, 15, 2_251_900, 2_100_325, False),
-        (325_000, 16_384, 5, 1_645_000, 1_300_000, True),  # each of two counts of packed batches may be a batch off
+        (325_000, 16_384, 5, 1_645_000, 1_300_000, True),  # packing may put each of the two counts a batch off
         (325_000, 16_384, 5, 1_660_000, 1_300_000, False),
         (150_000, 1536, 2, 350_000, 175_000, False),
         *((150_000, 448, 15, 2_250_000 + off, 0, abs(off) < 448) for off in (-448, -447, 447, 448)),
@@ -82,7 +82,7 @@ def test_scheduled_evaluations_are_allowed_and_found_by_their_samples(index: int
         (150_000, 448, 2, 450_000, 150_000, False),
     ],
 )
-def test_both_roundings_of_the_schedule_are_accepted(
+def test_the_schedule_accepts_both_roundings_and_rejects_larger_deviations(
     interval: int, batch: int, index: int, samples: int, previous: int, allowed: bool
 ) -> None:
     assert schedule.EvaluationSchedule(interval, batch).allows(index, samples, previous) is allowed
@@ -99,7 +99,9 @@ def test_both_roundings_of_the_schedule_are_accepted(
         (rules.DECAY, [0, 0.999], [1, -0.1]),
     ],
 )
-def test_values_that_each_rule_accepts(rule: rules.ValueRule, taken: list[object], refused: list[object]) -> None:
+def test_value_rules_accept_valid_and_reject_invalid_values(
+    rule: rules.ValueRule, taken: list[object], refused: list[object]
+) -> None:
     assert [value for value in taken if not rule.accepts(value)] == []
     assert [value for value in refused if rule.accepts(value)] == []
 
@@ -112,7 +114,7 @@ def test_values_are_shown_as_json_and_shortened() -> None:
         assert shown(value) == text
 
 
-def test_system_fields_are_those_of_the_official_checker() -> None:
+def test_system_fields_and_statuses_equal_those_of_the_official_checker() -> None:
     source = (OFFICIAL.parent / "system_desc_checker" / "system_desc_checker.py").read_text()
     listed = source.partition("required_fields = [")[2].partition("]")[0]
     assert tuple(re.findall(r'"([^"]+)"', listed)) == rules.SYSTEM_FIELDS
@@ -121,18 +123,18 @@ def test_system_fields_are_those_of_the_official_checker() -> None:
         assert f'"{status}"' in source
 
 
-def test_the_writer_refuses_a_closed_run_with_other_settings_before_run_start(tmp_path: Path) -> None:
+def test_the_writer_rejects_a_closed_run_whose_settings_differ_from_the_benchmark(tmp_path: Path) -> None:
     log = MLLog(tmp_path / "written.txt", clock_ms=counting_clock(10))
     with pytest.raises(RuleViolation, match="max_sequence_length: value 128 in a closed log"):
         initialise(log, "closed", CLOSED | {"max_sequence_length": 128})
     assert "run_start" not in read_log(tmp_path / "written.txt").run.first
 
 
-# The order of records, as this repository's writer keeps it
+# Order of records that this repository's writer enforces
 
 
 def run_until(*keys: str, samples: int = 150_080, resumed: int = 0) -> LoggedRun:
-    """Return a closed run of batches of 448 whose last records have these keys and a count of sequences."""
+    """Return a closed run with batch size 448 whose last records have these keys and `samples` as epoch_num."""
     run = LoggedRun()
     run.resumed_samples = resumed
     settings = {"submission_division": "closed", "global_batch_size": 448}
@@ -180,7 +182,7 @@ BROKEN: list[tuple[LoggedRun, str, int, list[str]]] = [
 ]  # fmt: skip
 
 
-def test_the_violations_of_the_next_record() -> None:
+def test_records_out_of_order_yield_the_expected_violations() -> None:
     for number, (run, key, samples, expected) in enumerate(BROKEN):
         event = rules.KEYS[key].event_type
         record = Record(9, START_MS, event, key, 0.5, {"epoch_num": samples})

@@ -21,7 +21,7 @@ Ask = Callable[..., Opinion]
 
 @pytest.fixture
 def ask(closed_log: str) -> Ask:
-    """Return a function that edits the log and returns the official checker's opinion. Line 1 is no record."""
+    """Return a function that edits the log and returns the official checker's opinion. Records begin on line 2."""
 
     def of(change: Edit, ruleset: str = "5.0.0") -> Opinion:
         return opinion([*enumerate(change(closed_log).encode().splitlines(), start=2)], ruleset)
@@ -58,7 +58,7 @@ def test_messages_of_the_official_checker_are_parsed(ask: Ask, closed_log: str) 
         (lambda text: text.replace(": 1234,", ": " + "[" * 5000 + "]" * 5000 + ","), "RecursionError"),
     ],
 )
-def test_a_crash_of_the_official_checker_fails_its_log_and_not_the_next_log(ask: Ask, change: Edit, words: str) -> None:
+def test_a_crash_of_the_official_checker_fails_only_the_log_that_caused_it(ask: Ask, change: Edit, words: str) -> None:
     verdict = ask(change)
     assert verdict.outcome == "fail"
     assert words in verdict.complaints[0].text
@@ -91,7 +91,7 @@ def test_one_process_judges_all_logs_until_it_dies_or_hangs(closed_log: str, mon
     verdict = opinion(lines * 3, "5.0.0")
     assert verdict == Opinion("fail", (Complaint("the official compliance checker did not end within 0 s"),))
     monkeypatch.undo()
-    assert opinion(lines, "5.0.0") == Opinion("pass")  # not the late answer to the request before, which has warnings
+    assert opinion(lines, "5.0.0") == Opinion("pass")  # and not the late answer to the previous request
 
 
 fragments = st.sampled_from([TOKEN, TOKEN.rstrip(), ":::", " ", "{}", "text", "\x85", "\xa0", "\t", "\x1c", "\xff"])

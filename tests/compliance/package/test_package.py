@@ -54,7 +54,9 @@ def package(folder: Path, **changes: Any) -> tuple[int, str, dict[str, str]]:
 
 @pytest.fixture(scope="module")
 def scaled(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """Package 14 runs, two without an end. The command chooses ten, and scales their score. Return folder and output."""
+    """Package 14 runs, of which two have no run_stop. Return the folder and the output of the command.
+
+    The command chooses ten runs and scales their score."""
     folder = tmp_path_factory.mktemp("scaled")
     header = {"recipe": "tiny_cpu", "commit": "0123 \x1b[2J", "config.training.precision": "bf16"}
     write_series(folder / "runs", [*SCALED, 20, 21, 5, 5], header=header)
@@ -76,7 +78,7 @@ def ten(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_the_files_of_a_package(scaled: tuple[Path, str]) -> None:
+def test_a_package_contains_the_chosen_logs_the_source_and_the_recorded_texts(scaled: tuple[Path, str]) -> None:
     folder, said = scaled
     tree = folder / "out" / "Example"
     results = tree / "results/node/bert"
@@ -106,7 +108,7 @@ def test_the_files_of_a_package(scaled: tuple[Path, str]) -> None:
 
 @dataclass(frozen=True)
 class Series:
-    """Runs by their numbers of evaluations, changes of the description, and what the package command says of them."""
+    """Runs to package, with changes, and the expected output. `failing` names the tools that fail."""
 
     evaluations: list[int]
     words: str
@@ -189,7 +191,9 @@ def test_figures_that_differ_from_the_result_summarizers_are_findings(ten: Path,
         ),
     ],
 )
-def test_package_refuses_too_few_runs(ten: Path, tmp_path: Path, edited: list[int], edit: Edit, match: str) -> None:
+def test_package_rejects_too_few_valid_runs(
+    ten: Path, tmp_path: Path, edited: list[int], edit: Edit, match: str
+) -> None:
     shutil.copytree(ten / "runs", tmp_path / "runs")
     for number in edited:
         edit_log(tmp_path / f"runs/result_{number}.txt", edit)
@@ -198,17 +202,18 @@ def test_package_refuses_too_few_runs(ten: Path, tmp_path: Path, edited: list[in
     assert not (tmp_path / "out").exists()
 
 
-def test_faults_that_the_official_tools_do_not_see_fail_the_package(ten: Path, tmp_path: Path) -> None:
+def test_copied_and_resumed_runs_fail_the_package(ten: Path, tmp_path: Path) -> None:
     runs = shutil.copytree(ten / "runs", tmp_path / "runs")
     edit_log(runs / "result_9.txt", lambda text: f"# resumed from: checkpoints/step_100\n{text}")
     shutil.copy(runs / "result_3.txt", runs / "result_7.txt")
     status, said, verdicts = package(tmp_path)
     assert (status, verdicts["check of this repository"]) == (1, "FAIL")
-    assert "result_4.txt is a copy of result_3.txt" in said  # the copy started at the same time
+    # The copy follows its original, because packages number runs by their start.
+    assert "result_4.txt is a copy of result_3.txt" in said
     assert "'checkpoints/step_100'" in said
 
 
-def test_the_package_command_refuses_inconsistent_or_invalid_names(ten: Path, tmp_path: Path) -> None:
+def test_the_package_command_rejects_inconsistent_or_invalid_names(ten: Path, tmp_path: Path) -> None:
     other = shutil.copytree(ten / "runs", tmp_path / "results/old_node/bert")
     with pytest.raises(ValueError, match=r"old_node/bert .*'old_node'.*node\.json .*'node'"):
         make_package(request(tmp_path, other))
@@ -248,7 +253,7 @@ def checkout(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_the_packaged_source_is_what_git_tracks(checkout: Path) -> None:
+def test_the_packaged_source_has_only_tracked_files_that_a_submission_may_contain(checkout: Path) -> None:
     with pytest.raises(ValueError, match="not a git checkout"):
         tracked_source(checkout)
     git(checkout, "init", "--quiet")

@@ -46,7 +46,7 @@ def test_the_report_warns_if_a_later_run_overwrote_the_best_weights(tmp_path: Pa
     assert summary.statements(load_results(tmp_path))[0].text == "Run 2: 0.3000 after 1,024 sequences."
 
 
-def test_the_report_of_an_experiment_without_evaluations(tmp_path: Path) -> None:
+def test_a_report_on_an_experiment_without_evaluations_says_so(tmp_path: Path) -> None:
     write_experiment(tmp_path, 0, (), status="aborted")
     (tmp_path / "result_1.txt").write_text("")
     results = load_results(tmp_path)
@@ -106,7 +106,7 @@ def test_open_runs_with_different_settings_have_no_score(tmp_path: Path) -> None
     assert json.loads(summary.as_json(results))["score_seconds"] is None
     alike = {"training.seed": 3, "checkpoint.folder": "there", "save_checkpoint": "b", "log.system": "x"}
     own = [each | {"log.division": "open"} for each in ({"training.seed": 1}, {"save_checkpoint": "a"}, alike)]
-    results = with_settings(tmp_path / "alike", "open", *own)  # runs of this repository, which no submission needs
+    results = with_settings(tmp_path / "alike", "open", *own)  # not meant for a submission
     said = [summary.statements(replace(results, runs=results.runs[:number]))[2].text for number in (2, 3)]
     mean = "Mean of 1 run without the fastest and the slowest: 18.0 s."
     assert said == ["No score yet: it needs at least 3 runs.", mean]

@@ -1,4 +1,4 @@
-"""Pages of the report: whole pages, and pages about hostile or odd input."""
+"""Pages of the report: recorded pages, and pages for hostile or unusual input."""
 
 import json
 import re
@@ -30,7 +30,7 @@ CELLS = {"th", "td", "dt", "dd", "p", "span", "small"}
 
 
 class Outline(Page):
-    """A page whose text has a line for each row, item and chart. Kinds and places of marks are in brackets."""
+    """A page as text with a line for each row, list item and chart. CSS classes and guides are in brackets."""
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         super().handle_starttag(tag, attrs)
@@ -55,15 +55,17 @@ class Outline(Page):
 
 
 def outline(text: str) -> str:
-    """Return the text of a page as `Outline` has it, without the lines of source files."""
+    """Return the text of a page as in `Outline`, without line numbers of source files."""
     words = Outline(re.sub("<(head|style)>.*?</\\1>", "", text, flags=re.DOTALL)).text
     words = re.sub(r"run_logs\.py:\d+", "run_logs.py", re.sub(" +", " ", words))
     lines = "".join(f"{line.strip(' |')}\n" for line in words.split("\n") if line.strip(" |"))
-    return re.sub(r"^(# [^\[\n]*)\n", r"\1: ", lines, flags=re.MULTILINE)  # headings begin the line below
+    return re.sub(r"^(# [^\[\n]*)\n", r"\1: ", lines, flags=re.MULTILINE)  # join each heading with the following line
 
 
 @pytest.mark.slow
-def test_whole_pages_and_their_accessibility(closed: Results, failing: Results, experiments: Results) -> None:
+def test_report_pages_equal_the_recorded_pages_and_are_accessible(
+    closed: Results, failing: Results, experiments: Results
+) -> None:
     for name, results in {"closed": closed, "failing": failing, "experiments": experiments}.items():
         text = report.render(results)
         assert outline(text) == (FOLDER / f"{name}_page.txt").read_text()
@@ -91,13 +93,13 @@ STEPS: list[dict[str, Any]] = [
         "site_bytes": 1_500_000,
         "site_wait_ms": 1.5,
     },
-    {"step": 2, "loss": 7.0, "sequences_per_s": 1e8},  # too large for the chart, as the loss below
+    {"step": 2, "loss": 7.0, "sequences_per_s": 1e8},  # 1e8 is too large for the chart, also as a loss below
     {"step": 1, "loss": None, "sequences_per_s": 800.0, "skipped_steps": 1},  # after a restart
     {"step": 4, "loss": 1e8, "sequences_per_s": 700.0, "site_bytes": 2_000_000, "site_wait_ms": 0.5},
 ]
 
 
-def test_the_page_of_a_run_with_sites_a_plan_a_restart_and_skipped_steps(one: Path) -> None:
+def test_the_page_shows_sites_the_plan_a_restart_and_skipped_steps(one: Path) -> None:
     planned = {f"planned_{name}": value for name, value in (PARTS | {"step_ms": 31.0, "reduce_ms": 5.0}).items()}
     events = [
         {"event": "run", "world_size": 2, "started": "2024-01-02T03:04:05"},
@@ -117,7 +119,7 @@ def test_the_page_of_a_run_with_sites_a_plan_a_restart_and_skipped_steps(one: Pa
     assert "waiting for other sites 0.7 %, 0.312 ms a step, 3.5 MB sent between them" in both
 
 
-def test_the_page_of_a_run_without_steps_or_without_records(one: Path) -> None:
+def test_the_page_omits_parts_without_steps_or_log_records(one: Path) -> None:
     assert "Where the time went" not in Page(report.render(load_results(one))).text
     events = [{"event": name, "step": 0, "samples": 0, "eval_s": 0.09} for name in ("step", "eval")]
     (one / "metrics_0.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
@@ -126,7 +128,7 @@ def test_the_page_of_a_run_without_steps_or_without_records(one: Path) -> None:
     (one / "result_0.txt").write_text("<b>nothing</b>\n")
     page = Page(report.render(load_results(one)))
     assert "no MLLOG record" in page.text
-    assert page.charts == ["Sequences per second over sequences trained, 1 run"]  # of the metrics, which are left
+    assert page.charts == ["Sequences per second over sequences trained, 1 run"]  # the metrics file is still valid
 
 
 def test_the_subtitle_names_tensor_and_pipeline_parallelism(closed: Results) -> None:

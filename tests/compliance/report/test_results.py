@@ -42,11 +42,14 @@ def opened(folder: Path) -> Results:
     return load_results(folder)
 
 
-def test_accelerators_are_counted_by_the_description_or_else_the_metrics(closed: Results, opened: Results) -> None:
+def test_the_number_of_accelerators_comes_from_the_description_or_else_the_metrics(
+    closed: Results, opened: Results
+) -> None:
     assert (closed.accelerator, closed.accelerators) == ("NVIDIA H100 80GB HBM3", 8)
     described = replace(closed, description={"number_of_nodes": "4", "accelerators_per_node": "8"})
-    assert (described.accelerator, described.accelerators) == ("NVIDIA H100 80GB HBM3", 32)  # name from the log
-    assert replace(closed, description={"number_of_nodes": "four"}).accelerators == 8  # number of the run's processes
+    # The name comes from the log, or the number from the metrics, if the description lacks it.
+    assert (described.accelerator, described.accelerators) == ("NVIDIA H100 80GB HBM3", 32)
+    assert replace(closed, description={"number_of_nodes": "four"}).accelerators == 8
     assert replace(closed, description={"number_of_nodes": "\u0661", "accelerators_per_node": "4"}).accelerators == 8
     assert opened.accelerators == 0
     assert replace(opened, description={}).accelerators is None
@@ -62,7 +65,7 @@ def test_a_run_whose_stop_precedes_its_start_has_no_time(one: Path) -> None:
     assert breakdown(run) == {}
 
 
-def test_a_report_needs_logs_and_shows_two_logs_of_one_number(one: Path) -> None:
+def test_a_report_requires_logs_and_shows_two_logs_with_one_number(one: Path) -> None:
     with pytest.raises(ValueError, match=r"no result_<n>\.txt in it"):
         load_results(one.parent)
     with pytest.raises(ValueError, match="no such folder"):
@@ -80,7 +83,7 @@ def test_the_form_factor_is_parsed_from_names_of_accelerators() -> None:
     assert {name: form(name) for name in forms} == forms
 
 
-def test_reports_on_logs_of_other_software_are_called_unofficial(tmp_path: Path) -> None:
+def test_reports_on_logs_of_other_software_say_that_they_are_unofficial(tmp_path: Path) -> None:
     folder = tmp_path / "results" / "node" / "bert"
     logs = write_series(folder, [17, 17, 17])
     for log in logs:
@@ -101,7 +104,7 @@ STEPS = [
     StepRecord(
         step, 32 * step, forward_backward_ms=4.0, reduce_ms=3.0, update_ms=2.0, data_wait_ms=1.0, site_wait_ms=wait
     )
-    for step, wait in ((50, 8.0), (60, 6.0), (20, 9.0), (80, 5.0))  # it restarts after step 60
+    for step, wait in ((50, 8.0), (60, 6.0), (20, 9.0), (80, 5.0))  # the run restarts after step 60
 ]
 
 
@@ -122,10 +125,11 @@ def test_the_breakdown_of_a_resumed_run_counts_only_its_own_steps(experiments: R
     assert seconds([StepRecord(45, 1440, update_ms=1e6)])["other"] == 0.0
     assert breakdown(replace(run, metrics=Metrics(steps=[StepRecord(1, 32)]))) == {}
     assert breakdown(replace(run, metrics=Metrics(evaluations=evaluations))) == {}
-    assert not [finding for finding in run.verdict.findings if "TR 24.4" in finding.rule]  # it evaluates on schedule
+    # The run evaluates on schedule.
+    assert not [finding for finding in run.verdict.findings if "TR 24.4" in finding.rule]
 
 
-def test_the_whole_output_of_summary_and_report_about_open_runs(folder: Path) -> None:
+def test_summary_and_report_print_the_recorded_output_about_open_runs(folder: Path) -> None:
     formats = ("markdown", "csv", "json")
     done = [command.run("summary", folder), *(command.run("report", folder, "--format", name) for name in formats)]
     assert {status for status, _ in done} == {0}
@@ -139,7 +143,8 @@ def test_the_whole_output_of_summary_and_report_about_open_runs(folder: Path) ->
     first, *_, last = document["runs"]
     assert first["evaluations"][-1] == {"samples": 3008, "accuracy": pytest.approx(0.315)}
     parts = {"forward and backward": 1.2, "exposed communication": 0.18, "update": 0.12, "waiting for data": 0.06}
-    assert first["seconds_by_part"] == pytest.approx(parts | {"evaluation": 0.15, "other": 0.09})  # 1.8 s in all
+    # The parts add up to 1.8 s, the time to train.
+    assert first["seconds_by_part"] == pytest.approx(parts | {"evaluation": 0.15, "other": 0.09})
     assert (first["configuration"]["recipe"], last["seconds_by_part"]) == ("tiny_cpu", {})
     assert last["verdict"]["findings"]
 
@@ -152,7 +157,7 @@ def test_rates_are_rounded_and_the_score_of_a_fast_set_is_scaled(closed: Results
     assert document["scaled_score_seconds"] == pytest.approx(closed.score_seconds * 2_443_934 / 2_437_632)
 
 
-def test_the_statements_about_sets_of_runs(closed: Results, failing: Results, opened: Results) -> None:
+def test_each_set_of_runs_gets_the_recorded_statements(closed: Results, failing: Results, opened: Results) -> None:
     runs = closed.runs
     lost = [replace(failing.runs[index], number=number) for index, number in ((1, 20), (3, 21))]
     later = [replace(run, number=run.number + 10) for run in runs[:2]]

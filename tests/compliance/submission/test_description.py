@@ -19,7 +19,7 @@ FIELDS: list[dict[str, Any]] = [
     *({"host_processors_per_node": value} for value in ("0", "1", "64", "65")),
     *({"number_of_nodes": value} for value in ("0", "1", "100000", "100001", "9" * 30)),
     *({"accelerators_per_node": value} for value in ("0", "1024", "1025", 8)),
-    *(dict.fromkeys(SYSTEM_FIELDS[-count:]) for count in (1, 5, 6)),  # fields that are missing
+    *(dict.fromkeys(SYSTEM_FIELDS[-count:]) for count in (1, 5, 6)),  # the last 1, 5 or 6 fields are missing
     *({"status": value} for value in ("onprem", "Preview")),
 ]
 FILES = [b"", b"{", b"[]", b"\xff{}", b'{"a": ' * 100_000, b"1" * 10_000]
@@ -32,7 +32,8 @@ def test_each_fault_of_a_description_gets_the_recorded_findings(tmp_path: Path) 
         if isinstance(change, bytes):
             path.write_bytes(change)
         found = "; ".join(map(str, description_findings(read_description(path), "5.0.0"))).replace(str(path), "PATH")
-        found = re.sub(r"(JSON \(|maximum|Exceeds).*?, expected", r"\1..., expected", found)  # Python's words
+        # Leave out Python's own messages.
+        found = re.sub(r"(JSON \(|maximum|Exceeds).*?, expected", r"\1..., expected", found)
         said += f"{change if isinstance(change, dict) else change[:9]} => {found}\n"
     assert said == Path(__file__).with_name("descriptions.txt").read_text()
     assert [*description_findings(read_description(write_description(tmp_path, status="onprem")), "3.1.0")] == []
@@ -55,7 +56,7 @@ ERRORS = ("accelerators_per_node", "accelerator_model_name")
         ("number_of_nodes", "1", {}, False),
         ("number_of_nodes", "2", {"processes": "many"}, False),
         ("number_of_nodes", "999999", {"processes": "7999992"}, True),
-        ("number_of_nodes", "1000000", {"processes": "1"}, True),  # not stated, as it has too many digits
+        ("number_of_nodes", "1000000", {"processes": "1"}, True),  # ignored, because it has too many digits
         ("host_processor_model_name", "EPYC 7742", {}, False),
         ("host_processor_model_name", "Xeon 8480", {}, True),
         ("host_processor_model_name", "Xeon 8480C+", {}, True),
@@ -71,7 +72,7 @@ ERRORS = ("accelerators_per_node", "accelerator_model_name")
         ("framework", "NVIDIA PyTorch 2.13.0", {}, False),
     ],
 )
-def test_a_description_is_compared_with_the_headers_of_most_logs(
+def test_a_description_must_agree_with_the_headers_of_most_logs(
     tmp_path: Path, field: str, written: str, head: dict[str, str], agrees: bool
 ) -> None:
     description = read_description(write_description(tmp_path, **(MACHINE | {field: written})))
@@ -82,13 +83,14 @@ def test_a_description_is_compared_with_the_headers_of_most_logs(
     assert found == ([] if agrees else wrong)
 
 
-def test_findings_about_a_description_that_differs_from_the_logs(tmp_path: Path) -> None:
+def test_a_description_that_differs_from_the_logs_gets_findings(tmp_path: Path) -> None:
     said: dict[str, Any] = {
         "submission_org": "Example, Inc.",
         "submission_platform": "two machines",
         "submission_status": "cloud",
     }
-    logged = run_of(1_000_001, submission_division="open", eval_interval_samples=1_000_000, **said)  # in 100 s
+    # One accelerator with 10,000.01 sequences/s is too fast.
+    logged = run_of(1_000_001, submission_division="open", eval_interval_samples=1_000_000, **said)
     assert [*against_logs(read_description(write_description(tmp_path, "two-machines-8")), [logged])]
     changes = {"accelerators_per_node": "1", "submitter": "example inc", "status": "Available cloud"}
     description = read_description(write_description(tmp_path, "machine", **changes))
@@ -96,7 +98,7 @@ def test_findings_about_a_description_that_differs_from_the_logs(tmp_path: Path)
         "error: line 3: division: value 'closed', expected what the logs say, submission_division 'open' "
         "[SR System description; TR 4]; correct division, or the setting that is logged as submission_division",
         "error: line 20: accelerators_per_node: 1 accelerator with 10,000 sequences a second each by the logs, "
-        "expected at most 10,000: published ones stay below a fifth of this [SR System description]; "
+        "expected at most 10,000: published accelerators stay below a fifth of this [SR System description]; "
         "describe the system that ran, and check train_samples and the times in the logs",
     ]
     as_fast = [

@@ -1,4 +1,4 @@
-"""No folder passes without evidence: logs that were read, and files derived from the logs that agree with them."""
+"""No folder passes without readable logs, and derived files that contradict the logs get findings."""
 
 import json
 import math
@@ -24,7 +24,7 @@ from tests.compliance.run_logs import START_MS
 
 
 def closed(root: Path, change: Edit | None = None, runs: int = 10) -> Path:
-    """Write results/<system>/bert with closed logs without digests, each changed, and a description."""
+    """Write results/<system>/bert with closed logs without digests and a description. Apply `change` to each log."""
     folder = root / "results" / SYSTEM / "bert"
     for path in write_series(folder, [17] * runs, platform=SYSTEM):
         without_chain(path)
@@ -37,7 +37,9 @@ def closed(root: Path, change: Edit | None = None, runs: int = 10) -> Path:
 
 
 @pytest.mark.slow
-def test_a_failing_folder_fails_by_relative_paths(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failing_folder_also_fails_if_its_path_is_relative(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = closed(tmp_path, change=value("global_batch_size", 0), runs=2)
     monkeypatch.chdir(folder)
     for options in ([], ["--json"], ["--format", "github"], ["--quiet"], ["--junit", "../a.xml"]):
@@ -67,7 +69,7 @@ def test_a_folder_without_a_readable_log_never_passes(tmp_path: Path, names: str
         assert names is None or names.format(0) in text
 
 
-def test_an_empty_list_or_path_is_never_accepted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_empty_lists_empty_paths_and_huge_folders_are_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert not accepted([])
     with pytest.raises(ValueError, match="no log was read: no path given"):
         check_paths([])
@@ -121,14 +123,14 @@ def accuracy(samples: int, value: float) -> EvaluationRecord:
         ),
     ],
 )
-def test_metrics_contradict_a_log_above_tolerance(
+def test_metrics_that_differ_from_the_log_beyond_tolerance_are_a_fault(
     tmp_path: Path, records: list[RunRecord | Record], fault: str
 ) -> None:
     metrics = Metrics()
     for record in records:
         metrics.add(record)
     assert metrics_fault(metrics, read_log(write_log(tmp_path / "a", 0, evaluations=3, step_ms=10_000)).run) == fault
-    short = read_log(write_log(tmp_path / "b", 0, evaluations=3, step_ms=1000)).run  # of 18 s
+    short = read_log(write_log(tmp_path / "b", 0, evaluations=3, step_ms=1000)).run  # a run of 18 s
     faults = [metrics_fault(Metrics(end=EndRecord("success", seconds)), short) for seconds in (16.0, 20.0, 20.1)]
     assert faults == ["", "", "20.1 s, the log has 18.0 s"]
 
@@ -145,7 +147,7 @@ ROWS: list[tuple[str, str]] = [
     ("3,88,0.648,", "there is no log of run '3'"),
     ("x,88,0.648,", "there is no log of run 'x'"),
 ]
-"""Rows of a report about three runs, of which run 2 is aborted, and what is wrong with each row."""
+"""Rows of a report about three runs, of which run 2 is aborted, and the fault of each row."""
 
 
 def test_a_csv_or_json_report_that_contradicts_the_logs_is_a_finding(tmp_path: Path) -> None:

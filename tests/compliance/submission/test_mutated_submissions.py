@@ -1,4 +1,4 @@
-"""Faults of folders and submissions: each is said once, with its place, its rule and a remedy."""
+"""Faults of folders and submissions: each is reported once, with its location, its rule and a remedy."""
 
 import re
 import shutil
@@ -23,7 +23,7 @@ LOG = f"{FOLDER}/result_3.txt"
 DESCRIPTION = f"systems/{SYSTEM}.json"
 SOURCE = "benchmarks/bert/implementations/pytorch"
 FEW = 11
-"""Number of evaluations after which a run of batch size 448 has converged too fast."""
+"""Number of evaluations of a run with batch size 448 that converges faster than the reference allows."""
 
 Mutation = Callable[[Path], object]
 """Function that changes the submission at a path."""
@@ -100,7 +100,7 @@ def bare(root: Path) -> None:
 
 
 def plain(root: Path) -> None:
-    """Remove everything but the logs and the description, which lies among the results."""
+    """Remove everything but the logs, and write a description to results/systems."""
     bare(root)
     write_description(root / "results")
 
@@ -110,7 +110,7 @@ def placeholder(count: int) -> Edit:
 
 
 def went_on(first: int) -> Edit:
-    """Return an edit after which a log of 17 evaluations reaches the target at this one."""
+    """Return an edit after which a log of 17 evaluations reaches the target at evaluation `first`."""
     return in_turn(*(value("eval_accuracy", 0.7201, nth) for nth in range(first - 1, 16)))
 
 
@@ -118,7 +118,7 @@ def dead_attempt(root: Path) -> None:
     """Begin log 1 with an attempt that has the seed of run 2."""
     first, second = ((root / FOLDER / f"result_{number}.txt").read_text() for number in (2, 1))
     begin = first[: first.index(lines_of(first, "quality_target")[0])]
-    # Run 2 started three hours after run 1, so it cannot have died before it.
+    # Run 2 started three hours after run 1, so set its times back to before run 1.
     begin = begin.replace('"time_ms": 17000216', '"time_ms": 17000100')
     (root / FOLDER / "result_1.txt").write_text(begin + second)
 
@@ -224,7 +224,7 @@ CASES: dict[str, Case] = {
         plain, FAST, in_logs(in_turn(placeholder(1), value("train_samples", 2_550_016)))
     ),
     "no reference": case(rewrite(*ALL, global_batch_size=20480)),
-    # Scaling. A factor that is too large, or of a set that is no longer there, only makes the score worse.
+    # Scaling. A factor that is too large only makes the score worse.
     **{f"scaling {content}": case(plain, scaling(content)) for content in ("{}", '{"scaling_factor": 1}', "[]", "{")},
     **{f"scaled by {factor}": case(plain, SCALED, scaling(f'{{"scaling_factor": {factor}}}')) for factor in (
         "0.5", "NaN", FACTOR, FACTOR * 1.0000009, FACTOR * 1.0000012,
@@ -239,7 +239,7 @@ CASES: dict[str, Case] = {
     "minutes of another system": case(readme("0.5", "other")),
     "minutes of three runs": case(only_first(3), readme("1.4667")),
     "minutes of two runs": case(only_first(2), readme("1.4667")),
-    # Rulesets. 16 evaluations are 2,400,384 samples, and the points of 2.0.0 need 2,410,606.
+    # Rulesets. 16 evaluations are 2,400,384 samples, and the mean of the reference in 2.0.0 is 2,410,606.
     "points of an old round": case(plain, SCALED, in_logs(delete("opt_lamb_epsilon")), ruleset="1.0.0"),
     "a bare log without a seed": case(plain, only_first(3), in_logs(delete("seed"), 1), ruleset="auto"),
     "a submission without seeds": case(
@@ -252,9 +252,9 @@ CASES: dict[str, Case] = {
 }  # fmt: skip
 
 FINDINGS = dict(line.split(" => ") for line in Path(__file__).with_name("findings.txt").read_text().splitlines())
-"""Exit status and output of `check` for each case, without lines that say only that a part is valid.
+"""Exit status and output of `check` for each case, without lines about valid parts.
 
-Other cases are valid submissions of ten logs.
+Cases that are not listed are valid submissions of ten logs.
 """
 VALID = re.compile(r"ours pass: (valid closed log|no errors), ruleset 5\.0\.0$")
 

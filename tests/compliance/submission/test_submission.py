@@ -51,7 +51,7 @@ def test_the_check_of_a_submission_covers_all_parts_and_leaves_no_files(root: Pa
     before = sorted(root.rglob("*"))
     assert names(check_paths([root]), root) == [".", f"systems/{SYSTEM}.json", f"results/{SYSTEM}/bert", *LOGS]
     assert load_results(benchmark_folder(root)).description["system_name"] == SYSTEM
-    assert sorted(root.rglob("*")) == before  # scaling.json of the official checker is removed
+    assert sorted(root.rglob("*")) == before  # no scaling.json of the official checker
 
 
 @pytest.mark.parametrize("name", ["bert", "BERT", "Bert_large", "logs"])
@@ -87,8 +87,8 @@ def test_links_to_folders_are_followed_only_in_bare_results(bare: Path) -> None:
     assert len(find(bare).benchmarks) == 1
 
 
-def test_names_that_count_as_logs_and_names_that_are_reported(tmp_path: Path) -> None:
-    """A compressed log counts, but not in a submission."""
+def test_file_names_count_as_logs_or_get_the_recorded_findings(tmp_path: Path) -> None:
+    """Compressed logs count as logs only outside of a submission."""
     folder, results = tmp_path / SYSTEM / "bert", tmp_path / "results"
     folder.mkdir(parents=True)
     names = "Result-0.txt result result_0.out result_0.txt.gz result_3.txt.gz results_0.txt result_2.txt result_10.txt"
@@ -106,7 +106,7 @@ def test_names_that_count_as_logs_and_names_that_are_reported(tmp_path: Path) ->
     assert said == Path(__file__).with_name("names.txt").read_text()
 
 
-def test_settings_that_differ_between_runs_are_named_with_the_value_of_every_run() -> None:
+def test_differing_settings_are_returned_with_the_value_of_every_run() -> None:
     common = {"note": "x", "config.training.seed": "1", "config.plan.a": "1", "config.optimizer": "lamb"}
     changes = {"note": "y", "config.training.seed": "2", "config.plan.a": "2"}
     one, two = common | {"processes": "1", "config.a": "1"}, common | changes | {"processes": "2", "config.a": "2"}
@@ -114,7 +114,7 @@ def test_settings_that_differ_between_runs_are_named_with_the_value_of_every_run
     assert differing_settings(headers) == {"processes": ["1", "2", "2"], "a": ["1", "2", "-"]}
     many = [LoggedRun({f"config.{number}": word for number in range(101)}) for word in "xy"]
     assert [*differing_settings(many)] == [str(number) for number in range(100)]
-    # Logs without such a header are compared by their records.
+    # Logs without a configuration in the header are compared by their records.
     logged = [run_of(train_samples=1), run_of(opt_epsilon=[1]), run_of(opt_epsilon=[2], global_batch_size=448.0)]
     assert differing_settings(logged) == {"opt_epsilon": ["-", "[1]", "[2]"]}
     assert differing_settings([*headers[:1], *logged[1:]]) == {"opt_epsilon": ["-", "[1]", "[2]"]}
@@ -199,6 +199,6 @@ def test_a_submission_with_paths_beyond_the_system_limit_is_checked(
     finally:
         os.fchdir(inmost)
         os.close(inmost)
-        for _ in range(depth):  # as pytest's cleanup would recurse too deeply
+        for _ in range(depth):  # pytest's own cleanup would recurse too deeply
             os.chdir("..")
             Path("d").rmdir()

@@ -43,7 +43,7 @@ def evaluate(run: RunningLog, samples: int, accuracy: Any, time_ms: int, announc
     run.take(line("eval_accuracy", accuracy, time_ms, epoch_num=samples))
 
 
-INVALID = "the run is no valid result (TR 11)"
+INVALID = "the run is not a valid result (TR 11)"
 
 
 @pytest.mark.parametrize(
@@ -89,10 +89,10 @@ AT_8512 = line("block_start", None, BASE, "INTERVAL_START", first_epoch_num=1, e
 
 
 EVENTS: list[tuple[dict[str, Any], list[Event]]] = [
-    # Settings, when the clock starts
+    # Settings that are missing or invalid at run_start
     ({"without": "cache_clear"}, []),
     ({"cache_clear": False}, []),
-    ({"cache_clear": False, "head": [line("cache_clear", True)]}, []),  # any rank suffices
+    ({"cache_clear": False, "head": [line("cache_clear", True)]}, []),  # it is enough if one rank dropped its caches
     ({"division": "open", "cache_clear": False}, []),
     ({"without": "seed"}, []),
     ({"division": "open", "without": "seed"}, []),
@@ -102,7 +102,7 @@ EVENTS: list[tuple[dict[str, Any], list[Event]]] = [
     ({}, [*TWO, wrote(AGAIN, AGAIN)]),
     ({}, [evaluated(FIRST), evaluated(THIRD)]),
     ({}, [evaluated(FIRST, 1, 0.4, False), evaluated(THIRD, 2, 0.4, False)]),
-    # A run that packs several sequences into one counts the original sequences in its log.
+    # A run with packed sequences logs the number of original sequences.
     ({"global_batch_size": 768}, [evaluated(n, n, 0.4, False) for n in (150_135, 299_622, 449_539, 599_891)]),
     ({}, [evaluated(FIRST, 1, None), evaluated(SECOND, 2)]),
     *(({}, [evaluated(FIRST, 1, value)]) for value in ("0.7", 72.1, -0.1, True, [1])),
@@ -113,7 +113,7 @@ EVENTS: list[tuple[dict[str, Any], list[Event]]] = [
 ]
 
 
-def test_each_event_of_a_run_gets_the_recorded_complaints() -> None:
+def test_each_series_of_events_gets_the_recorded_complaints() -> None:
     said = ""
     for settings, events in EVENTS:
         run = begun(**settings)
@@ -124,13 +124,13 @@ def test_each_event_of_a_run_gets_the_recorded_complaints() -> None:
     assert said == Path(__file__).with_name("warnings.txt").read_text()
 
 
-def test_samples_come_from_the_schedule_if_epoch_num_counts_evaluations() -> None:
+def test_samples_come_from_the_schedule_if_epoch_num_is_a_placeholder() -> None:
     run = begun()
     evaluated(1, 1, None, False)(run)
     evaluated(1, 2, None, False)(run)
     assert (run.curve, run.samples) == ([], 0)
     run = begun()
-    for minutes in (1, 2, 3):  # 1, 2, 3 are evaluations, not samples, as in some logs
+    for minutes in (1, 2, 3):  # epoch_num is a constant placeholder, as in some logs
         evaluated(1, minutes, 0.4, False)(run)
     assert [samples for samples, _ in run.curve] == [FIRST, SECOND, THIRD]
     assert run.samples == THIRD
@@ -151,12 +151,12 @@ def test_the_watch_computes_the_rate_from_the_last_four_evaluations() -> None:
     assert [run.trained_by(BASE + 100_000 + after) for after in (-1, 0, 1000)] == [FIRST, FIRST, FIRST + 1501]
     evaluate(run, SECOND, 0.5, BASE + 300_000)  # the second interval took twice as long, which halves the rate
     assert run.rate == pytest.approx(750.4)
-    for index in range(3, 9):  # only the last evaluations count
+    for index in range(3, 9):  # the rate covers only the last four evaluations
         evaluate(run, FIRST * index, 0.05 * index, BASE + 300_000 + 1000 * index**2)
     assert run.rate == pytest.approx(3 * FIRST / (64 - 25))
 
 
-def test_the_watch_excludes_sequences_before_the_checkpoint_from_the_rate() -> None:
+def test_the_rate_excludes_sequences_before_the_checkpoint() -> None:
     run = begun("open", head=RESUMED)
     run.take(AT_8512)
     took_steps(run, 8640, 5.0)

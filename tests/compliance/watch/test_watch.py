@@ -37,7 +37,7 @@ INTERVAL = int(run_logs.CLOSED["eval_interval_samples"])
 def closed_run(
     path: Path, evaluations: int = 16, *, seed: int = 1, ends: Any = "success", last: float | None = None, **log: Any
 ) -> Path:
-    """Write a closed log. The last evaluation's accuracy is `last`, by default the target's if the run ends."""
+    """Write a closed log. The last accuracy is `last`, by default above the target if the run ends with success."""
     last = last or (0.7202 if ends == "success" else 0.71)
     accuracies = (*(int(digits) / 10_000 for digits in CURVE.split()[: evaluations - 1]), last)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -90,13 +90,13 @@ def expected(name: str) -> str:
 
 
 def followed(path: Path, timeout_s: float = 5.0, stale_s: float = 5.0) -> tuple[int, str]:
-    """Watch a run; return the exit status and the output, formatted as for a file."""
+    """Watch a run. Return the exit status and the output as it is written to a file."""
     text = io.StringIO()
     status = watch(path, "5.0.0", timeout_s, stale_s, Console(file=text, width=200, soft_wrap=True))
     return status, text.getvalue()
 
 
-def test_the_whole_output_of_the_watch_of_a_run_in_a_set(tmp_path: Path) -> None:
+def test_the_watch_of_a_run_in_a_set_prints_the_recorded_output(tmp_path: Path) -> None:
     for number in (1, 2):
         closed_run(tmp_path / f"result_{number}.txt", 17, seed=100 + number)
     status, said = followed(closed_run(tmp_path / "result_0.txt", 4, seed=101))
@@ -104,14 +104,14 @@ def test_the_whole_output_of_the_watch_of_a_run_in_a_set(tmp_path: Path) -> None
     assert said == expected("beside_others.txt")
 
 
-def test_the_watch_fails_a_success_below_the_target(tmp_path: Path) -> None:
+def test_the_watch_exits_with_1_if_a_successful_run_missed_the_target(tmp_path: Path) -> None:
     path = tmp_path / "result_0.txt"
     for accuracy, status in (("0.7202", 0), ("0.72", 0), ("0.7199", 1)):
         path.write_text(closed_run(path, 4).read_text().replace("0.7202", accuracy))
         assert followed(path)[0] == status
 
 
-def test_the_watch_prints_a_growing_log_inside_other_output(tmp_path: Path, clock_of_watch: Clock) -> None:
+def test_the_watch_follows_a_log_inside_other_program_output(tmp_path: Path, clock_of_watch: Clock) -> None:
     closed_run(tmp_path / "result_1.txt", 3)  # a log with the same seed
     closed_run(tmp_path / "result_2.txt", 3, seed=8)
     log = closed_run(tmp_path / "elsewhere" / "result_0.txt", 6).read_text()
@@ -123,7 +123,7 @@ def test_the_watch_prints_a_growing_log_inside_other_output(tmp_path: Path, cloc
     assert (status, said.replace(str(tmp_path), "FOLDER")) == (0, expected("meanwhile.txt"))
 
 
-def test_the_watch_gives_up_on_a_log_that_never_comes_or_stops_growing(tmp_path: Path, clock_of_watch: Clock) -> None:
+def test_the_watch_gives_up_on_a_log_that_never_appears_or_stops_growing(tmp_path: Path, clock_of_watch: Clock) -> None:
     path, begin = tmp_path / "result_0.txt", clock_of_watch.monotonic()
     waiting = f"waiting for a running log at {path}\nnothing to watch: no running log at {path} after 0.1 s\n"
     assert followed(path, timeout_s=0.1) == (1, waiting)
@@ -131,11 +131,13 @@ def test_the_watch_gives_up_on_a_log_that_never_comes_or_stops_growing(tmp_path:
     closed_run(path, 3, ends="running")
     begin = clock_of_watch.monotonic()
     status, text = followed(path, stale_s=1.6)
-    assert (status, text.splitlines()[-1]) == (1, f"given up: {path} has not grown for 2 s")
+    assert (status, text.splitlines()[-1]) == (1, f"gave up: {path} has not grown for 2 s")
     assert clock_of_watch.monotonic() - begin == pytest.approx(1.6, abs=0.011)
 
 
-def test_initialisation_may_be_silent(tmp_path: Path, clock_of_watch: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_watch_waits_longer_for_new_lines_during_initialisation(
+    tmp_path: Path, clock_of_watch: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tmp_path / "result_0.txt"
     begin_ms = int(clock_of_watch.time() * 1000) - 26 * 60_000 - 5_000
     path.write_bytes(line("init_start", None, begin_ms, "INTERVAL_START") + b"\n")
@@ -152,7 +154,7 @@ def test_initialisation_may_be_silent(tmp_path: Path, clock_of_watch: Clock, mon
     assert followed(path, stale_s=0.1)[0] == 1
 
 
-def test_the_watch_refuses_invalid_options(tmp_path: Path) -> None:
+def test_the_watch_rejects_invalid_options(tmp_path: Path) -> None:
     for ruleset, timeout_s, stale_s, words in (
         ("5.0.0", 0, 1, "--timeout is 0, expected"),
         ("5.0.0", 1, -1, "--stale is -1"),
@@ -173,7 +175,7 @@ def test_control_c_ends_the_watch_with_status_130(tmp_path: Path) -> None:
     assert (process.returncode, errors) == (130, b"")
 
 
-def test_the_newest_log_that_has_not_ended_is_chosen(tmp_path: Path) -> None:
+def test_the_watch_chooses_the_newest_unfinished_log(tmp_path: Path) -> None:
     folder = tmp_path / "system" / "bert"
     done = closed_run(folder / "result_0.txt", 2)
     assert choose(folder) is None
@@ -215,7 +217,7 @@ def test_the_outlook_of_an_ended_run_includes_the_other_runs_of_the_folder(
     for number, count in enumerate(others):
         status = "success" if count else "aborted"
         log = closed_run(tmp_path / f"result_{number}.txt", count or 3, seed=100 + number, ends=status)
-        log.write_text(log.read_text().replace('"epoch_num": ', UNCOUNTED))  # train_samples counts instead
+        log.write_text(log.read_text().replace('"epoch_num": ', UNCOUNTED))  # so that train_samples is used
     watched = looked_at(closed_run(tmp_path / "result_50.txt", mine, ends=ends))
     of_set = [*(SAMPLES[count] if count else None for count in others), samples]
     expected = [] if samples is ... else [f"with this run: {outlook(of_set, 448, '5.0.0').sentence}"]
@@ -227,7 +229,7 @@ def test_the_watch_of_a_run_without_a_target_shows_the_best_accuracy_and_the_end
     path = write_experiment(tmp_path, 1, (0.1, 0.25, 0.2), {"training.max_steps": 200}, status="running")
     watched = looked_at(path)
     end_ms = watched.run.last_ms
-    # An evaluation every 0.5 s, so 992 samples in 0.5 s. The last one was 0.1 s before the end of the log.
+    # Evaluations are 992 samples and 0.5 s apart. The last one is 0.1 s before the end of the log.
     assert watched.run.rate == pytest.approx(1984)
     assert watched.forecast_words(end_ms + 400) == "trains to its end at 6,400 samples, in 0:01"
     assert watched.forecast_words(end_ms - 10_000) == "trains to its end at 6,400 samples, in 0:02"
@@ -235,7 +237,8 @@ def test_the_watch_of_a_run_without_a_target_shows_the_best_accuracy_and_the_end
     assert "0.2000 (best 0.2500) at 3,008 samples" in panel
     assert "trains to its end" in panel
     assert "target" not in panel
-    assert [*watched.run.complaints] == ["warning at step 40: the loss is not finite"]  # an equal seed is no fault
+    # Runs without a target may have equal seeds.
+    assert [*watched.run.complaints] == ["warning at step 40: the loss is not finite"]
     write_experiment(tmp_path, 1, (0.1, 0.25, 0.2), {"training.max_samples": "1e9"})
     status, said = followed(path)
     assert status == 0
@@ -244,7 +247,7 @@ def test_the_watch_of_a_run_without_a_target_shows_the_best_accuracy_and_the_end
     assert looked_at(path).forecast_words(end_ms) == "trains to its end"
 
 
-def test_a_log_that_names_no_target_has_no_forecast(tmp_path: Path) -> None:
+def test_an_open_log_without_a_target_has_no_forecast(tmp_path: Path) -> None:
     watched = Watch(tmp_path / "a", "5.0.0", begun("open", without="quality_target"))
     evaluate(watched.run, 1024, 0.25, watched.run.last_ms + 1000)
     panel = shown(watched, watched.run.last_ms)
@@ -262,7 +265,7 @@ def shown(watched: Watch, now_ms: float, width: int = 100) -> str:
     return console.file.getvalue()
 
 
-def test_the_panel_of_a_run_in_progress(tmp_path: Path, clock_of_watch: Clock) -> None:
+def test_the_panel_of_a_run_in_progress_equals_the_recorded_panel(tmp_path: Path, clock_of_watch: Clock) -> None:
     path = closed_run(tmp_path / "result_0.txt", 6, ends="running", last=0.7145, step_ms=4000)
     watched = looked_at(path)
     first = watched.news_s
@@ -281,7 +284,7 @@ def test_the_panel_of_a_run_in_progress(tmp_path: Path, clock_of_watch: Clock) -
     assert "▁▃▄▅▆█" in console.file.getvalue()
 
 
-def test_the_panel_of_every_phase(tmp_path: Path) -> None:
+def test_the_panels_of_all_phases_equal_the_recorded_panels(tmp_path: Path) -> None:
     watched = Watch(tmp_path / "growing.txt", "5.0.0")
     panels = {("not begun", 0): shown(watched, 0, 80)}
     log = run_logs.log_of((0.1, 0.31), "open", header=(("recipe", "tiny_cpu"),), status="aborted", step_ms=20_000)

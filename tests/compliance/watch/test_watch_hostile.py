@@ -86,7 +86,7 @@ def test_the_numbers_of_complaints_and_header_lines_are_limited() -> None:
     assert len(run.header) == (running.MAX_COMPLAINTS + 500) // 2 + 1
 
 
-def test_evaluations_beyond_a_bound_are_ignored() -> None:
+def test_evaluations_beyond_the_maximum_number_are_ignored() -> None:
     run = begun("open", eval_interval_samples=32)
     for index in range(1, running.MAX_EVALUATIONS + 3):
         evaluate(run, 32 * index, 0.1, BASE + 1000 * index)
