@@ -171,7 +171,7 @@ class Results:
         """Score after scaling. Scaling applies if the runs converge in fewer samples than the reference (TR 13)."""
         if self.score_seconds is None:
             return None
-        return self.score_seconds * (self.convergence.scaling if self.convergence else 1.0)
+        return self.score_seconds * (self.convergence.applied_scaling if self.convergence else 1.0)
 
     @property
     def notice(self) -> str:

@@ -115,8 +115,8 @@ def _score_statement(results: Results) -> Statement:
     kept = len(results.runs) - len(results.dropped)
     text = f"Mean of {counted(kept, 'run')} without the fastest and the slowest: "
     text += duration(results.score_seconds)
-    if results.convergence is not None and results.convergence.scaling > 1:
-        text += f", scaled by {results.convergence.scaling:.6f} to {duration(results.scaled_seconds)}"
+    if results.convergence is not None and results.convergence.applied_scaling > 1:
+        text += f", scaled by {results.convergence.applied_scaling:.6f} to {duration(results.scaled_seconds)}"
     text += "."
     invalid = next((run.number for run in results.submitted if run not in results.valid), None)
     if invalid is not None:
