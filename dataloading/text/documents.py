@@ -110,7 +110,7 @@ def check_texts(paths: Sequence[Path]) -> None:
 
 
 def read_lines(paths: Sequence[Path]) -> list[list[str]]:
-    """Return the stripped lines of each text. Raises ``ValueError`` that names all files that hold no text."""
+    """Return the stripped lines of each text. Raises ``ValueError`` that names all files that cannot be read as text."""
     texts, wrong = [], []
     for path in paths:
         try:

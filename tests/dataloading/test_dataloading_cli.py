@@ -186,10 +186,10 @@ FROM_TEXT = "from-text --text text.txt --out data "
         (f"{FROM_TEXT} --vocab-size 5", "--vocab-size is 5, which leaves no room"),
         (f"{FROM_TEXT} --vocab folder", "folder holds neither vocab.txt nor tokenizer.json"),
         (f"{FROM_TEXT} --vocab absent", "absent: No such file"),
-        ("extract --sentences plain --out data", "no input named"),
+        ("extract --sentences plain --out data", "no input is named"),
         ("extract text.txt --out data --evaluation-articles -1", "--evaluation-articles is -1; expected 0 or more"),
         ("extract text.txt --out data --part-bytes 0", "--part-bytes is 0; expected at least 1"),
-        ("dump --out data", "no shard named"),
+        ("dump --out data", "no shard is named"),
         *(
             (f"wikipedia --out data --part {part}", f"--part is '{part}'")
             for part in ("0/3", "4/3", "1/0", "+1/3", "1")

@@ -141,7 +141,7 @@ def test_the_vocabulary_is_checked(folder: Path) -> None:
     dataset = open_dataset(folder)
     dataset.info = replace(dataset.info, vocabulary_sha256=vocabulary.sha256)
     dataset.check_vocabulary(vocabulary)
-    made = rf"made with the vocabulary of md5 0{{32}} \(100 tokens\), given is {other.md5} \(36 tokens\); use that"
+    made = rf"made with the vocabulary of md5 0{{32}} \(100 tokens\), not with the given one of md5 {other.md5} \(36 "
     with pytest.raises(ValueError, match=made):
         dataset.check_vocabulary(other)
 

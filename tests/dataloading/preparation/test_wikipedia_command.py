@@ -149,7 +149,7 @@ def test_parts_make_the_same_and_the_last_one_makes_the_rest(
     out = tmp_path / "out"
     for part in ("3/3", "1/3"):
         said = run(*arguments(stand_in, out, "--part", part)).splitlines()
-        assert said[-1] == f"part {part} is done; the process that completes the last part makes the rest"
+        assert said[-1] == f"part {part} is done; the process that completes the last part makes the other results"
         assert progress(said) == "check 0 2; samples 100"
         assert {path.name for path in out.iterdir()} == {"vocab.txt", "preparation"}
     run(*arguments(stand_in, out, "--part", "2/3"), status=1)  # 1 because no checkpoint is given

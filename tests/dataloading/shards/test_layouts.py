@@ -166,7 +166,7 @@ def with_gap(mask: np.ndarray) -> np.ndarray:
     [
         ("fixed", rewrite("input_mask", with_gap), "input_mask has a gap: real entries after padding; copy"),
         ("fixed", rewrite("input_ids", lambda ids: ids - 200), "input_ids: -"),
-        ("fixed", rewrite("input_ids", lambda ids: ids[:, :5]), r"mask has shape \(57, 24\), input_ids \(57, 5\)"),
+        ("fixed", rewrite("input_ids", lambda ids: ids[:, :5]), r"has shape \(57, 24\), but input_ids has \(57, 5\)"),
         ("fixed", rewrite("segment_ids", lambda ids: ids.astype("f4")), "segment_ids holds float32, expected integers"),
         ("fixed", lambda file: file.__delitem__("segment_ids"), "segment_ids is missing"),
         ("varlength", set_row("input_ids", [5]), "lengths of the rows of segment_ids disagree with the other"),
@@ -203,7 +203,7 @@ def test_samples_that_do_not_fit_are_not_written(tmp_path: Path) -> None:
     wide = replace(INFO, vocab_size=50000)
     for name, value, info, message in (
         ("masked_lm_positions", 0, INFO, "position 0 is masked, but 0 marks padding"),
-        ("input_ids", 32768, wide, "input_ids is up to 32,768; the packed layout holds up to 32,767"),
+        ("input_ids", 32768, wide, "input_ids is up to 32,768; the packed layout holds up to 32,767: use"),
         ("input_ids", 100, INFO, "input_ids: 0 to 100, expected 0 to 99"),
     ):
         with pytest.raises(ValueError, match=f"{tmp_path / 'file'}: {message}"):

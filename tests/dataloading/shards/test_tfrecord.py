@@ -187,14 +187,14 @@ MALFORMED = (
         *((framed(content), r"record 0 at byte 0: .*not a valid tf\.train\.Example") for content in MALFORMED),
         (GOOD + framed(b""), "record 1 .*input_ids is missing"),
         (framed(b"") + GOOD, "file: not an HDF5 or TFRecord file"),
-        (GOOD + record_of_length((1 << 64) - 16, bytes(100)), r"record 1 .* bytes long, and the file ends 112 bytes"),
+        (GOOD + record_of_length((1 << 64) - 16, bytes(100)), r"record 1 .* bytes long, but the file ends 112 bytes"),
         (GOOD + framed(bytes((1 << 20) + 1)), r"record 1 .*1,048,577 bytes long"),
         (gzip.compress(FIXTURE.read_bytes(), mtime=0), "file: compressed with gzip"),
         (b"", "file: .*empty"),
         (FIXTURE.read_bytes()[:11], "file: not an HDF5 or TFRecord file"),
         (
             FIXTURE.read_bytes()[:12],
-            "record 0 at byte 0: .* bytes long, and the file ends 12 bytes after its beginning",
+            "record 0 at byte 0: .* bytes long, but the file ends 12 bytes after the beginning",
         ),
     ],
 )

@@ -87,7 +87,7 @@ def test_inputs_are_found_in_the_references_order(tmp_path: Path) -> None:
         find_inputs([tmp_path, tmp_path / "AB" / "wiki_00"])
     with pytest.raises(ValueError, match=r"missing: no wiki_\?\?"):
         find_inputs([tmp_path / "missing"])
-    with pytest.raises(ValueError, match="no input named"):
+    with pytest.raises(ValueError, match="no input is named"):
         find_inputs([])
 
 
