@@ -35,7 +35,7 @@ def make(folder: Path, lengths: list[int], repeat: tuple[int, ...] = ()) -> Data
     return open_dataset(folder)
 
 
-def test_the_content_digest_is_that_of_the_published_script(tmp_path: Path) -> None:
+def test_content_md5_equals_the_published_scripts_digest(tmp_path: Path) -> None:
     """As the script does, write each row as a Python list and hash it with MD5. Then hash the list of these hashes."""
     samples = synthetic_samples(np.array([5, 30, 3, 100]), 30522)
     write_like_others(tmp_path / "file", "varlength", samples, INFO)
@@ -77,7 +77,7 @@ def test_the_benchmarks_settings_vocabulary_and_sizes_are_recognised(
     assert found(10_000) == f"samples: the benchmark's evaluation set, 10,000 samples, content md5 {md5}"
 
 
-def test_repeated_samples_and_the_digest_in_any_order(tmp_path: Path) -> None:
+def test_verify_finds_repeated_samples_and_ignores_their_order_in_the_digest(tmp_path: Path) -> None:
     one = make(tmp_path / "none", [5, 70, 30])
     found = known.verify(one)
     samples = one.take(np.arange(3))
