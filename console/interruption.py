@@ -12,7 +12,7 @@ def show_in_one_line() -> None:
 
     Python itself then ends the process by the signal, as shells expect.
     """
-    if sys.argv[:1] == ["-m"]:  # true until `python -m PACKAGE` has found its file
+    if sys.argv[:1] == ["-m"]:  # only while `python -m PACKAGE` looks for its file
         sys.excepthook = in_one_line
 
 

@@ -77,7 +77,7 @@ def _prepare(
     if found.normalization != options.normalization:
         # A warning before hours of work, and not an error: the reference also lower-cases text for cased vocabularies.
         complain(
-            f"{vocab} is for text with {found}, but the text gets {options.normalization}; see --do-lower-case, "
+            f"{vocab} is for text with {found}, but these options give {options.normalization}; check --do-lower-case, "
             "--strip-accents and --tokenize-chinese-chars",
             "warning",
         )

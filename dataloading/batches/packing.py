@@ -251,7 +251,7 @@ def _solve(columns: NDArray[np.int64], counts: NDArray[np.int64]) -> tuple[NDArr
     column, position = np.nonzero(columns)
     rows = row_of[columns[column, position]]
     cover = sparse.csc_array((np.ones(len(rows)), (rows, column)), shape=(len(lengths), len(columns)))
-    scale = counts.sum() / 1e5  # keeps the counts large against the solver's absolute tolerances
+    scale = counts.sum() / 1e5  # scaled counts sum to 1e5, which suits the solver's absolute tolerances
     solved = optimize.linprog(np.ones(len(columns)), A_ub=-cover, b_ub=-counts[lengths] / scale, method="highs-ds")
     if solved.status:
         raise RuntimeError(f"the linear program of the packing was not solved: {solved.message}")

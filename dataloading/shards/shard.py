@@ -226,7 +226,7 @@ def check_offsets(samples: Samples, path: Path) -> None:
     """Raise ``ValueError`` unless the arrays are consistent: lengths agree, and offsets rise from 0 to the end."""
     count, token_count, masked_count = len(samples), len(samples.input_ids), len(samples.masked_lm_ids)
     if len(samples.segment_ids) != token_count or len(samples.masked_lm_positions) != masked_count:
-        raise ValueError(f"{path}: arrays of one kind differ in length; {REMEDY}")
+        raise ValueError(f"{path}: arrays of tokens or of masked tokens differ in length; {REMEDY}")
     for name, offsets, end in (
         ("sequence_offsets", samples.sequence_offsets, token_count),
         ("masked_lm_offsets", samples.masked_lm_offsets, masked_count),

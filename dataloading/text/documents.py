@@ -89,7 +89,7 @@ def stripped_lines(text: str) -> list[str]:
     ``BufferedInputStream::ReadLine``.
     """
     lines = text.replace("\r", "").split("\n")
-    if not lines[-1]:  # the text after the last line feed
+    if not lines[-1]:  # drop the empty text after the last line feed
         lines.pop()
     return [line.strip() for line in lines]
 

@@ -68,8 +68,8 @@ def sentence_splitter(sentences: Sentences) -> Callable[[str], list[str]]:
 def _split_plainly(line: str) -> list[str]:
     """Split at sentence ends, by Unicode's rules (UAX #29) as far as they need no knowledge of the language.
 
-    After ``.``, ``!`` and ``?``, closing marks, a space and a letter that is not lower case, a digit or an opening mark
-    must follow. Other scripts' sentence ends need no space.
+    ``.``, ``!`` and ``?``, also before closing marks, end a sentence if a space follows, and then a digit, an opening mark
+    or a letter that is not lower case. Other scripts' sentence ends need no space.
     """
     text = line.strip()
     starts = [0, *(end.end() for end in _SENTENCE_END.finditer(text)), len(text)]

@@ -277,7 +277,7 @@ def segment(text: str, split: Callable[[str], list[str]]) -> str:
     """Put one sentence on a line, keep empty lines, and add an empty line at the end. (do_sentence_segmentation.py.)"""
     lines = []
     for line in _lines(text):
-        if len(line) == 1:  # only the line feed
+        if len(line) == 1:  # an empty line with its line feed
             lines.append("\n")
         lines += [sentence.strip() + "\n" for sentence in split(line)]
     lines.append("\n")

@@ -1,4 +1,4 @@
-"""Learned vocabularies: they know the characters of the text, and are the same in every process."""
+"""Learned vocabularies: they contain the characters of the text, and are equal in every process."""
 
 from itertools import product
 from pathlib import Path

@@ -127,7 +127,7 @@ def test_lines_are_split_into_sentences_and_a_file_can_be_one_document(tmp_path:
 
 
 @pytest.mark.parametrize(("documents", "least"), [(30, 1000), (1200, 9850)])
-def test_held_out_text_is_evaluated_on_enough_masked_tokens(
+def test_the_evaluation_set_has_at_most_ten_thousand_masked_tokens(
     documents: int, least: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(own_text, "_SHARD_CHARACTERS", 50_000)

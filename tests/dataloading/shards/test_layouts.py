@@ -60,7 +60,7 @@ def test_files_of_other_programs_are_read(
 ) -> None:
     monkeypatch.setattr(hdf5_layouts, "_ROWS_AT_A_TIME", 20)
     samples, path = make_samples(), tmp_path / "part_00000_of_00001.hdf"
-    chunks = {"chunks": (10, 6) if layout == "fixed" else (4,)} if storage else {}  # not divisors of the rows
+    chunks = {"chunks": (10, 6) if layout == "fixed" else (4,)} if storage else {}  # some chunks are partly filled
     write_like_others(path, layout, samples, INFO, PACKS, integers, **storage, **chunks)
     shard = open_shard(path)
     assert shard.layout == layout
@@ -72,7 +72,7 @@ def test_files_of_other_programs_are_read(
     found = samples.digest()[:16]
     with pytest.raises(ValueError, match=rf"{path}: content has digest {found}\.\.\., expected 0{{16}}\.\.\.; copy"):
         shard.verify("0" * 64)
-    if integers == "i2":  # four columns of 16-byte references
+    if integers == "i2":  # unpacked: four columns of 16-byte references
         of_rows = 4 * 16 * (len(PACKS) - 1 if layout == "packed" else COUNT) if storage else 0
         assert shard.held_bytes == (samples.nbytes if layout == "fixed" else of_rows)
     shard.forget()

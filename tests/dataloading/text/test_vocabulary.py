@@ -90,7 +90,7 @@ def test_an_embedding_table_may_have_padding_rows(tmp_path: Path) -> None:
             vocabulary = Vocabulary(tuple(map(str, range(count))))
             if fits:
                 vocabulary.require_table(rows, tmp_path)
-                Vocabulary((*vocabulary.tokens, "", "")).require_table(rows, tmp_path)  # blank lines at the end
+                Vocabulary((*vocabulary.tokens, "", "")).require_table(rows, tmp_path)  # trailing blank lines do not count
             else:
                 with pytest.raises(ValueError, match=f"has {count:,} tokens, but .* has {rows:,} rows"):
                     vocabulary.require_table(rows, tmp_path)
