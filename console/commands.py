@@ -35,7 +35,7 @@ class Commands:
         answer_version(given)
         # `Path("")` is the current folder, so an empty argument could make a command work there.
         if "" in given:
-            raise ValueError(f"{given[0]}: an empty argument: is a variable of the script unset?")
+            raise ValueError(f"{given[0]}: an argument is empty; is a variable in the calling script unset?")
         # tyro calls a function while it parses. A bound function only stores its arguments, so that the command runs later,
         # and its own errors are not reported as errors in the options.
         commands = {name: bound(function) for name, function in self._functions.items()}
@@ -82,7 +82,7 @@ def _status_of(run: Callable[[], Any]) -> int:
     accept_any_text()
     try:
         return run() or 0
-    # Before its base class OSError: it is not an error if the reader of the output has ended.
+    # Catch this before its base class OSError, because it is not an error if the reader of the output has ended.
     except BrokenPipeError:
         return abandon_stdout()
     except (ValueError, OSError) as error:

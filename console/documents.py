@@ -54,7 +54,7 @@ class FileKind(Generic[Content]):
     def write(self, content: Content, path: Path) -> None:
         """Write the whole file or nothing. Raises ``OSError`` if it cannot be written, ``ValueError`` for NaN."""
         body = msgspec.json.encode(content)
-        msgspec.json.decode(body, type=self.kind)  # NaN is not JSON: it becomes null, which is refused here
+        msgspec.json.decode(body, type=self.kind)  # refuses null, which msgspec writes for NaN
         document = _Document(self.format, self.version, hashlib.sha256(body).hexdigest(), msgspec.Raw(body))
         write_atomically(path, msgspec.json.format(msgspec.json.encode(document), indent=1) + b"\n")
 

@@ -9,11 +9,11 @@ def require_extra(extra: str, *modules: str) -> None:
 
     Only programs started by ``python -m`` are checked: another program that imports the package may need less of it.
     """
-    if sys.argv[:1] != ["-m"]:  # sys.argv[0] is "-m" while Python looks for the module
+    if sys.argv[:1] != ["-m"]:  # "-m" only while `python -m` looks for its module
         return
     missing = next((module for module in modules if find_spec(module) is None), None)
     if missing is not None:
-        from console.program import complain  # imported only here, because the import takes time
+        from console.program import complain  # imported only when needed, because it takes time
 
         complain(needed(missing, extra))
         raise SystemExit(2)
@@ -21,7 +21,7 @@ def require_extra(extra: str, *modules: str) -> None:
 
 def needed(module: str, extra: str = "train") -> str:
     """Return a message that a module is missing, with the command that installs it."""
-    if module in ("bert", "dataloading", "kernels"):  # not in the wheel
+    if module in ("bert", "dataloading", "kernels"):  # the wheel lacks these packages
         return f"{module} is not installed by pip: run this command in the root of a clone"
     # Install by path, because no package index has this project, and a stranger could register its name there.
     return f"{module} is not installed: pip install '.[{extra}]' in the repository's root"

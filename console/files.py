@@ -45,7 +45,7 @@ def atomic_path(path: Path) -> Iterator[Path]:
         # Without syncing the folder, a loss of power may undo the renaming.
         sync(path.absolute().parent)
     except OSError as error:
-        # A failing write does not name its file, and the temporary name means nothing to the user.
+        # Name `path`: a failing write names no file, and the temporary name means nothing to the user.
         named = str(error.filename or temporary)
         raise OSError(
             error.errno, error.strerror or str(error), str(path) if named.startswith(str(temporary)) else named
@@ -111,7 +111,7 @@ def read_bounded(path: Path, limit: int, remedy: str) -> bytes:
             size = os.fstat(file.fileno()).st_size
             if size > limit:
                 raise ValueError(f"{path}: {size:,} bytes, expected at most {limit:,}; {remedy}")
-            # Pass the size, because the file may grow meanwhile.
+            # Read no more than the checked size, because the file may be growing.
             return file.read(size)
     except OSError as error:
         raise ValueError(f"{path}: {error.strerror}; {remedy}") from None
@@ -126,7 +126,7 @@ def read_json(path: Path, limit: int, remedy: str) -> Any:
     content = read_bounded(path, limit, remedy)
     try:
         return json.loads(content)
-    except (ValueError, RecursionError) as error:  # RecursionError: nested without end
+    except (ValueError, RecursionError) as error:  # RecursionError: nested too deeply
         raise ValueError(f"{path}: damaged or of another kind ({shown(error)}); {remedy}") from None
 
 
@@ -141,7 +141,7 @@ def is_private(folder: Path) -> bool:
         if not (is_ours or state.st_uid == 0) or (by_others and (place == folder.resolve() or not mode & stat.S_ISVTX)):
             return False
         if is_ours and not mode & (stat.S_IRWXG | stat.S_IRWXO):
-            return True  # no other user can enter this folder
+            return True  # no other user can reach anything in this folder
     return True
 
 
@@ -183,7 +183,7 @@ def lock_file(path: Path, *, shared: bool = False, patience_s: float = 0.0) -> i
             if time.monotonic() > deadline:
                 raise BusyError(visible(os.pread(descriptor, _NOTE_BYTES, 0).decode(errors="replace")))
             time.sleep(_POLL_S)
-        with suppress(OSError):  # the lock also holds without the note, on a full disk
+        with suppress(OSError):  # on a full disk, the lock holds without the note
             # Write in place, because a new file of this name would be another file to lock.
             os.ftruncate(descriptor, 0)
             os.pwrite(descriptor, f"process {os.getpid()} on host {socket.gethostname()}".encode(), 0)

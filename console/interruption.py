@@ -12,7 +12,7 @@ def show_in_one_line() -> None:
 
     Python itself then ends the process by the signal, as shells expect.
     """
-    if sys.argv[:1] == ["-m"]:  # Python has not yet found the file of `python -m PACKAGE`
+    if sys.argv[:1] == ["-m"]:  # only while `python -m PACKAGE` looks for its file
         sys.excepthook = in_one_line
 
 
@@ -26,7 +26,7 @@ def in_one_line(kind: type[BaseException], error: BaseException, trace: Tracebac
 
 def abandon_stdout() -> int:
     """Discard further output after its reader, such as ``head``, has ended. Return the program's exit status."""
-    # Python flushes standard output when it ends, and would complain about the missing reader once more.
+    # Without this, Python would flush standard output when it ends, and complain about the missing reader again.
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 1
 
@@ -37,7 +37,7 @@ def end_in_order() -> None:
     The exit status is 128 + n after signal n, as in shells.
     """
     for number in (signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(number) is not signal.SIG_IGN:  # nohup ignores SIGHUP
+        if signal.getsignal(number) is not signal.SIG_IGN:  # keep ignoring SIGHUP under nohup
             signal.signal(number, _end)
 
 
@@ -51,5 +51,5 @@ def ignore_signals() -> None:
 
 
 def _end(number: int, _frame: FrameType | None) -> NoReturn:
-    signal.signal(number, signal.SIG_IGN)  # a second signal must not interrupt the cleaning up
+    signal.signal(number, signal.SIG_IGN)  # a second signal must not interrupt the cleanup
     raise SystemExit(128 + number)

@@ -69,7 +69,7 @@ def run(
     except subprocess.TimeoutExpired:
         _kill_session(process)
         return Output(trouble=f"{name} gave no answer within {timeout_s:g} s")
-    except BaseException:  # Ctrl-C does not reach another session
+    except BaseException:  # kill the program, because Ctrl-C does not reach its session
         _kill_session(process)
         raise
     return Output(text, errors, f"{name} failed with status {process.returncode}" if process.returncode else "")

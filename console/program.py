@@ -36,7 +36,7 @@ def say_document(text: str) -> None:
 
 def say_json(document: object) -> None:
     """Print a document as JSON. Text that a build server would take for a command is escaped."""
-    print(json_document(document).replace("##", "#\\u0023"), flush=True)  # Azure's commands begin with ##
+    print(json_document(document).replace("##", "#\\u0023"), flush=True)  # "##" begins a command of Azure
 
 
 def say_annotation(level: str, message: object, properties: Mapping[str, object]) -> None:
@@ -66,7 +66,7 @@ def accept_any_text() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
-    # Programs here configure no logging, so this handler prints.
+    # Programs here configure no logging, so Python's handler of last resort prints log messages.
     if logging.lastResort is not None:
         logging.lastResort.setFormatter(_Visible())
     warnings.showwarning = _show_warning
@@ -95,7 +95,7 @@ class _Expendable(io.FileIO):
         self._note: Callable[[str], None] | None = note
 
     def write(self, data: Any, /) -> int:
-        written: int | None = None  # stays None if a non-blocking terminal has no room
+        written: int | None = None  # None if the write fails or a non-blocking terminal is full
         try:
             written = super().write(data)
         except OSError as error:
@@ -150,7 +150,7 @@ def unknown_option(function: Callable[..., Any], words: Sequence[str]) -> str:
     known = re.findall(r"--\w[\w-]*", shown.getvalue())
     for word in itertools.takewhile(lambda word: word != "--", words):
         option = word.partition("=")[0].replace("_", "-")
-        if option.startswith("--") and option not in known:  # values may begin with one dash
+        if option.startswith("--") and option not in known:  # a word with one dash may be a value
             return f"no option {option}{did_you_mean(option, known)}"
     return ""
 
@@ -162,11 +162,11 @@ def parsed(parse: Callable[[], Result]) -> Result:
     """
     complaint = io.StringIO()
     try:
-        # tyro prints a frame of several lines and ends the program.
+        # Capture the frame of several lines that tyro prints before it ends the program.
         with contextlib.redirect_stderr(complaint):
             return parse()
     except SystemExit as stop:
-        if stop.code != 2:  # the answer to --help, or a signal
+        if stop.code != 2:  # --help was answered, or a signal arrived
             sys.stdout.flush()  # if the reader has ended, this raises BrokenPipeError where the caller catches it
             raise
         raise ValueError(visible(_unframed(complaint.getvalue()), _MOST_SAID)) from None

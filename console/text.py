@@ -28,10 +28,10 @@ def visible(text: object, limit: int | None = None) -> str:
     """
     shown = str(text)
     if limit is not None:
-        shown = shown[: limit + 1]  # escapes only make a text longer
+        shown = shown[: limit + 1]  # escaping never shortens a text, so this is enough
     if not shown.isprintable():
         shown = "".join(letter if letter.isprintable() else _escape(letter) for letter in shown)
-    # Most text is ASCII, which has no invisible letters.
+    # ASCII has no invisible letters, and most text is ASCII, so skip the slow search.
     if not shown.isascii():
         shown = _INVISIBLE.sub(lambda match: _escape(match[0]), shown)
     shown = _COMMAND.sub(lambda match: f"{match[1] or ''}\\x{ord(match[0][-1]):02x}", shown)
@@ -59,7 +59,7 @@ def json_document(document: object) -> str:
     Half of a surrogate pair, which no parser accepts, becomes a visible escape.
     """
     text = json.dumps(document, indent=2, ensure_ascii=False, allow_nan=False)
-    return re.sub(r"[^\n\x20-\x7e]", _in_json, text)  # outside of strings JSON has only ASCII
+    return re.sub(r"[^\n\x20-\x7e]", _in_json, text)  # JSON has these characters only in strings
 
 
 def _escape(letter: str) -> str:
@@ -107,7 +107,7 @@ def duration(seconds: float | None) -> str:
         return "-"
     if seconds >= 120:
         return f"{seconds / 60:.2f} min"
-    rounded = float(f"{seconds:.3g}")  # first, because 0.9996 s are 1.0 s and not 1000 ms
+    rounded = float(f"{seconds:.3g}")  # before the unit is chosen: 0.9996 s is 1.0 s, not 1000 ms
     if rounded >= 1 or rounded <= 0:
         return f"{seconds:.1f} s"
     unit, size = next((each for each in (("ms", 1e-3), ("us", 1e-6)) if rounded >= each[1]), ("ns", 1e-9))

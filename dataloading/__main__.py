@@ -77,7 +77,7 @@ def _prepare(
     if found.normalization != options.normalization:
         # A warning before hours of work, and not an error: the reference also lower-cases text for cased vocabularies.
         complain(
-            f"{vocab} is for text with {found}, but the text gets {options.normalization}; see --do-lower-case, "
+            f"{vocab} is for text with {found}, but these options give {options.normalization}; check --do-lower-case, "
             "--strip-accents and --tokenize-chinese-chars",
             "warning",
         )
@@ -282,7 +282,7 @@ def dump(shards: tyro.conf.Positional[tuple[Path, ...]], out: Path) -> None:
     from dataloading.shards.samples import concatenate
 
     if not shards:
-        raise ValueError("no shard named; expected one or more files or folders")
+        raise ValueError("no shard is named; name one or more shard files or folders")
     paths = [path for named in shards for path in (shards_of(named) if named.is_dir() else [named])]
     samples = concatenate([open_shard(path).verify() for path in paths])
     # Pass an open file, because NumPy would append .npz to a name.

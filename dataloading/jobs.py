@@ -25,7 +25,8 @@ Result = TypeVar("Result")
 _MAX_DESCRIPTION_BYTES = 64 << 20
 
 _PRIOR = 0.1
-"""This share of the expected time counts as measured from the start, so that the first estimates fluctuate less."""
+"""Share of the expected total that is added to both the measured and the expected time, so that early estimates fluctuate
+less."""
 
 
 @dataclass(frozen=True)
@@ -173,7 +174,7 @@ def _run_task(make: Callable[[Task], Result], task: Task) -> Result:
 
 def _begin_fork() -> None:
     """Start a thread that ends this process when its parent is killed. Otherwise, this process would wait forever."""
-    # Leave the parent's garbage alone: a finalizer may wait for threads that a fork lacks, as DALI's does.
+    # Do not collect the parent's garbage: a finalizer may wait for threads that a fork lacks, as DALI's does.
     gc.freeze()
     parent = multiprocessing.parent_process()
     assert parent is not None
@@ -187,7 +188,7 @@ def _begin_fork() -> None:
 
 def _check_same(path: Path, description: Mapping[str, object]) -> None:
     found = read_json(path, _MAX_DESCRIPTION_BYTES, "delete the folder and begin again")
-    expected = json.loads(json.dumps(description))  # JSON turns tuples into lists
+    expected = json.loads(json.dumps(description))  # tuples become lists, as in the file
     if names := sorted(name for name in found.keys() | expected.keys() if found.get(name) != expected.get(name)):
         raise ValueError(
             f"{path.parent}: begun with other settings ({', '.join(names)}); give the same settings, or name another --out"

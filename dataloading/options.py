@@ -85,9 +85,9 @@ class NormalizationOptions:
     """Lower-case the text. None: as tokenizer.json or tokenizer_config.json beside the vocabulary state, or else guessed
     from the vocabulary."""
     strip_accents: bool | None = None
-    """Strip accents. None: as these files state, or else if the text is lower-cased."""
+    """Strip accents. None: as the tokenizer's files state, or else if the text is lower-cased."""
     tokenize_chinese_chars: bool | None = None
-    """Treat each Chinese character as a word. None: as these files state, or else guessed from the vocabulary."""
+    """Treat each Chinese character as a word. None: as the tokenizer's files state, or else guessed from the vocabulary."""
 
 
 AS_STATED = NormalizationOptions()
@@ -113,7 +113,7 @@ class PretrainingOptions:
     do_lower_case: bool = True
     """Lower-case the text, for an uncased vocabulary."""
     strip_accents: bool | None = None
-    """Strip accents. None: if the text is lower-cased, as in the reference."""
+    """Strip accents. None: only if the text is lower-cased, as in the reference."""
     tokenize_chinese_chars: bool = True
     """Treat each Chinese character as a word, as in the reference."""
 
@@ -154,7 +154,7 @@ class OwnText:
     """End of a document: an empty line, or the end of the file (for text with empty lines between paragraphs)."""
     evaluation_share: float = 0.05
     """Share of the documents to hold out for evaluation, at least five documents. The evaluation set has about 10,000
-    masked tokens if they have as many."""
+    masked tokens if the documents are long enough."""
     max_seq_length: int = 128
     """Most tokens in a sample, [CLS] and both [SEP] included."""
     dupe_factor: int = 10

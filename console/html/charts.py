@@ -32,7 +32,7 @@ Points = Sequence[tuple[float, float]]
 
 @dataclass(frozen=True)
 class Line:
-    """A line of a chart: points with increasing x, and classes of the style sheet as its kind and as its colour.
+    """A line of a chart: points with increasing x, and style sheet classes for its kind and its colour.
 
     The key below the chart names each line that has a colour, unless this colour is "other".
     """
@@ -103,7 +103,7 @@ def line_chart(lines: Sequence[Line], axes: Axes, *, dots: bool = False) -> "Mar
 def run_chart(bars: Sequence[Bar], axes: Axes, *, columns: bool) -> "Markup":
     """Draw a mark for each run, side by side: columns from zero, or dots near their own range."""
     values = [bar.value for bar in bars]
-    # The margin keeps rounding differences between equal dots from filling the whole chart.
+    # The margin widens the axis, so that rounding differences between equal dots do not fill the whole chart.
     levels = [*values, 0.0] if columns else [*values, min(values) * 0.995, max(values) * 1.005]
     frame = _Frame(axes, levels)
     width = SIDE / len(bars)

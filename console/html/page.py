@@ -44,7 +44,7 @@ def _environment(folder: Path) -> "Environment":
         loader=FileSystemLoader([folder, TEMPLATES]),
         autoescape=True,
         undefined=StrictUndefined,
-        # Escaping for HTML comes later and would leave control characters and direction marks as they are.
+        # Escape control characters and direction marks here, because the later escaping for HTML leaves them unchanged.
         finalize=lambda value: value if hasattr(value, "__html__") else visible(value, MAX_SENTENCE),
         trim_blocks=True,
         lstrip_blocks=True,

@@ -175,7 +175,7 @@ def inert_batch(shape_bucket: ShapeBucket) -> Batch:
 
 
 def max_seqlen(samples: Samples, shape_bucket: ShapeBucket | None) -> int:
-    """Return the shape bucket's ``max_seqlen``, which a captured graph fixes. Without one, return the longest length."""
+    """Return the shape bucket's ``max_seqlen``, which a captured graph fixes, or without a bucket the longest length."""
     return int(samples.lengths.max()) if shape_bucket is None else shape_bucket.max_seqlen
 
 

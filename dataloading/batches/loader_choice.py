@@ -20,7 +20,7 @@ from dataloading.batches.sampler import MicroBatch, ShapeBucket
 from dataloading.shards.samples import Samples, synthetic_samples
 
 MakeLoader = Callable[[SampleSource, RankBatches, torch.device, Sequence[ShapeBucket]], Loader]
-"""Class of a loader. The int argument is the number of steps to read ahead."""
+"""Class of a loader."""
 
 _TURNS, _STEPS = 3, 8
 _CLEARLY = 0.97
@@ -101,13 +101,13 @@ def fastest_turns(loaders: Sequence[Loader], device: torch.device) -> list[float
         # Loaders take turns, so that a temporary slowdown of the machine affects all of them.
         for _ in range(_TURNS):
             for place, loader in enumerate(loaders):
-                for _ in range(PREFETCHED_STEPS + 4):  # these steps may have been loaded during another loader's turn
+                for _ in range(PREFETCHED_STEPS + 4):  # not timed, because they may be loaded already
                     next(loader)
                 begin = time.perf_counter()
                 for _ in range(_STEPS):
                     next(loader)
                 if device.type == "cuda":
-                    torch.cuda.synchronize(device)  # next() only starts the copies to the GPU
+                    torch.cuda.synchronize(device)  # next() does not wait for the copies
                 best[place] = min(best[place], (time.perf_counter() - begin) / _STEPS)
     finally:
         for loader in loaders:

@@ -105,7 +105,7 @@ def pack_samples(
     bytes of memory per sample. Raises the same ``ValueError`` as ``pack_histogram``.
     """
     strategy = pack_histogram(np.bincount(lengths, minlength=1), capacity, max_sequences)
-    lengths = lengths.astype(np.min_scalar_type(capacity), copy=False)  # NumPy uses radix sort for up to 16 bits
+    lengths = lengths.astype(np.min_scalar_type(capacity), copy=False)  # NumPy sorts 16-bit integers by fast radix sort
     rng = np.random.default_rng(seed)
     packs = rng.permutation(np.repeat(np.arange(len(strategy.counts), dtype=np.int32), strategy.counts))
     sizes = np.array([len(lengths) for lengths in strategy.combinations], np.int64)
@@ -203,7 +203,7 @@ def _linear_program(
             found, value = _best_combinations(searched, lengths, limit)
             if searched @ counts / value > bound:
                 best_prices, bound = searched / value, searched @ counts / value
-            fresh = found[prices[found].sum(1) > 1 + 1e-7]  # other combinations cannot improve the program
+            fresh = found[prices[found].sum(1) > 1 + 1e-7]  # combinations worth one pack or less cannot help
             if len(fresh):
                 break
         if not len(fresh):
@@ -241,7 +241,7 @@ def _best_combinations(
 def _solve(columns: NDArray[np.int64], counts: NDArray[np.int64]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """Solve the linear program over ``columns`` [C, K]. Return the number of packs of each column [C] and the prices [L].
 
-    Every sequence must have a slot. Slots may be left over, so that prices are not negative.
+    Every sequence must have a slot. Slots may be left over, which keeps prices non-negative.
     """
     from scipy import optimize, sparse  # importing SciPy takes longer than most packings
 
@@ -251,7 +251,7 @@ def _solve(columns: NDArray[np.int64], counts: NDArray[np.int64]) -> tuple[NDArr
     column, position = np.nonzero(columns)
     rows = row_of[columns[column, position]]
     cover = sparse.csc_array((np.ones(len(rows)), (rows, column)), shape=(len(lengths), len(columns)))
-    scale = counts.sum() / 1e5  # scales the problem to the range of the solver's absolute tolerances
+    scale = counts.sum() / 1e5  # scaled counts sum to 1e5, which suits the solver's absolute tolerances
     solved = optimize.linprog(np.ones(len(columns)), A_ub=-cover, b_ub=-counts[lengths] / scale, method="highs-ds")
     if solved.status:
         raise RuntimeError(f"the linear program of the packing was not solved: {solved.message}")
@@ -278,7 +278,7 @@ def _rounded(chosen: Mapping[Combination, float], counts: NDArray[np.int64], lim
         packs = int(amount)
         while packs and combination:
             packs -= take(combination, packs)
-            # If the program has more slots of a length than there are sequences, the last slots stay empty.
+            # If the solution has more slots for a length than sequences are left, the surplus slots stay empty.
             combination = tuple((Counter(combination) & left).elements())
     # Ties are broken by content, so that equal arguments give equal packings.
     for combination in sorted(chosen, key=lambda each: (int(chosen[each]) - chosen[each], each)):

@@ -30,7 +30,7 @@ _FEW = 16
 so `deal` uses smaller rounds and then `_match`. With more sequences, the costs differ by at most 0.1 %."""
 
 _MATCHINGS = 2
-"""Number of calls of `_match`. Each call brings the highest cost closer to the mean. It takes half as long as dealing."""
+"""Number of calls of `_match`. Each call brings the highest cost closer to the mean, and takes half as long as dealing."""
 
 TOKENS_MULTIPLE = 64
 """The number of token slots is a multiple of a kernel's tile size. (FP8 products need only a multiple of 16.)"""
@@ -46,7 +46,8 @@ class MicroBatch:
     indices: NDArray[np.int64]
     """[S] sample numbers, longest sample first."""
     global_sequences: int
-    """Number of sequences in the global batch, or in a site's part of it. The next-sentence loss is divided by it."""
+    """Number of sequences in the global batch, or in the micro-batches of the ranks ``together`` (see `rank_batches`). The
+    next-sentence loss is divided by it."""
     global_masked: int
     """Number of masked tokens in the same sequences. The masked-LM loss is divided by it."""
     largest_tokens: int = 0
@@ -98,8 +99,8 @@ class BatchSampler:
     def rank_batches(self, step: int, rank: int, together: Sequence[int] | None = None) -> list[MicroBatch]:
         """Return the micro-batches of ``rank`` in step ``step``, whose costs are as equal as possible.
 
-        No micro-batch is empty. If the global batch can be divided evenly, all have the same number of sequences. The losses
-        of the ranks ``together``, by default of all, are divided by the counts of their sequences.
+        No micro-batch is empty. If the global batch can be divided evenly, all have the same number of sequences. The
+        losses are divided by the counts over the ranks ``together``, by default all ranks.
         """
         batch = self.global_batch(step)
         micro_batches = deal(self.lengths[batch], self.micro_batches)
@@ -126,7 +127,7 @@ def require_sequences(global_batch_size: int, world_size: int, gradient_accumula
     if global_batch_size < world_size * gradient_accumulation_steps:
         raise ValueError(
             f"training.global_batch_size {global_batch_size} leaves some of {world_size} ranks x "
-            f"{gradient_accumulation_steps} accumulation steps without a sequence: take fewer of either"
+            f"{gradient_accumulation_steps} accumulation steps without a sequence: use fewer ranks or steps"
         )
 
 
@@ -155,8 +156,9 @@ def deal(lengths: NDArray[np.integer], micro_batches: int) -> NDArray[np.int64]:
     if empty:
         dealt = deal(np.append(lengths, np.zeros(empty, lengths.dtype)), micro_batches)
         return np.where(dealt < len(lengths), dealt, -1)
-    # Subtract instead of negating, to stay in uint16. The stable sort keeps samples of equal length in batch order.
-    longest_first = np.argsort(0xFFFF - lengths.astype(np.uint16), kind="stable")  # NumPy uses radix sort for 16 bits
+    # Subtract instead of negating, to stay in uint16, for which NumPy uses radix sort. The stable sort keeps samples of
+    # equal length in batch order.
+    longest_first = np.argsort(0xFFFF - lengths.astype(np.uint16), kind="stable")
     cost_N = cost(lengths)
     sequences = len(lengths) // micro_batches
     at_once = max(1, micro_batches // 2) if sequences <= _FEW else micro_batches
@@ -247,7 +249,7 @@ def choose_shape_buckets(
     top = min(largest + int((largest - mean) / 4), sequences * max_seqlen)
     needed_N = _rounded_up(tokens_N.astype(np.int64) + 1, TOKENS_MULTIPLE)
     sizes_U, counts_U = np.unique(np.append(needed_N, _rounded_up(top + 1, TOKENS_MULTIPLE)), return_counts=True)
-    counts_U[-1] -= 1  # the top size was not drawn
+    counts_U[-1] -= 1  # do not count the size that was appended
     ratio = float((masked_N / tokens_N).max())
     return [
         # Subtract 1, because these sizes already include the unused row that around() adds.
@@ -267,7 +269,7 @@ def draw_sizes(
     generator = np.random.default_rng(0)
     drawn = []
     for _ in range(max(_GLOBAL_BATCHES, -(-_MICRO_BATCHES // micro_batches))):
-        batch = generator.integers(0, len(lengths), global_batch_size)  # only lengths matter
+        batch = generator.integers(0, len(lengths), global_batch_size)  # with repeats, because only lengths matter
         dealt = deal(lengths[batch], micro_batches)
         drawn.append([sums_of(sizes[batch], dealt) for sizes in (lengths, masked_counts)])
     tokens_N, masked_N = np.concatenate(drawn, axis=1)

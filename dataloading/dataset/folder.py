@@ -132,8 +132,8 @@ class Dataset:
         if vocabulary.sha256 != self.info.vocabulary_sha256:
             raise ValueError(
                 f"{self.folder}: made with the vocabulary of md5 {self.info.vocabulary_md5} "
-                f"({self.info.vocab_size:,} tokens), given is {vocabulary.md5} ({vocabulary.size:,} tokens); "
-                "use that vocabulary or prepare the data set again"
+                f"({self.info.vocab_size:,} tokens), not with the given one of md5 {vocabulary.md5} ({vocabulary.size:,} "
+                "tokens); give the vocabulary of the data set, or prepare the data set again"
             )
 
     def take(self, indices: NDArray[np.int64]) -> Samples:
@@ -218,10 +218,10 @@ class Dataset:
             shard = self.open_listed(index)
             if self._verified_on_opening:
                 shard.verify(self.shards[index].digest)
-            shard.expect_random_reads()  # set after verification, which reads sequentially
+            shard.expect_random_reads()  # only now, because verification reads sequentially
             held = shard.held_bytes + sum(other.held_bytes for other in self._open_shards.values())
             while self._open_shards and (len(self._open_shards) >= self._most_open or held > _MAX_HELD_BYTES):
-                oldest = next(iter(self._open_shards))  # a dict keeps the order of opening
+                oldest = next(iter(self._open_shards))  # the shard that was opened first
                 held -= self._open_shards.pop(oldest).held_bytes
             self._open_shards[index] = shard
         return self._open_shards[index]
@@ -245,7 +245,7 @@ def scan_shards(folder: Path, names: Sequence[str], info: DatasetInfo) -> Datase
         text += shard.info.text
         digest = shard.digest or shard.read(0, len(shard)).digest()
         other = names_by_digest.setdefault(digest, name)
-        if other != name and len(shard):  # empty shards are equal
+        if other != name and len(shard):  # empty shards may be equal
             raise ValueError(
                 f"{folder}: {name} holds the same samples as {other}: leave out one of the two, or one of the equal texts "
                 "that they were made from"
@@ -253,7 +253,7 @@ def scan_shards(folder: Path, names: Sequence[str], info: DatasetInfo) -> Datase
         tokens, masked_tokens = int(shard.sequence_offsets[-1]), int(shard.masked_lm_offsets[-1])
         records.append(ShardRecord(name, len(shard), tokens, masked_tokens, digest, shard.file_bytes))
         lengths.append(np.stack([shard.lengths, shard.masked_counts], axis=1).astype(np.uint16))
-    # Shards of a rewritten data set hold samples from all parts of the text and record no counts. Then ``info`` has them.
+    # In a rewritten data set, only ``info`` has the text's counts, because each shard holds samples from the whole text.
     info = replace(info, sources=sources, text=info.text or text)
     return Dataset(folder, info, tuple(records), np.concatenate(lengths))
 
@@ -279,7 +279,7 @@ def shard_names(folder: Path) -> list[str]:
     if MANIFEST_NAME in names:
         raise ValueError(f"{folder} already has a {MANIFEST_NAME}; delete it first to make a new one")
     if not names:
-        raise ValueError(f"{folder} holds no files; expected shards")
+        raise ValueError(f"{folder} holds no files; name a folder of shards")
     return names
 
 
@@ -296,9 +296,9 @@ def info_of(folder: Path, names: Sequence[str], vocab: Path) -> DatasetInfo:
     most_tokens = most_masked = 1
     for name in names:
         shard = open_shard(folder / name)
-        if shard.digest is not None:  # a native shard contains its description
+        if shard.digest is not None:  # only native shards contain a description
             return shard.info.without_sources()
-        if shard.layout in ("fixed", "tfrecord"):  # these layouts declare the width of their rows
+        if shard.layout in ("fixed", "tfrecord"):  # one shard is enough, because it declares its row width
             most_tokens, most_masked = shard.info.max_seq_length, shard.info.max_predictions_per_seq
             break
         most_tokens = max(most_tokens, int(shard.lengths.max(initial=1)))

@@ -148,8 +148,8 @@ def _describe_repeats(folder: Path, marked_digests: NDArray[np.uint64]) -> str:
     repeated = marked_digests[1:][marked_digests[1:] == marked_digests[:-1]]
     if long := int(np.count_nonzero(repeated & _LONG_MARK)):
         raise ValueError(
-            f"{folder}: {counted(len(repeated), 'sample')} equal to another, {long:,} of them {_LONG_ENOUGH} tokens or "
-            "longer, which does not happen by chance; a text or a shard was used twice: prepare the data set again"
+            f"{folder}: {counted(len(repeated), 'sample')} equal to another sample, {long:,} of them with {_LONG_ENOUGH} "
+            "tokens or more, which does not happen by chance: a text or a shard was used twice; prepare the data set again"
         )
-    short = f", all of them short documents drawn alike (below {_LONG_ENOUGH} tokens)" if len(repeated) else ""
-    return f"repeats: {counted(len(repeated), 'sample')} equal to another{short}"
+    short = f", all of them short (below {_LONG_ENOUGH} tokens)" if len(repeated) else ""
+    return f"repeats: {counted(len(repeated), 'sample')} equal to another sample{short}"

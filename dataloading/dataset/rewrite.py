@@ -1,4 +1,4 @@
-"""Rewriting of a data set: shuffling, and conversion to another layout. Either can continue after an interruption.
+"""Rewriting of a data set: shuffling, and conversion to another layout. Both can continue after an interruption.
 
 A shuffle brings the samples into uniformly random order, with any number of shards and bounded memory. Its algorithm makes
 two passes over the disk (Sandelius 1962; Rao 1961). Each sample is appended to a random one of B buckets; then each bucket,
@@ -137,7 +137,8 @@ def _write_shards(info: DatasetInfo, out: Path, counts: list[int], shards: int, 
     for index in range(shards):
         path = out / shard_name(index, shards)
         start, stop = int(bounds[index]), int(bounds[index + 1])
-        if whole_shard(path) != (info, stop - start):  # `begun` has checked that seed and source have not changed
+        # Keep a finished shard of the right size: `begun` has checked that seed and source have not changed.
+        if whole_shard(path) != (info, stop - start):
             pieces = []
             while start < stop:
                 # side="right", because an empty bucket has the same start as the next bucket, which has the sample.

@@ -48,7 +48,7 @@ class Document:
 
     @property
     def held_out(self) -> bool:
-        # hash() of a string differs between processes.
+        # Not hash(), which differs between processes for strings.
         return int.from_bytes(hashlib.sha256(self.name.encode()).digest()[:4], "big") % 100 < HELD_OUT_PERCENT
 
 
@@ -74,7 +74,7 @@ def write_demo(folder: Path, vocab: Path) -> bool:
 
 
 def _recorded(options: PretrainingOptions) -> dict[str, int | float | bool | str]:
-    return options.recorded | {"python": platform.python_version()}  # the text changes with the version
+    return options.recorded | {"python": platform.python_version()}  # the text differs between versions
 
 
 def _is_current(folder: Path, tokenizer: Tokenizer, options: PretrainingOptions) -> bool:
@@ -84,7 +84,7 @@ def _is_current(folder: Path, tokenizer: Tokenizer, options: PretrainingOptions)
     dataset = open_dataset(folder)
     dataset.verify()
     recorded, found = _recorded(options), dataset.info.options
-    # Earlier versions recorded fewer settings.
+    # Accept data of earlier versions of this program, which recorded fewer settings.
     is_same = "python" in found and recorded | found == recorded
     if not is_same or dataset.info.vocabulary_sha256 != tokenizer.vocabulary.sha256:
         raise ValueError(f"{folder} holds other data than the demo of this Python: delete it, or name another --out")

@@ -51,10 +51,10 @@ def _longer_pieces(words: Counter[str], known: Sequence[str], size: int) -> list
     """Learn pieces from the words of ``known`` characters, until there are ``size`` tokens or no more pieces."""
     forms = set(known)
     learnable = Counter({word: count for word, count in words.items() if forms.issuperset(_forms(word))})
-    # The trainer expects each character in its initial form, too.
+    # The trainer also expects the form of each character that begins a word.
     extra = sorted({form[2:] for form in known if form.startswith("##")} - forms)
-    # The forms are special tokens, and the alphabet is empty. The trainer would otherwise number the characters differently
-    # in each run, and the learned pieces depend on the numbers.
+    # Pass the forms as special tokens, with an empty alphabet. Otherwise the trainer would number the characters differently
+    # in each run, and the learned pieces depend on these numbers.
     fixed = [*known, *extra]
     trainer = WordPieceTrainer(
         vocab_size=size + len(extra), special_tokens=fixed, limit_alphabet=0, show_progress=False

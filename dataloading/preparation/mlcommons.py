@@ -45,7 +45,8 @@ def _with_size(name: str) -> str:
 INDEX, TF1_DATA = (name for name in KNOWN if name.startswith("tf1_ckpt/"))
 TF1_FILES = f"{_with_size(INDEX)} and {_with_size(TF1_DATA)}"
 OBJECT_GRAPH = "_CHECKPOINTABLE_OBJECT_GRAPH"
-"""Name in the index of a TF2 checkpoint. It is stored in full, because it shares no prefix with the name before it."""
+"""Name in the index of a TF2 checkpoint. An index omits what a name shares with the start of the name before it. This name
+shares nothing, so it is stored in full and can be searched for."""
 _PREFIX = PurePath(INDEX).stem
 
 _FILES, _TEXT = "bert-input-files", "bert-preprocessed-wikipedia-dataset"
@@ -238,7 +239,7 @@ def _checkpoint(
             others.append((CHECKPOINT, f"{prefix} is another checkpoint"))
         else:
             found.append(prefix)
-    # The folder's name decides if the contents do not.
+    # The contents do not show that these are TF2 checkpoints, but a folder's name may.
     found = [prefix for prefix in found if not prefix.parent.name.startswith("tf2")] or found
     if not found:
         return ()

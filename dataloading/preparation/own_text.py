@@ -108,7 +108,7 @@ def text_files(places: Sequence[Path]) -> list[Path]:
     Raises ``ValueError`` if there are no places, or if one of them names no file.
     """
     if not places:
-        raise ValueError("no text is named: expected one or more files, folders or patterns")
+        raise ValueError("no text is named; name one or more files, folders or patterns")
     found: dict[Path, None] = {}
     for place in places:
         if place.is_dir():
@@ -135,7 +135,7 @@ def split_documents(documents: Sequence[Document], share: float) -> TextSplit:
     if len(different) < FEWEST_DOCUMENTS:
         raise ValueError(
             f"{counted(len(different), 'different document')}, expected at least {FEWEST_DOCUMENTS}: put "
-            "an empty line between documents, or bring more text"
+            "an empty line between documents, or add more text"
         )
     count = max(_FEWEST_HELD_OUT, round(share * len(different)))
     held_out = set(sorted(different)[:count])
@@ -191,10 +191,10 @@ def _write(
     names = [shard_name(index, len(calls)) for index in range(len(calls))]
     text = TextCounts(documents=repeated, dropped_documents=repeated)
     for name, some in zip(names, calls, strict=True):
-        # Two sentences fill a sample. Longer sentences are cut, because their ends would be lost.
+        # Cut sentences to half a sample. Otherwise, pairs of longer sentences would be truncated and lose text.
         samples, counts = samples_of(some, tokenizer, options, (options.max_seq_length - 3) // 2)
         if most_masked is not None:
-            # The samples of a call are in random order.
+            # The first samples are a random choice, because a call shuffles its samples.
             enough = np.searchsorted(samples.masked_lm_offsets, most_masked / len(calls), side="right") - 1
             samples = samples.take(np.arange(enough))
         write_shard(folder / name, samples, replace(info, text=counts))

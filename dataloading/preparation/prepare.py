@@ -38,7 +38,7 @@ class Job:
     accept_losses: bool = False
     """Whether to go on if more than half of a text is lost."""
     remedy: str = ""
-    """What to do about a loss, for programs without the options that the usual remedies name."""
+    """Remedy in messages about lost text, for programs that lack the options that the usual remedies name."""
 
     def __post_init__(self) -> None:
         if not self.texts:

@@ -155,14 +155,14 @@ def compiled(function: Function) -> Function:
     njit: Any = numba.njit
     try:
         kept = njit(cache=True)(function)
-    except RuntimeError:  # no folder is writable
+    except RuntimeError:  # no cache folder is writable
         return njit(function)
     if kept is function:  # NUMBA_DISABLE_JIT is set
         return function
     return kept if _is_trusted(Path(kept.stats.cache_path)) else njit(function)
 
 
-@lru_cache  # so that there is only one warning about a folder
+@lru_cache  # so that there is only one warning for each folder
 def _is_trusted(folder: Path) -> bool:
     if Path(__file__).parent in folder.parents or is_private(folder):
         return True
@@ -359,7 +359,7 @@ def _mask(
     """
     candidates = np.empty(len(row) - 3, np.int64)
     replacements = np.full(len(row), -1)
-    # The reference draws in shuffled order and sorts by position afterwards.
+    # Draw in shuffled order, like the reference, which sorts by position afterwards.
     for index in range(len(candidates)):
         candidates[index] = index + 1 if index + 1 < first_length - 1 else index + 2  # skips [CLS] and [SEP]
     _shuffle(twister, candidates)

@@ -97,15 +97,15 @@ def make_wikipedia(request: Request) -> bool:
                 shards = _Preparation(request, inputs, checksums).make_part(request.part)
             # Look for the other parts after releasing the lock: the last process to release it then finds all of them.
             if not all(shard.exists() for shard in shards):
-                say(f"part {request.part} is done; the process that completes the last part makes the rest")
+                say(f"part {request.part} is done; the process that completes the last part makes the other results")
                 return True
         with _locked(request, shared=False):
             _Preparation(replace(request, part=None), inputs, checksums).make()
     except BusyError as holder:
         if request.part is None:
             raise ValueError(f"{request.out}: {holder} is at work there; wait for it, or name another --out") from None
-        # The lock's holder makes another part and will then look for the remaining parts, or it makes the rest already.
-        say(f"part {request.part} is done; another process makes the rest")
+        # The lock's holder makes another part and then looks for missing parts, or it makes the other results already.
+        say(f"part {request.part} is done; another process makes the other results")
         return True
     return _conclude(request.out, inputs)
 
@@ -116,7 +116,8 @@ def _with_extracted_text(request: Request, inputs: Inputs) -> Inputs:
         return inputs
     job = [asdict(request.extraction), *((str(path), path.stat().st_size) for path in inputs.articles)]
     folder = request.work / f"text-{hashlib.sha256(json.dumps(job).encode()).hexdigest()[:16]}"
-    # This lock is held only while text is made: other processes need all of the text, but not each other's parts.
+    # Use a separate lock only for the extraction, because every process needs the whole text, but processes can make their
+    # parts of the samples at the same time.
     with _locked(request, shared=False, name="text.lock", patience_s=86_400):
         if not (folder / "eval.txt").exists():
             extract(inputs.articles, folder, request.extraction, jobs=request.jobs)
@@ -225,7 +226,7 @@ class _Preparation:
         order = {"shards": self.request.shards, "seed": _SEED}
         self._make(TRAIN, self._make_train, lambda: self._settings() | order)
         self._verify()
-        # If the training set does not exist yet, other processes may still need the parts.
+        # Keep unfinished results until the training set exists, because other processes may still need the parts.
         if (self.out / TRAIN).exists():
             for path in list(self.work.glob(f"*-{16 * '[0-9a-f]'}")):
                 _delete(path)
@@ -247,7 +248,7 @@ class _Preparation:
         for path, md5 in run_tasks(digest_of, files, self.request.jobs):
             self.md5s[path] = md5
             self.progress.add("check", path.stat().st_size / total)
-        # Text that this command extracted has the same file names as the benchmark's text, but other content.
+        # Skip text that this command extracted: it has the file names of the benchmark's text, but other content.
         given_md5s = {path: md5 for path, md5 in self.md5s.items() if self.work.resolve() not in path.parents}
         if unlisted := self.checksums.check(given_md5s):
             say(f"note: not compared with MD5 sums, because no list has them: {counted(unlisted, 'file')}")
@@ -313,7 +314,7 @@ class _Preparation:
             command += ["--num-attention-heads", str(heads)]
         if (done := run(command)).trouble:
             why = done.complaint
-            if "--num-attention-heads" in why:  # this command has no such option
+            if "--num-attention-heads" in why:  # an option of the converter, not of this command
                 why = f"{prefix}.index does not state the attention heads"
             expected = f"expected {SOURCES[CHECKPOINT]}, with its bert_config.json"
             raise ValueError(f"the checkpoint cannot be converted: {why}; {expected}")

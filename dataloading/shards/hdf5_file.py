@@ -109,7 +109,7 @@ class HDF5File:
         stored, shape = (dtype if row_dtype is None else REFERENCE), dataset.shape or (0,)
         has_short_addresses = self._file.id.get_create_plist().get_sizes()[0] != 8
         if row_dtype is not None and (self._file.userblock_size or has_short_addresses):
-            raise ValueError(f"{name} lies in a file with a user block or short addresses: write it again without")
+            raise ValueError(f"{name} lies in a file with a user block or short addresses: write it again without them")
         size = math.prod(shape) * stored.itemsize
         if not size:  # an empty array is not stored
             return HDF5Array(np.empty(shape, stored), row_dtype, in_place=True)

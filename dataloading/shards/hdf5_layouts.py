@@ -54,7 +54,7 @@ def open_fixed(path: Path, file: HDF5File) -> FlatShard:
     for name, values in columns.items():
         wanted = masked_shape if name.startswith("masked") else shape
         if values.shape != wanted or len(wanted) != 2 or wanted[0] != shape[0]:
-            raise ValueError(f"{name} has shape {values.shape}, input_ids {shape}")
+            raise ValueError(f"{name} has shape {values.shape}, but input_ids has {shape}")
     columns["next_sentence_labels"] = _one_value_a_row(file.array("next_sentence_labels"), shape[0])
     starts = range(0, max(1, shape[0]), _ROWS_AT_A_TIME)
     blocks = [
@@ -140,7 +140,7 @@ class RaggedShard(Shard):
             packed = [RaggedColumn(path, file, name) for name in names]
             samples_in_row = packed[0].counts
             if len(samples_in_row) != rows or any(not np.array_equal(each.counts, samples_in_row) for each in packed):
-                raise ValueError(f"{', '.join(names)} disagree")
+                raise ValueError(f"{', '.join(names)} disagree about the number of samples")
             lengths, masked_counts, labels = (
                 narrow(np.frombuffer(b"".join(map(column.row, range(rows))), column.dtype), np.uint16, column.name)
                 for column in packed
@@ -203,7 +203,9 @@ def write_packed(path: Path, samples: Samples, pack_offsets: NDArray[np.int64], 
     }
     for name, (values, dtype, _) in columns.items():
         if values.max(initial=0) > (most := np.iinfo(dtype).max):
-            raise ValueError(f"{path}: {name} is up to {values.max():,}; the packed layout holds up to {most:,}")
+            raise ValueError(
+                f"{path}: {name} is up to {values.max():,}; the packed layout holds up to {most:,}: use --to native"
+            )
     with new_hdf5_file(path) as file:
         for name, (values, dtype, offsets) in columns.items():
             rows = np.empty(len(offsets) - 1, h5py.vlen_dtype(np.dtype(dtype)))

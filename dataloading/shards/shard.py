@@ -22,7 +22,7 @@ MAX_ID = (1 << 16) - 1
 """Largest id, position and length. They are stored in 16 bits."""
 
 VOCABULARY_FITS = "vocabulary_fits"
-"""Key in the settings of samples. Its value tells whether text with their normalization can contain nearly all tokens."""
+"""Key in the settings of samples: whether text with their normalization can contain nearly all tokens of the vocabulary."""
 
 _Size = Annotated[int, Meta(ge=1, le=MAX_ID + 1)]
 _Count = Annotated[int, Meta(ge=0, lt=1 << 62)]
@@ -39,7 +39,7 @@ class DatasetInfo:
     max_predictions_per_seq: _Size
     vocabulary_md5: str
     vocabulary_sha256: str
-    """SHA-256 of the vocabulary. Both digests are empty if the file does not name the vocabulary of its ids."""
+    """SHA-256 of the vocabulary. This and the MD5 are empty if the file does not name the vocabulary of its ids."""
     options: dict[str, int | float | bool | str]
     """Settings that the samples were made with, by name. They are equal in all shards of a data set."""
     sources: dict[str, str]
@@ -226,7 +226,7 @@ def check_offsets(samples: Samples, path: Path) -> None:
     """Raise ``ValueError`` unless the arrays are consistent: lengths agree, and offsets rise from 0 to the end."""
     count, token_count, masked_count = len(samples), len(samples.input_ids), len(samples.masked_lm_ids)
     if len(samples.segment_ids) != token_count or len(samples.masked_lm_positions) != masked_count:
-        raise ValueError(f"{path}: arrays of one kind differ in length; {REMEDY}")
+        raise ValueError(f"{path}: arrays of tokens or of masked tokens differ in length; {REMEDY}")
     for name, offsets, end in (
         ("sequence_offsets", samples.sequence_offsets, token_count),
         ("masked_lm_offsets", samples.masked_lm_offsets, masked_count),

@@ -68,7 +68,7 @@ def _record_at(content: mmap.mmap, place: int) -> bytes:
     if _masked_crc(content[place : place + 8]) != crc:
         raise ValueError("the CRC of its length is wrong: damaged, or not a TFRecord file")
     if length > left - _HEADER.size - 4:
-        raise ValueError(f"{length:,} bytes long, and the file ends {left:,} bytes after its beginning")
+        raise ValueError(f"{length:,} bytes long, but the file ends {left:,} bytes after the beginning of the record")
     if length > _MAX_RECORD_BYTES:
         raise ValueError(f"{length:,} bytes long; expected samples of at most {_MAX_RECORD_BYTES:,}")
     data = content[place + _HEADER.size : place + _HEADER.size + length]
@@ -156,7 +156,7 @@ def _varint(data: bytes, place: int) -> tuple[int, int]:
 def _integers(packed: bytes) -> NDArray[np.int64]:
     octets = np.frombuffer(packed, np.uint8)
     ends = np.flatnonzero(octets < 0x80)
-    if len(ends) == len(octets):  # all values are below 128, as in flags and padding
+    if len(ends) == len(octets):  # every value has one byte, as flags and padding do
         return octets.astype(np.int64)
     starts = np.concatenate([[0], ends[:-1] + 1])
     if octets[-1] >= 0x80 or (ends - starts).max() > 9:

@@ -89,7 +89,7 @@ def stripped_lines(text: str) -> list[str]:
     ``BufferedInputStream::ReadLine``.
     """
     lines = text.replace("\r", "").split("\n")
-    if not lines[-1]:  # the text after the last line feed
+    if not lines[-1]:  # drop the empty text after the last line feed
         lines.pop()
     return [line.strip() for line in lines]
 
@@ -110,7 +110,7 @@ def check_texts(paths: Sequence[Path]) -> None:
 
 
 def read_lines(paths: Sequence[Path]) -> list[list[str]]:
-    """Return the stripped lines of each text. Raises ``ValueError`` that names all files that hold no text."""
+    """Return the stripped lines of each text. Raises ``ValueError`` that names all files that cannot be read as text."""
     texts, wrong = [], []
     for path in paths:
         try:

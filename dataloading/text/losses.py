@@ -87,7 +87,7 @@ class TextCounts:
         )
 
     def losses(self, remedy: str = "", above: float = _NOTABLE) -> Iterator[str]:
-        """Yield a sentence with a remedy for each kind of loss of more than a share ``above`` of the text.
+        """Yield a sentence with a remedy for each kind of loss that exceeds the share ``above`` of the text.
 
         ``remedy`` replaces the usual remedies, which name options of ``prepare`` and ``from-text``.
         """

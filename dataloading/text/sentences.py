@@ -20,13 +20,13 @@ _CONTINUING = r",\-:;\u037e\u055d\u060c\u061b\u2013\u2014\u3001\uff0c\uff0d\uff1
 """Commas, colons and dashes, which continue a sentence after a terminal."""
 
 _NON_ASCII = [chr(code_point) for code_point in range(0x80, 0x20000)]
-# Georgian letters are lower case, but begin sentences. They are their own title case.
+# Exclude Georgian letters, which are lower case but begin sentences. They are their own title case.
 _LOWER = "".join(letter for letter in _NON_ASCII if letter.islower() and letter != letter.title())
 _OPENING, _CLOSING, _INITIAL, _FINAL, _INVISIBLE = (
     "".join(mark for mark in _NON_ASCII if unicodedata.category(mark) == category)
     for category in ("Ps", "Pe", "Pi", "Pf", "Cf")
 )
-# Languages use the quotation marks in different ways: those before a space close, and those before a letter open.
+# Languages use quotation marks in different ways. A mark before a space closes, and a mark before a letter opens.
 _CLOSES = _CLOSING + _INITIAL + _FINAL + _INVISIBLE
 _OPENS = r"\"(\xbf\xa1" + _OPENING + _INITIAL + _FINAL + _INVISIBLE
 _SENTENCE_END = re.compile(
@@ -34,7 +34,7 @@ _SENTENCE_END = re.compile(
     rf"[.!?;\u037e{_TERMINALS}](?:"
     # A semicolon after a Greek letter is a question mark.
     rf"(?:(?<=[.!?\u037e])|(?<=[\u0370-\u03ff\u1f00-\u1fff];))[{_CLOSES}]*\s+(?=[{_OPENS}]|[^\W_a-z{_LOWER}])"
-    # Kana and ideographs.
+    # Before kana and ideographs, no space is needed.
     r"|(?<=[!?])(?=[\u3040-\u30ff\u3400-\u9fff])"
     rf"|(?<=[{_TERMINALS}])[\"'{_CLOSING}{_FINAL}{_INVISIBLE}]*+\s*+"
     # The full stops in decimal fractions do not end a sentence.
@@ -50,7 +50,7 @@ def sentence_splitter(sentences: Sentences) -> Callable[[str], list[str]]:
     try:
         from nltk.tokenize import sent_tokenize  # pyright: ignore[reportMissingImports]
 
-        # nltk looks for its data only when it is called.
+        # Call nltk now, because it looks for its data only when it is called.
         sent_tokenize("")
     except ImportError:
         raise ValueError(
@@ -68,8 +68,8 @@ def sentence_splitter(sentences: Sentences) -> Callable[[str], list[str]]:
 def _split_plainly(line: str) -> list[str]:
     """Split at sentence ends, by Unicode's rules (UAX #29) as far as they need no knowledge of the language.
 
-    After ``.``, ``!`` and ``?``, closing marks, a space and a letter that is not lower case, a digit or an opening mark
-    must follow. Other scripts' sentence ends need no space.
+    ``.``, ``!`` and ``?``, also before closing marks, end a sentence if a space follows, and then a digit, an opening mark
+    or a letter that is not lower case. Other scripts' sentence ends need no space.
     """
     text = line.strip()
     starts = [0, *(end.end() for end in _SENTENCE_END.finditer(text)), len(text)]

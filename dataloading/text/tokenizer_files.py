@@ -87,12 +87,12 @@ def read_tokens(path: Path) -> tuple[list[str], list[str]]:
 def _ordered(ids: Mapping[str, int], first: int, path: Path) -> list[str]:
     """Return tokens by id from ``first``, without blanks around them."""
     if wrong := [f"{token!r} has the id {index}" for token, index in ids.items() if not first <= index < MAX_TOKENS]:
-        raise ValueError(f"{path}: {shown(wrong[0])}; expected {first} to {MAX_TOKENS - 1:,}")
+        raise ValueError(f"{path}: {shown(wrong[0])}, outside {first} to {MAX_TOKENS - 1:,}; {_REMEDY}")
     if len(set(ids.values())) < len(ids):
         raise ValueError(f"{path}: two tokens have the same id; {_REMEDY}")
     rows = [""] * (1 + max(ids.values(), default=first - 1) - first)
     for token, index in ids.items():
-        rows[index - first] = token.strip()  # as in vocab.txt; no word has blanks
+        rows[index - first] = token.strip()  # without blanks, as from vocab.txt
     return rows
 
 
@@ -106,7 +106,7 @@ def stated_normalization(folder: Path, decided: Collection[str] = ()) -> tuple[d
     names = [name for name in (TOKENIZER, TOKENIZER_CONFIG) if (folder / name).is_file()]
     for name in names:
         path = folder / name
-        # A tokenizer.json says how text is split, whatever class reads it.
+        # If there is a tokenizer.json, it states how text is split, and the class in the configuration is ignored.
         found = _normalizer(path) if name == TOKENIZER else _configuration(path, is_described=TOKENIZER in names)
         fields = {} if found is None else msgspec.structs.asdict(found)
         for field in ("do_lower_case", "strip_accents", "tokenize_chinese_chars"):

@@ -107,7 +107,7 @@ class Vocabulary:
 
     @cached_property
     def _identity(self) -> bytes:
-        # A blank line and a repeated line are equal: neither gives its id to a token.
+        # Treat repeated lines as blank lines, because neither gives its id to a token.
         rows = [token if self.ids.get(token) == index else "" for index, token in enumerate(self.tokens)]
         return ("\n".join(rows).rstrip("\n") + "\n").encode()
 
@@ -123,7 +123,7 @@ class Vocabulary:
 
     @cached_property
     def ids(self) -> dict[str, int]:
-        """Id of each token. Like in transformers and TensorFlow, the last of repeated tokens counts."""
+        """Id of each token. As in transformers and TensorFlow, the last of repeated tokens counts."""
         return {token: index for index, token in enumerate(self.tokens) if token}
 
     @property
@@ -144,7 +144,7 @@ class Vocabulary:
         A table may be padded to a multiple of 8, 16, 32 and so on.
         """
         used = len(self.tokens)
-        while used and not self.tokens[used - 1]:  # blank lines at the end
+        while used and not self.tokens[used - 1]:  # skip blank lines at the end
             used -= 1
         multiple = min(rows & -rows, _MOST_PADDING)
         if used > rows or (rows > self.size and (multiple < 8 or rows - used >= multiple)):

@@ -92,7 +92,7 @@ def find_inputs(paths: Sequence[Path]) -> list[Path]:
             raise ValueError(f"{path}: no wiki_?? or */wiki_?? there; expected WikiExtractor's files or their folder")
         files += within
     if not files:
-        raise ValueError("no input named; expected WikiExtractor's files or their folder")
+        raise ValueError("no input is named; name WikiExtractor's files or their folder")
     if packed := [file for file in files if file.suffix == ".bz2" and file.with_suffix("") not in files]:
         raise ValueError(
             f"{packed[0]}: {len(packed):,} of {len(files):,} input files are compressed; unpack them with bunzip2, or run "
@@ -277,7 +277,7 @@ def segment(text: str, split: Callable[[str], list[str]]) -> str:
     """Put one sentence on a line, keep empty lines, and add an empty line at the end. (do_sentence_segmentation.py.)"""
     lines = []
     for line in _lines(text):
-        if len(line) == 1:  # only the line feed
+        if len(line) == 1:  # an empty line with its line feed
             lines.append("\n")
         lines += [sentence.strip() + "\n" for sentence in split(line)]
     lines.append("\n")

@@ -90,7 +90,7 @@ def test_main_returns_the_commands_status_or_2_after_one_line(
         (["end", "--how", "wrong"], 2, "", "error: wrong\n"),
         (["end", "--how", "full"], 2, "", "error: out: No space left\n"),
         (["end", "--how", "absent"], 2, "", f"error: {install}\n"),
-        (["greet", ""], 2, "", "error: greet: an empty argument: is a variable of the script unset?\n"),
+        (["greet", ""], 2, "", "error: greet: an argument is empty; is a variable in the calling script unset?\n"),
     ):
         monkeypatch.setattr("sys.argv", ["program", *arguments])
         assert (program.main("program"), *capsys.readouterr()) == (status, out, err)

@@ -1,4 +1,4 @@
-"""Read any shard, data set, vocabulary or article, and assert what must hold for it. The targets of fuzzing."""
+"""Fuzzing targets: read any shard, data set, vocabulary or article, and assert what must hold for its content."""
 
 import hashlib
 from dataclasses import asdict

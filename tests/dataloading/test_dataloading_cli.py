@@ -31,7 +31,7 @@ FLAGS = ["--max_seq_length", "32", "--max-predictions-per-seq=4", "--dupe_factor
 
 @pytest.fixture
 def _minutes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let a minute pass between looks at the clock."""
+    """Let a minute pass between readings of the clock."""
     monkeypatch.setattr(program, "time", SimpleNamespace(perf_counter=itertools.count(5.0, 60.0).__next__))
 
 
@@ -44,7 +44,9 @@ def described(folder: Path, samples: Samples) -> str:
 
 @pytest.mark.parametrize("one_call", [False, True])
 @pytest.mark.usefixtures("_minutes")
-def test_every_command_says_what_it_made(run: Run, one_call: bool, tmp_path: Path, text: Path, vocab: Path) -> None:
+def test_commands_report_what_they_made_and_detect_damage(
+    run: Run, one_call: bool, tmp_path: Path, text: Path, vocab: Path
+) -> None:
     """``dump`` reads data sets, folders without a manifest, and files. ``verify`` and ``dump`` detect damage."""
     names = (NAME, f"1{NAME}", f"2{NAME}", "linked", "more.txt", "last.txt", "bare", f"{LONG[:200]}.npz")
     out, shuffled, converted, linked, more, last, bare, dumped = (tmp_path / name for name in names)
@@ -97,7 +99,7 @@ def test_every_command_says_what_it_made(run: Run, one_call: bool, tmp_path: Pat
     *steps, said = run("shuffle", out, "--out", shuffled, "--shards", 20).splitlines()
     assert said == f"{visible(shuffled)}: {described(shuffled, expected)}, each sample of {visible(out)} exactly once"
     written = [int(len(expected) * shard / 20) for shard in range(1, 21)]
-    first: dict[tuple[str, int], int] = {}  # a line for each tenth
+    first: dict[tuple[str, int], int] = {}  # one line for each tenth of a step
     for step, several in (("read", np.cumsum(counts).tolist()), ("written", written), ("checked", written)):
         for done in several:
             first.setdefault((step, 10 * done // len(expected)), done)
@@ -114,7 +116,7 @@ def test_every_command_says_what_it_made(run: Run, one_call: bool, tmp_path: Pat
     assert not dumped.exists()
 
 
-def test_a_data_set_without_samples_is_described(run: Run, tmp_path: Path, vocab: Path) -> None:
+def test_index_reports_a_data_set_without_samples(run: Run, tmp_path: Path, vocab: Path) -> None:
     (tmp_path / "data").mkdir()
     write_shard(tmp_path / "data" / "part", make_samples(0), INFO)
     said = f"{tmp_path / 'data'}: 0 samples of 0.0 tokens in 1 shard, 0.0 MB\n"
@@ -122,7 +124,7 @@ def test_a_data_set_without_samples_is_described(run: Run, tmp_path: Path, vocab
 
 
 @pytest.mark.usefixtures("_minutes")
-def test_extracted_articles_and_parts_are_counted(run: Run, tmp_path: Path) -> None:
+def test_extract_reports_the_numbers_of_articles_and_parts(run: Run, tmp_path: Path) -> None:
     articles, out = tmp_path / "wiki_00", tmp_path / "out"
     one = '<doc id="{0}" url="u" title="T{0}">\nT{0}\n\nThis is sentence {0} of the text.\n</doc>\n'
     articles.write_text("".join(one.format(number) for number in range(1234)))
@@ -133,7 +135,7 @@ def test_extracted_articles_and_parts_are_counted(run: Run, tmp_path: Path) -> N
     ]
 
 
-def test_from_text_says_what_it_made(run: Run, tmp_path: Path) -> None:
+def test_from_text_reports_its_data_sets_and_lost_text(run: Run, tmp_path: Path) -> None:
     text, out = tmp_path / "text.txt", tmp_path / "own"
     documents = (f"This is document {number % 40}.\nIt ends here with {number % 40}.\n\n" for number in range(50))
     text.write_text("".join(documents))
@@ -186,10 +188,10 @@ FROM_TEXT = "from-text --text text.txt --out data "
         (f"{FROM_TEXT} --vocab-size 5", "--vocab-size is 5, which leaves no room"),
         (f"{FROM_TEXT} --vocab folder", "folder holds neither vocab.txt nor tokenizer.json"),
         (f"{FROM_TEXT} --vocab absent", "absent: No such file"),
-        ("extract --sentences plain --out data", "no input named"),
+        ("extract --sentences plain --out data", "no input is named"),
         ("extract text.txt --out data --evaluation-articles -1", "--evaluation-articles is -1; expected 0 or more"),
         ("extract text.txt --out data --part-bytes 0", "--part-bytes is 0; expected at least 1"),
-        ("dump --out data", "no shard named"),
+        ("dump --out data", "no shard is named"),
         *(
             (f"wikipedia --out data --part {part}", f"--part is '{part}'")
             for part in ("0/3", "4/3", "1/0", "+1/3", "1")
@@ -197,7 +199,7 @@ FROM_TEXT = "from-text --text text.txt --out data "
     ],
 )
 @pytest.mark.usefixtures("vocab", "text")
-def test_a_mistake_gets_one_line_and_leaves_nothing(
+def test_invalid_arguments_give_an_error_and_leave_no_files(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str, message: str
 ) -> None:
     (tmp_path / "empty.txt").write_text("")
@@ -220,7 +222,7 @@ def test_settings_at_their_limits_are_accepted() -> None:
     assert ExtractionOptions(evaluation_articles=0, part_bytes=1).part_bytes == 1
 
 
-def test_a_full_disk_gets_one_line_and_leaves_nothing(tmp_path: Path, text: Path, vocab: Path) -> None:
+def test_a_failed_write_gives_a_one_line_error_and_leaves_no_files(tmp_path: Path, text: Path, vocab: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "dataloading", "prepare", "--text", text, "--vocab", vocab, "--out", tmp_path / "data"],
         cwd=REPOSITORY,

@@ -1,4 +1,4 @@
-"""Only regular files are read, lines have an end, and a file may become shorter at any time."""
+"""Rejection of pipes, of too large texts and lines, and of shards that are truncated while they are open."""
 
 import os
 from collections.abc import Callable
@@ -30,7 +30,7 @@ READERS: dict[str, Callable[[Path], object]] = {
 
 
 @pytest.mark.parametrize("reader", READERS)
-def test_a_pipe_in_place_of_a_file_is_refused_at_once(tmp_path: Path, reader: str) -> None:
+def test_a_pipe_in_place_of_a_file_is_rejected_without_waiting(tmp_path: Path, reader: str) -> None:
     """Opening a named pipe to read it would block."""
     path = tmp_path / "manifest.json"
     os.mkfifo(path)
@@ -41,7 +41,7 @@ def test_a_pipe_in_place_of_a_file_is_refused_at_once(tmp_path: Path, reader: st
     assert not (tmp_path / "out").exists()
 
 
-def test_too_long_lines_and_too_large_texts_are_named(tmp_path: Path) -> None:
+def test_too_long_lines_and_too_large_texts_are_rejected(tmp_path: Path) -> None:
     path = tmp_path / "text"
     longest = "w" * (16 << 20)
     path.write_text(f"A sentence.\n{longest}\n")
@@ -56,7 +56,7 @@ def test_too_long_lines_and_too_large_texts_are_named(tmp_path: Path) -> None:
         read_documents([path])
 
 
-def test_a_shard_that_becomes_shorter_while_it_is_read_is_named(tmp_path: Path) -> None:
+def test_a_shard_that_is_truncated_while_it_is_open_is_rejected(tmp_path: Path) -> None:
     """Reading a memory map beyond the end of its file would kill the process by SIGBUS."""
     code = """
 import os, sys, pathlib, numpy

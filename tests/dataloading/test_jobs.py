@@ -39,7 +39,7 @@ def collect(_: int) -> int:
     return gc.collect()
 
 
-def test_a_process_leaves_the_garbage_of_its_parent_alone() -> None:
+def test_a_worker_process_does_not_collect_its_parents_garbage() -> None:
     Garbage()
     assert len(list(run_tasks(collect, [1, 2], 2))) == 2
 
@@ -56,22 +56,24 @@ def test_zero_jobs_and_a_killed_process_are_errors() -> None:
         assert multiprocessing.active_children() == []
 
 
-def test_a_part_is_its_share_of_the_tasks() -> None:
+def test_a_part_is_a_consecutive_range_of_tasks() -> None:
     assert [WorkPart(index, 3).share_of(8) for index in (1, 2, 3)] == [range(2), range(2, 5), range(5, 8)]
     assert WorkPart(2, 2).share_of(2) == range(1, 2)
     with pytest.raises(ValueError, match="--part is 1/3 for 2 texts; expected at most 2 parts"):
         WorkPart(1, 3).share_of(2)
 
 
-def test_each_percent_tells_the_time_left(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """A tenth of the expected 400 s counts as measured. What an earlier attempt made takes no time."""
+def test_each_new_percent_is_printed_with_the_time_left(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """40 of the expected 400 s are added to measured and expected times. Results of earlier attempts take no time."""
     now = 1000.0
     monkeypatch.setattr(jobs, "time", SimpleNamespace(perf_counter=lambda: now))
     progress = StageProgress({"read": 300.0, "write": 100.0})
-    progress.set("read", 0.0)  # (0 + 40) / (0 + 40) of the expected 400 s
+    progress.set("read", 0.0)  # left: (0 + 40) / (0 + 40) of the expected 400 s
     now += 60
     progress.set("read", 0.2)  # (60 + 40) / (60 + 40) of 340 s
-    progress.set("read", 0.201)  # still 15 %
+    progress.set("read", 0.201)  # still 15 %, so nothing is printed
     progress.set("another", 0.5)
     progress.set("write", 0.5, kept=True)
     progress.set("write", 1.0, kept=True)  # (60 + 40) / (60.3 + 40) of 239.7 s
@@ -89,7 +91,7 @@ def test_each_percent_tells_the_time_left(monkeypatch: pytest.MonkeyPatch, capsy
 
 
 def test_two_processes_may_begin_the_same_job_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The other process writes the description just before this one lists the folder."""
+    """The other process writes the description just before this process lists the folder."""
     listed = Path.iterdir
 
     def begin_first(folder: Path) -> Iterator[Path]:
@@ -125,9 +127,7 @@ with begun(out, "job.json", {}, finished="part_*"):
 @pytest.mark.parametrize(
     ("number", "jobs"), [(signal.SIGTERM, 1), (signal.SIGHUP, 2), (signal.SIGINT, 2), (signal.SIGKILL, 2)]
 )
-def test_work_that_is_told_to_end_leaves_no_files_and_killed_work_no_processes(
-    tmp_path: Path, number: int, jobs: int
-) -> None:
+def test_interrupted_jobs_leave_no_files_and_killed_jobs_no_processes(tmp_path: Path, number: int, jobs: int) -> None:
     command = [sys.executable, "-c", STOPPED, str(tmp_path / "out"), str(jobs)]
     process = subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
     assert process.stdout is not None
@@ -151,7 +151,7 @@ def stop_job(out: Path, *finished: str, **settings: object) -> None:
         raise KeyboardInterrupt
 
 
-def test_a_failure_leaves_nothing_unless_the_job_was_begun_before_or_something_is_finished(tmp_path: Path) -> None:
+def test_a_failed_job_restores_its_folder_unless_a_file_is_finished(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     for name, before, finished, left in (
         ("new/deep", False, False, None),
@@ -177,7 +177,7 @@ def test_a_failure_leaves_nothing_unless_the_job_was_begun_before_or_something_i
             stop_job(tmp_path / name, **settings)
 
 
-def test_unfinished_files_are_removed_unless_others_are_at_work_in_the_folder(tmp_path: Path) -> None:
+def test_temporary_files_are_removed_unless_other_processes_may_use_the_folder(tmp_path: Path) -> None:
     (tmp_path / ".job.json.5.partial").touch()
     with begun(tmp_path, "job.json", {}, finished="*", alone=False):
         (tmp_path / "folder").mkdir()

@@ -33,7 +33,7 @@ def assert_same(one: Batch, other: Batch) -> None:
         assert torch.equal(tensor, other.tensors[name]), name
 
 
-def test_a_batch_holds_each_sample_at_its_place() -> None:
+def test_batches_hold_concatenated_samples_or_only_empty_slots() -> None:
     samples = synthetic_samples(np.array([5, 3, 9]), VOCAB_SIZE)
     batch = batch_of(samples)
     assert (batch.shape_bucket, batch.max_seqlen) == (ShapeBucket(17, 3, len(samples.masked_lm_ids), 9), 9)
@@ -70,7 +70,7 @@ SHAPE_BUCKETS = {
 
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("accumulation", [1, 3])
-def test_dali_gives_the_same_stream_as_numpy(small_run: SmallRun, accumulation: int, padded: bool) -> None:
+def test_dali_and_numpy_load_equal_batches(small_run: SmallRun, accumulation: int, padded: bool) -> None:
     pytest.importorskip("nvidia.dali", reason="nvidia-dali is not installed")
     from dataloading.batches.dali import DaliLoader
 
@@ -150,7 +150,7 @@ class Unreadable:
         return self.dataset.take(indices)
 
 
-def test_nothing_is_read_before_the_first_batch_and_an_error_reaches_the_training_loop(small_run: SmallRun) -> None:
+def test_reading_starts_at_the_first_batch_and_next_raises_read_errors(small_run: SmallRun) -> None:
     source, chosen = Unreadable(open_dataset(small_run.folder / "train")), rank_batches(small_run, 1, 0)
     loader = NumpyLoader(source, chosen, CPU)
     assert source.reads == 0
@@ -167,7 +167,7 @@ def test_nothing_is_read_before_the_first_batch_and_an_error_reaches_the_trainin
         next(items)
 
 
-def test_uploads_select_their_gpu_before_anything_else(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_uploads_select_their_gpu_before_other_cuda_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     """A new thread would use GPU 0 otherwise. On a machine without a GPU, any earlier CUDA call would raise here."""
 
     def select(device: torch.device) -> None:
@@ -191,7 +191,7 @@ class Dali(NumpyLoader):
     error: str | None = None
 
     def __init__(self, *arguments: Any) -> None:
-        if not self.error:  # the real DALI, too, fails only at the first step
+        if not self.error:  # like the real DALI, fail only at the first step
             super().__init__(*arguments)
 
     def __next__(self) -> list[Batch]:
@@ -220,7 +220,7 @@ def choose(kind: str, device: str = "cpu") -> Any:
     return choose_loader(kind, torch.device(device), lambda _: STEP, LENGTHS)
 
 
-def test_auto_takes_numpy_without_dali_or_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_chooses_numpy_without_dali_or_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     assert str(choose("numpy", "cuda")) == "loader: numpy (as set)"
     assert str(choose("auto")) == "loader: numpy (no GPU)"
     for missing in ("nvidia", "nvidia.dali"):
@@ -239,7 +239,7 @@ def test_dali_loads_a_synthetic_step_with_the_runs_lengths_before_it_is_chosen(d
     assert dali.closed == 1
 
 
-def test_if_dali_cannot_start_the_setting_dali_fails_and_auto_takes_numpy(
+def test_if_dali_cannot_start_dali_is_an_error_and_auto_chooses_numpy(
     dali: type[Dali], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(dali, "error", f"CUDA driver version is insufficient{300 * '.'}\n[frame 0]: lib.so")
@@ -263,7 +263,7 @@ def test_on_a_gpu_dali_is_chosen_if_it_is_clearly_faster(dali: type[Dali], monke
 
 
 class Taking:
-    """Loader whose steps advance a fake clock: in each turn, five steps that are not timed, and eight that are."""
+    """Loader whose steps advance a fake clock. In each turn, eight steps are not timed, and then eight steps are timed."""
 
     now = 0.0
 
@@ -283,4 +283,4 @@ def test_loaders_are_compared_by_their_fastest_turns(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(loader_choice, "time", SimpleNamespace(perf_counter=lambda: Taking.now))
     loaders = [Taking(4.0, 2.0, 3.0), Taking(5.0, 5.0, 1.0)]
     assert fastest_turns(loaders, CPU) == [2.0, 1.0]
-    assert [loader.left for loader in loaders] == [[0.0], [0.0]]  # closed
+    assert [loader.left for loader in loaders] == [[0.0], [0.0]]  # set by close()

@@ -1,4 +1,4 @@
-"""Packing places every sequence once, respects limits, needs hardly more packs than possible, and is reproducible."""
+"""Packing places every sequence once, respects limits, needs few packs more than the lower bound, and is reproducible."""
 
 import itertools
 from collections import Counter
@@ -57,8 +57,8 @@ def histograms(draw: st.DrawFn) -> tuple[list[int], int, int | None]:
 @example(([0, 1000], 512, None))
 @example(
     (np.bincount([1, 26, 35], [1, 32, 37]).astype(int).tolist(), 128, 12)
-)  # the program has many slots for the only 1
-@example((np.bincount([75, 118, 160, 258], [4302, 190_691, 1, 1]).astype(int).tolist(), 512, 5))  # has many optima
+)  # the linear program has many slots for the one sequence of length 1
+@example((np.bincount([75, 118, 160, 258], [4302, 190_691, 1, 1]).astype(int).tolist(), 512, 5))  # has many solutions
 def test_every_sequence_is_packed_once_within_limits(given_: tuple[list[int], int, int | None]) -> None:
     histogram, capacity, limit = given_
     strategy = pack_histogram(histogram, capacity, limit)
@@ -70,7 +70,7 @@ def test_every_sequence_is_packed_once_within_limits(given_: tuple[list[int], in
 
 
 @given(st.lists(st.integers(1, 20), max_size=60), st.sampled_from([1, 2, 3, 20]))
-def test_first_fit_decreasing_of_equal_packs_at_once_equals_packing_one_by_one(lengths: list[int], limit: int) -> None:
+def test_first_fit_decreasing_by_groups_of_packs_equals_packing_one_by_one(lengths: list[int], limit: int) -> None:
     packs: list[tuple[int, ...]] = []
     for length in sorted(lengths, reverse=True):
         fits = (place for place, pack in enumerate(packs) if sum(pack) + length <= 20 and len(pack) < limit)
@@ -80,7 +80,7 @@ def test_first_fit_decreasing_of_equal_packs_at_once_equals_packing_one_by_one(l
     assert pack_histogram(np.bincount(lengths, minlength=1), 20, limit).packs <= len(packs)
 
 
-def test_the_best_packing_is_found_where_first_fit_decreasing_misses_it() -> None:
+def test_packing_is_optimal_where_first_fit_decreasing_is_not() -> None:
     """51 + 26 + 23 and 27 + 27 + 23 + 23 are full packs, but first-fit decreasing puts 27 beside 51."""
     for times in (1, 5000):
         histogram = np.bincount([51, 27, 26, 23], np.array([6, 6, 6, 12]) * times).astype(np.int64)
@@ -91,7 +91,7 @@ def test_the_best_packing_is_found_where_first_fit_decreasing_misses_it() -> Non
         assert (strategy.packs, strategy.bound, strategy.tokens) == (9 * times, 9 * times, 900 * times)
         assert (strategy.efficiency, strategy.efficiency_bound) == (1, 1)
     for histogram, capacity, limit, packs, bound in (
-        ([0] * 170 + [3, 3, 3], 512, 3, 4, 4),  # 1539 tokens
+        ([0] * 170 + [3, 3, 3], 512, 3, 4, 4),  # 1539 tokens need 4 packs of 512
         ([0] * 7 + [198] + [0] * 107 + [107], 128, None, 113, 113),  # 107 packs of 115 + 7, then packs of 18 x 7
         ([0, 7], 8, 2, 4, 4),
     ):
@@ -101,7 +101,7 @@ def test_the_best_packing_is_found_where_first_fit_decreasing_misses_it() -> Non
     assert (half.packs, half.tokens, half.efficiency, half.efficiency_bound) == (3, 23, 23 / 30, 23 / 20)
 
 
-def test_amounts_are_rounded_to_whole_packs_of_every_sequence() -> None:
+def test_fractional_packs_are_rounded_and_every_sequence_is_packed() -> None:
     counts = np.array([0, 0, 0, 2, 0, 3])
     assert _rounded({(5, 5): 0.9999999, (5, 3): 0.3, (3,): 0.4}, counts, 2) == {(5, 5): 1, (3,): 1, (5, 3): 1}
     assert _rounded({(3, 3): 0.4, (5,): 0.3}, counts, 2) == {(3, 3): 1, (5,): 3}
@@ -123,7 +123,7 @@ def test_wikipedia_is_packed_close_to_the_bound_in_few_rounds(
     assert len(rounds) <= most
 
 
-def test_wrong_input_is_named() -> None:
+def test_invalid_histograms_and_limits_are_rejected() -> None:
     counts = "a number of sequences for each length, and none of length 0"
     for histogram, capacity, limit, message in (
         *(([0, 1, -2], 8, 3, counts), ([1, 1], 8, 3, counts), ([0, 1.0], 8, 3, counts), ([[0, 1]], 8, 3, counts)),
@@ -138,7 +138,7 @@ def test_wrong_input_is_named() -> None:
 
 
 @given(st.lists(st.integers(1, 64), max_size=300), st.sampled_from([1, 2, 3, None]), st.integers(0, 2**31 - 1))
-def test_samples_fill_the_strategy(values: list[int], limit: int | None, seed: int) -> None:
+def test_packed_samples_follow_the_strategy_and_the_seed(values: list[int], limit: int | None, seed: int) -> None:
     lengths = np.array(values, np.uint16)
     packs = pack_samples(lengths, 64, limit, seed)
     strategy = pack_histogram(np.bincount(lengths, minlength=1), 64, limit)

@@ -40,7 +40,7 @@ def test_each_epoch_holds_every_sample_exactly_once(made: BatchSampler) -> None:
 
 
 @given(samplers(), st.integers(0, 20))
-def test_ranks_share_the_global_batch_in_equal_numbers_of_sequences(made: BatchSampler, step: int) -> None:
+def test_ranks_divide_the_global_batch_and_agree_on_its_counts(made: BatchSampler, step: int) -> None:
     """``replace`` copies the sampler without its cached batches. The copy must give the same batches as the original."""
     batch = replace(made).global_batch(step)
     shares = [made.rank_batches(step, rank) for rank in range(made.world_size)]
@@ -61,7 +61,7 @@ def test_ranks_share_the_global_batch_in_equal_numbers_of_sequences(made: BatchS
         assert {(micro.largest_tokens, micro.largest_masked) for micro in turn} == {most}
 
 
-def test_assigning_a_step_takes_memory_for_its_global_batch_only() -> None:
+def test_a_step_of_a_large_data_set_takes_little_memory() -> None:
     samples = 156_000_000
     index = np.broadcast_to(np.uint16(100), samples)  # broadcast, so that it needs no memory
     made = BatchSampler(index, index, 16384, 4096, 1, seed=9)
@@ -74,7 +74,7 @@ def test_assigning_a_step_takes_memory_for_its_global_batch_only() -> None:
     assert peak < 32 << 20
 
 
-def test_dealing_never_changes() -> None:
+def test_deal_returns_the_recorded_micro_batches() -> None:
     """Never update the expected micro-batches: if they changed, a new version could not reproduce an old run."""
     lengths = np.array([512, 500, 430, 300, 300, 222, 128, 128, 90, 64, 40, 40, 20, 8, 5])
     assert deal(lengths, 4).tolist() == [[0, 7, 10, 13], [1, 6, 9, -1], [2, 5, 11, 14], [3, 4, 8, 12]]
@@ -88,7 +88,7 @@ def test_dealing_never_changes() -> None:
         assert cost(lengths)[deal(lengths, 3)].sum(axis=1).tolist() == expected
 
 
-def test_batches_too_small_for_the_ranks_are_refused() -> None:
+def test_empty_data_sets_and_batches_too_small_for_the_ranks_are_rejected() -> None:
     with pytest.raises(ValueError, match=r"holds no samples: check data\.train"):
         sampler([], 4)
     for sizes in ((5, 2, 3), (0, 1, 1)):
@@ -99,7 +99,7 @@ def test_batches_too_small_for_the_ranks_are_refused() -> None:
     assert sampler([5, 6], 6, 2, 3).micro_batches == 6
 
 
-def test_cost_is_in_proportion_to_the_encoders_operations() -> None:
+def test_cost_is_proportional_to_the_encoders_operations() -> None:
     layers, hidden, tokens = 24, 1024, np.array([1, 128, 512])
     operations = 3 * layers * (24 * hidden**2 * tokens + 4 * hidden * tokens**2)
     assert (cost(tokens.astype(np.uint16)) * 12 * layers * hidden == operations).all()
@@ -109,7 +109,7 @@ def whole(count: int, seed: int = 5, epoch: int = 0) -> NDArray[np.int64]:
     return shuffled(np.arange(count), count, seed, epoch)
 
 
-def test_every_small_n_is_permuted() -> None:
+def test_orders_of_up_to_1200_items_are_permutations() -> None:
     """Computing the order for some positions gives the same results as computing the whole permutation."""
     for count in range(1, 1201):
         places = whole(count, seed=count, epoch=count % 3)
@@ -117,7 +117,7 @@ def test_every_small_n_is_permuted() -> None:
         assert shuffled(np.arange(0, count, 7), count, count, count % 3).tolist() == places[::7].tolist(), count
 
 
-def test_orders_never_change() -> None:
+def test_orders_equal_the_recorded_orders() -> None:
     """Never update the expected orders: if they changed, a new version could not reproduce an old run."""
     assert whole(12, seed=0, epoch=0).tolist() == [4, 9, 2, 5, 6, 3, 11, 7, 10, 8, 1, 0]
     assert whole(12, seed=2**31 - 1, epoch=7).tolist() == [3, 7, 10, 5, 8, 11, 1, 9, 4, 0, 6, 2]
@@ -136,7 +136,7 @@ def waste(shape_buckets: list[ShapeBucket], tokens_N: np.ndarray) -> float:
 
 
 @given(SIZES, st.integers(1, 6))
-def test_drawn_sizes_fit_into_buckets_of_the_kernels_multiples(sizes: list[tuple[int, int]], most: int) -> None:
+def test_every_drawn_size_fits_a_shape_bucket(sizes: list[tuple[int, int]], most: int) -> None:
     tokens_N, masked_N = np.array(sizes).T
     shape_buckets = choose_shape_buckets(tokens_N, masked_N, sequences=8, max_seqlen=512, most=most)
     assert 1 <= len(shape_buckets) <= most
@@ -154,7 +154,7 @@ def test_drawn_sizes_fit_into_buckets_of_the_kernels_multiples(sizes: list[tuple
 
 
 @given(st.lists(st.integers(1, 1200), min_size=1, max_size=12), st.integers(1, 4))
-def test_no_other_boundaries_waste_less(tokens: list[int], most: int) -> None:
+def test_no_other_bucket_sizes_need_less_padding(tokens: list[int], most: int) -> None:
     """Compare with every other choice of bucket sizes that has the same largest bucket."""
     tokens_N = np.array(tokens)
     chosen = choose_shape_buckets(tokens_N, np.ones_like(tokens_N), sequences=1200, max_seqlen=512, most=most)
@@ -168,14 +168,14 @@ def test_no_other_boundaries_waste_less(tokens: list[int], most: int) -> None:
 
 
 @pytest.mark.parametrize(("max_seqlen", "most_tokens"), [(512, 1152), (128, 1088)])
-def test_the_last_bucket_has_room_for_larger_sizes_than_drawn(max_seqlen: int, most_tokens: int) -> None:
-    """1000 + (1000 - 400) / 4 = 1150 tokens and an unused row are 1152 slots, unless 8 sequences have at most 1024."""
+def test_the_last_shape_bucket_is_larger_than_the_largest_drawn_size(max_seqlen: int, most_tokens: int) -> None:
+    """1000 + (1000 - 400) / 4 = 1150 tokens and an unused row need 1152 slots. Eight sequences of 128 need 1088 slots."""
     chosen = choose_shape_buckets(np.array([100, 200, 300, 1000]), np.array([15, 30, 44, 150]), 8, max_seqlen, most=3)
-    expected = ((128, 32), (320, 48), (most_tokens, 176))  # 15 % of the slots, in multiples of 16
+    expected = ((128, 32), (320, 48), (most_tokens, 176))  # masked: 15 % of the tokens, rounded up to multiples of 16
     assert chosen == [ShapeBucket(tokens, 8, masked, max_seqlen) for tokens, masked in expected]
 
 
-def test_a_batch_that_fits_nothing_gets_a_shape_bucket_of_its_own() -> None:
+def test_a_batch_that_fits_no_shape_bucket_gets_a_new_one() -> None:
     assert [ShapeBucket.around(tokens, 1, masked, 1) for tokens, masked in ((63, 0), (64, 16), (127, 17))] == [
         ShapeBucket(tokens, 1, masked, 1) for tokens, masked in ((64, 16), (128, 16), (128, 32))
     ]
@@ -188,7 +188,7 @@ def test_a_batch_that_fits_nothing_gets_a_shape_bucket_of_its_own() -> None:
     assert fitting(ShapeBucket.around(100, 4, 17, 60), shape_buckets) == shape_buckets[1]
 
 
-def test_buckets_for_wikipedia_waste_less_than_one_percent() -> None:
+def test_shape_buckets_for_wikipedia_have_less_than_one_percent_padding() -> None:
     """Choose buckets for one GPU's recipe (four micro-batches of 64) and test them on other batches."""
     lengths = drawn_lengths(np.random.default_rng(5), 200_000).astype(np.uint16)
     masked_counts = np.minimum(76, np.maximum(1, np.rint(0.15 * lengths))).astype(np.uint16)
@@ -199,7 +199,7 @@ def test_buckets_for_wikipedia_waste_less_than_one_percent() -> None:
     both = draw_sizes(np.array([500, 3]), np.array([7, 1]), 4, 2)  # either sample may be drawn any number of times
     assert [set(sizes.tolist()) for sizes in both] == [{6, 503, 1000}, {2, 8, 14}]
     assert [int(sizes.sum()) for sizes in draw_sizes(np.full(9, 7), np.full(9, 2), 8, 2)] == [2048 * 28, 2048 * 8]
-    np.testing.assert_array_equal(draw_sizes(lengths, masked_counts, 256, 4), (tokens_N, masked_N))  # as on other ranks
+    np.testing.assert_array_equal(draw_sizes(lengths, masked_counts, 256, 4), (tokens_N, masked_N))  # reproducible
     assert np.ptp(tokens_N.reshape(-1, 4), axis=1).max() < 512, "the micro-batches of a step are balanced"
     made = BatchSampler(lengths, masked_counts, 256, 1, 4, seed=1)
     tokens_N = np.array([lengths[each.indices].sum() for step in range(500) for each in made.rank_batches(step, 0)])

@@ -52,7 +52,9 @@ def from_elsewhere(source: Dataset, folder: Path, layout: str) -> np.ndarray:
 
 
 @pytest.mark.parametrize("layout", ["native", "packed"])
-def test_a_stopped_conversion_goes_on_to_the_same_samples(source: Dataset, tmp_path: Path, layout: Layout) -> None:
+def test_an_interrupted_conversion_continues_with_equal_results(
+    source: Dataset, tmp_path: Path, layout: Layout
+) -> None:
     out, reports = tmp_path / "data", list[JobProgress]()
 
     def stop(progress: JobProgress) -> None:
@@ -91,7 +93,7 @@ def test_a_stopped_conversion_goes_on_to_the_same_samples(source: Dataset, tmp_p
 
 
 @pytest.mark.parametrize("layout", ["fixed", "varlength", "packed"])
-def test_shards_from_elsewhere_become_a_data_set_where_they_lie(
+def test_shards_of_other_programs_are_indexed_in_place_or_through_links(
     run: Run, source: Dataset, vocab: Path, tmp_path: Path, layout: str
 ) -> None:
     folder = tmp_path / "elsewhere"
@@ -107,14 +109,14 @@ def test_shards_from_elsewhere_become_a_data_set_where_they_lie(
         dataset.check_vocabulary(Vocabulary.from_file(vocab))
         assert dataset.take(EVERYTHING).sample_digests().tolist() == expected.tolist()
         sizes = (dataset.info.max_seq_length, dataset.info.max_predictions_per_seq)
-        assert sizes == (MOST_TOKENS, MOST_MASKED if layout == "fixed" else 6)  # 15 % of 40
+        assert sizes == (MOST_TOKENS, MOST_MASKED if layout == "fixed" else 6)  # 6 is 15 % of 40
         assert dataset.info.options == {}
     assert "settings: not recorded; samples of at most 40 tokens" in run("verify", folder)
     shuffled = shuffle(open_dataset(folder), tmp_path / "shuffled", shards=3, seed=1)
     assert multiset_digest(shuffled.blocks()) == multiset_digest(source.blocks())
 
 
-def test_the_references_own_output_is_converted(run: Run, tmp_path: Path) -> None:
+def test_tfrecord_files_of_the_reference_script_are_converted(run: Run, tmp_path: Path) -> None:
     folder = tmp_path / "records"
     folder.mkdir()
     shutil.copy(Path(__file__).parents[1] / "shards" / "tfrecord" / "edge_64.tfrecord", folder / "part-00000-of-00001")

@@ -43,7 +43,7 @@ def folder(tmp_path: Path, samples: Samples) -> Path:
 
 @at_most(15)
 @given(st.integers(1, 6), st.lists(st.integers(0, COUNT - 1), max_size=40))
-def test_take_gives_the_samples_in_the_order_asked(
+def test_take_returns_samples_in_the_order_of_the_indices(
     tmp_path_factory: pytest.TempPathFactory, shards: int, indices: list[int]
 ) -> None:
     samples, folder = make_samples(COUNT), tmp_path_factory.mktemp("data")
@@ -58,7 +58,7 @@ def test_take_gives_the_samples_in_the_order_asked(
     dataset.verify()
 
 
-def test_planning_touches_metadata_only_and_taking_opens_the_shards_needed(folder: Path, opened: list[str]) -> None:
+def test_opening_reads_only_metadata_and_take_opens_only_needed_shards(folder: Path, opened: list[str]) -> None:
     def names() -> set[str]:
         return {Path(name).name for name in opened if str(folder) in name}
 
@@ -78,7 +78,7 @@ def digest_of(dataset: Dataset, queue: Any) -> None:
 
 
 @pytest.mark.parametrize("method", ["fork", "spawn"])
-def test_a_data_set_in_use_works_in_a_child_process(folder: Path, samples: Samples, method: str) -> None:
+def test_an_open_data_set_can_be_read_in_a_child_process(folder: Path, samples: Samples, method: str) -> None:
     dataset = open_dataset(folder)
     pickled = len(pickle.dumps(dataset))
     dataset.take(EVERYTHING)
@@ -92,7 +92,7 @@ def test_a_data_set_in_use_works_in_a_child_process(folder: Path, samples: Sampl
     assert dataset.take(EVERYTHING).digest() == samples.digest()
 
 
-def test_more_shards_than_the_soft_limit_of_open_files_are_read(
+def test_the_soft_limit_of_open_files_is_raised_for_many_shards(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     samples = make_samples(60)
@@ -102,11 +102,11 @@ def test_more_shards_than_the_soft_limit_of_open_files_are_read(
         resource.setrlimit(resource.RLIMIT_NOFILE, (300, hard))
         dataset = open_dataset(tmp_path / "data")
         assert dataset.take(np.arange(60)).digest() == samples.digest()
-        assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == 316  # 256 are left for the rest of the process
+        assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == 316  # 60 shards, and 256 for the rest of the process
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     for limits, raised, most in (
-        ((300, -1), 316, 60),  # -1 is no limit
+        ((300, -1), 316, 60),  # -1 means no limit
         ((300, 310), 310, 54),
         ((300, 300), None, 44),
         ((256, 256), None, 1),
@@ -119,7 +119,7 @@ def test_more_shards_than_the_soft_limit_of_open_files_are_read(
         assert done == ([] if raised is None else [(raised, limits[1])])
 
 
-def test_open_shards_stay_within_the_limits_of_number_and_memory(
+def test_open_shards_are_limited_in_number_and_memory(
     folder: Path, samples: Samples, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     dataset = open_dataset(folder)
@@ -136,17 +136,17 @@ def test_open_shards_stay_within_the_limits_of_number_and_memory(
         assert list(dataset._open_shards) == still_open
 
 
-def test_the_vocabulary_is_checked(folder: Path) -> None:
+def test_another_vocabulary_is_rejected(folder: Path) -> None:
     vocabulary, other = Vocabulary(tuple(TOKENS)), Vocabulary((*TOKENS, "more"))
     dataset = open_dataset(folder)
     dataset.info = replace(dataset.info, vocabulary_sha256=vocabulary.sha256)
     dataset.check_vocabulary(vocabulary)
-    made = rf"made with the vocabulary of md5 0{{32}} \(100 tokens\), given is {other.md5} \(36 tokens\); use that"
+    made = rf"made with the vocabulary of md5 0{{32}} \(100 tokens\), not with the given one of md5 {other.md5} \(36 "
     with pytest.raises(ValueError, match=made):
         dataset.check_vocabulary(other)
 
 
-def test_missing_swapped_and_damaged_shards_are_named(
+def test_errors_for_missing_swapped_and_damaged_shards_name_the_path(
     folder: Path, samples: Samples, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     paths = [folder / f"part_0000{index}_of_00004.hdf5" for index in range(3)]
@@ -180,13 +180,13 @@ def test_missing_swapped_and_damaged_shards_are_named(
     paths[1].write_bytes(first)
     with pytest.raises(ValueError, match=rf"{paths[0]}: not the shard that manifest\.json lists"):
         open_dataset(folder).take(np.array([0]))
-    write_shard(paths[0], samples.slice(0, 5), replace(INFO, options={"random_seed": 1}))  # the same samples
+    write_shard(paths[0], samples.slice(0, 5), replace(INFO, options={"random_seed": 1}))  # only other settings
     for record in (dataset.shards[0], replace(dataset.shards[0], file_bytes=paths[0].stat().st_size)):
         with pytest.raises(ValueError, match=rf"{paths[0]}: not the shard"):
             Dataset(folder, INFO, (record,), dataset._length_index[:5]).take(np.array([0]))
 
 
-def test_shards_of_other_settings_or_equal_shards_make_no_data_set(tmp_path: Path, samples: Samples) -> None:
+def test_shards_with_different_settings_or_equal_samples_are_rejected(tmp_path: Path, samples: Samples) -> None:
     for name, info in (("one", INFO), ("two", INFO), ("three", replace(INFO, options={"random_seed": 1}))):
         write_shard(tmp_path / name, samples, info)
     with pytest.raises(ValueError, match=f"{tmp_path}: two holds the same samples as one: leave out one"):
@@ -211,7 +211,7 @@ def test_shards_of_other_settings_or_equal_shards_make_no_data_set(tmp_path: Pat
         (("samples",), "\ud800", "damaged or of another version"),
     ],
 )
-def test_a_damaged_manifest_is_refused_in_one_line(
+def test_a_damaged_manifest_is_rejected_with_the_reason(
     folder: Path, place: tuple[Any, ...], value: object, complaint: str
 ) -> None:
     path = folder / "manifest.json"
@@ -225,7 +225,7 @@ def test_a_damaged_manifest_is_refused_in_one_line(
             open_dataset(folder)
 
 
-def test_a_length_index_that_is_damaged_hostile_or_of_other_shards_is_refused(folder: Path, samples: Samples) -> None:
+def test_a_length_index_that_is_damaged_hostile_or_of_other_shards_is_rejected(folder: Path, samples: Samples) -> None:
     """NumPy reads the head of an array as Python. Whoever wrote the data set has also written the digest."""
     lengths = open_dataset(folder).lengths
     while isinstance(lengths.base, np.ndarray):
@@ -250,7 +250,7 @@ def test_a_length_index_that_is_damaged_hostile_or_of_other_shards_is_refused(fo
         open_dataset(folder)
 
 
-def test_a_data_set_appears_whole_or_not_at_all(tmp_path: Path, samples: Samples) -> None:
+def test_a_failed_write_leaves_no_data_set(tmp_path: Path, samples: Samples) -> None:
     for shards in (0, COUNT + 1):
         with pytest.raises(ValueError, match=f"shards is {shards} for 23 samples; expected 1 to the number of samples"):
             write_dataset(tmp_path / "data", samples, shards=shards, info=INFO)

@@ -35,8 +35,8 @@ def make(folder: Path, lengths: list[int], repeat: tuple[int, ...] = ()) -> Data
     return open_dataset(folder)
 
 
-def test_the_content_digest_is_that_of_the_published_script(tmp_path: Path) -> None:
-    """As the script does, hash each row that h5py reads as a Python list with MD5, then the list of hashes."""
+def test_content_md5_equals_the_published_scripts_digest(tmp_path: Path) -> None:
+    """As the script does, write each row as a Python list and hash it with MD5. Then hash the list of these hashes."""
     samples = synthetic_samples(np.array([5, 30, 3, 100]), 30522)
     write_like_others(tmp_path / "file", "varlength", samples, INFO)
     with h5py.File(tmp_path / "file") as file:
@@ -77,7 +77,7 @@ def test_the_benchmarks_settings_vocabulary_and_sizes_are_recognised(
     assert found(10_000) == f"samples: the benchmark's evaluation set, 10,000 samples, content md5 {md5}"
 
 
-def test_repeated_samples_and_the_digest_in_any_order(tmp_path: Path) -> None:
+def test_verify_finds_repeated_samples_and_ignores_their_order_in_the_digest(tmp_path: Path) -> None:
     one = make(tmp_path / "none", [5, 70, 30])
     found = known.verify(one)
     samples = one.take(np.arange(3))
@@ -89,7 +89,7 @@ def test_repeated_samples_and_the_digest_in_any_order(tmp_path: Path) -> None:
         "text: not recorded",
         f"samples: 3; {NEITHER}",
         f"next sentences: {100 * samples.next_sentence_labels.mean():.0f} % random",
-        "repeats: 0 samples equal to another",
+        "repeats: 0 samples equal to another sample",
         f"multiset digest: {digest:016x}",
     ]
     nothing = known.verify(Dataset(tmp_path, INFO, (), np.zeros((0, 2), np.uint16)))
@@ -98,8 +98,8 @@ def test_repeated_samples_and_the_digest_in_any_order(tmp_path: Path) -> None:
     write_dataset(tmp_path / "backwards", one.take(np.array([2, 1, 0])), shards=3, info=INFO)
     assert known.verify(open_dataset(tmp_path / "backwards"))[-1] == found[-1] != "multiset digest: 0000000000000000"
     short = known.verify(make(tmp_path / "short", [5, 70, 30], repeat=(0, 0)))
-    assert short[6] == "repeats: 2 samples equal to another, all of them short documents drawn alike (below 64 tokens)"
-    with pytest.raises(ValueError, match=r"3 samples equal to another, 1 of them 64 tokens or longer"):
+    assert short[6] == "repeats: 2 samples equal to another sample, all of them short (below 64 tokens)"
+    with pytest.raises(ValueError, match=r"3 samples equal to another sample, 1 of them with 64 tokens or more"):
         known.verify(make(tmp_path / "long", [5, 70, 63, 64, 80, 5], repeat=(2, 0, 4)))
 
 

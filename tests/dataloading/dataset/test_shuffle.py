@@ -43,7 +43,7 @@ def order_of(dataset: Dataset, samples: Samples) -> np.ndarray:
 
 
 @pytest.mark.usefixtures("small")
-def test_every_sample_comes_once_in_an_order_of_the_seed(source: Dataset, tmp_path: Path) -> None:
+def test_a_shuffle_keeps_every_sample_in_an_order_that_depends_on_the_seed(source: Dataset, tmp_path: Path) -> None:
     orders = []
     for name, seed in (("one", 1), ("again", 1), ("two", 2)):
         dataset = shuffle(source, tmp_path / name, shards=7, seed=seed)
@@ -59,7 +59,7 @@ def test_every_sample_comes_once_in_an_order_of_the_seed(source: Dataset, tmp_pa
 
 
 @pytest.mark.usefixtures("small")
-def test_the_order_is_uniform(source: Dataset, tmp_path: Path) -> None:
+def test_shuffled_positions_are_independent_of_the_original_positions(source: Dataset, tmp_path: Path) -> None:
     """New positions are independent of old ones (chi-square test, 10 x 10 table). Few neighbors stay together."""
     table = np.zeros((10, 10))
     followers = 0
@@ -74,7 +74,9 @@ def test_the_order_is_uniform(source: Dataset, tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("small")
 @pytest.mark.parametrize(("step", "at", "made_again"), [("read", 500, 7), ("written", 300, 4), ("checked", 500, 0)])
-def test_a_stopped_shuffle_goes_on(source: Dataset, tmp_path: Path, step: str, at: int, made_again: int) -> None:
+def test_an_interrupted_shuffle_continues_and_keeps_finished_shards(
+    source: Dataset, tmp_path: Path, step: str, at: int, made_again: int
+) -> None:
     expected = shuffle(source, tmp_path / "expected", shards=7, seed=1)
 
     def stop(name: str, done: int, _: int) -> None:
@@ -95,11 +97,11 @@ def test_a_stopped_shuffle_goes_on(source: Dataset, tmp_path: Path, step: str, a
     assert found.shards == expected.shards
 
 
-def test_shards_are_neither_empty_nor_larger_than_memory(tmp_path: Path, source: Dataset) -> None:
+def test_too_few_and_too_many_shards_are_rejected(tmp_path: Path, source: Dataset) -> None:
     for shards in (0, COUNT + 1):
         with pytest.raises(ValueError, match=f"--shards is {shards} for 1,000 samples; expected 1 or more"):
             shuffle(source, tmp_path / "data", shards=shards, seed=1)
-    # 3 bytes a token, 4 a masked token and 17 a sample are 16 shards of 256 MiB, or a byte more.
+    # At 3 bytes a token, 4 a masked token and 17 a sample, these counts fill 16 shards of 256 MiB. One more token needs 17.
     tokens, masked, count = (1 << 30) + (1 << 18), (1 << 28) - (1 << 18) * 5, 1 << 18
     assert 3 * tokens + 4 * masked + 17 * count == 16 << 28
     for more in (0, 1):
@@ -114,7 +116,7 @@ def test_shards_are_neither_empty_nor_larger_than_memory(tmp_path: Path, source:
         assert [record.samples for record in dataset.shards] == [3 // shards] * shards
 
 
-def test_a_shard_that_is_replaced_during_a_shuffle_is_noticed(source: Dataset, tmp_path: Path) -> None:
+def test_a_shard_that_is_replaced_during_a_shuffle_is_detected(source: Dataset, tmp_path: Path) -> None:
     def swap(step: str, done: int, total: int) -> None:
         if (step, done) == ("written", total):
             write_shard(tmp_path / "data" / shard_name(1, 2), make_samples(COUNT // 2), INFO.without_sources())
@@ -135,7 +137,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
 """
 
 
-def test_memory_does_not_grow_with_the_data(tmp_path: Path) -> None:
+def test_memory_of_a_shuffle_does_not_grow_with_the_data_set(tmp_path: Path) -> None:
     """Shuffle 10 and 30 shards of equal size, and compare peak memory, including mapped pages."""
     grown = []
     samples = synthetic_samples(np.full(5_000, 500), 30522)

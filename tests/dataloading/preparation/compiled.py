@@ -1,4 +1,4 @@
-"""Preloaded by a fork server: this call of a compiled function loads Numba once for all processes that it forks."""
+"""Module that a fork server preloads. It calls a compiled function, so that all forked processes share the loaded Numba."""
 
 from tests.dataloading.shards.tfrecord.edge_samples import edge_samples
 

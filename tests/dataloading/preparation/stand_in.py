@@ -43,7 +43,7 @@ def write_stand_in(folder: Path, *, checkpoints: bool = True) -> StandIn:
         (files / form).mkdir()
         for path in _BUNDLES.glob("tf1.*"):
             shutil.copy(path, files / form / path.name.replace("tf1", "model.ckpt-28252"))
-        if form == "tf2_ckpt":  # only the name of its folder tells what this file is
+        if form == "tf2_ckpt":  # this index shows its kind only by its folder
             (files / form / "model.ckpt-28252.index").write_bytes(b"\0")
     shutil.copy(_VOCAB, files / "vocab.txt")
     (files / "bert_config.json").write_text('{"num_attention_heads": 2}\n')
@@ -91,7 +91,7 @@ def results(out: Path) -> dict[str, object]:
 
 
 FRESH = multiprocessing.get_context("forkserver")
-"""Fork server: its children inherit neither this process's objects nor locks that its threads hold."""
+"""Fork server. Its children inherit neither this process's objects nor locks that its threads hold."""
 FRESH.set_forkserver_preload(
     ["dataloading.preparation.wikipedia", "tests.dataloading.preparation.compiled", "tests.conftest"]
 )

@@ -25,7 +25,7 @@ def documents() -> list[Document]:
 
 
 @pytest.mark.slow
-def test_the_corpus_is_large_and_no_text_is_on_both_sides(documents: list[Document]) -> None:
+def test_the_demo_corpus_is_large_and_no_module_is_in_both_data_sets(documents: list[Document]) -> None:
     sentences = [sentence for document in documents for sentence in document.sentences]
     assert sum(len(sentence.split()) for sentence in sentences) > 150_000
     assert all(sentence.strip() == sentence != "" and len(sentence.splitlines()) == 1 for sentence in sentences)
@@ -38,7 +38,7 @@ def test_the_corpus_is_large_and_no_text_is_on_both_sides(documents: list[Docume
 
 
 @pytest.mark.slow
-def test_another_process_finds_the_same_and_imports_nothing_of_the_standard_library(documents: list[Document]) -> None:
+def test_another_process_finds_equal_documents_without_importing_their_modules(documents: list[Document]) -> None:
     code = """
 import sys
 from dataloading.preparation.demo import demo_documents
@@ -78,7 +78,7 @@ def h():
 '''
 
 
-def test_source_that_does_not_parse_or_is_not_prose_is_skipped(tmp_path: Path) -> None:
+def test_source_that_does_not_parse_and_text_that_is_not_prose_are_skipped(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=f"no {tmp_path}/pydoc_data/topics.py: the demo corpus needs the full"):
         demo_documents(tmp_path)
     for path, content in (
@@ -95,13 +95,13 @@ def test_source_that_does_not_parse_or_is_not_prose_is_skipped(tmp_path: Path) -
         ("topic b", ("All of this comes later.",)),
         ("module", ("Reads the configuration from its file.", "Raises an error otherwise.")),
         ("module", ("Four plain English words.",)),
-        ("module", ("ab ab ab abc1234",)),  # letters are three quarters
+        ("module", ("ab ab ab abc1234",)),  # three quarters are letters and spaces
         ("module", ("The class of all the things.", "Does what methods always do.")),
         ("pkg.pydoc_data.a", ("Only one folder is left out.",)),
     ]
 
 
-def test_data_are_made_once_and_other_content_and_damage_are_refused(
+def test_demo_data_are_made_once_and_damaged_or_other_data_are_rejected(
     run: Run, small_run: SmallRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     texts = [

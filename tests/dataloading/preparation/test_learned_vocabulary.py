@@ -1,4 +1,4 @@
-"""Learned vocabularies: they know the characters of the text, and are the same in every process."""
+"""Learned vocabularies: they contain the characters of the text, and are equal in every process."""
 
 from itertools import product
 from pathlib import Path
@@ -35,7 +35,7 @@ def unknown_share(tokens: list[str], lines: list[str], *, lower: bool = True) ->
 
 @pytest.mark.parametrize("name", TEXTS)
 @pytest.mark.parametrize("lower", [True, False])
-def test_no_character_is_unknown_if_there_is_room(name: str, lower: bool) -> None:
+def test_no_word_is_unknown_with_a_large_vocabulary(name: str, lower: bool) -> None:
     tokens = learn(TEXTS[name], 5000, lower=lower)
     assert tokens[:5] == list(SPECIAL_TOKENS)
     assert len(set(tokens)) == len(tokens) <= 5000
@@ -43,7 +43,7 @@ def test_no_character_is_unknown_if_there_is_room(name: str, lower: bool) -> Non
     assert ("the" in tokens) == (TEXTS[name][0] == ENGLISH[0])
 
 
-def test_frequent_characters_come_first_then_longer_pieces_in_half_of_a_small_vocabulary() -> None:
+def test_rare_characters_take_at_most_half_of_a_small_vocabulary() -> None:
     for size in (6, 40, 60, 400):
         assert set(learn(CHINESE, size)[5:]) == set(IDEOGRAPHS[: size - 5])
         assert len(learn(TEXTS["mixed"], size)) == size
@@ -59,7 +59,7 @@ def test_frequent_characters_come_first_then_longer_pieces_in_half_of_a_small_vo
     assert unknown_share(learn(lines, 1000), lines) == 0
 
 
-def test_words_that_are_always_unknown_take_no_room_and_a_character_needs_room() -> None:
+def test_too_long_words_are_not_learned_and_too_small_sizes_are_rejected() -> None:
     assert learn(["\u0416" * 200], 500)[5:7] == ["##\u0436", "\u0436"]
     assert not any("\u0436" in token for token in learn([*ENGLISH, "\u0416" * 201], 500))
     assert learn(["", " \t"], 100) == list(SPECIAL_TOKENS)
@@ -70,7 +70,7 @@ def test_words_that_are_always_unknown_take_no_room_and_a_character_needs_room()
 
 
 @pytest.mark.slow
-def test_other_processes_learn_the_same() -> None:
+def test_other_processes_learn_equal_vocabularies() -> None:
     code = """
 from tests.dataloading.preparation.test_learned_vocabulary import TEXTS, learn
 print([learn(TEXTS[name], size) for name in TEXTS for size in (60, 300, 900)])

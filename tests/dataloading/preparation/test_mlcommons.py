@@ -1,4 +1,4 @@
-"""MLCommons' files: their sums, and the time, the room and the messages that follow from their sizes."""
+"""MLCommons' files: finding and verifying them, and estimates of the time and disk space that they need."""
 
 import os
 import shutil
@@ -16,7 +16,7 @@ G = 10**9  # bytes of a gigabyte, which is less than a gibibyte
 
 
 def sized(path: Path, size: int) -> Path:
-    """Make a file of ``size`` bytes that takes no room."""
+    """Make a sparse file of ``size`` bytes, which takes no disk space."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.touch()
     os.truncate(path, size)
@@ -51,19 +51,21 @@ def test_files_are_found_at_any_depth_but_not_twice(tmp_path: Path) -> None:
     assert found.checkpoint == (files[0], files[2])
 
 
-def test_the_number_of_attention_heads_is_at_least_one(tmp_path: Path) -> None:
+def test_the_number_of_attention_heads_is_read_from_the_configuration(tmp_path: Path) -> None:
     (tmp_path / "bert_config.json").write_text('{"num_attention_heads": 1}')
     assert ml.attention_heads(Inputs(config=(tmp_path / "bert_config.json",))) == 1
     assert ml.attention_heads(Inputs()) is None
 
 
-def test_time_and_room_are_in_proportion_to_the_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_estimates_of_time_and_disk_space_are_proportional_to_file_sizes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(os, "cpu_count", lambda: 4)
     names = ("vocab.txt", "bert_config.json", "eval.txt")
     vocabulary, config, held_out = ((sized(tmp_path / name, G),) for name in names)
     text = sized(tmp_path / "part-0", G), sized(tmp_path / "part-1", 3 * G)
     inputs = Inputs(vocabulary, config, (sized(tmp_path / "index", 3 * G),), text, held_out)
-    # 10 GB are read at 2 ns a byte. Samples take 11 bytes for each byte of text.
+    # Two jobs check 10 GB at 2 ns a byte. Samples take 11 bytes for each byte of text.
     seconds = {"check": 10.0, CHECKPOINT: 11.0, EVALUATION: 170.0, "samples": 340.0, TRAIN: 480.0, "verify": 124.0}
     for jobs, shared in ((2, 1), (0, 2), (1, 2), (9, 0.5)):
         found, result, most = ml.estimate(inputs, [], jobs)
@@ -80,7 +82,9 @@ def test_time_and_room_are_in_proportion_to_the_bytes(tmp_path: Path, monkeypatc
     assert ml.estimate(inputs, [TRAIN, EVALUATION, VOCABULARY], 2)[0].keys() == {"check", CHECKPOINT, "verify"}
 
 
-def test_too_little_room_is_refused_at_once(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_little_disk_space_is_an_error_after_the_estimates(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(os, "cpu_count", lambda: 4)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=139 * G))
     given, out = tmp_path / "given", tmp_path / "out"
@@ -102,7 +106,7 @@ def test_too_little_room_is_refused_at_once(run: Run, tmp_path: Path, monkeypatc
         ]
 
 
-def test_known_sums_come_first_then_those_of_the_list_beside_the_files(tmp_path: Path) -> None:
+def test_known_md5_sums_take_precedence_over_lists_beside_the_files(tmp_path: Path) -> None:
     names = [f"part-{index:05d}-of-00012" for index in range(12)]
     (tmp_path / "list").write_text("".join(f"{'A' * 32} *text/{name}\n" for name in [*names, "eval.txt"]) + "x" * 99)
     beside = Checksums(None, [tmp_path / "list"])

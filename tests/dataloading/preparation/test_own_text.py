@@ -29,7 +29,7 @@ def text(tmp_path: Path) -> Path:
     return write_text(tmp_path / "text.txt", [document(number) for number in range(200)])
 
 
-def test_a_share_of_the_documents_is_held_out_whatever_their_order() -> None:
+def test_held_out_documents_do_not_depend_on_the_order_of_the_documents() -> None:
     documents = [document(number) for number in range(200)]
     split = split_documents(documents, 0.05)
     assert (len(split.train), len(split.evaluation), split.repeated) == (190, 10, 0)
@@ -43,7 +43,7 @@ def test_a_share_of_the_documents_is_held_out_whatever_their_order() -> None:
     assert len([each for each in split.evaluation if each not in more.evaluation]) <= 2
 
 
-def test_folders_and_patterns_name_their_files_once(tmp_path: Path) -> None:
+def test_folders_and_patterns_give_each_visible_file_once(tmp_path: Path) -> None:
     names = ["a.txt", "b.md", "deep/c.txt", ".git/d.txt", "deep/.hidden.txt"]
     for name in names:
         (tmp_path / "texts" / name).parent.mkdir(parents=True, exist_ok=True)
@@ -53,7 +53,7 @@ def test_folders_and_patterns_name_their_files_once(tmp_path: Path) -> None:
     assert text_files([folder / "**/*.txt", folder / "a.txt"]) == [folder / "a.txt", folder / "deep/c.txt"]
 
 
-def test_both_data_sets_record_their_settings_and_can_be_made_again(
+def test_both_data_sets_record_their_settings_and_are_reproducible(
     text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(own_text, "_SHARD_CHARACTERS", 10)
@@ -81,14 +81,16 @@ def test_both_data_sets_record_their_settings_and_can_be_made_again(
         assert (tmp_path / "again" / name).read_bytes() == (tmp_path / "out" / name).read_bytes()
 
 
-def test_the_shortest_samples_hold_a_token_of_each_segment_and_one_is_masked(text: Path, tmp_path: Path) -> None:
+def test_samples_of_five_tokens_lose_no_text(text: Path, tmp_path: Path) -> None:
     write_own_text((text,), OwnText(vocab_size=90, max_seq_length=5, dupe_factor=1), tmp_path / "out")
     dataset = open_dataset(tmp_path / "out" / "train")
     assert (dataset.lengths.max(), dataset.info.max_predictions_per_seq) == (5, 1)
     assert dataset.info.text.unused_tokens == 0
 
 
-def test_a_vocabulary_is_smaller_than_requested_if_the_text_has_too_few_tokens(text: Path, tmp_path: Path) -> None:
+def test_a_learned_cased_vocabulary_keeps_capitals_and_may_be_smaller_than_requested(
+    text: Path, tmp_path: Path
+) -> None:
     for name, own, options in (
         ("cased", OwnText(vocab_size=50_000, cased=True), (False, False)),
         ("set", OwnText(cased=True, normalization=NormalizationOptions(strip_accents=True)), (False, True)),
@@ -110,7 +112,7 @@ def test_a_given_vocabulary_and_its_normalization_are_used(text: Path, tmp_path:
     assert open_dataset(tmp_path / "out" / "train").info.options["do_lower_case"] is False  # "Capital" is a token
 
 
-def test_lines_are_split_and_each_file_can_be_a_document(tmp_path: Path) -> None:
+def test_lines_are_split_into_sentences_and_a_file_can_be_one_document(tmp_path: Path) -> None:
     long = " ".join(f"w{index}" for index in range(150))
     texts = [
         write_text(tmp_path / f"{number}.txt", [["First here. Second there", f"{number} {long}"], document(number)])
@@ -125,7 +127,7 @@ def test_lines_are_split_and_each_file_can_be_a_document(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize(("documents", "least"), [(30, 1000), (1200, 9850)])
-def test_held_out_text_is_evaluated_on_enough_masked_tokens(
+def test_the_evaluation_set_has_at_most_ten_thousand_masked_tokens(
     documents: int, least: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(own_text, "_SHARD_CHARACTERS", 50_000)

@@ -39,7 +39,9 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir() if path.name != "prepare.json"}
 
 
-def test_processes_and_parts_make_the_same_data_set(job: Job, whole: dict[str, bytes], tmp_path: Path) -> None:
+def test_several_processes_and_parts_give_the_data_set_of_one_process(
+    job: Job, whole: dict[str, bytes], tmp_path: Path
+) -> None:
     told: list[JobProgress] = []
     prepare(job, tmp_path / "processes", jobs=3, report=told.append)
     for index in (2, 1):
@@ -50,7 +52,7 @@ def test_processes_and_parts_make_the_same_data_set(job: Job, whole: dict[str, b
     assert [(progress.done, progress.kept) for progress in told] == expected
 
 
-def test_damaged_shards_are_made_again_and_a_folder_begun_otherwise_is_left_alone(
+def test_damaged_shards_are_made_again_and_other_settings_are_rejected(
     job: Job, whole: dict[str, bytes], tmp_path: Path
 ) -> None:
     out = tmp_path / "data"
@@ -73,7 +75,7 @@ def test_damaged_shards_are_made_again_and_a_folder_begun_otherwise_is_left_alon
     assert contents(out) == whole
 
 
-def test_a_changed_text_is_noticed(job: Job, tmp_path: Path) -> None:
+def test_a_changed_text_is_rejected(job: Job, tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
     text.write_text("w1 w2\nw3\n\nw4 w5\n")
     mine = replace(job, texts=(text,))
@@ -83,7 +85,7 @@ def test_a_changed_text_is_noticed(job: Job, tmp_path: Path) -> None:
         prepare(mine, tmp_path / "data")
 
 
-def test_another_vocabulary_under_the_same_name_is_used(job: Job, tmp_path: Path) -> None:
+def test_a_changed_vocabulary_file_is_read_again(job: Job, tmp_path: Path) -> None:
     vocab, text = tmp_path / "vocab.txt", tmp_path / "text.txt"
     text.write_text("w1 w2 w3 w4\nw3 w4\n\nw4 w5 w1\n")
     lines = job.vocab.read_text().splitlines()

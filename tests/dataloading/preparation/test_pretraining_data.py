@@ -44,7 +44,9 @@ def prepare(texts: list[Path], vocabulary: Vocabulary, options: PretrainingOptio
         ("wiki00_512", "wiki_00.txt", PretrainingOptions(dupe_factor=3)),
     ],
 )
-def test_bit_identical_to_the_reference_script(golden: str, text: str, options: PretrainingOptions) -> None:
+def test_samples_are_bit_identical_to_the_reference_scripts_samples(
+    golden: str, text: str, options: PretrainingOptions
+) -> None:
     if not SHARED.exists():
         pytest.skip("needs ../shared/data: the vocabulary and the Wikipedia text may not be copied here")
     is_made_up = text == "edge.txt"
@@ -75,8 +77,8 @@ some_options = st.builds(
 
 
 @given(st.lists(texts, min_size=1, max_size=3), some_options, st.booleans())
-@example([["w1 w2 w3"]], PretrainingOptions(dupe_factor=1), False)  # random next sentences come from it too
-def test_samples_equal_those_of_the_definition(
+@example([["w1 w2 w3"]], PretrainingOptions(dupe_factor=1), False)  # the only document also gives random sentences
+def test_samples_equal_the_samples_of_a_plain_python_definition(
     tmp_path: Path, files: list[list[str]], options: PretrainingOptions, ends_with_newline: bool
 ) -> None:
     paths = []
@@ -88,7 +90,7 @@ def test_samples_equal_those_of_the_definition(
     assert prepare(paths, VOCABULARY, options).digest() == expected.digest()
 
 
-def test_random_numbers_are_pythons() -> None:
+def test_random_numbers_equal_pythons() -> None:
     theirs = random.Random(5)
     ours = np.array(theirs.getstate()[1], np.uint32)
     assert [_next_word(ours) for _ in range(1300)] == [theirs.getrandbits(32) for _ in range(1300)]

@@ -34,14 +34,14 @@ def left_in(out: Path) -> set[str]:
 
 
 def progress(said: list[str]) -> str:
-    """Join the percents that were reported for each stage."""
+    """Return the percentages that were reported for each stage."""
     found = [match for line in said if (match := re.fullmatch(r"\[ *(\d+) %\] (\S+), about 0:0\d left", line))]
     stages = groupby(found, key=lambda match: match[2])
     return "; ".join(f"{stage} {' '.join(match[1] for match in matches)}" for stage, matches in stages)
 
 
 @pytest.mark.slow
-def test_both_downloads_make_what_the_recipes_expect(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_both_downloads_give_all_data_of_the_recipes(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stand_in = write_stand_in(tmp_path)
     monkeypatch.setattr(wikipedia, "EVALUATION_SAMPLES", 10_000)
     monkeypatch.setattr(mlcommons, "_STARTING_SECONDS", 0.02)
@@ -118,7 +118,7 @@ def die_at_third_name(out: Path, before: bool) -> None:
 
 
 @pytest.mark.slow
-def test_the_command_continues_after_a_kill_at_every_step(
+def test_a_repeatedly_killed_command_continues_and_keeps_finished_results(
     stand_in: StandIn, whole: dict[str, object], tmp_path: Path
 ) -> None:
     """Kill run after run at its third renaming of a file, until a run has fewer than three files left to make."""
@@ -143,13 +143,13 @@ def test_the_command_continues_after_a_kill_at_every_step(
     assert left_in(out) == {".json", "lock"}
 
 
-def test_parts_make_the_same_and_the_last_one_makes_the_rest(
+def test_parts_give_equal_results_and_the_last_part_makes_the_other_results(
     run: Run, stand_in: StandIn, whole: dict[str, object], tmp_path: Path
 ) -> None:
     out = tmp_path / "out"
     for part in ("3/3", "1/3"):
         said = run(*arguments(stand_in, out, "--part", part)).splitlines()
-        assert said[-1] == f"part {part} is done; the process that completes the last part makes the rest"
+        assert said[-1] == f"part {part} is done; the process that completes the last part makes the other results"
         assert progress(said) == "check 0 2; samples 100"
         assert {path.name for path in out.iterdir()} == {"vocab.txt", "preparation"}
     run(*arguments(stand_in, out, "--part", "2/3"), status=1)  # 1 because no checkpoint is given
@@ -160,7 +160,7 @@ def test_parts_make_the_same_and_the_last_one_makes_the_rest(
 
 
 @pytest.mark.slow
-def test_the_last_part_may_end_while_another_process_still_has_its_lock(
+def test_all_results_are_made_if_the_last_part_ends_while_another_holds_the_lock(
     stand_in: StandIn, whole: dict[str, object], tmp_path: Path
 ) -> None:
     out = tmp_path / "out"
@@ -184,12 +184,14 @@ def before_unlocking(out: Path, act: Callable[[], object]) -> None:
 
 
 def from_articles(stand_in: StandIn, out: Path, *part: str) -> list[object]:
-    """Return the command that makes text of articles, and the samples or a part of them."""
+    """Return the command that makes text from articles, and then the data sets or one part of the samples."""
     options = ["--sentences", "plain", "--evaluation-articles", "9", "--part-bytes", "20000", "--shards", 2]
     return ["wikipedia", ARTICLES, stand_in.files, "--out", out, "--checksums", stand_in.checksums, *options, *part]
 
 
-def test_articles_of_the_dump_are_made_text_in_parts_too(run: Run, stand_in: StandIn, tmp_path: Path) -> None:
+def test_extracted_articles_give_equal_data_sets_as_a_whole_and_in_parts(
+    run: Run, stand_in: StandIn, tmp_path: Path
+) -> None:
     made = []
     for name, parts in (("whole", [((), 1), ((), 1)]), ("parts", [(("--part", "2/2"), 0), (("--part", "1/2"), 1)])):
         out = tmp_path / name
@@ -197,7 +199,7 @@ def test_articles_of_the_dump_are_made_text_in_parts_too(run: Run, stand_in: Sta
             (out / "preparation").mkdir(parents=True, exist_ok=True)
             other = lock_file(out / "preparation" / "lock", shared=True) if status == 0 else None
             said = run(*from_articles(stand_in, out, *part), status=status).splitlines()
-            if other is not None:  # a part does not wait for another part before it reads the text
+            if other is not None:  # a part can extract the text while another part holds the lock
                 os.close(other)
         sets = {each: open_dataset(out / each) for each in ("train", "evaluation")}
         made.append({each: [shard.digest for shard in dataset.shards] for each, dataset in sets.items()})
@@ -207,7 +209,7 @@ def test_articles_of_the_dump_are_made_text_in_parts_too(run: Run, stand_in: Sta
     assert made[0] == made[1]
 
 
-def test_results_of_other_inputs_or_settings_are_refused_and_left_alone(
+def test_results_of_other_inputs_or_settings_are_rejected_and_kept(
     run: Run, own: StandIn, whole: dict[str, object], tmp_path: Path
 ) -> None:
     out, elsewhere, empty = tmp_path / "out", tmp_path / "elsewhere", tmp_path / "empty.md5"
@@ -232,14 +234,14 @@ def test_results_of_other_inputs_or_settings_are_refused_and_left_alone(
     )
 
 
-def test_one_process_works_in_a_folder_at_a_time(run: Run, stand_in: StandIn, tmp_path: Path) -> None:
+def test_a_locked_folder_is_an_error_except_with_part(run: Run, stand_in: StandIn, tmp_path: Path) -> None:
     out = tmp_path / "out"
     (out / "preparation").mkdir(parents=True)
     busy = f"error: {out}: process {os.getpid()} on host {socket.gethostname()} is at work there; wait for it, or name "
     for shared in (False, True):
         lock = lock_file(out / "preparation" / "lock", shared=shared)
         assert run(*arguments(stand_in, out), fails=True).endswith(f"{busy}another --out\n")
-        # If the other process works alone, it makes all parts.
+        # With the exclusive lock, the other process makes all parts. With a shared lock, it makes one part.
         said = run(*arguments(stand_in, out, "--part", "1/3")).splitlines()[-1]
         assert said.startswith("part 1/3 is done; another" if not shared else "part 1/3 is done; the process")
         os.close(lock)

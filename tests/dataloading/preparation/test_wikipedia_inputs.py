@@ -48,7 +48,9 @@ def test_a_checkpoint_that_cannot_be_converted_is_refused_with_the_reason(
     assert not (out / CHECKPOINT).exists()
 
 
-def test_inputs_come_in_any_mixture(run: Run, stand_in: StandIn, whole: dict[str, object], tmp_path: Path) -> None:
+def test_results_can_be_made_in_several_calls_with_different_inputs(
+    run: Run, stand_in: StandIn, whole: dict[str, object], tmp_path: Path
+) -> None:
     out, only = tmp_path / "out", tmp_path / "only"
     base = ["wikipedia", only, "--out", out, "--shards", 3, "--checksums", stand_in.checksums]
     only.mkdir()
@@ -99,7 +101,7 @@ def damage(own: StandIn) -> None:
         (lambda own: (own.part.unlink(), os.mkfifo(own.part)), "{own.part} is a broken link, a pipe or a device"),
     ],
 )
-def test_an_incomplete_set_of_files_is_refused(
+def test_missing_ambiguous_and_wrong_files_are_rejected(
     run: Run, own: StandIn, tmp_path: Path, change: Callable[[StandIn], object], named: str
 ) -> None:
     change(own)
@@ -108,7 +110,7 @@ def test_an_incomplete_set_of_files_is_refused(
     assert not (tmp_path / "out" / "evaluation").exists()
 
 
-def test_all_missing_and_wrong_files_are_named_together(run: Run, own: StandIn, tmp_path: Path) -> None:
+def test_one_error_names_all_missing_and_wrong_files(run: Run, own: StandIn, tmp_path: Path) -> None:
     given, out, none = tmp_path / "given", tmp_path / "out", tmp_path / "none"
     (given / "tf1_ckpt").mkdir(parents=True)
     (given / "up").symlink_to(given)
@@ -147,7 +149,7 @@ def test_all_missing_and_wrong_files_are_named_together(run: Run, own: StandIn, 
         ("given/model.safetensors", b"", "model.safetensors is not a TensorFlow checkpoint"),
     ],
 )
-def test_another_checkpoint_is_named_with_the_files_that_were_expected(
+def test_the_error_for_another_checkpoint_names_the_expected_files(
     run: Run, tmp_path: Path, name: str, content: bytes, why: str
 ) -> None:
     (folder := (tmp_path / name).parent).mkdir()
@@ -168,7 +170,7 @@ def test_another_checkpoint_is_named_with_the_files_that_were_expected(
     ],
     ids=["unknown", "truncated", "a tenth unknown"],
 )
-def test_lost_text_names_no_options_of_other_commands(
+def test_messages_about_lost_text_name_no_options(
     run: Run, own: StandIn, tmp_path: Path, text: str, lost: str, status: int
 ) -> None:
     own.part.write_text(text)
@@ -183,11 +185,12 @@ def test_lost_text_names_no_options_of_other_commands(
     assert "--" not in said
 
 
-def test_articles_beside_other_text_do_not_pass_for_the_training_set(run: Run, own: StandIn, tmp_path: Path) -> None:
+def test_articles_are_not_used_beside_mlcommons_text(run: Run, own: StandIn, tmp_path: Path) -> None:
     shutil.copytree(ARTICLES, own.files / "articles")
     for path in own.text.glob("part-*"):
         path.unlink()
-    said = run("wikipedia", own.files, own.text, "--out", tmp_path / "out", fails=True)  # the files are not published
+    # This fails, because the stand-in files differ from the published files.
+    said = run("wikipedia", own.files, own.text, "--out", tmp_path / "out", fails=True)
     assert f", for {tmp_path / 'out' / 'train'}" in said
     first = own.files / "articles" / "AA" / "wiki_00"
     assert f"found: WikiExtractor's files (not used beside MLCommons' text), {first} ... (4 files), 31.1 kB" in said

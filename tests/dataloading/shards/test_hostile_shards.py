@@ -161,7 +161,7 @@ for path in map(Path, sys.argv[1:]):
 """
 
 
-def test_shards_that_claim_huge_sizes_are_refused_in_little_memory(tmp_path: Path) -> None:
+def test_shards_that_claim_huge_sizes_are_rejected_with_little_memory(tmp_path: Path) -> None:
     for name, (make, _) in GREEDY.items():
         make(tmp_path / name)
     done = python("-c", READ_ALL, *(tmp_path / name for name in GREEDY))
@@ -178,7 +178,7 @@ def message(kind: int, content: bytes) -> bytes:
 
 
 def attribute(version: int, name: bytes, claimed: int) -> bytes:
-    """Return the message of an attribute of variable length, whose types have 5 and 3 bytes."""
+    """Return the header message of a variable-length attribute. Its datatype has 5 bytes and its dataspace 3."""
     unit = 8 if version == 1 else 1
     parts = (part + bytes(-len(part) % unit) for part in (name + b"\0", b"\xaa" * 5, b"\xbb" * 3))
     head = struct.pack("<BxHHH", version, len(name) + 1, 5, 3) + b"\0" * (version == 3)
@@ -198,7 +198,7 @@ def test_the_sizes_that_an_attribute_claims_are_found_in_all_blocks_of_a_header(
     assert sizes(one, first=2) == []
     assert sizes(one[:-1]) == sizes(struct.pack("<HH4x", 0x0C, len(one)) + one[8:-1]) == []
     elsewhere = message(0x10, struct.pack("<QQ", 24 + 16 + 24 + len(one), len(two)))
-    more = two + three  # the second block ends before the last one
+    more = two + three  # the second block ends before attribute three
     assert sizes(elsewhere + one) == [11, 22]
     assert sizes(message(0x10, b"\1" * 15) + one) == [11]
     more = b""

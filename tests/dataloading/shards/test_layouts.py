@@ -60,7 +60,7 @@ def test_files_of_other_programs_are_read(
 ) -> None:
     monkeypatch.setattr(hdf5_layouts, "_ROWS_AT_A_TIME", 20)
     samples, path = make_samples(), tmp_path / "part_00000_of_00001.hdf"
-    chunks = {"chunks": (10, 6) if layout == "fixed" else (4,)} if storage else {}  # which do not divide the rows
+    chunks = {"chunks": (10, 6) if layout == "fixed" else (4,)} if storage else {}  # some chunks are partly filled
     write_like_others(path, layout, samples, INFO, PACKS, integers, **storage, **chunks)
     shard = open_shard(path)
     assert shard.layout == layout
@@ -72,7 +72,7 @@ def test_files_of_other_programs_are_read(
     found = samples.digest()[:16]
     with pytest.raises(ValueError, match=rf"{path}: content has digest {found}\.\.\., expected 0{{16}}\.\.\.; copy"):
         shard.verify("0" * 64)
-    if integers == "i2":  # four columns of references with 16 bytes
+    if integers == "i2":  # unpacked: four columns of 16-byte references
         of_rows = 4 * 16 * (len(PACKS) - 1 if layout == "packed" else COUNT) if storage else 0
         assert shard.held_bytes == (samples.nbytes if layout == "fixed" else of_rows)
     shard.forget()
@@ -83,7 +83,7 @@ def test_files_of_other_programs_are_read(
 
 
 @pytest.mark.parametrize("count", [COUNT, 1, 0])
-def test_packed_files_of_ours_are_read_by_other_programs(tmp_path: Path, count: int) -> None:
+def test_packed_files_have_the_columns_and_types_of_other_programs(tmp_path: Path, count: int) -> None:
     samples, packs = make_samples(count), np.minimum(PACKS, count)
     ours, theirs = tmp_path / "ours", tmp_path / "theirs"
     write_like_others(theirs, "packed", samples, INFO, packs)
@@ -98,7 +98,7 @@ def test_packed_files_of_ours_are_read_by_other_programs(tmp_path: Path, count: 
     assert open_shard(ours).read(0, count).digest() == samples.digest()
 
 
-def test_chunks_are_unpacked_by_the_filters_that_were_applied_to_each_and_fill_the_room(tmp_path: Path) -> None:
+def test_each_chunk_is_unpacked_by_its_own_filters_within_the_size_limit(tmp_path: Path) -> None:
     values = np.arange(12, dtype="<i4")
     with h5py.File(tmp_path / "file", "w") as file:
         column = file.create_dataset("column", (10,), "<i4", chunks=(4,), compression="gzip", shuffle=True)
@@ -110,7 +110,7 @@ def test_chunks_are_unpacked_by_the_filters_that_were_applied_to_each_and_fill_t
             column.id.write_direct_chunk((start,), content, filter_mask=skipped)
     found = HDF5File(tmp_path / "file", map_file(tmp_path / "file"))
     assert found.names == ["column"]
-    found._room = 10 * 4 + 4 * 4  # the array and a chunk
+    found._room = 10 * 4 + 4 * 4  # exactly the array and one chunk
     array = found.array("column")
     assert (array.values.tolist(), array.in_place, found._room) == (list(range(10)), False, 0)
     found._room = 10 * 4 + 4 * 4 - 1
@@ -118,7 +118,7 @@ def test_chunks_are_unpacked_by_the_filters_that_were_applied_to_each_and_fill_t
         found.array("column")
 
 
-def test_objects_end_with_their_collection_at_free_space_and_at_a_repeated_number() -> None:
+def test_heap_objects_end_at_free_space_a_repeated_number_or_the_collections_end() -> None:
     def collection(*objects: tuple[int, bytes]) -> bytes:
         packed = (struct.pack("<H6xQ", number, len(data)) + data + bytes(-len(data) % 8) for number, data in objects)
         return b"GCOL\x01" + bytes(3) + struct.pack("<Q", 16 + len(body := b"".join(packed))) + body
@@ -166,7 +166,7 @@ def with_gap(mask: np.ndarray) -> np.ndarray:
     [
         ("fixed", rewrite("input_mask", with_gap), "input_mask has a gap: real entries after padding; copy"),
         ("fixed", rewrite("input_ids", lambda ids: ids - 200), "input_ids: -"),
-        ("fixed", rewrite("input_ids", lambda ids: ids[:, :5]), r"mask has shape \(57, 24\), input_ids \(57, 5\)"),
+        ("fixed", rewrite("input_ids", lambda ids: ids[:, :5]), r"has shape \(57, 24\), but input_ids has \(57, 5\)"),
         ("fixed", rewrite("segment_ids", lambda ids: ids.astype("f4")), "segment_ids holds float32, expected integers"),
         ("fixed", lambda file: file.__delitem__("segment_ids"), "segment_ids is missing"),
         ("varlength", set_row("input_ids", [5]), "lengths of the rows of segment_ids disagree with the other"),
@@ -182,7 +182,7 @@ def with_gap(mask: np.ndarray) -> np.ndarray:
         ("native", rewrite("input_ids", lambda ids: ids.astype("<i4")), r"is int32 \(\d+,\), expected a flat uint16"),
     ],
 )
-def test_contradictory_or_missing_columns_are_named(
+def test_errors_name_contradictory_or_missing_columns(
     tmp_path: Path, layout: str, change: Callable[[h5py.File], None], message: str
 ) -> None:
     path = tmp_path / "file"
@@ -194,7 +194,7 @@ def test_contradictory_or_missing_columns_are_named(
     assert str(caught.value).count(str(path)) == 1
 
 
-def test_samples_that_do_not_fit_are_not_written(tmp_path: Path) -> None:
+def test_samples_that_the_packed_layout_cannot_hold_are_not_written(tmp_path: Path) -> None:
     def changed(name: str, value: int) -> Samples:
         values = getattr(make_samples(), name).copy()
         values[0] = value
@@ -203,7 +203,7 @@ def test_samples_that_do_not_fit_are_not_written(tmp_path: Path) -> None:
     wide = replace(INFO, vocab_size=50000)
     for name, value, info, message in (
         ("masked_lm_positions", 0, INFO, "position 0 is masked, but 0 marks padding"),
-        ("input_ids", 32768, wide, "input_ids is up to 32,768; the packed layout holds up to 32,767"),
+        ("input_ids", 32768, wide, "input_ids is up to 32,768; the packed layout holds up to 32,767: use"),
         ("input_ids", 100, INFO, "input_ids: 0 to 100, expected 0 to 99"),
     ):
         with pytest.raises(ValueError, match=f"{tmp_path / 'file'}: {message}"):
@@ -213,7 +213,7 @@ def test_samples_that_do_not_fit_are_not_written(tmp_path: Path) -> None:
     open_shard(tmp_path / "file").verify(samples.digest())
 
 
-def test_files_of_no_known_layout_missing_files_and_folders_are_refused(tmp_path: Path) -> None:
+def test_unknown_layouts_missing_files_and_folders_are_rejected(tmp_path: Path) -> None:
     for name in ("weights", "nothing"):
         with h5py.File(tmp_path / name, "w") as file:
             if name == "weights":

@@ -32,7 +32,7 @@ def shard_path(tmp_path: Path, samples: Samples) -> Path:
     return path
 
 
-def test_a_shard_gives_back_what_was_written(shard_path: Path, samples: Samples, opened: list[str]) -> None:
+def test_a_shard_returns_the_samples_that_were_written(shard_path: Path, samples: Samples, opened: list[str]) -> None:
     opened.clear()
     shard = open_shard(shard_path)
     assert str(shard_path) in opened
@@ -59,7 +59,7 @@ def test_a_shard_gives_back_what_was_written(shard_path: Path, samples: Samples,
 
 
 def one_sample(length: int = 20, masked: int = 4) -> Samples:
-    """Return a sample of the largest values that are valid."""
+    """Return a sample with the largest valid values."""
     values = [99] * length, [1] * length, [0, length], range(length - masked, length), [99] * masked, [0, masked], [1]
     return Samples(*map(np.array, values, DTYPES.values()))
 
@@ -109,7 +109,7 @@ def test_inconsistent_samples_are_neither_written_nor_read(
         open_shard(path).verify()
 
 
-def test_any_truncation_and_any_flipped_byte_of_the_arrays_is_noticed(shard_path: Path) -> None:
+def test_truncation_and_flipped_bits_in_arrays_are_detected(shard_path: Path) -> None:
     content = shard_path.read_bytes()
     with h5py.File(shard_path, "r") as file:
         arrays = [array_of(file, name) for name in DTYPES]
@@ -123,7 +123,7 @@ def test_any_truncation_and_any_flipped_byte_of_the_arrays_is_noticed(shard_path
             open_shard(shard_path).verify()
 
 
-def test_slices_equal_taken_rows_and_concatenate_to_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slices_taken_rows_and_digests_agree(monkeypatch: pytest.MonkeyPatch) -> None:
     samples, rows = make_samples(7), np.array([6, 0, 0, 3])
     whole = samples.sample_digests().tolist(), samples.take(rows).digest()
     assert [list(block) for block in row_blocks(np.array([0, 3, 4, 9, 9, 30]))] == [[0, 1, 2, 3, 4]]

@@ -62,7 +62,7 @@ def framed(data: bytes) -> bytes:
 
 
 def sealed(content: bytes) -> bytes:
-    """Give the records of a file the checksums of their content, and the lengths that fit."""
+    """Return the file with checksums and lengths that match its records."""
     whole, place = b"", 0
     while place + 16 <= len(content):
         size = min(struct.unpack_from("<Q", content, place)[0], len(content) - place - 16)
@@ -89,7 +89,7 @@ def test_a_file_from_tensorflow_holds_the_samples_that_the_preparation_makes(tmp
     assert many.digest() == concatenate([expected] * 7).digest()
 
 
-def test_other_valid_encodings_give_the_same_samples(tmp_path: Path) -> None:
+def test_other_valid_encodings_of_a_sample_give_equal_samples(tmp_path: Path) -> None:
     backwards = b"".join(
         delimited(1, delimited(2, feature(v)) + delimited(1, k.encode())) for k, v in reversed(SAMPLE.items())
     )
@@ -142,7 +142,7 @@ def test_records_that_are_not_samples_are_refused(tmp_path: Path) -> None:
             read(path, framed(example(SAMPLE)[:end]))
 
 
-def test_a_flipped_bit_of_any_byte_and_every_truncation_is_noticed(tmp_path: Path) -> None:
+def test_a_flipped_bit_in_any_byte_and_truncated_records_are_detected(tmp_path: Path) -> None:
     whole = framed(example(SAMPLE)) + framed(example(SAMPLE | {"next_sentence_labels": [0]}))
     boundary = len(framed(example(SAMPLE)))
     path = tmp_path / "file"
@@ -187,17 +187,17 @@ MALFORMED = (
         *((framed(content), r"record 0 at byte 0: .*not a valid tf\.train\.Example") for content in MALFORMED),
         (GOOD + framed(b""), "record 1 .*input_ids is missing"),
         (framed(b"") + GOOD, "file: not an HDF5 or TFRecord file"),
-        (GOOD + record_of_length((1 << 64) - 16, bytes(100)), r"record 1 .* bytes long, and the file ends 112 bytes"),
+        (GOOD + record_of_length((1 << 64) - 16, bytes(100)), r"record 1 .* bytes long, but the file ends 112 bytes"),
         (GOOD + framed(bytes((1 << 20) + 1)), r"record 1 .*1,048,577 bytes long"),
         (gzip.compress(FIXTURE.read_bytes(), mtime=0), "file: compressed with gzip"),
         (b"", "file: .*empty"),
         (FIXTURE.read_bytes()[:11], "file: not an HDF5 or TFRecord file"),
         (
             FIXTURE.read_bytes()[:12],
-            "record 0 at byte 0: .* bytes long, and the file ends 12 bytes after its beginning",
+            "record 0 at byte 0: .* bytes long, but the file ends 12 bytes after the beginning",
         ),
     ],
 )
-def test_a_strange_file_is_refused(tmp_path: Path, content: bytes, message: str) -> None:
+def test_malformed_records_and_other_files_are_rejected(tmp_path: Path, content: bytes, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         read(tmp_path / "file", content)

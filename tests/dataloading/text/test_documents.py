@@ -1,4 +1,4 @@
-"""Files of text: other kinds of files are named with a remedy, all of them at once."""
+"""Reading of text files. One error names all files of other kinds, each with a remedy."""
 
 import gzip
 from pathlib import Path
@@ -22,7 +22,7 @@ def test_text_with_other_line_endings_a_byte_order_mark_or_gzip_is_read(tmp_path
         (tmp_path / "text").write_bytes(content)
         check_texts([tmp_path / "text"])
         assert read_documents([tmp_path / "text"]) == READ
-    assert decode_text(b"\0\0" + b"a" * 14, tmp_path) == "\0\0" + "a" * 14  # more zeros would be UTF-16
+    assert decode_text(b"\0\0" + b"a" * 14, tmp_path) == "\0\0" + "a" * 14  # with more zeros, it would count as UTF-16
 
 
 OTHERS = {
@@ -47,14 +47,14 @@ OTHERS = {
 }
 
 
-def test_other_files_are_named_with_what_to_do(tmp_path: Path) -> None:
+def test_files_of_other_kinds_are_rejected_with_a_remedy(tmp_path: Path) -> None:
     for name, (content, message) in OTHERS.items():
         (tmp_path / name).write_bytes(content)
         with pytest.raises(ValueError, match=f"^{tmp_path / name}: .*{message}"):
             read_documents([tmp_path / name])
 
 
-def test_all_bad_files_are_listed_at_once(tmp_path: Path) -> None:
+def test_one_error_lists_all_files_that_cannot_be_read_as_text(tmp_path: Path) -> None:
     paths = [tmp_path / name for name in OTHERS]
     for path in paths:
         path.write_bytes(OTHERS[path.name][0])
@@ -62,7 +62,7 @@ def test_all_bad_files_are_listed_at_once(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=f"{len(OTHERS)} of {len(OTHERS) + 1} files cannot be read as text") as caught:
         read_documents([tmp_path / "good", *paths])
     assert all(str(path) in str(caught.value) for path in paths)
-    # Only the start of each file is read before a long job begins.
+    # check_texts() reads only the start of each file, so it cannot find all faults.
     with pytest.raises(ValueError, match="cannot be read as text") as caught:
         check_texts([tmp_path / "good", *paths, tmp_path / "absent"])
     for name in ("utf16", "png", "jpeg", "pdf", "docx", "bz2", "empty", "absent"):

@@ -61,7 +61,7 @@ LOSSES: tuple[tuple[dict[str, int], list[str]], ...] = (
 )
 
 
-def test_more_than_a_few_percent_are_warned_of_and_more_than_half_are_refused() -> None:
+def test_losses_of_a_few_percent_are_described_and_more_than_half_are_rejected() -> None:
     for lost, expected in LOSSES:
         counts = TextCounts(characters=100, documents=10, tokens=50, **lost)
         assert [loss.partition("; ")[0] for loss in counts.losses()] == expected
@@ -91,7 +91,7 @@ def write_text(path: Path, words: str, count: int = 30) -> Path:
     return path
 
 
-def test_losses_are_reported_by_every_command(run: Run, tmp_path: Path) -> None:
+def test_prepare_from_text_and_verify_report_losses(run: Run, tmp_path: Path) -> None:
     vocab, text = tmp_path / "vocab.txt", write_text(tmp_path / "text.txt", "a b c x")
     vocab.write_bytes(VOCABULARY.content)
     parts = [write_text(tmp_path / f"{count}.txt", "a b c x", count) for count in (8, 16)]
@@ -103,7 +103,7 @@ def test_losses_are_reported_by_every_command(run: Run, tmp_path: Path) -> None:
     assert open_dataset(tmp_path / "prepared").info.text == TextCounts(
         characters=24 * 12, documents=24, tokens=24 * 7, unknown_tokens=24, unknown_characters=24
     )
-    # Other forms of the data set keep the counts, however many shards they have.
+    # Converted and shuffled data sets keep the counts, whatever their number of shards.
     dataset = open_dataset(own)
     convert(dataset, tmp_path / "packed", "packed")
     shuffle(dataset, tmp_path / "shuffled", shards=3, seed=1)
@@ -114,7 +114,7 @@ def test_losses_are_reported_by_every_command(run: Run, tmp_path: Path) -> None:
         assert f"warning: {found}" in printed
 
 
-def test_text_that_is_mostly_lost_is_refused_unless_that_is_accepted(run: Run, tmp_path: Path) -> None:
+def test_text_that_is_mostly_lost_is_rejected_without_accept_losses(run: Run, tmp_path: Path) -> None:
     vocab, text = tmp_path / "vocab.txt", write_text(tmp_path / "text.txt", "x y x y x y x y x y")
     vocab.write_bytes(VOCABULARY.content)
     for command in ("prepare", "from-text"):
@@ -124,7 +124,7 @@ def test_text_that_is_mostly_lost_is_refused_unless_that_is_accepted(run: Run, t
         assert "[UNK]" in run(*arguments, "--accept-losses")
 
 
-def test_a_cased_vocabulary_with_lower_case_is_warned_of_and_recorded(run: Run, tmp_path: Path) -> None:
+def test_lower_casing_for_a_cased_vocabulary_gives_warnings(run: Run, tmp_path: Path) -> None:
     vocab, text = tmp_path / "vocab.txt", write_text(tmp_path / "text.txt", "a B c")
     vocab.write_bytes(VOCABULARY.content + b"A\nB\nC\nAbc\n")
     arguments = ["prepare", "--text", text, "--vocab", vocab, "--max-seq-length", "16"]

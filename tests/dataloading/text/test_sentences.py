@@ -33,10 +33,10 @@ split = sentence_splitter("plain")
         "הוא בא.|היא הלכה.",
     ],
 )
-def test_sentence_ends_of_many_scripts(text: str) -> None:
+def test_text_in_many_scripts_is_split_at_sentence_ends(text: str) -> None:
     sentences = text.split("|")
     assert split(" ".join(sentences)) == sentences
-    # These marks end a sentence without a space, too.
+    # These marks also end a sentence if no space follows.
     joined = re.sub(r"(?<=[。！？｡।॥؟۔։።။។])([”」]?)\|", r"\1", text)
     assert split(joined.replace("|", " ")) == sentences
 
@@ -58,7 +58,7 @@ def test_ascii_text_is_split_before_a_capital_a_digit_a_double_quote_or_a_round_
 
 
 @given(st.text(st.sampled_from(".!?;。！？।．”“」「\"' \u3000，aAäÄ中3\u0378\U00010428\U0001da88"), max_size=30))
-def test_no_character_but_blanks_is_lost(text: str) -> None:
+def test_splitting_loses_only_blanks(text: str) -> None:
     sentences = split(text)
     assert "".join("".join(sentences).split()) == "".join(text.split())
     assert all(sentence.strip() == sentence != "" for sentence in sentences)

@@ -33,7 +33,7 @@ def encode(tokenizer: Tokenizer, line: str) -> list[str]:
 
 
 @given(st.lists(lines, max_size=5), st.booleans())
-def test_ids_of_any_text_equal_those_of_the_definition(texts: list[str], do_lower_case: bool) -> None:
+def test_ids_of_any_text_equal_the_ids_of_a_plain_python_definition(texts: list[str], do_lower_case: bool) -> None:
     tokenizer, vocab = Tokenizer(VOCABULARY, do_lower_case), VOCABULARY.ids
     ids, offsets = tokenizer.encode_lines(texts)
     assert ids.dtype == np.uint16
@@ -42,7 +42,7 @@ def test_ids_of_any_text_equal_those_of_the_definition(texts: list[str], do_lowe
 
 
 @pytest.mark.parametrize("do_lower_case", [True, False])
-def test_words_with_every_character_of_the_basic_plane_equal_those_of_the_definition(do_lower_case: bool) -> None:
+def test_any_character_of_the_basic_plane_is_split_as_in_the_definition(do_lower_case: bool) -> None:
     class AnyWord(dict):
         def __contains__(self, word: object) -> bool:
             return True
@@ -54,13 +54,13 @@ def test_words_with_every_character_of_the_basic_plane_equal_those_of_the_defini
         assert words == reference_prepare.tokenize(line, AnyWord(), do_lower_case), hex(code_point)
 
 
-def test_pieces_are_the_longest_from_the_left_of_words_up_to_200_characters(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_words_of_up_to_200_characters_are_split_greedily_and_cached(monkeypatch: pytest.MonkeyPatch) -> None:
     tokenizer = Tokenizer(VOCABULARY)
     assert encode(tokenizer, "abab the thea ab%") == ["ab", "##a", "##b", "the", "the", "##a", "ab", "[UNK]"]
     assert encode(tokenizer, "é" * 200) == ["e", *199 * ["##e"]]
     assert encode(tokenizer, "é" * 201) == ["[UNK]"]
     assert [tokenizer.count_unknown(line) for line in ("é" * 201, "ab % \u4e0b% the", "")] == [201, 3, 0]
-    assert ["e" * size in tokenizer._word_ids for size in (200, 201)] == [True, False]  # words of any size are not kept
+    assert ["e" * size in tokenizer._word_ids for size in (200, 201)] == [True, False]  # longer words are not cached
     tokenizer._word_ids.clear()
     monkeypatch.setattr(tokenization, "_CACHED_WORDS", 2)
     for line, kept in (("ab the", ["ab", "the"]), ("ab", ["ab", "the"]), ("a", ["a"])):

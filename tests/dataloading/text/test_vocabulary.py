@@ -47,7 +47,7 @@ def write(folder: Path, tokens: list[str], config: dict[str, Any] | None = None)
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", VOCABULARIES)
-def test_ids_are_those_of_transformers(tmp_path: Path, name: str) -> None:
+def test_token_ids_equal_the_ids_of_transformers(tmp_path: Path, name: str) -> None:
     import transformers
 
     library: Any = transformers
@@ -83,20 +83,22 @@ def test_line_endings_and_byte_order_marks_do_not_change_a_vocabulary_or_its_dig
     assert Vocabulary(tuple(repeated)).sha256 != Vocabulary((*SPECIAL, "river", "seven")).sha256
 
 
-def test_a_table_belongs_to_a_vocabulary_if_its_other_rows_are_padding(tmp_path: Path) -> None:
-    """A multiple of 8 to 1024 rows may be padding."""
+def test_an_embedding_table_may_have_padding_rows(tmp_path: Path) -> None:
+    """A table may be padded to a multiple of 8, 16 and so on, up to 1024 rows."""
     for rows, least in ((12, 12), (24, 17), (29, 29), (30, 30), (32, 1), (64, 1), (1536, 1025), (4096, 3073)):
         for count, fits in ((least - 1, False), (least, True), (rows, True), (rows + 1, False)):
             vocabulary = Vocabulary(tuple(map(str, range(count))))
             if fits:
                 vocabulary.require_table(rows, tmp_path)
-                Vocabulary((*vocabulary.tokens, "", "")).require_table(rows, tmp_path)  # blank lines at the end
+                Vocabulary((*vocabulary.tokens, "", "")).require_table(
+                    rows, tmp_path
+                )  # trailing blank lines do not count
             else:
                 with pytest.raises(ValueError, match=f"has {count:,} tokens, but .* has {rows:,} rows"):
                     vocabulary.require_table(rows, tmp_path)
 
 
-def test_recorded_normalizations_are_read_also_those_of_earlier_versions() -> None:
+def test_normalizations_recorded_by_this_and_earlier_versions_are_read() -> None:
     for recorded, expected in (
         *(({}, None), ({"do_lower_case": 1, "strip_accents": True}, None)),
         *(({"do_lower_case": True}, (True, True, True)), ({"do_lower_case": False}, (False, False, True))),
@@ -110,7 +112,7 @@ def test_recorded_normalizations_are_read_also_those_of_earlier_versions() -> No
             assert Normalization.of(**recorded) == found
 
 
-def test_a_vocabulary_alone_gives_a_guess_that_a_few_tokens_do_not_change(tmp_path: Path) -> None:
+def test_the_normalization_is_guessed_from_a_vocabulary_without_tokenizer_files(tmp_path: Path) -> None:
     expected = dict.fromkeys(VOCABULARIES, Normalization())
     expected["cased"] = Normalization(do_lower_case=False, strip_accents=False)
     expected["accented"] = Normalization(strip_accents=False)
@@ -123,7 +125,7 @@ def test_a_vocabulary_alone_gives_a_guess_that_a_few_tokens_do_not_change(tmp_pa
         assert found.source == "guessed from the vocabulary"
 
 
-def test_a_twentieth_of_the_words_decides_and_markers_and_numbers_are_no_words() -> None:
+def test_a_normalization_does_not_fit_if_a_twentieth_of_the_words_is_useless() -> None:
     for others, decides in ((19, True), (20, False)):
         words = [f"w{number}" for number in range(others)]
         cased, accented = (Vocabulary((*SPECIAL, "[E1]", "12", each, *words)) for each in ("Word", "für"))
@@ -134,7 +136,7 @@ def test_a_twentieth_of_the_words_decides_and_markers_and_numbers_are_no_words()
     assert Vocabulary(tuple(SPECIAL)).fits(Normalization()), "no word is useless"
 
 
-def test_options_come_before_files_and_files_before_a_guess(tmp_path: Path) -> None:
+def test_options_take_precedence_over_files_and_files_over_a_guess(tmp_path: Path) -> None:
     folder = write(tmp_path / "model", CASED, {"do_lower_case": True, "strip_accents": False})
     vocabulary = Vocabulary.read(folder)
     stated = find_normalization(vocabulary, folder, AS_STATED)
@@ -144,7 +146,7 @@ def test_options_come_before_files_and_files_before_a_guess(tmp_path: Path) -> N
     given = find_normalization(vocabulary, folder, NormalizationOptions(do_lower_case=False))
     assert given.normalization == Normalization(do_lower_case=False, strip_accents=False)
     assert given.source == f"set by do_lower_case, {stated.source}"
-    # Without a word on accents, they are stripped if text is lower-cased.
+    # If no file states strip_accents, accents are stripped if text is lower-cased.
     write(folder, ACCENTED, {"do_lower_case": True})
     assert find_normalization(Vocabulary.read(folder), folder, AS_STATED).normalization == Normalization()
 
@@ -181,14 +183,14 @@ def wordpiece(ids: dict[str, int], **changes: str) -> dict[str, Any]:
         (None, {"do_lower_case": 1}, "got `int`"),
         (wordpiece({"a": 0}, type="BPE"), {}, "expected WordPiece"),
         (wordpiece({"a": 0}, continuing_subword_prefix="@@"), {}, "expected WordPiece"),
-        (wordpiece({"a": 1 << 16}), {}, "has the id 65536; expected 0 to 65,535"),
+        (wordpiece({"a": 1 << 16}), {}, "has the id 65536, outside 0 to 65,535; expected the files"),
         (wordpiece({"a": -1}), {}, "has the id -1"),
         (wordpiece({"a": True}), {}, "got `bool`"),
         (wordpiece({"a": 3, "b": 3}), {}, "two tokens have the same id"),
         (wordpiece({token: place for place, token in enumerate(PLAIN[:-1])} | {"seven": 999}), {}, "differently"),
     ],
 )
-def test_another_kind_of_tokenizer_is_refused(
+def test_unsupported_or_contradictory_tokenizer_files_are_rejected(
     tmp_path: Path, described: dict[str, Any] | None, config: dict[str, Any], message: str
 ) -> None:
     folder = write(tmp_path / "model", PLAIN, config)
@@ -227,7 +229,7 @@ def test_added_tokens_and_tokens_of_odd_characters_keep_their_ids(tmp_path: Path
     assert Vocabulary.read(folder).tokens == (*PLAIN, "", "[E1]")
 
 
-def test_a_bad_vocabulary_is_refused(tmp_path: Path) -> None:
+def test_incomplete_undecodable_and_too_large_vocabularies_are_rejected(tmp_path: Path) -> None:
     path = tmp_path / "vocab.txt"
     many = "\n".join([*SPECIAL, *map(str, range((1 << 16) - 5))]).encode()
     for content, message in (

@@ -1,4 +1,4 @@
-"""WikiExtractor files become the same text shards, byte for byte, as by the reference's scripts, also after a stop."""
+"""WikiExtractor files become text shards that are byte-identical to the reference's, also after an interruption."""
 
 import json
 import re
@@ -23,7 +23,7 @@ TEXT = FIXTURES / "text"
 PLAIN = ExtractionOptions("plain", evaluation_articles=9, part_bytes=int(0.02 * 1024 * 1024))
 
 
-def test_each_step_gives_the_references_bytes() -> None:
+def test_articles_and_clean_give_the_references_bytes() -> None:
     for name in ("AA/wiki_00", "AA/wiki_01", "AA/wiki_03", "AB/wiki_00"):
         expected = FIXTURES / "expected_steps" / name.replace("/", "-")
         found = articles((TEXT / name).read_bytes().decode())
@@ -46,7 +46,7 @@ def test_shards_and_evaluation_text_have_the_references_bytes(sentences: Sentenc
     assert not list((tmp_path / "out").glob("**/*.partial"))
 
 
-def test_the_rules_of_the_cleanup_apply_in_their_order() -> None:
+def test_clean_gives_the_lines_of_the_references_commands() -> None:
     """The expected lines were made by the commands of the reference's clean.sh with GNU sed 4.9."""
     for line, expected in (
         ("a [[b|c]] [[d]] [e] [[File:x|y [[z]] w]].", "a c d e y z w."),
@@ -65,7 +65,7 @@ def test_the_rules_of_the_cleanup_apply_in_their_order() -> None:
         assert made == ("" if expected is None else expected + "\n"), line
 
 
-def test_sentences_held_out_articles_and_parts() -> None:
+def test_sentences_are_split_articles_held_out_and_parts_gathered() -> None:
     text = '\nOne. Two!  Three? "Four." (Five.) [Six.] seven. 8 nine.\n \t\n\nEnd'
     lines = ["", "One.", "Two!", "Three?", '"Four." (Five.) [Six.] seven.', "8 nine.", "", "End", ""]
     assert segment(text, sentence_splitter("plain")) == "".join(f"{line}\n" for line in lines)
@@ -87,7 +87,7 @@ def test_inputs_are_found_in_the_references_order(tmp_path: Path) -> None:
         find_inputs([tmp_path, tmp_path / "AB" / "wiki_00"])
     with pytest.raises(ValueError, match=r"missing: no wiki_\?\?"):
         find_inputs([tmp_path / "missing"])
-    with pytest.raises(ValueError, match="no input named"):
+    with pytest.raises(ValueError, match="no input is named"):
         find_inputs([])
 
 
@@ -107,7 +107,7 @@ def plain_article(number: int, title: str, text: str) -> str:
 
 
 def json_article(number: int, title: str, text: str, *, version: int, ascii_only: bool = False) -> str:
-    """Return an article in the form of WikiExtractor 2, whose text begins with the title, or 3."""
+    """Return an article as JSON from WikiExtractor 2 or 3. In version 2, the text begins with the title."""
     whole = {2: f"{title}\n\n{text}" if text else f"{title}\n", 3: text}[version]
     article = {"id": str(number), "revid": "1", "url": "u", "title": title, "text": whole}
     return json.dumps(article, ensure_ascii=ascii_only) + "\n"
@@ -152,7 +152,7 @@ OTHERS = {
 }
 
 
-def test_another_file_among_the_inputs_is_named(tmp_path: Path) -> None:
+def test_the_error_names_an_input_that_is_not_from_wikiextractor(tmp_path: Path) -> None:
     shutil.copytree(TEXT, tmp_path / "text")
     for number, (content, message) in enumerate(OTHERS.items()):
         (tmp_path / "text" / "AB" / "wiki_01").write_bytes(content)
@@ -172,7 +172,7 @@ def test_no_text_for_training_is_an_error(tmp_path: Path) -> None:
         assert not list(tmp_path.glob("out*/eval*"))
 
 
-def test_compressed_files_are_named_unless_they_are_unpacked_beside(tmp_path: Path) -> None:
+def test_compressed_inputs_are_rejected_without_an_unpacked_copy_beside_them(tmp_path: Path) -> None:
     for name in ("wiki_00.bz2", "wiki_01.bz2", "wiki_01"):
         (tmp_path / name).write_bytes(b"BZh9")
     for given in (tmp_path, tmp_path / "wiki_00.bz2"):
@@ -205,7 +205,7 @@ def test_complete_parts_are_kept_and_other_settings_or_inputs_are_refused(tmp_pa
         extract([TEXT], tmp_path / "many", replace(PLAIN, evaluation_articles=1000))
 
 
-def test_files_fill_a_part_to_its_last_byte_and_a_larger_one_is_its_own(tmp_path: Path) -> None:
+def test_a_part_holds_files_up_to_the_size_limit_or_one_larger_file(tmp_path: Path) -> None:
     files = [tmp_path / f"wiki_{place:02d}" for place in range(6)]
     for file, size in zip(files, (10, 10, 1, 30, 5, 15), strict=True):
         file.write_bytes(bytes(size))
