@@ -146,7 +146,7 @@ def describe_machine(
 
 def _network(text: str) -> Network | None:
     """Parse the ports that carry training traffic: the ports labelled Compute, or else the fastest ports."""
-    text = text[:1000]  # the text is untrusted, and no real description is longer
+    text = text[:1000]  # bounds the work on untrusted text; no real description is longer
     if compute := re.search(r"Compute\s*:?(.*?)(?:Management|Storage|$)", text, re.S):
         text = compute[1]
     parts = [part for part in re.split(r"[,;+]", text) if not re.search("Management|Storage", part)]

@@ -104,7 +104,7 @@ class _Messages:
         self._large = torch.ones(_LARGEST_BYTES[mesh.device.type], dtype=torch.uint8, device=mesh.device)
 
     def suitable_sizes(self, pair: tuple[int, int]) -> list[int]:
-        """Return the bytes of the messages to the second and to the first rank that take about ``_TARGET_SECONDS``."""
+        """Return the bytes of a message to the second rank and to the first rank. Each takes about ``_TARGET_SECONDS``."""
         sizes, peer = [_SMALLEST_BYTES, _SMALLEST_BYTES], sum(pair) - self._mesh.rank
         while True:
             _, *rates = self.both_ways(pair, sizes, round_trips=1)
@@ -156,8 +156,8 @@ class _Messages:
     def _receive(self, peer: int, size: int) -> float:
         """Request a message, and return the seconds per byte of its last three quarters.
 
-        With Gloo, data that arrives before the receiver has posted its memory would seem fast. NCCL works in stream order
-        and sends nothing before the receiver is ready.
+        With Gloo, data that arrives before the receiver has posted its memory would seem fast, so the sender waits for the
+        request. NCCL works in stream order and sends nothing before the receiver is ready.
         """
         receive = [dist.P2POp(dist.irecv, part, peer) for part in self._parts(size)]
         ready = dist.P2POp(dist.isend, self._small, peer)
