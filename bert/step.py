@@ -55,9 +55,7 @@ class TrainingStep:
         """Build this rank's part of the model from the weights of ``initial``, and all objects that work on it."""
         training = config.training
         if training.site_steps > 1:
-            mesh = (
-                mesh.own_site
-            )  # sites take steps by themselves, so only ``SiteExchange`` needs the other sites' ranks
+            mesh = mesh.own_site  # sites take steps by themselves, so only ``SiteExchange`` needs the other sites' ranks
         shards_weights = training.reduction in SHARDED and mesh.data_size > 1
         shards_gradients = training.shard_gradients and mesh.data_size > 1
         is_whole = mesh.tensor * mesh.pipeline == 1 and not shards_weights

@@ -249,9 +249,9 @@ def _timeline(
 def simulate(
     computations: Sequence[Activity], messages: Sequence[Activity], demand: float
 ) -> tuple[float, float, float]:
-    """Return the seconds until all computations end, until all messages end as well, and of computations that only wait.
+    """Return the seconds until all computations end, the seconds until messages end as well, and the seconds of waiting.
 
-    ``demand`` is the share of processors that computation alone keeps busy.
+    ``demand`` is the share of processors that computation alone keeps busy. Only computations of 0 seconds count as waiting.
     """
     now = computed = waited = 0.0
     computation = message = 0
@@ -332,7 +332,7 @@ def _update(strategy: Strategy, rates: Rates, share: ModelShare) -> float:
     elements = share.padded(copies) / shards
     seconds = float(np.sum(rates.seconds(Computation("lamb", (1.0, share.segments / shards, elements)))))
     if shards > 1:
-        if strategy.precision == "fp8" or strategy.pipeline > 1:  # the all-gather overlaps with nothing
+        if strategy.precision == "fp8" or strategy.pipeline > 1:  # the weights' all-gather does not overlap
             buckets = share.buckets(copies, strategy.bucket_bytes)
             seconds += sum(_gather(strategy, data_rates, _bytes(bucket)).seconds for bucket in buckets)
         # Tensors span shards, so their norms need two all-gathers of two fp64 numbers per segment and rank.

@@ -182,7 +182,7 @@ class Work:
         """
         sequences, copies = strategy.sequences(ranks), ranks // strategy.copy_ranks
         sizes = self._dealt(strategy.global_batch_size, copies * strategy.gradient_accumulation_steps, step)
-        # The batch sampler balances the micro-batches, so it does not matter which copy of the model gets which.
+        # The batch sampler balances micro-batches, so it does not matter which of them a copy of the model gets.
         return MicroBatches(sequences, *(size.reshape(-1, copies) for size in sizes))
 
     @functools.lru_cache(maxsize=4096)  # noqa: B019  a program makes few instances and keeps them to its end

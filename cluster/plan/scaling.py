@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 LARGEST = 16_384
 
 CAUSES = ("devices at work", "launches and small kernels", "reduction", "update", "evaluation", "start")
-"""Parts of the time to train. Waiting for data counts as the devices' work, because data loads while devices compute."""
+"""Parts of the time to train. Waiting for data counts as work of the devices, because data loads while devices compute."""
 
 
 @dataclass(frozen=True)

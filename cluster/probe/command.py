@@ -1,4 +1,4 @@
-"""Measure in turns, search for outliers, measure a second time if there may be some, and write the view."""
+"""Measure in turns, search for outliers, measure a second time if any are suspected, and write the view."""
 
 import re
 import time

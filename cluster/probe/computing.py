@@ -39,7 +39,7 @@ class Cell:
 
 def cells_of(device: torch.device) -> list[Cell]:
     if device.type == "cpu":
-        # 32 MiB does not fit a core's cache, so the copy uses the memory.
+        # 32 MiB does not fit a core's cache, so the copy goes through memory.
         source, target = torch.ones(2, 8 * 2**20)
         return [_product(torch.float32, 512, device), Cell("copy", "fp32", source.nbytes, lambda: target.copy_(source))]
     source, target = torch.ones(2, 64 * 2**20, device=device)

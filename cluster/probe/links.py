@@ -4,10 +4,10 @@ Bandwidth is measured in one direction at a time on the receiver's clock, over t
 excludes latency, the sender's start time, and data that buffers and traffic shapers pass immediately. Latency is half of
 the median round trip of eight bytes.
 
-The schedule has rounds of node pairs, in which each node has at most one partner. The nodes form a circle, and each round
-has pairs at one distance. The distances are the powers of two and ``SAMPLED`` more. Usually a distance takes two rounds. It
-takes three if steps of this distance visit an odd number of nodes, and one if it is half of the circle. Among up to 8 nodes
-every pair is measured. A node has 13 partners among 32 nodes, and 27 among 4,096.
+The schedule has rounds of pairs, in which each node (host or rank) has at most one partner. The nodes form a circle, and
+each round has pairs at one distance. The distances are the powers of two and ``SAMPLED`` more. Usually a distance takes two
+rounds. It takes three if steps of this distance visit an odd number of nodes, and one if it is half of the circle. Among up
+to 8 nodes every pair is measured. A node has 13 partners among 32 nodes, and 27 among 4,096.
 
 Each node's own link can be judged by these pairs, because all nodes have the same number of partners. Leaf switches can be
 found, because hosts with neighbouring names often share one. A fault of a single path is found only if its pair is measured.

@@ -116,5 +116,5 @@ def usual_batches(accelerators: int) -> tuple[int, ...]:
     scales = sorted({result.run.machine.accelerators for result in results_of_devices()})
     near = {*[scale for scale in scales if scale <= accelerators][-1:], *[s for s in scales if s >= accelerators][:1]}
     batches = {result.run.batch for result in results_of_devices() if result.run.machine.accelerators in near}
-    # If every such batch is too small, use the smallest possible batch: one sequence per accelerator.
+    # If all these batches are too small, use the smallest possible batch: one sequence per accelerator.
     return tuple(sorted(batch for batch in batches if batch >= accelerators)) or (accelerators,)

@@ -42,7 +42,7 @@ class BatchSchedule:
         samples: median number of samples to the target in published results, or in finished runs of the recipe; None if
             there are none.
         source: where the hyperparameters come from.
-        note: what ``samples`` are, if they are not published.
+        note: origin of ``samples``, or of the limit that replaces them, if they are not published.
     """
 
     global_batch_size: int

@@ -47,7 +47,7 @@ def test_16_bit_attention_times_apply_only_to_16_bit_runs() -> None:
 
 @pytest.mark.parametrize("tensor", [2, 4])
 def test_tensor_parallel_ranks_exchange_the_rows_counted_by_hand(tensor: int) -> None:
-    """The first of two layers gathers and scatters all tokens. The last layer does so once, and then only its queries."""
+    """The first of two layers gathers and scatters all tokens. The last layer does so once, then only with its queries."""
     strategy = Strategy(16, tensor=tensor)
     sizes = TINY.micro_batches(strategy, 4, 0)
     assert sizes.tokens_AR.shape == (1, 4 // tensor)
@@ -274,9 +274,9 @@ def test_collectives_between_nodes_use_the_network_if_links_end_at_the_node(name
     halved = {scope: shorter[scope.split()[0]] * seconds for scope, seconds in (waits | expected).items()}
     assert waits_and_rates(found.of_data_groups(2)) == pytest.approx(halved | {"world": 2 * halved["world"]})
     alone = describe_machine(device_named("A30"), 2, 1, networking="8x 400Gb/s")
-    assert waits_and_rates(rates_of_machine(alone))["world"] == pytest.approx(
-        1 / 2 / network_rate(p, alone)
-    )  # no link in a node of one
+    assert waits_and_rates(rates_of_machine(alone))["world"] == pytest.approx(1 / 2 / network_rate(p, alone)), (
+        "no link in a node of one"
+    )
     update = 30 / (0.8e9 * machine.device.memory_gb_s)
     assert (found.start_s, found.costs["lamb"]) == (exp(p["start"]), pytest.approx((0, 0, update)))
     sequence = sum(sequence_time(p, machine.device, False))

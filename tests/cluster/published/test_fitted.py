@@ -38,7 +38,7 @@ def test_sequence_time_is_products_traffic_and_the_delay_by_the_power_limit() ->
         found = sequence_time(hot | {"fp8_efficiency": log(2.0)}, H100, fp8)
         assert sum(found[:2]) == pytest.approx(free)
         assert sum(found) == pytest.approx(eighths(free, joules / H100.tdp_w))
-    # Each of these slows all parts of a sequence: old software, the first round, GDDR memory, a CPU, and the chip.
+    # Each of these slows all parts of a sequence: old software, a device's first round, GDDR memory, its chip, a CPU.
     slow = {"old_software": 0.3, "first_round": 0.2, "graphics_memory": 0.1, "processor": log(0.5), "chip_GA100": -0.4}
     for name, round, speed in (
         ("A100-SXM", None, -0.4),
@@ -79,7 +79,7 @@ def test_link_and_network_rates_follow_from_data_sheets_and_efficiencies() -> No
     assert network_rate(p, gaudi) == pytest.approx(0.8e9 * 8 * (gaudi.device.network_gb_s or 0))
 
 
-def test_samples_grow_with_batch_accumulation_duration_and_age() -> None:
+def test_samples_grow_with_batch_accumulation_duration_and_old_recipes() -> None:
     reference = 2_414_421
 
     def samples(batch: int, accelerators: int = 8, rate: float = 1e9, old: bool = False, **p: float) -> float:

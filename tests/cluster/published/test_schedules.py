@@ -60,7 +60,7 @@ def test_the_benchmark_has_schedules_from_recipes_and_published_results() -> Non
     assert (known.weight_decay_rate, known.num_warmup_steps) == (0.01, 0)
 
 
-def test_results_have_their_seconds_and_the_samples_that_logs_state() -> None:
+def test_published_results_have_seconds_samples_and_companies() -> None:
     assert (len(results()), len(results_of_devices())) == (206, 201)
     assert {each.run.machine.device.model for each in results() if each.samples is None} == {"Gaudi2"}
     first = results()[0]
