@@ -196,7 +196,7 @@ def _place(
     before, after = (cost([paths[host] for host in each], group) for each in (range(len(order)), order))
     if not any(paths):
         say(f"{view} does not know the switches, so no order is better than another")
-    say(f"levels that traffic climbs in this order: {after}; in the order of {view}: {before}")
+    say(f"switch levels that traffic climbs in this order: {after}; in the order of {view}: {before}")
     if out is not None:
         # These names come from an untrusted file. Reject names that Slurm could misread.
         if strange := [name for name in names if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name)]:
@@ -266,7 +266,9 @@ def _recipe_named(name: str) -> "Config":
             f"unknown recipe {name!r}: expected one of {', '.join(RECIPES)}{did_you_mean(name, list(RECIPES))}"
         )
     if name in DERIVATIONS:
-        raise ValueError(f"{name} derives its settings from its data when it starts, so it cannot be planned")
+        raise ValueError(
+            f"{name} derives its settings from its data when it starts, so it cannot be planned: choose another recipe"
+        )
     return RECIPES[name]()
 
 

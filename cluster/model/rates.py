@@ -245,7 +245,7 @@ def device_of(recipe: str, accelerator: str | None) -> tuple[Device, int]:
     if name is None:
         raise ValueError(f"the name of {recipe} states no device: set --accelerator, or for `plan` --cluster")
     device = device_named(name)
-    return device, device.per_node  # a recipe for fewer devices uses part of a node
+    return device, device.per_node  # a recipe may use only a part of a node
 
 
 def target_of_devices(device: Device, count: int, per_node: int, networking: str = "") -> Target:

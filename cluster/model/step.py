@@ -62,7 +62,7 @@ def least_step(work: Work, strategy: Strategy, rates: Rates) -> PredictedStep:
     sequences = strategy.sequences(rates.world_size) * strategy.gradient_accumulation_steps
     parts = _computation(work.model, strategy, rates, work.typical(sequences))
     stages = [float(each.sum()) for each in _of_stages(parts, work.model, strategy.parallel)]
-    # A pipeline needs at least one micro-batch per stage. Filling and draining may take little, so they do not count.
+    # A pipeline needs at least one micro-batch per stage. Filling and draining may take little, so the bound omits them.
     through = (max(stages) + rates.micro_batch_s * strategy.pipeline) / min(rates.sharing, strategy.pipeline)
     return PredictedStep(0.0, through, 0.0, 0.0)
 

@@ -74,7 +74,7 @@ class Strategy:
         return self.tensor * self.pipeline
 
     def shards(self, node_copies: int, copies: int) -> int:
-        """Return the number of optimizer-state shards, given the number of copies per node and in total."""
+        """Return the number of optimizer-state shards, given the numbers of model copies per node and in total."""
         return {"sharded": node_copies, "sharded_world": copies}.get(self.reduction, 1)
 
     def sequences(self, ranks: int) -> int:

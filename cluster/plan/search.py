@@ -371,7 +371,7 @@ def _rivals(found: Found, world_size: int) -> Iterator[str]:
     best = found.best[0]
     own = table_settings(best, world_size)
     rivals: dict[str, dict[str, Candidate]] = {setting: {} for setting in own}
-    for each in found.ranked:  # the fastest first
+    for each in found.ranked:  # sorted from fast to slow
         values = table_settings(each, world_size)
         is_comparable = all(values[name] == own[name] for name in ("batch", "pipeline", "tensor"))
         for setting, value in values.items():

@@ -92,7 +92,7 @@ def rates_in_site(whole: Rates, view: View) -> Rates:
     hosts = max(map(len, view.sites.values()))
     curves = {key: curve for key, curve in whole.collectives.items() if key[1] == "node"}
     if hosts == 1:
-        # `Rates.collective` looks for "world" if a scope contains all ranks.
+        # Name the curves "world", because `Rates.collective` looks for "world" if a scope contains all ranks.
         return replace(whole, nodes=1, collectives=curves | {(key[0], "world"): each for key, each in curves.items()})
     inside = view.links_of_sites(between_sites=False)
     of_sites = [[each for each in inside if view.ranks[each.source].host in site] for site in view.sites.values()]

@@ -34,7 +34,7 @@ CAUSES = {
 
 @dataclass(frozen=True)
 class Measured:
-    """Measured minutes. If they come from logs: what the logs state, samples to the target, and minutes by part."""
+    """Measured minutes. If they come from logs, also what the logs state, samples to the target, and minutes by part."""
 
     minutes: float = 0.0
     batch: int | None = None
@@ -80,7 +80,7 @@ def read_measured(text: str) -> Measured:
         found = " and ".join(sorted(map(str, settings))[:2])
         raise ValueError(f"{path}: runs with different batch sizes, accelerators or ranks: {found}; name one log")
     if len(kept) > 2 and len(kept) + missed >= 5:
-        # As in MLPerf, a run that missed the target is the slowest.
+        # As in MLPerf, a run that missed the target counts as the slowest.
         kept.sort(key=lambda log: log.run.seconds or 0.0)
         kept, how = kept[1 : None if missed else -1], ", without the fastest and the slowest"
     samples, parts = [log.run.converged_samples() for log in kept], [each for log in kept if (each := _parts(log))]

@@ -80,7 +80,7 @@ def test_place_writes_a_line_for_each_task(tmp_path: Path, cluster: Command) -> 
     shown = ["0 n1 top / a", "1 n3 top / a", "2 n2 top / b", "3 n4 top / b", ""]
     assert [" ".join(line.split()) for line in done.stdout.splitlines()[1:]] == [
         *shown,
-        f"levels that traffic climbs in this order: 2; in the order of {view}: 4",
+        f"switch levels that traffic climbs in this order: 2; in the order of {view}: 4",
         f"{out}: 8 lines; SLURM_HOSTFILE={out} sbatch --distribution=arbitrary launch/slurm.sub",
     ]
     assert out.read_text().split() == ["n1", "n1", "n3", "n3", "n2", "n2", "n4", "n4"]

@@ -66,7 +66,7 @@ def test_ways_that_the_search_skips_are_not_among_the_best(
     nodes: int, per_node: int, memory: float, work: Work, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config, work = RECIPES["h100_1x8"](), replace(work, samples=1e6)
-    config = replace(config, log=replace(config.log, division="open"))  # only the recipe's batch size
+    config = replace(config, log=replace(config.log, division="open"))  # an open recipe gets only its own batch size
     target = target_of_devices(device_of("h100_1x8", None)[0], nodes * per_node, per_node)
     found = search(config, work, with_memory(target, memory))
     monkeypatch.setattr("cluster.plan.search._may_be_among_best", lambda *_: True)
@@ -111,7 +111,7 @@ def test_ranks_share_copies_only_if_needed(
 ) -> None:
     """The planner must use pipeline parallelism if hosts have one rank, because tensor parallelism needs several."""
     config, work = RECIPES["h100_1x8"](), replace(work, samples=1e6)
-    config = replace(config, log=replace(config.log, division="open"))  # only the recipe's batch size
+    config = replace(config, log=replace(config.log, division="open"))  # an open recipe gets only its own batch size
     target = target_of_devices(device_of("h100_1x8", None)[0], ranks, per_host)
     assert search(config, work, target).best[0].strategy.copy_ranks == 1
     best = search(config, work, with_memory(target, memory)).best[0]
