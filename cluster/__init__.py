@@ -1,4 +1,4 @@
-"""Device facts, measurements of a cluster, predicted times, plans, and where the time of a run went."""
+"""Device facts, cluster measurements, predicted times, plans, and breakdowns of a run's time."""
 
 from console.interruption import show_in_one_line
 

@@ -47,7 +47,7 @@ def _predict(
     table: Path | None = None,
     json: FlagCreatePairsOff[bool] = False,
 ) -> int:
-    """Predict the time to train BERT to 0.720 with an 80 % interval, from published results.
+    """Predict the time to train BERT to the target 0.720, with an 80 % interval, from published results.
 
     Args:
         accelerator: Name of the accelerator, such as H100-SXM; `devices` lists the known ones.
@@ -58,8 +58,8 @@ def _predict(
         networking: Network of a node, in words, such as "8x ConnectX-7 IB NDR 400Gb/s".
         round: Round of MLPerf Training whose software and recipes are assumed; by default v5.0, the last with BERT.
         cluster: File that `probe` wrote. It replaces the options that describe the machines.
-        measured: Minutes, or a results folder or log of closed runs, to compare with the prediction.
-        table: CSV file with a machine in each row, in place of the options above. Exit status 1 if a row has no prediction.
+        measured: Measured minutes, or a results folder or log of closed runs, to compare with the prediction.
+        table: CSV file with a machine in each row, in place of all other options. Exit status 1 if a row has no prediction.
         json: Print one JSON document.
     """
     from cluster.devices import describe_machine, device_named
@@ -77,7 +77,7 @@ def _predict(
         text, rows, refused = predict_table(table)
         sys.stdout.buffer.write(text.encode())
         if refused:
-            complain(f"{table}: no prediction of {refused} of {counted(rows, 'row')}; the column reason says why")
+            complain(f"{table}: no prediction for {refused} of {counted(rows, 'row')}; the column reason says why")
         return int(refused > 0)
     found = None if measured is None else read_measured(measured)
     stated = found or Measured()
@@ -129,7 +129,9 @@ def _calibrate(out: Path) -> None:
 
 @app.command
 def probe(out: Path, seconds: float = 30.0, limit: float = 60.0) -> int:
-    """Measure hosts, devices and links, and name the slow ones. Start one process per device. Exit status 1 if any is slow.
+    """Measure hosts, devices and links, and name the slow or broken ones. Exit status 1 if there are any.
+
+    Run one process per device with a launcher such as srun.
 
     Args:
         out: File to write, such as cluster.json.
@@ -146,8 +148,8 @@ def show(view: Positional[Path], out: Path | None = None) -> None:
     """Print what a probe found, and write a page that shows links, switches, devices and outliers.
 
     Args:
-        view: File of a probe, such as cluster.json.
-        out: Page to write; by default the name of the probe's file with the suffix .html.
+        view: File that `probe` wrote, such as cluster.json.
+        out: HTML page to write; by default the name of the probe's file with the suffix .html.
     """
     from cluster.display import lines, write_page
     from cluster.view import read_view
@@ -171,10 +173,10 @@ def _place(
     """Order hosts so that neighbours in the order are neighbours in the network.
 
     Args:
-        view: File of a probe, such as cluster.json.
-        nodes: Number of hosts to take; by default all.
+        view: File that `probe` wrote, such as cluster.json.
+        nodes: Number of hosts to choose; by default all.
         group: Number of consecutive hosts that communicate the most with each other, such as the stages of a pipeline.
-        tasks_per_node: Number of lines for each host in the file.
+        tasks_per_node: Number of lines that the file of --out has for each host.
         out: File for `SLURM_HOSTFILE`, which srun and sbatch read with `--distribution=arbitrary`.
     """
     from cluster.placement import cost, place
@@ -194,9 +196,9 @@ def _place(
     before, after = (cost([paths[host] for host in each], group) for each in (range(len(order)), order))
     if not any(paths):
         say(f"{view} does not know the switches, so no order is better than another")
-    say(f"levels that traffic climbs in this order: {after}; in the order of {view}: {before}")
+    say(f"switch levels that traffic climbs in this order: {after}; in the order of {view}: {before}")
     if out is not None:
-        # Slurm reads these names, and the view is an untrusted file.
+        # These names come from an untrusted file. Reject names that Slurm could misread.
         if strange := [name for name in names if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name)]:
             raise ValueError(f"{view}: the host name {strange[0]!r} is invalid: use letters, digits and . _ -")
         lines = [f"{names[host]}\n" for host in order for _ in range(tasks_per_node)]
@@ -214,11 +216,11 @@ def _plan(
     networking: str = "",
     out: Path = Path("plan.json"),
 ) -> None:
-    """Choose how to run a recipe: predict every feasible way, print the best and why the others lose, and write a plan.
+    """Find the fastest way to run a recipe: print the best plans and what slows down the others, and write a plan file.
 
     Args:
         recipe: Recipe of bert.train.
-        cluster: File of a probe of the machines, such as cluster.json. Without it, the prediction uses data sheets.
+        cluster: File that `probe` wrote on the machines, such as cluster.json. Without it, the prediction uses data sheets.
         gpus: Number of devices, in whole nodes; by default the recipe's or the probe's number.
         accelerator: Name of the devices; by default the recipe's.
         networking: Network of a node, in words, such as "8x ConnectX-7 IB NDR 400Gb/s".
@@ -264,7 +266,9 @@ def _recipe_named(name: str) -> "Config":
             f"unknown recipe {name!r}: expected one of {', '.join(RECIPES)}{did_you_mean(name, list(RECIPES))}"
         )
     if name in DERIVATIONS:
-        raise ValueError(f"{name} derives its settings from its data when it starts, so it cannot be planned")
+        raise ValueError(
+            f"{name} derives its settings from its data when it starts, so it cannot be planned: choose another recipe"
+        )
     return RECIPES[name]()
 
 
@@ -276,7 +280,7 @@ def _scale(
     networking: str = "",
     out: Path | None = None,
 ) -> None:
-    """Predict a recipe's time to train with the best plan for each size, from one node to 16,384 accelerators.
+    """Predict a recipe's time to train with the best plan for each number of accelerators, from one node to 16,384.
 
     Args:
         recipe: Recipe of bert.train.

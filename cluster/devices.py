@@ -146,7 +146,7 @@ def describe_machine(
 
 def _network(text: str) -> Network | None:
     """Parse the ports that carry training traffic: the ports labelled Compute, or else the fastest ports."""
-    text = text[:1000]  # the text is untrusted, and no real description is longer
+    text = text[:1000]  # bounds the work on untrusted text; no real description is longer
     if compute := re.search(r"Compute\s*:?(.*?)(?:Management|Storage|$)", text, re.S):
         text = compute[1]
     parts = [part for part in re.split(r"[,;+]", text) if not re.search("Management|Storage", part)]
@@ -159,7 +159,7 @@ def _ports(part: str) -> Network | None:
     """Parse ports of one kind, such as "8x ConnectX-6 IB HDR 200Gb/Sec" or "1x ConnectX-5 IB EDR"."""
     count = re.search(r"\b(\d{1,3}) ?x(?![a-z])", part)
     ports = min(max(int(count[1]), 1), _MOST_PORTS) if count else 1
-    # A rate stands alone or after a count, as in "4x1Gb". "BCM5719 Gigabit" is the name of a card.
+    # A rate stands alone or after a count, as in "4x1Gb". "BCM5719 Gigabit" has none: 5719 is part of a name.
     if rate := re.search(r"(?:\b|(?<=\dx))(\d{1,4}) ?G(?:b|B|igabit|\b)", part):
         return Network(ports, float(rate[1])) if int(rate[1]) else None
     named = next((rate for word, rate in _GBIT_S.items() if re.search(rf"\b{word}\b", part)), None)

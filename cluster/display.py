@@ -150,7 +150,7 @@ def collective_rows(view: View) -> list[tuple[str, ...]]:
 
 
 def leaves(view: View) -> list[tuple[str, list[int]]]:
-    """Return the switch names, below their site if there are several, and the hosts of each leaf switch, in tree order."""
+    """Return the path and hosts of each leaf switch, in tree order. With several sites, the path begins with the site."""
     below = hosts_below(view.paths, range(len(view.hosts)))
     return [(" / ".join(path), hosts) for path, hosts in below.items()]
 

@@ -47,12 +47,12 @@ def main(arguments: Sequence[str]) -> int:
         problem = error
     # Check last, so that the verdict is the last line.
     status = train([*arguments, "--dry-run"])
-    # The prediction reads the same inputs as the check. Report its error only if the check has found none.
+    # The prediction reads the same inputs as the check, so report its error only if the check found no error.
     return refused(problem) if problem and not status else status
 
 
 def memory_and_step(config: Config, world_size: int, local_size: int = 0) -> Iterator[str]:
-    """Return lines about a rank's memory with each recomputation mode, and about the step time if the device is known.
+    """Yield lines about a rank's memory with each recomputation mode, and about the step time if the device is known.
 
     ``local_size`` is the number of ranks of a node, or 0 if it is unknown. Then nodes have the device's usual size.
     """
@@ -87,7 +87,7 @@ def memory_and_step(config: Config, world_size: int, local_size: int = 0) -> Ite
     usable = USABLE_MEMORY * device.memory_gb * 1e9
     if total > usable:
         yield f"{device.name} has only {_shown(usable)} of usable memory; `python -m cluster plan` finds settings that fit"
-    # A device may lack the precision, such as FP8 on an A100.
+    # If the device lacks the precision, such as FP8 on an A100, no step time can be predicted.
     rates = target_of_devices(device, world_size, a_node).rates.get(strategy.precision)
     if rates is not None:
         step = predict_step(work, strategy, rates)

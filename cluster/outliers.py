@@ -2,15 +2,15 @@
 
 Every quantity is measured in several turns. Times are compared as logarithms relative to the median of their turn, so that a
 disturbance of all parts affects no part more than another. The median over all turns represents a part. A part is an outlier
-if it lies further from the other parts than chance explains. The scale combines the error of a repeated measurement with the
-differences between parts, both as median absolute deviations. The limit comes from Student's distribution, such that one in
-``CHANCE`` probes reports a false outlier. For example, a part that is slow by 3 % is an outlier if the other parts agree
-within 0.1 %, and a part that is slow by 20 % is not if the other parts differ by 10 %. With only two parts, neither can be
-judged.
+if it lies further from the other parts than chance explains. Deviations are scaled by the error of a repeated measurement
+and the differences between parts, both as median absolute deviations. The limit comes from Student's distribution, such that
+one in ``CHANCE`` probes reports a false outlier. For example, a part that is slow by 3 % is an outlier if the other parts
+agree within 0.1 %, and a part that is slow by 20 % is not if the other parts differ by 10 %. Of only two parts, neither can
+be judged.
 
 The logarithm of a path's time is the sum of a share of its sending end, a share of its receiving end, and the rest, which
 belongs to the path. Shares are medians over an end's partners. An end with fewer than three partners cannot be distinguished
-from its paths. The same times tell which hosts share a leaf switch: such hosts have shorter paths to one another.
+from its paths. Path times also show which hosts share a leaf switch: such hosts have shorter paths to one another.
 """
 
 from collections.abc import Sequence
@@ -36,7 +36,7 @@ _TO_SIGMA = 1.4826
 _MEDIAN_ERROR = 1.2533
 """Ratio of a median's standard error to a mean's standard error: sqrt(pi / 2)."""
 _OWN_MEDIAN = 1.4
-"""Number subtracted from the turns, because deviations from the median of few turns are too small. Found by simulation."""
+"""Number subtracted from the count of turns, as deviations from a median of few turns are too small. Found by simulation."""
 _EFFICIENCY = 0.37
 """Statistical efficiency of a median absolute deviation, relative to a standard deviation."""
 _FAR = 1e6
@@ -51,7 +51,7 @@ _SMALL_SAMPLE = {2: 1.196, 3: 1.495, 4: 1.363, 5: 1.206, 6: 1.200, 7: 1.140, 8: 
 
 @dataclass(frozen=True)
 class Judgement:
-    """Result for each part: ratio to the median time of all parts, robust deviations, and whether it is an outlier."""
+    """Result for each part: ratio to the median time of all parts, deviations from it, and whether it is an outlier."""
 
     ratios: Array
     deviations: Array
@@ -136,12 +136,12 @@ def take_apart(
 
 
 def _medians(times_TE: Array, group_E: NDArray[np.integer], groups: int) -> Array:
-    """Return each group's median by turn, NaN for an empty group, in a ninth of the time of ``scipy.ndimage.median``."""
+    """Return each group's median by turn, NaN for an empty group. Nine times as fast as ``scipy.ndimage.median``."""
     order_E, count_G = np.argsort(group_E, kind="stable"), np.bincount(group_E, minlength=groups)
     column_E = np.arange(len(group_E)) - np.repeat(np.cumsum(count_G) - count_G, count_G)
     members_TGM = np.full((len(times_TE), groups, count_G.max()), np.nan)
     members_TGM[:, group_E[order_E], column_E] = times_TE[:, order_E]
-    members_TGM.sort(axis=2)  # NaN comes last
+    members_TGM.sort(axis=2)  # NaN sorts last
     every_G = np.arange(groups)
     return (members_TGM[:, every_G, (count_G - 1) // 2] + members_TGM[:, every_G, count_G // 2]) / 2
 
@@ -152,8 +152,8 @@ def leaves_of(times_TE: Array, one_E: NDArray[np.int64], other_E: NDArray[np.int
     ``times_TE`` has the logarithms of path times between hosts, by turn, without the shares of the path ends.
 
     Hosts are joined by their shortest measured paths first (single linkage), which needs only some of the pairs. The widest
-    gap between the lengths at which groups join separates the leaves. The leaves are accepted only if, for the middle half
-    of both kinds, paths between groups are longer than paths within groups by more than the measurement error.
+    gap between the lengths at which groups join separates the leaves. The leaves are accepted only if the lower quartile of
+    paths between groups exceeds the upper quartile of paths within groups by `_CLEAR` times the measurement error.
     """
     if hosts > _LARGEST:
         return None

@@ -35,15 +35,17 @@ def place(paths: Sequence[Path], nodes: int, group: int = 1) -> list[int]:
     Raises ``ValueError`` if the cluster has too few hosts, or if ``nodes`` is no multiple of ``group``.
     """
     if nodes < 1 or group < 1 or nodes % group:
-        raise ValueError(f"--nodes is {nodes} and --group {group}: expected a positive multiple of a positive group")
+        raise ValueError(
+            f"--nodes is {nodes} and --group is {group}: expected at least 1, --nodes a multiple of --group"
+        )
     if nodes > len(paths):
-        raise ValueError(f"--nodes is {nodes}, and the cluster has {counted(len(paths), 'host')}")
+        raise ValueError(f"--nodes is {nodes}, but the cluster has only {counted(len(paths), 'host')}")
     groups, _ = _fill(paths, 0, _choose(paths, nodes, group), group)
     return [host for members in groups for host in members]
 
 
 def hosts_below(paths: Sequence[Path], hosts: Sequence[int], level: int | None = None) -> dict[Path, list[int]]:
-    """Group hosts by their first ``level`` switches, or by leaf if None, in the order of the tree."""
+    """Group hosts by their first ``level`` switches, or by leaf if it is None, in the order of the tree."""
     ordered = sorted(hosts, key=lambda host: (paths[host], host))
     return {path: [*below] for path, below in groupby(ordered, lambda host: paths[host][:level])}
 

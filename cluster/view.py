@@ -77,7 +77,8 @@ class Collective:
     """Times of a collective over ``ranks`` ranks.
 
     ``points`` has a row for each size: bytes of the whole vector, seconds on the slowest rank, and processor seconds summed
-    over all ranks. The whole vector is what a rank sums in all-reduce, reads in reduce-scatter, and writes in all-gather.
+    over all ranks. The whole vector is what a rank sums in all-reduce, reads in reduce-scatter and all-to-all, and writes in
+    all-gather.
     """
 
     operation: Operation

@@ -14,7 +14,7 @@ PARTS = ("data_wait_ms", "forward_backward_ms", "reduce_ms", "update_ms")
 
 @dataclass
 class Account:
-    """A run's seconds in all and by part, and its steps.
+    """The total seconds of a run, its seconds by part, and its number of steps.
 
     ``slow`` has the number of steps and the stragglers of each interval between two records.
     """

@@ -1,6 +1,6 @@
 """Lengths of Wikipedia sequences at maximum length 512, from the shipped histogram.
 
-The GPU measurements read them where only PyTorch, Triton and NumPy are installed.
+This module imports only NumPy, because the GPU measurements run where little else is installed.
 """
 
 import functools

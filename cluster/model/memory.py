@@ -75,7 +75,7 @@ def model_shares(
     stages = stages_of(model, pipeline * virtual_stages)
     shapes, shares = parameter_shapes(model), []
     for rank in range(pipeline):
-        own = stages[rank::pipeline]  # as PyTorch's interleaved schedules assign stages
+        own = stages[rank::pipeline]  # PyTorch's interleaved schedules assign stages round-robin
         first, last = any(stage.is_first for stage in own), any(stage.is_last for stage in own)
         ends = [0] * (model.num_hidden_layers + 1)
         stop = shared = segments = copied = 0
@@ -100,7 +100,7 @@ def model_shares(
 
 
 def hidden_bytes(precision: Precision, on_gpu: bool) -> int:
-    """Return the bytes per activation element sent between stages. On CPUs, autocast's norms return fp32."""
+    """Return the bytes per activation element sent between stages. On CPUs it is 4, as norms under autocast return fp32."""
     return 2 if precision != "fp32" and on_gpu else 4
 
 
@@ -115,7 +115,7 @@ def micro_batches_in_flight(strategy: Strategy, place: int) -> float:
 
 
 def memory_of_rank(work: Work, strategy: Strategy, nodes: int, ranks: int, on_gpu: bool = False) -> dict[str, float]:
-    """Return the bytes of each part on the pipeline rank that needs the most memory. A node has ``ranks`` ranks.
+    """Return the bytes by part of memory on the pipeline rank that needs the most. A node has ``ranks`` ranks.
 
     Raises ``ValueError`` if the global batch does not divide over the ranks.
     """
@@ -149,7 +149,7 @@ def _largest_micro_batch(work: Work, strategy: Strategy, ranks: int, on_gpu: boo
         # A layer that recomputes stores all of its activations again during its backward pass.
         keeping_all = saved_activations(work, replace(strategy, recompute="none"), sizes, on_gpu, share)
         recomputed = float(keeping_all[worst] - kept_AR[worst]) / max(1, share.inner)
-        # Add the largest micro-batches that the same rank may have in flight at the same time.
+        # Add the next largest micro-batches of the same rank, which may be in flight at the same time.
         others = np.sort(kept_AR[:, worst[1]])[-whole:-1].sum() if whole > 1 else 0.0
         kept = (float(kept_AR[worst]) + float(others)) * in_flight / whole
         found.append((kept, float(logits_AR[worst]), recomputed))
@@ -165,28 +165,28 @@ def _largest_micro_batch(work: Work, strategy: Strategy, ranks: int, on_gpu: boo
 def fixed_memory(
     work: Work, strategy: Strategy, nodes: int, ranks: int, place: int = 0, on_gpu: bool = False
 ) -> dict[str, float]:
-    """Return the bytes of each part that does not depend on micro-batches. ``place`` is the rank's index in its pipeline."""
+    """Return the bytes by part of memory that micro-batches do not change. ``place`` is the rank's index in its pipeline."""
     share = model_shares(work.model, strategy.tensor, strategy.pipeline, strategy.virtual_stages)[place]
     copies, node_copies = nodes * ranks // strategy.copy_ranks, max(1, ranks // strategy.copy_ranks)
     elements = share.padded(copies)
     shard = elements / strategy.shards(node_copies, copies)
-    # Ranks that share a copy use the sharded LAMB too.
+    # Ranks that share a copy of the model also use the sharded LAMB.
     sharded_lamb = strategy.reduction in SHARDED or strategy.copy_ranks > 1
     bucket = max(each.stop - each.start for each in share.buckets(copies, strategy.bucket_bytes))
-    # 16-bit copies of weights: on a GPU, unsharded LAMB writes copies of all weights. Otherwise autocast copies only the
-    # weights of matrix products. Autocast always copies the weights of the output heads.
+    # 16-bit copies of weights: in bf16 on a GPU, unsharded LAMB writes copies of all weights. Otherwise autocast copies
+    # only the weights of matrix products. Autocast always copies the weights of the output heads.
     D, F = work.model.hidden_size, work.model.intermediate_size
     lamb_copies = on_gpu and strategy.precision == "bf16" and not sharded_lamb
     cast = elements if lamb_copies else (share.inner + share.has_last) * (4 * D * D + 2 * D * F)
     cast += share.has_last * (2 * D * D + work.model.vocab_size * D + 2 * D)
     return {
         "weights": 4.0 * (elements + share.copied),
-        # Sharded gradients pass through two buffers, each as large as a bucket. Their sums count as part of "update".
+        # Sharded gradients pass through two buffers, each as large as a bucket. "update" includes their sums.
         "gradients": 8.0 * bucket if strategy.shard_gradients and copies > 1 else 4.0 * (elements + share.copied),
         "moments": 8.0 * shard,
         # Sharded LAMB also holds contiguous copies of its shard's gradients and weights.
         "update": (12.0 if sharded_lamb else 4.0) * shard,
-        # Two 16-bit buffers, each as large as a bucket.
+        # Two 16-bit buffers, each with as many elements as a bucket.
         "reduction buffers": 4.0 * bucket if strategy.reduce_dtype == "bf16" and copies > 1 else 0.0,
         # Three vectors: the weights that sites share, the weights sent last, and the momentum.
         "site exchange": 12.0 * share.elements if strategy.site_steps > 1 else 0.0,
@@ -210,7 +210,7 @@ def saved_activations(
     norm = (2 * size if on_gpu else 4) * D + 8 + (4 * D if model.hidden_dropout and not on_gpu else 0)
 
     def attention(rows: NDArray[np.float64], pairs: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Return the bytes of two output-sized tensors and of softmax statistics, or of scores, probabilities and mask."""
+        """Return the bytes of two output-sized tensors and of softmax statistics (CPUs: scores, probabilities, mask)."""
         return rows * 2 * size * D + (3 * size * pairs * H if cpu_dropout else rows * 4 * H)
 
     def rest(rows: NDArray[np.float64], norms_kept: int) -> NDArray[np.float64]:
@@ -243,9 +243,9 @@ def _saved_by_layer(model: ModelConfig, mode: Recompute, precision: Precision, l
     size = 4 if precision == "fp32" else 2
     if mode == "full":  # only the layer's input
         return size * D
-    if mode == "selective":  # also the outputs of QKV, attention, FC1 and FC2
+    if mode == "selective":  # the input, and the outputs of the four linear layers
         return size * (6 * D + F)
-    # Also the context and the outputs of the first norm and of GELU. FP8 stores the inputs of products in 8 bits.
+    # Also the context of attention, and the outputs of the first norm and of GELU. FP8 stores inputs of products in 8 bits.
     activations = size * (8 * D + F) + (3 * D + F if precision == "fp8" else size * F)
     mask = H * -(-longest_sequence // _KEYS_A_GROUP) * _KEYS_A_GROUP // 8 if model.attention_dropout else 0
     statistics = 4 * H + 2 * 8  # statistics of each head's softmax, and of two norms

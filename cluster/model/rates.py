@@ -38,7 +38,7 @@ LINEAR_FLOPS = 6.0
 """Floating-point operations of a linear layer for each row x input x output: three products of two operations each."""
 
 ACCESSES = {"attention": 8.0, "norm": 10.0, "gelu": 5.0, "embedding": 8.0, "loss": 6.0}
-"""Assumed memory accesses for each unit of a kind's second cost term. Only data-sheet rates use them, not a probe's."""
+"""Assumed memory accesses per unit of the second cost term, by kind of computation. Only data-sheet rates use them."""
 
 SEQUENCE_BYTES, LAUNCHES = 599_294_086, 1406
 """For BERT-Large: bytes of memory traffic of a sequence, without matrix products and averaged over Wikipedia's lengths,
@@ -52,7 +52,7 @@ _ACCELERATORS = {
     "dgxa100": "A100-SXM-80GB",
     "bert_3_9b": "A100-SXM-40GB",
 }
-"""Device names by the first words of a recipe's name."""
+"""Device names by a recipe's name without its last part (nodes and devices, such as "8x8")."""
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ class Rates:
         mean, last: Finishing times of the average rank and of the last rank, when all ranks begin equal work together.
             Both are relative to the time of that work while all ranks keep computing.
         start_s: Seconds from the start of the clock to the first step.
-        free_groups: Number of data groups that communicate between nodes at once, each as fast as a group alone.
+        free_groups: Number of data groups that can communicate between nodes at once without slowing each other down.
     """
 
     nodes: int
@@ -112,7 +112,7 @@ class Rates:
         return self.nodes * self.ranks
 
     def seconds(self, computation: Computation, precision: str = "fp32") -> Count:
-        """Return the seconds of a forward and backward pass. Raises ``ValueError`` if the rate is unknown."""
+        """Return the seconds of a computation, forward and backward. Raises ``ValueError`` if the rate is unknown."""
         kind = computation.kind
         if kind == "linear":
             kind = f"linear {'bf16' if precision == 'fp8' and not computation.in_encoder else precision}"
@@ -122,7 +122,7 @@ class Rates:
             kind = f"{kind} with dropout"
         if kind not in self.costs:
             raise ValueError(
-                f"the rate of {kind} is in neither a probe nor the device's data sheet. Choose another training.precision"
+                f"neither the probe nor the data sheet has a rate of {kind}. Choose another training.precision"
             )
         return sum((cost * count for cost, count in zip(self.costs[kind], computation.counts, strict=True)), 0.0)
 
@@ -245,7 +245,7 @@ def device_of(recipe: str, accelerator: str | None) -> tuple[Device, int]:
     if name is None:
         raise ValueError(f"the name of {recipe} states no device: set --accelerator, or for `plan` --cluster")
     device = device_named(name)
-    return device, device.per_node  # a recipe for fewer devices uses part of a node
+    return device, device.per_node  # a recipe may use only a part of a node
 
 
 def target_of_devices(device: Device, count: int, per_node: int, networking: str = "") -> Target:
@@ -254,7 +254,7 @@ def target_of_devices(device: Device, count: int, per_node: int, networking: str
         raise ValueError(f"--gpus is {count}, expected at least 1")
     per_node = min(count, per_node)
     if count % per_node:
-        raise ValueError(f"--gpus is {count:,}, expected whole nodes of {per_node}")
+        raise ValueError(f"--gpus is {count:,}, expected whole nodes: a multiple of {per_node}")
     machine = describe_machine(device, count // per_node, per_node, networking=networking)
     rates: dict[Precision, Rates] = {"bf16": rates_of_machine(machine, "bf16")}
     missing: dict[Precision, str] = {"fp32": f"the data sheet of {device.name} states no rate"}
@@ -270,7 +270,9 @@ def _target_of_probe(path: Path, gpus: int | None) -> Target:
     ranks, hosts = len(view.ranks), len(view.hosts)
     # Contention and collectives were measured on all ranks at once, so they do not apply to another number of ranks.
     if gpus not in (None, ranks):
-        raise ValueError(f"{path} has {counted(ranks, 'rank')}, but --gpus is {gpus}: probe as many as the run has")
+        raise ValueError(
+            f"{path} has {counted(ranks, 'rank')}, but --gpus is {gpus}: omit --gpus, or probe that many ranks"
+        )
     rates = rates_of_view(view)
     precisions: tuple[Precision, ...] = ("fp32", "bf16", "fp8")
     found: dict[Precision, Rates] = {each: rates for each in precisions if f"linear {each}" in rates.costs}
@@ -346,7 +348,7 @@ def rates_of_machine(machine: Machine, precision: str = "bf16") -> Rates:
     # Attention has two products, which stay in 16 bits even if the encoder's linear layers use FP8.
     costs["attention"] = (*costs["attention"], 2 * LINEAR_FLOPS * sixteen)
     costs["lamb"] = (0.0, 0.0, UPDATE_BYTES / update_bytes_per_s(device))
-    # The host assembles batches while the device computes.
+    # Batches cost no time, because the host assembles them while the device computes.
     costs["batch"] = (0.0, 0.0)
     link, network = link_rate(p, machine), network_rate(p, machine) if machine.groups > 1 else math.inf
     return Rates(
@@ -357,19 +359,19 @@ def rates_of_machine(machine: Machine, precision: str = "bf16") -> Rates:
         _collectives(machine, link, network),
         micro_batch_s=math.exp(p["launch"]) + math.exp(p["half_batch"]) * sequence,
         start_s=math.exp(p["start"]),
-        # Data groups in racks share only the network between racks, which may be faster than one device's link.
+        # Data groups in racks share only the network between racks, which may carry several device links at full speed.
         free_groups=max(1.0, network / link) if machine.group > machine.per_node else 1.0,
     )
 
 
 def _collectives(machine: Machine, link: float, network: float) -> dict[tuple[Operation, Scope], Curve]:
-    """Return the curves. A device sends ``link`` bytes a second to its group, and a group ``network`` to the next group."""
+    """Return the curves. A device sends ``link`` bytes/s to its group, and a group sends ``network`` bytes/s to the next."""
     p = fitted_parameters()
     # Within the reach of the fast link, the latency of a collective is one launch.
     launch = math.exp(p["launch"]) / LAUNCHES
-    # The fitted latency covers all buckets of a published run's step.
+    # The fitted latency covers all buckets of a published run's step, so divide it by their number.
     latency = math.exp(p["network_latency"]) * math.log2(machine.groups) / (4 * PARAMETERS / BUCKET_BYTES)
-    # The rails of a node share the network. In a rack, a rail has the fast link.
+    # The rails of a node share the network. In a rack, a rail also uses the fast link.
     is_rack = machine.group > machine.per_node
     rail = max(machine.per_node / network, is_rack / link)
     scopes: list[tuple[Scope, int, float, float]] = [

@@ -3,8 +3,8 @@
 The computation is counted from the real batch sampler: the micro-batches of each rank, for some steps. A simulated timeline
 overlaps the reduction's buckets with the backward pass, and the all-gather of sharded weights with the forward pass. A
 rank's computations run in a fixed order, and so do its messages. Either may wait for the other. On CPUs, both need
-processors. If there are too few for both, messages get as many as they need, but at most half of all, and computation gets
-the rest.
+processors. If there are too few for both, messages get as many as they need, up to half of all processors or, if it is more,
+as many as computation leaves idle. Computation gets the rest.
 
 Shape legend: A micro-batches of a step, R copies of the model, P ranks of a pipeline.
 """
@@ -58,11 +58,11 @@ def predict_step(work: Work, strategy: Strategy, rates: Rates, steps: int = _STE
 
 
 def least_step(work: Work, strategy: Strategy, rates: Rates) -> PredictedStep:
-    """Return a lower bound of a step's time, which is the mean computation of the costliest stage and no other part."""
+    """Return a lower bound of a step's time: only the computation of the costliest stage, for a batch of mean cost."""
     sequences = strategy.sequences(rates.world_size) * strategy.gradient_accumulation_steps
     parts = _computation(work.model, strategy, rates, work.typical(sequences))
     stages = [float(each.sum()) for each in _of_stages(parts, work.model, strategy.parallel)]
-    # A pipeline needs at least one micro-batch per stage. Filling and draining may take little, so they do not count.
+    # A pipeline needs at least one micro-batch per stage. Filling and draining may take little, so the bound omits them.
     through = (max(stages) + rates.micro_batch_s * strategy.pipeline) / min(rates.sharing, strategy.pipeline)
     return PredictedStep(0.0, through, 0.0, 0.0)
 
@@ -92,9 +92,9 @@ def _predict_without_pipeline(work: Work, strategy: Strategy, rates: Rates, step
 
 
 def _predict_pipeline(work: Work, strategy: Strategy, rates: Rates, step: int) -> PredictedStep:
-    """Predict a step with pipeline parallelism, which has no CUDA graphs and reduces gradients after its last micro-batch.
+    """Predict a step with pipeline parallelism. It has no CUDA graphs and reduces gradients after its last micro-batch.
 
-    Like the records of rank 0, the prediction counts the first stage's computation, and the rest of the time as waiting.
+    Like the records of rank 0, the prediction counts the first stage's computation, and any other time as waiting.
     """
     shares = model_shares(work.model, strategy.tensor, strategy.pipeline, strategy.virtual_stages)
     # All stages reduce at once, and the stage with the most elements is the last to finish.
@@ -249,9 +249,9 @@ def _timeline(
 def simulate(
     computations: Sequence[Activity], messages: Sequence[Activity], demand: float
 ) -> tuple[float, float, float]:
-    """Return the seconds until all is computed, the seconds until all messages have arrived, and the seconds of waiting.
+    """Return the seconds until all computations end, the seconds until messages end as well, and the seconds of waiting.
 
-    ``demand`` is the share of processors that computation alone keeps busy.
+    ``demand`` is the share of processors that computation alone keeps busy. Only computations of 0 seconds count as waiting.
     """
     now = computed = waited = 0.0
     computation = message = 0
@@ -313,7 +313,7 @@ def _reduce(strategy: Strategy, rates: Rates, bucket: slice) -> tuple[float, flo
         if strategy.reduction == "hierarchical":
             collectives.append(("all-gather", "node", size))
     if strategy.reduce_dtype == "bf16":
-        # Ranks send bf16, half of the bytes, to the rank that adds them in fp32. After an all-reduce, it returns bf16 sums.
+        # Ranks send bf16, half of the bytes, to the rank that adds them in fp32. In an all-reduce, it sends back bf16 sums.
         halves: dict[Operation, list[Operation]] = {
             "reduce-scatter": ["all-to-all"],
             "all-gather": ["all-gather"],

@@ -74,7 +74,7 @@ class Strategy:
         return self.tensor * self.pipeline
 
     def shards(self, node_copies: int, copies: int) -> int:
-        """Return the number of optimizer-state shards, given the number of copies per node and in total."""
+        """Return the number of optimizer-state shards, given the numbers of model copies per node and in total."""
         return {"sharded": node_copies, "sharded_world": copies}.get(self.reduction, 1)
 
     def sequences(self, ranks: int) -> int:
@@ -83,8 +83,8 @@ class Strategy:
         if self.global_batch_size % micro_batches:
             copies = f"{counted(ranks // self.copy_ranks, 'copy')} of the model ({counted(ranks, 'rank')})"
             raise ValueError(
-                f"global_batch_size is {self.global_batch_size}, which {copies} x {self.gradient_accumulation_steps} "
-                f"micro-batches cannot share evenly. Use a multiple of {micro_batches}."
+                f"training.global_batch_size is {self.global_batch_size}, which {copies} x "
+                f"{self.gradient_accumulation_steps} micro-batches cannot share evenly. Use a multiple of {micro_batches}."
             )
         return self.global_batch_size // micro_batches
 
@@ -158,7 +158,7 @@ class Work:
         if self.lengths.max() > self.model.max_position_embeddings:
             raise ValueError(
                 f"model.max_position_embeddings is {self.model.max_position_embeddings}, but the data have a sequence of "
-                f"{self.lengths.max()} tokens"
+                f"{self.lengths.max()} tokens. Raise it, or use data with shorter sequences"
             )
 
     def typical(self, sequences: float, lengths: float = 1.0) -> MicroBatches:
@@ -182,7 +182,7 @@ class Work:
         """
         sequences, copies = strategy.sequences(ranks), ranks // strategy.copy_ranks
         sizes = self._dealt(strategy.global_batch_size, copies * strategy.gradient_accumulation_steps, step)
-        # The batch sampler balances the micro-batches, so it does not matter which copy of the model computes which.
+        # The batch sampler balances micro-batches, so it does not matter which of them a copy of the model gets.
         return MicroBatches(sequences, *(size.reshape(-1, copies) for size in sizes))
 
     @functools.lru_cache(maxsize=4096)  # noqa: B019  a program makes few instances and keeps them to its end
@@ -272,7 +272,7 @@ The modes are in order of decreasing memory and increasing time."""
 
 @dataclass(frozen=True)
 class Computation:
-    """A kind of computation with a count for each of its terms. Counts that are arrays describe many computations.
+    """A computation: its kind, and a count for each cost term of that kind. Arrays of counts describe many computations.
 
     ``in_encoder`` marks computations of inner layers, which are all layers but the last. FP8 computes the products of inner
     layers in 8 bits.
@@ -294,7 +294,7 @@ def parts_of(model: ModelConfig, sizes: MicroBatches, tensor: int = 1) -> tuple[
     """Return the computations of the embeddings, of an inner layer, and of the last layer with the output heads.
 
     The counts are for one of ``tensor`` ranks that share a copy of the model. The rank computes its part of the attention
-    heads, of the columns and of the vocabulary. Between the products, it computes its part of the rows.
+    heads, of the products' columns and of the vocabulary. Between the products, it computes its part of the rows.
     """
     D, F = model.hidden_size, model.intermediate_size
     T, S, M = sizes.tokens_AR, float(sizes.sequences), sizes.masked_AR

@@ -1,4 +1,4 @@
-"""Time to train as a function of the number of accelerators: the best plan for each, and where the time goes."""
+"""Time to train as a function of the number of accelerators: the best plan for each number, and where the time goes."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 LARGEST = 16_384
 
 CAUSES = ("devices at work", "launches and small kernels", "reduction", "update", "evaluation", "start")
-"""Parts of the time to train. Waiting for data belongs to the devices' work, because data loads while devices compute."""
+"""Parts of the time to train. Waiting for data counts as work of the devices, because data loads while devices compute."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ def draw_scale(
 def scale(config: Config, device: Device, per_node: int, networking: str = "") -> Iterator[ScalingPoint]:
     """Plan a recipe for whole nodes in powers of two, from one node to `LARGEST` accelerators.
 
-    Raises ``ValueError`` if a node is larger than that, the recipe is not the benchmark, or nothing is feasible.
+    Raises ``ValueError`` if a node has more, the recipe is not of the closed division, or nothing is feasible.
     """
     if not 1 <= per_node <= LARGEST:
         raise ValueError(f"--gpus-per-node is {per_node:,}, expected 1 to {LARGEST:,}")

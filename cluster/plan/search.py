@@ -35,7 +35,7 @@ _REACH = 1.1
 _MICRO_BATCHES = 2
 """Number of micro-batch sizes to try, starting with the largest that fits."""
 _MOST_VALUES = 8
-"""Maximum number of values of one setting that get a line of their own."""
+"""Maximum number of values of one setting that are printed in a line of their own."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class Refusal:
 
 @dataclass(frozen=True)
 class Found:
-    """Result of a search: the best candidates, all candidates with the fastest first, and the infeasible values."""
+    """Result of a search: the best candidates, all candidates with the fastest first, and the infeasible settings."""
 
     best: tuple[Candidate, ...]
     ranked: tuple[Candidate, ...]
@@ -86,7 +86,7 @@ def search(config: Config, work: Work, target: Target) -> Found:
         if _may_be_among_best(each.least_seconds, ranked):
             ranked += search.other_reductions(each)
     ranked.sort(key=lambda candidate: candidate.seconds)
-    # So far, times come from one step of the batch plan, which is enough to find slow ways. Average several for fast ways.
+    # So far, times come from one step of the batch plan, which is enough to find slow ways. Average several for the others.
     limit = _REACH * max(each.seconds for each in ranked[:BEST])
     ranked = [search.refine(each) if each.seconds <= limit else each for each in ranked]
     ranked.sort(key=lambda candidate: candidate.seconds)
@@ -153,9 +153,9 @@ class _Search:
         return [each for each in VIRTUAL_STAGES if pipeline * each <= self._config.model.num_hidden_layers]
 
     def _ways(self, tensor: int, pipeline: int) -> Iterator[tuple[BatchSchedule, Strategy]]:
-        """Return all batch sizes and precisions for a tensor group size and a pipeline size, without accumulation."""
+        """Yield all batch sizes and precisions for a tensor group size and a pipeline size, without accumulation."""
         target = self._target
-        # If a copy did not fill its hosts evenly, the ranks of a data group would be on different rails.
+        # Skip copies that do not fill hosts evenly, because the ranks of a data group would be on different rails.
         if not are_whole_copies(ParallelConfig(tensor, pipeline), target.nodes, target.ranks_per_node):
             return
         copies = target.world_size // (tensor * pipeline)
@@ -163,7 +163,7 @@ class _Search:
             batch = schedule.global_batch_size
             if batch % copies == 0 and batch >= copies * pipeline:  # at least a micro-batch per stage
                 for precision in target.rates:
-                    # FP8 scales span the whole model, so stages cannot have them.
+                    # FP8 scales span the whole model, so a pipeline cannot use FP8.
                     if precision != "fp8" or pipeline == 1:
                         reduction = self._reductions[-1]
                         yield schedule, Strategy(batch, 1, precision, reduction, tensor=tensor, pipeline=pipeline)
@@ -174,7 +174,7 @@ class _Search:
                 self.refusals.append(Refusal("batch", batch, f"{reason} {counted(self._target.world_size, 'rank')}"))
 
     def _with_micro_batches(self, schedule: BatchSchedule, way: Strategy) -> Iterator[Candidate]:
-        """Return candidates with the largest micro-batches that fit, without and with recomputation."""
+        """Yield candidates with the largest micro-batches that fit, without and with recomputation."""
         target, usable = self._target, USABLE_MEMORY * self._target.rates[way.precision].memory_bytes
         held = sum(fixed_memory(self._work, way, target.nodes, target.ranks_per_node, on_gpu=target.on_gpu).values())
         setting = ("tensor", way.tensor) if way.pipeline == 1 else ("pipeline", f"{way.stages} x tensor {way.tensor}")
@@ -196,7 +196,7 @@ class _Search:
             self.refusals.append(Refusal(*setting, f"no micro-batch fits in {way.precision}"))
 
     def _fitting(self, schedule: BatchSchedule, like: Strategy, enough: int) -> Iterator[Candidate]:
-        """Return candidates that fit and accumulate fewer than ``enough`` micro-batches, largest micro-batches first."""
+        """Yield candidates that fit and accumulate fewer than ``enough`` micro-batches, largest micro-batches first."""
         sequences = like.sequences(self._target.world_size)
         divisors = (each for each in range(1, sequences + 1) if sequences % each == 0)
         for accumulation in takewhile(lambda each: each < enough, divisors):
@@ -208,7 +208,7 @@ class _Search:
                 yield candidate
 
     def other_reductions(self, like: Candidate) -> Iterator[Candidate]:
-        """Return candidates with the same computation and a different gradient reduction."""
+        """Yield candidates with the same computation and a different gradient reduction."""
         if like.strategy.copy_ranks == self._target.world_size:  # a single copy has nothing to sum
             return
         for reduction, reduce_dtype in product(self._reductions, ("fp32", "bf16")):
@@ -258,7 +258,7 @@ class _Search:
 
 
 def _while_faster(candidates: Iterator[Candidate]) -> Iterator[Candidate]:
-    """Return candidates up to and including the first that is slower than its predecessor."""
+    """Yield candidates up to and including the first that is slower than its predecessor."""
     seconds = math.inf
     for each in candidates:
         yield each
@@ -303,7 +303,7 @@ def run_plan(config: Config, target: Target, chosen: Candidate) -> RunPlan:
 
 
 def as_lines(found: Found, world_size: int) -> Iterator[str]:
-    """Return the best plans as a table, a line for each other value of a setting, and the infeasible values."""
+    """Yield the best plans as a table, a line for each other value of a setting, and the infeasible settings."""
     table = [_row(place, each, world_size) for place, each in enumerate(found.best, 1)]
     rows = [tuple(table[0]), *(tuple(row.values()) for row in table)]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
@@ -364,14 +364,14 @@ def table_settings(each: Candidate, world_size: int) -> dict[str, str]:
 
 
 def _rivals(found: Found, world_size: int) -> Iterator[str]:
-    """For each setting and each value except the best plan's, describe the fastest candidate with that value.
+    """Yield a line about the fastest candidate for each value of each setting, except the best plan's own values.
 
     Numbers of micro-batches can be compared only between plans with the same batch size and number of model copies.
     """
     best = found.best[0]
     own = table_settings(best, world_size)
     rivals: dict[str, dict[str, Candidate]] = {setting: {} for setting in own}
-    for each in found.ranked:  # the fastest first
+    for each in found.ranked:  # sorted from fast to slow
         values = table_settings(each, world_size)
         is_comparable = all(values[name] == own[name] for name in ("batch", "pipeline", "tensor"))
         for setting, value in values.items():

@@ -20,8 +20,8 @@ from console.text import counted, duration
 
 MOST_STEPS = 128
 WORTH = 1.1
-"""Minimum ratio of the times of a step over all ranks and a step within a site. Below it, the gain is not worth weights that
-differ between sites."""
+"""Minimum ratio of the time of a step over all ranks to the time of a step within a site. Below it, the gain is not worth
+weights that differ between sites."""
 EXCHANGED_BYTES = 1 + 4 / BLOCK
 """Bytes of a parameter in an exchange in int8: 8 bits, and an fp32 scale for each block."""
 
@@ -73,8 +73,8 @@ def _ms(step: PredictedStep) -> str:
 
 
 def _steps_in_site(work: Work, target: Target, found: Found, view: View) -> Iterator[tuple[PredictedStep, Candidate]]:
-    """Return the step within the largest site for each way that keeps every copy of the model within a site."""
-    # All precisions of a probe have the same rates.
+    """Yield the step within the largest site for each way that keeps every copy of the model within a site."""
+    # All precisions of a probe have the same rates, so take the first.
     rates = rates_in_site(next(iter(target.rates.values())), view)
     for each in found.ranked:
         parallel, batch = each.strategy.parallel, each.strategy.global_batch_size
@@ -92,7 +92,7 @@ def rates_in_site(whole: Rates, view: View) -> Rates:
     hosts = max(map(len, view.sites.values()))
     curves = {key: curve for key, curve in whole.collectives.items() if key[1] == "node"}
     if hosts == 1:
-        # `Rates.collective` looks for "world" if a scope contains all ranks.
+        # Name the curves "world", because `Rates.collective` looks for "world" if a scope contains all ranks.
         return replace(whole, nodes=1, collectives=curves | {(key[0], "world"): each for key, each in curves.items()})
     inside = view.links_of_sites(between_sites=False)
     of_sites = [[each for each in inside if view.ranks[each.source].host in site] for site in view.sites.values()]
@@ -121,5 +121,5 @@ def _exchange_seconds(work: Work, view: View) -> float:
     senders = [sum(view.ranks[end].host in hosts for end in ends) for hosts in view.sites.values()]
     [share] = model_shares(work.model)
     sent = EXCHANGED_BYTES * share.elements * math.ceil(max(senders) / min(senders)) / max(senders)
-    # Use the slowest path, because hosts may share a link, and the probe measured with more or fewer of them at once.
+    # Use the slowest path, because hosts may share a link, and the probe measured with another number of senders at once.
     return sent * (len(view.sites) - 1) * max(each.seconds_per_byte for each in across)

@@ -23,7 +23,7 @@ from cluster.view import Collective, Operation, Scope
 _SMALLEST_BYTES, _LARGEST_BYTES, _FACTOR = 64 * 2**10, 256 * 2**20, 4
 _REPEATS, _FEWEST_REPEATS = 5, 3
 _FEWEST_SIZES = 3
-"""Number of message sizes that are always timed (up to 1 MiB). Traffic shapers delay only large messages."""
+"""Number of message sizes that are always timed (up to 1 MiB), because traffic shapers delay only large messages."""
 _PERIOD = 61
 """Number of elements after which the values repeat. It is prime, so that pieces of equal size differ."""
 
@@ -127,7 +127,7 @@ def _run(mesh: Mesh, trial: CollectiveTrial, repeats: int) -> tuple[list[float],
     and (rank, number of wrong elements) of each wrong result.
     """
     took, busy, wrong = [], 0.0, 0
-    for repeat in range(repeats + 1):  # the first repetition connects the ranks
+    for repeat in range(repeats + 1):  # the first repetition connects the ranks and is not timed
         # Clear the output, because the previous result would pass the check.
         trial.out.copy_(trial.own) if trial.is_in_place else trial.out.zero_()
         barrier()
@@ -137,7 +137,7 @@ def _run(mesh: Mesh, trial: CollectiveTrial, repeats: int) -> tuple[list[float],
             torch.cuda.synchronize(mesh.device)
         if repeat:
             took.append(time.perf_counter() - start)
-            # process_time() includes all threads. Gloo's threads do the work of a collective.
+            # process_time() includes Gloo's threads, which do the work of a collective.
             busy += (time.process_time() - before) / repeats
         wrong = max(wrong, int((trial.out != trial.right).sum().item()))
     found_RK = gather_numbers(np.array([*took, busy, wrong]), mesh)

@@ -1,4 +1,4 @@
-"""Measure in turns, search for outliers, measure a second time if anything looks like one, and write the view."""
+"""Measure in turns, search for outliers, measure a second time if any are suspected, and write the view."""
 
 import re
 import time
@@ -28,7 +28,7 @@ from console.text import counted
 from console.version import commit
 
 TURNS = 5
-"""Turns of a measurement. A second measurement adds as many."""
+"""Number of turns of a measurement. A second measurement adds as many turns."""
 
 _FACTS_BYTES = 4096
 
@@ -37,7 +37,7 @@ _DEVICES, _PATHS_IN_HOSTS, _PATHS_BETWEEN, _CONTENTION, _COMPUTATIONS, _COLLECTI
 
 
 def probe(out: Path, seconds: float = 30.0, limit: float = 60.0) -> int:
-    """Measure for about ``seconds``, write the view, and print what is slow. Returns 1 if something is slow.
+    """Measure for about ``seconds``, write the view, and print what is slow or broken. Returns 1 if something is.
 
     Raises ``ValueError`` if the launcher's variables are invalid, if ranks do not connect within ``limit`` seconds, or if a
     rank is lost.
@@ -46,7 +46,7 @@ def probe(out: Path, seconds: float = 30.0, limit: float = 60.0) -> int:
     if launch.rank == 0:
         require_writable(out)
     if not (seconds >= 1 and limit >= 1):
-        raise ValueError(f"--seconds is {seconds:g} and --limit is {limit:g}, expected at least 1")
+        raise ValueError(f"--seconds is {seconds:g} and --limit is {limit:g}, expected at least 1 each")
     try:
         device = "cuda" if torch.cuda.is_available() else "cpu"
         # A rank may have to wait this long for the slowest rank.
@@ -140,7 +140,7 @@ def _measure(mesh: Mesh, seconds: float) -> View | None:
 
 
 def gather_facts(own: Facts, mesh: Mesh) -> list[Facts]:
-    """Return the facts of all ranks, which must call this function at the same time."""
+    """Return the facts of all ranks. All ranks must call this function at the same time."""
     # Pad with spaces, because the ranks gather arrays of equal size.
     content = msgspec.json.encode(own).ljust(_FACTS_BYTES)
     rows = gather_numbers(np.frombuffer(bytearray(content), np.uint8), mesh)

@@ -40,7 +40,7 @@ _DROPOUT = 0.1
 _EPS = 1e-12
 _MOST_TURNS = 3
 _SLICE_S = 0.015
-"""Shortest measurement window. It covers several time slices of the operating system's scheduler."""
+"""Shortest measurement window for one rank per processor. It covers several time slices of the system's scheduler."""
 _LINEAR = (
     (64, 128, 128),
     (512, 128, 512),
@@ -50,7 +50,7 @@ _LINEAR = (
     (192, 1024, 384),
     (64, 256, 8192),
 )
-"""(Rows, inputs, outputs). On a GPU each is eight times as large."""
+"""(Rows, inputs, outputs). On a GPU, each number is eight times as large."""
 _ATTENTION = ((1, 128, 4, 32), (1, 384, 4, 64), (16, 32, 4, 32), (6, 128, 4, 32), (2, 96, 16, 64))
 """(Sequences, length of each sequence, heads, head size)."""
 _NORM = ((32, 128), (512, 128), (768, 512))
@@ -81,7 +81,7 @@ def trials_of(device: torch.device) -> list[ComputationTrial]:
     # The CPU's shapes would not fill a GPU.
     factor = 8 if device.type == "cuda" else 1
     dtypes = [torch.float32]
-    # Without native bf16 products, PyTorch would emulate them.
+    # Time bf16 only if it is native, because PyTorch would emulate it slowly otherwise.
     if device.type == "cuda" or torch.ops.mkldnn._is_mkldnn_bf16_supported():
         dtypes.append(torch.bfloat16)
     with device:
@@ -163,7 +163,7 @@ def _backward_of(
 ) -> ComputationTrial:
     """Return a trial that runs ``_COPIES`` computations forward, and then backward in reverse order.
 
-    ``forward`` gets activations, of type ``dtype``, and parameters, of the given shapes and in this order.
+    ``forward`` gets the activations, which have type ``dtype``, and then the parameters. Both have the given shapes.
     """
     copies = [
         [*(torch.rand(shape, dtype=dtype, requires_grad=True) for shape in activations), *map(_leaf, parameters)]
@@ -176,7 +176,7 @@ def _backward_of(
         outputs = []
         with torch.enable_grad():
             for inputs in copies:
-                # Gradients of activations do not accumulate in a step.
+                # Clear the gradients of activations, because they do not accumulate in a step.
                 for activation in inputs[: len(activations)]:
                     activation.grad = None
                 outputs.append(forward(*inputs))

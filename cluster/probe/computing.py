@@ -39,11 +39,11 @@ class Cell:
 
 def cells_of(device: torch.device) -> list[Cell]:
     if device.type == "cpu":
-        # 32 MiB does not fit a core's cache.
+        # 32 MiB does not fit a core's cache, so the copy goes through memory.
         source, target = torch.ones(2, 8 * 2**20)
         return [_product(torch.float32, 512, device), Cell("copy", "fp32", source.nbytes, lambda: target.copy_(source))]
     source, target = torch.ones(2, 64 * 2**20, device=device)
-    # The driver would copy unpinned memory through a buffer of its own.
+    # Pin the memory, because the driver would copy unpinned memory through a buffer of its own.
     pinned = torch.ones(16 * 2**20, pin_memory=True)
     on_device = torch.empty_like(pinned, device=device)
     one = torch.zeros(1, device=device)
@@ -117,7 +117,7 @@ def gather_numbers(own: NDArray[Any], mesh: Mesh) -> NDArray[Any]:
 def processor_seconds() -> NDArray[np.float64]:
     """Return [busy, total, own]: this machine's busy and total processor seconds, and the seconds of this process."""
     times = psutil.cpu_times()
-    whole = sum(times[:8])  # the further fields are times of guests, which user time includes
+    whole = sum(times[:8])  # omit the times of guests, which user time includes
     return np.array([whole - times.idle - times.iowait, whole, time.process_time()])
 
 

@@ -60,7 +60,7 @@ class Measurements:
 
     @cached_property
     def step(self) -> dict[str, float]:
-        """Seconds of a step on a typical device and path, divided among the measured quantities that determine them."""
+        """Seconds of a step on a typical device and path, by the measured quantity that determines each part of them."""
         typical_C = np.median(self.rates_RTC, axis=(0, 1)).tolist()
         timed = [*zip(self.cells, typical_C, strict=True)]
         # A multiply-add counts as two operations, and a copy both reads and writes.
@@ -84,7 +84,7 @@ class Measurements:
         chance: int,
         fitted: int = 1,
     ) -> Iterator[Outlier]:
-        """Find the outliers among parts P, named by their kind: "rank", "sending", "receiving", "path" or "component"."""
+        """Yield the outliers among parts P. ``kind`` becomes their name: rank, sending, receiving, path or component."""
         judgement = judge(times_TP, self.comparisons, chance, fitted)
         for place in np.flatnonzero(judgement.is_outlier).tolist():
             ratio = float(judgement.ratios[place])
@@ -103,7 +103,7 @@ def find_leaves(measured: Measurements) -> tuple[list[tuple[str, ...]], Source]:
     if all(stated):
         return stated, "slurm"
     paths = measured.between_hosts
-    # With several sites, the widest gap between path times separates sites, which are not leaves.
+    # With several sites, the widest gap between path times would separate sites instead of leaves.
     if paths is not None and len(set(measured.sites)) == 1:
         ends, source_E, target_E = _ends(paths)
         host_E, other_E = (np.array([measured.host_of[ends[end]] for end in of]) for of in (source_E, target_E))
@@ -160,7 +160,7 @@ def _slow_paths(
     ends, source_E, target_E = _ends(paths)
     leaf_of = [switches[host][-1:] for host in measured.host_of]
     site_of = [measured.sites[host] if paths is measured.between_hosts else "" for host in measured.host_of]
-    # Compare only paths with equal sites of both ends, and only paths under one leaf or only paths across leaves.
+    # Compare a path only with paths from and to the same sites that, like it, stay under one leaf or cross leaves.
     pairs = [*zip(paths.source_E.tolist(), paths.target_E.tolist(), strict=True)]
     kinds = [(site_of[one], site_of[other], leaf_of[one] != leaf_of[other]) for one, other in pairs]
     kind_E = [*map(sorted({*kinds}).index, kinds)]
@@ -175,7 +175,7 @@ def _slow_paths(
         # Number of fitted parameters: a level for each ordered pair of sites, and a share for each end with enough paths.
         fitted = len({kind[:2] for kind in kinds})
         fitted += sum(int((np.bincount(of_E) >= FEWEST_PARTNERS).sum()) for of_E in (source_E, target_E))
-        # Name a path with a slow end only if the path is even slower, after subtracting the shares of its ends.
+        # Report a path with a slow end only if its ratio, without the shares of its ends, exceeds the ratio of the slow end.
         slow_paths = measured.outliers(times.rest_TE, pairs, "path", quantity, chance, fitted)
         found += [each for each in slow_paths if each.ratio > max(slow.get(rank, 1.0) for rank in each.ranks)]
     return found

@@ -4,10 +4,10 @@ Bandwidth is measured in one direction at a time on the receiver's clock, over t
 excludes latency, the sender's start time, and data that buffers and traffic shapers pass immediately. Latency is half of
 the median round trip of eight bytes.
 
-The schedule has rounds of node pairs, in which each node has at most one partner. The nodes form a circle, and each round
-has pairs at one distance. The distances are the powers of two and ``SAMPLED`` more. Usually a distance takes two rounds. It
-takes three if steps of this distance visit an odd number of nodes, and one if it is half of the circle. Among up to 8 nodes
-every pair is measured. A node has 13 partners among 32 nodes, and 27 among 4,096.
+The schedule has rounds of pairs, in which each node (host or rank) has at most one partner. The nodes form a circle, and
+each round has pairs at one distance. The distances are the powers of two and ``SAMPLED`` more. Usually a distance takes two
+rounds. It takes three if steps of this distance visit an odd number of nodes, and one if it is half of the circle. Among up
+to 8 nodes every pair is measured. A node has 13 partners among 32 nodes, and 27 among 4,096.
 
 Each node's own link can be judged by these pairs, because all nodes have the same number of partners. Leaf switches can be
 found, because hosts with neighbouring names often share one. A fault of a single path is found only if its pair is measured.
@@ -104,7 +104,7 @@ class _Messages:
         self._large = torch.ones(_LARGEST_BYTES[mesh.device.type], dtype=torch.uint8, device=mesh.device)
 
     def suitable_sizes(self, pair: tuple[int, int]) -> list[int]:
-        """Return the bytes of the messages to the second and to the first rank that take about ``_TARGET_SECONDS``."""
+        """Return the bytes of a message to the second rank and to the first rank. Each takes about ``_TARGET_SECONDS``."""
         sizes, peer = [_SMALLEST_BYTES, _SMALLEST_BYTES], sum(pair) - self._mesh.rank
         while True:
             _, *rates = self.both_ways(pair, sizes, round_trips=1)
@@ -156,8 +156,8 @@ class _Messages:
     def _receive(self, peer: int, size: int) -> float:
         """Request a message, and return the seconds per byte of its last three quarters.
 
-        With Gloo, data that arrives before the receiver has posted its memory would seem fast. NCCL works in stream order
-        and sends nothing before the receiver is ready.
+        With Gloo, data that arrives before the receiver has posted its memory would seem fast, so the sender waits for the
+        request. NCCL works in stream order and sends nothing before the receiver is ready.
         """
         receive = [dist.P2POp(dist.irecv, part, peer) for part in self._parts(size)]
         ready = dist.P2POp(dist.isend, self._small, peer)

@@ -40,7 +40,7 @@ ROUND = re.compile(r"v[0-9]\.[0-9]")
 """Name of a round of MLPerf Training."""
 
 LAST_ROUND = "v5.0"
-"""The last round with BERT, and so with the newest software for which there are results."""
+"""The last round with BERT. Its software is the newest for which there are results."""
 
 
 @dataclass(frozen=True)
@@ -127,12 +127,12 @@ def _reduction(p: Parameters, machine: Machine, backward: float) -> tuple[float,
     """
     gradient = 2 * PARAMETERS
     inside = 2 * gradient * ring_share(machine.group) / link_rate(p, machine)
-    # No computation is left to hide the last buckets.
+    # The last buckets ("tail") are never hidden, because no computation is left.
     inside -= smooth_minimum((1 - min(1.0, exp(p["tail"]))) * inside, exp(p["overlap"]) * backward)
     between = 0.0
     if machine.groups > 1:
         between = 2 * gradient * ring_share(machine.accelerators) / network_rate(p, machine)
         between += exp(p["network_latency"]) * log2(machine.groups)
     together = smooth_maximum(inside, between)
-    # Split the pipeline's time in proportion to its halves, so that the parts add up.
+    # Split the time of the pipeline in proportion to both times, so that the parts add up to it.
     return (together * inside / (inside + between), together * between / (inside + between)) if together else (0.0, 0.0)

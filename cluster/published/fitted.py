@@ -46,7 +46,7 @@ SEQUENCES_PER_GB = 1.2
 """Sequences of a 16-bit micro-batch that fit per GB of memory, from published runs with 24 to 80 GB."""
 
 TUNED_ACCELERATORS = 256
-"""Scale of the decay of the old recipes' effect. Runs on more accelerators had tuned recipes even in round v2.0."""
+"""Accelerators at which the old recipes' effect has decayed to 1/e. Large runs had tuned recipes even in round v2.0."""
 
 LONG_RUN_MINUTES = 17
 """Time to train on eight A100s, for which widely copied recipes were tuned. Longer runs take extra samples."""

@@ -29,12 +29,12 @@ CAUSES = {
     "evaluations": ({"evaluation"}, "number of evaluations"),
     "start and other": ({"start"}, "storage; compilation while the clock runs; checkpoints"),
 }
-"""Causes of a slow run, named as in `cluster.whatif`, with the parts of the prediction that each lengthens and advice."""
+"""Causes of a slow run, named as in `cluster.whatif`: the parts of the prediction that each lengthens, and what to check."""
 
 
 @dataclass(frozen=True)
 class Measured:
-    """Measured minutes. If they come from logs: what the logs state, samples to the target, and minutes by part."""
+    """Measured minutes. If they come from logs, also what the logs state, samples to the target, and minutes by part."""
 
     minutes: float = 0.0
     batch: int | None = None
@@ -53,7 +53,7 @@ def agreed(option: str, given: Any, stated: Any) -> Any:
 
 
 def read_minutes(text: str, name: str, other: str = "") -> float:
-    """Parse positive minutes. The error message calls the setting ``name``, and adds ``other`` to the expected texts."""
+    """Parse positive minutes. The error message calls the setting ``name``, and adds ``other`` to what is expected."""
     minutes = float(text) if re.fullmatch(r"\d{1,6}(\.\d+)?", text, re.ASCII) else 0.0
     if not minutes:
         raise ValueError(f"{name} is {text[:80]!r}, expected minutes such as 6.1{other}")
@@ -80,7 +80,7 @@ def read_measured(text: str) -> Measured:
         found = " and ".join(sorted(map(str, settings))[:2])
         raise ValueError(f"{path}: runs with different batch sizes, accelerators or ranks: {found}; name one log")
     if len(kept) > 2 and len(kept) + missed >= 5:
-        # As in MLPerf, a run that missed the target is the slowest.
+        # As in MLPerf, a run that missed the target counts as the slowest.
         kept.sort(key=lambda log: log.run.seconds or 0.0)
         kept, how = kept[1 : None if missed else -1], ", without the fastest and the slowest"
     samples, parts = [log.run.converged_samples() for log in kept], [each for log in kept if (each := _parts(log))]
@@ -119,7 +119,7 @@ def _fault(log: Log) -> str:
 
 
 def _parts(log: Log) -> Mapping[str, float]:
-    """Return the seconds by part from the metrics beside a log; empty if there are none, or if they state another time."""
+    """Return the seconds by part from the metrics beside a log; empty if there are none, or if their run time differs."""
     try:
         account = read_run(log.path.with_name(f"{log.path.stem.replace('result', 'metrics')}.jsonl"))
     except ValueError:
@@ -133,7 +133,7 @@ def compare(measured: Measured, prediction: Prediction) -> dict[str, Any]:
     """Return a JSON document about measured minutes.
 
     Its ``causes`` have the predicted minutes of each part, for the measured samples, and the measured minutes. Without
-    metrics of the run, ``alone`` replaces the measured minutes: the minutes at which the part explains the whole delay.
+    metrics of the run, ``alone`` replaces the measured minutes: what the part would take if it caused the whole delay.
     """
     minutes, device, parameters = measured.minutes, prediction.run.machine.device, calibration().parameters
     ratio, expected = minutes / prediction.minutes, run_time(parameters, prediction.run, measured.samples)

@@ -31,7 +31,7 @@ ONE_SUBMITTER = {
     "QUANTA_CLOUD_TECHNOLOGY": "QCT",
     "SMC": "SUPERMICRO",
 }
-"""Name that stands for a company, by its aliases and by the names of companies that submitted its systems."""
+"""Name of a company, by its aliases and by the names of other companies that submitted its systems."""
 
 
 def closed_rows() -> list[dict[str, str]]:
@@ -116,5 +116,5 @@ def usual_batches(accelerators: int) -> tuple[int, ...]:
     scales = sorted({result.run.machine.accelerators for result in results_of_devices()})
     near = {*[scale for scale in scales if scale <= accelerators][-1:], *[s for s in scales if s >= accelerators][:1]}
     batches = {result.run.batch for result in results_of_devices() if result.run.machine.accelerators in near}
-    # Beyond all published scales, use the smallest possible batch: one sequence per accelerator.
+    # If all these batches are too small, use the smallest possible batch: one sequence per accelerator.
     return tuple(sorted(batch for batch in batches if batch >= accelerators)) or (accelerators,)

@@ -42,7 +42,7 @@ class BatchSchedule:
         samples: median number of samples to the target in published results, or in finished runs of the recipe; None if
             there are none.
         source: where the hyperparameters come from.
-        note: what ``samples`` are, if they are not published.
+        note: origin of ``samples``, or of the limit that replaces them, if they are not published.
     """
 
     global_batch_size: int
@@ -76,8 +76,8 @@ def _is_benchmark(config: Config) -> bool:
 
 
 def _with_own_samples(schedule: BatchSchedule, config: Config) -> BatchSchedule:
-    """Add the median samples to the target of finished runs in the results folder, if there are any."""
-    # Only runs with the same model, hyperparameters and target tell how many samples this run needs.
+    """Return the schedule with the median samples to the target of finished runs in the results folder, if there are any."""
+    # Only runs with this recipe, model, hyperparameters and target show how many samples this run needs.
     sections = ("recipe", "model.", "optimizer.", "training.global_batch_size", "evaluation.target")
     prefixes = tuple(f"config.{section}" for section in sections)
     stated = {name: str(value) for name, value in flattened("config", config) if name.startswith(prefixes)}
@@ -106,7 +106,7 @@ def _published() -> _Published:
 def _of_recipe(config: Config, published: _Published, source: str) -> BatchSchedule:
     batch = config.training.global_batch_size
     own = (batch, *(getattr(config.optimizer, name) for name in _STATED))
-    # Compare exactly, because recipes state the same digits that logs print. Some logs state 0 instead of the weight decay.
+    # Compare exactly, because recipes state the same digits that logs print. Some logs state a decay of 0, so omit it.
     rows = [row for key, found in published.items() if key[:-1] == own[:-1] for row in found]
     samples = _median_samples(rows) if rows and _is_benchmark(config) else None
     return BatchSchedule(batch, config.optimizer, config.training.max_samples, samples, source)

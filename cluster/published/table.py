@@ -1,4 +1,4 @@
-"""Predictions for a CSV table of machines, which may come from a spreadsheet: the same table with further columns."""
+"""Predictions for a CSV table of machines, which may come from a spreadsheet. The output adds columns to the table."""
 
 import csv
 import io
@@ -20,7 +20,7 @@ _REMEDY = "expected a CSV file in UTF-8 with the columns of cluster/published/pu
 
 
 def predict_table(source: Path) -> tuple[str, int, int]:
-    """Return the table with the further columns `ADDED`, its number of rows, and the number of rows without a prediction.
+    """Return the table with the columns `ADDED`, its number of rows, and the number of rows without a prediction.
 
     Raises ``ValueError`` if the file is no table of machines.
     """
@@ -35,13 +35,13 @@ def predict_table(source: Path) -> tuple[str, int, int]:
         if missing := [name for name in REQUIRED if name not in names]:
             raise ValueError(f"no column {missing[0]}{did_you_mean(missing[0], names)}")
         if twice := [name for name in (*REQUIRED, *OPTIONAL, *ADDED) if [*names, *ADDED].count(name) > 1]:
-            raise ValueError(f"the output would have two columns {twice[0]}")
+            raise ValueError(f"the output would have two columns named {twice[0]}")
         if not rows[1:]:
             raise ValueError("no rows below the header")
     except (csv.Error, ValueError) as error:
         raise ValueError(f"{source}: {shown(error)}; {_REMEDY}") from None
     out, refused = io.StringIO(newline=""), 0
-    # The writer quotes cells with a carriage return only if its line terminator has one.
+    # Keep "\r" in the line terminator, because otherwise the writer does not quote cells that contain it.
     writer = csv.writer(out, delimiter=separator, lineterminator="\r\n" if "\r" in text else "\n")
     writer.writerow([*rows[0], *ADDED])
     for row in rows[1:]:
@@ -49,7 +49,7 @@ def predict_table(source: Path) -> tuple[str, int, int]:
         named = dict.fromkeys((*REQUIRED, *OPTIONAL), "") | dict(zip(names, map(str.strip, cells), strict=False))
         try:
             if len(row) > len(names):
-                raise ValueError(f"{len(row)} cells, expected {len(names)}")
+                raise ValueError(f"the row has {len(row)} cells, expected {len(names)}")
             added = [*_predicted(named, decimal="," if separator == ";" else "."), ""]
         except ValueError as error:
             added, refused = ["", "", "", "", str(error)], refused + 1
@@ -61,7 +61,7 @@ def _predicted(cells: dict[str, str], decimal: str) -> list[str]:
     """Return the cells of the columns `ADDED`, without the reason. Raises ``ValueError`` with the reason."""
     whole = {}
     for name in ("nodes", "accelerators_per_node", "global_batch_size"):
-        # Spreadsheets write whole numbers as 8.0 if another cell of the column is empty.
+        # Accept 8.0, because spreadsheets write whole numbers so if another cell of the column is empty.
         if not re.fullmatch(r"\d{1,9}(\.0+)?", cells[name], re.ASCII) and (cells[name] or name in REQUIRED):
             raise ValueError(f"{name} is {cells[name][:40]!r}, expected a whole number")
         whole[name] = cells[name].partition(".")[0]

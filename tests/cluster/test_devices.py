@@ -13,7 +13,7 @@ from tests.programs import REPOSITORY
 
 def test_device_facts_are_plausible_and_their_names_unique() -> None:
     for device in devices():
-        if device.fp8_tflops is not None and device.name != "Gaudi3":  # its matrix engine is as fast in bf16
+        if device.fp8_tflops is not None and device.name != "Gaudi3":  # as fast in bf16 as in FP8
             assert 1.9 < device.fp8_tflops / device.bf16_tflops < 2.1, device.name
         assert 0 < device.bf16_tflops < 2600
         assert 0 < device.link_gb_s <= 900
@@ -61,10 +61,10 @@ NEAREST = {
     "HABANA GAUDI": "Gaudi3, Gaudi2, RTX 6000 Ada",
 }
 ALIKE = ("4090 D", "4090 Laptop GPU", "A4000", "A6000", "PRO 6000 Blackwell Server Edition")
-"""Ends of names of RTX cards that share words with a known card."""
+"""Ends of RTX card names that resemble a known card but must not match it."""
 
 
-def test_an_unknown_name_is_refused_with_the_nearest() -> None:
+def test_an_unknown_name_is_refused_with_the_nearest_names() -> None:
     for name, nearest in NEAREST.items():
         said = f"accelerator {name!r} is unknown; nearest: {nearest}; `python -m cluster devices` lists all"
         with pytest.raises(ValueError, match=f"^{re.escape(said)}$"):
@@ -84,7 +84,7 @@ MACHINES = {
     ("GB200", 2, 4): (4, 400, 8, 1),
     ("GB200", 19, 4): (4, 400, 72, 2),
 }
-"""Ports of a node, their Gbit/s, devices of a group, and groups, by accelerator, nodes and devices of a node."""
+"""(Ports per node, Gbit/s per port, devices per group, groups) by (accelerator, nodes, devices per node)."""
 
 
 def test_a_machine_without_a_description_has_the_usual_network_and_groups() -> None:
@@ -107,7 +107,7 @@ def test_the_default_node_has_the_vendors_number_of_devices(cluster: Command) ->
             assert (sum(document["parts"].values()), {*document["parts"]}) == (pytest.approx(minutes), {*PARTS})
 
 
-def test_the_list_has_the_figures_of_each_device(cluster: Command) -> None:
+def test_the_command_lists_the_figures_of_each_device(cluster: Command) -> None:
     lines = [line.split(";")[0].split() for line in cluster("devices").stdout.splitlines()]
     assert len(lines) == 1 + len(devices())
     for figures in ("A100-SXM-80GB 312 - 80 2039 300 32 400 8", "GB200-186GB 2500 5000 186 8000 900 450 1200 4"):
@@ -127,7 +127,7 @@ NETWORKS = {
     "0x HDR, 999x 1Gb/s": "1 x 200",
     "65x 10Gb/s": "64 x 10",
 }
-"""Ports of a node and their Gbit/s by their description."""
+"""Ports per node and Gbit/s per port, by the description of the network."""
 
 
 def test_descriptions_of_networks_are_parsed_or_else_the_usual_network_is_assumed() -> None:

@@ -23,7 +23,7 @@ COMMANDS = (
 
 
 def assert_shown(output: str, page: str) -> None:
-    """Check the page's block that begins with the output's first line: the output must have its lines in this order."""
+    """Find the page's block that begins with the output's first line. The output must have the block's lines in order."""
     lines, text = output.splitlines(), (REPOSITORY / "docs" / page).read_text(encoding="utf-8")
     blocks = [textwrap.dedent(block).splitlines() for block in re.findall(r"(?:^    .*\n|^\n(?=    ))+", text, re.M)]
     (shown,) = (block for each in blocks if (block := [line for line in each if line.strip()])[0] == lines[0])
@@ -33,10 +33,10 @@ def assert_shown(output: str, page: str) -> None:
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_cluster_md_shows_the_present_output(
+def test_cluster_md_shows_the_current_output(
     command: str, cluster: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.chdir(tmp_path)  # for plan.json
+    monkeypatch.chdir(tmp_path)  # `plan` writes plan.json to the current folder
     done = cluster(*shlex.split(command))
     assert (done.returncode, done.stderr) == (0, "")
     assert_shown(done.stdout, "cluster.md")
@@ -44,6 +44,6 @@ def test_cluster_md_shows_the_present_output(
 
 def test_calibrate_writes_the_shipped_file(cluster: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     out, shipped = tmp_path / "calibration.json", calibration()
-    monkeypatch.setattr("cluster.published.calibration.calibrate", lambda: (shipped, {}))  # which takes half a minute
+    monkeypatch.setattr("cluster.published.calibration.calibrate", lambda: (shipped, {}))  # a fit takes half a minute
     assert cluster("calibrate", "--out", out).stdout == f"{out}: {len(shipped.parameters)} parameters\n"
     assert out.read_bytes() == CALIBRATION.read_bytes()

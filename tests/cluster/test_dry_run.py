@@ -1,4 +1,4 @@
-"""The dry run with its prediction."""
+"""Predictions of the dry run, and their order with errors of the check."""
 
 import os
 import re
@@ -38,7 +38,7 @@ def _without_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "environ", os.environ.copy())
 
 
-def test_the_prediction_is_that_of_scaling_md_and_precedes_missing_inputs(capfd: pytest.CaptureFixture[str]) -> None:
+def test_the_prediction_matches_scaling_md_and_precedes_missing_inputs(capfd: pytest.CaptureFixture[str]) -> None:
     assert dry_run.main(["bert_3_9b_8x8"]) == 2
     said = capfd.readouterr()
     assert_shown(said.out, "scaling.md")
@@ -57,22 +57,22 @@ def test_without_launcher_ranks_come_from_the_plan_or_recipe(tmp_path: Path, cap
         del os.environ["WORLD_SIZE"]
 
 
-def test_a_wrong_setting_is_named_before_missing_data(capfd: pytest.CaptureFixture[str]) -> None:
+def test_an_invalid_setting_is_reported_instead_of_missing_data(capfd: pytest.CaptureFixture[str]) -> None:
     for arguments, said in {
         "h100_1x8 --training.global-batch-size 769": "make it a multiple of 8",
         "tiny_cpu --parallel.tensor 2": "parallel.tensor is 2",
         "h100_1x8 --plan missing.json": "missing.json",
     }.items():
-        os.environ.pop("WORLD_SIZE", None)  # which the previous run set
+        os.environ.pop("WORLD_SIZE", None)  # set by the previous run
         assert dry_run.main(arguments.split()) == 2
         shown = capfd.readouterr()
         assert (shown.out, shown.err.count("\n"), said in shown.err) == ("", 1, True)
 
 
-def test_ranks_that_share_a_copy_get_a_prediction_of_memory(
+def test_on_cpus_only_ranks_that_share_a_copy_get_a_prediction_of_memory(
     small_run: SmallRun, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The check is left out, because it keeps the data closed until a run starts."""
+    """Skip the check, because it forbids this process to open data files until a run starts."""
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setattr(dry_run, "train", lambda _: 0)
     for tensor in (1, 2):
@@ -81,7 +81,7 @@ def test_ranks_that_share_a_copy_get_a_prediction_of_memory(
 
 
 def prediction(world_size: int, local_size: int = 0, recipe: str = "h100_1x8") -> list[str]:
-    """Return the lines about a small model without data."""
+    """Return the lines of a dry run of a small model without data."""
     config = RECIPES["h100_1x8"]()
     training, log = replace(config.training, global_batch_size=48 * 8), replace(config.log, division="open")
     model = ModelConfig(2, 128, 4, 512, 1000, 512)
@@ -97,7 +97,7 @@ def test_node_size_comes_from_the_launcher_or_the_device() -> None:
         assert re.match(r"training.recompute is none; selective would hold .*, full would hold ", modes)
 
 
-def test_without_a_known_device_there_is_no_step(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_step_time_needs_a_known_device_and_too_little_memory_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     lines = prediction(3, recipe="tiny_cpu")
     assert [line.split()[0] for line in lines[-2:]] == ["a", "training.recompute"]
     monkeypatch.setattr("cluster.model.memory.USABLE_MEMORY", 1e-4)

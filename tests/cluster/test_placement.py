@@ -19,14 +19,14 @@ PATHS = st.builds(lambda pod, leaf: (f"pod {pod}", f"leaf {pod}.{leaf}"), st.int
 
 @at_most(40)
 @given(st.lists(PATHS, min_size=3, max_size=6))
-def test_no_order_of_all_hosts_makes_a_cheaper_ring(paths: list[tuple[str, str]]) -> None:
+def test_no_other_order_of_all_hosts_makes_a_cheaper_ring(paths: list[tuple[str, str]]) -> None:
     order = place(paths, len(paths))
     assert sorted(order) == list(range(len(paths)))
     least = min(cost(other) for other in itertools.permutations(paths))
     assert cost([paths[host] for host in order]) == least
 
 
-def test_a_part_of_the_hosts_comes_from_the_smallest_subtree_and_few_leaves() -> None:
+def test_hosts_are_chosen_from_the_smallest_subtree_and_few_leaves() -> None:
     leaves = {"a": 3, "b": 8, "c": 5, "d": 2}
     paths = [("top", leaf) for leaf, hosts in leaves.items() for _ in range(hosts)]
     assert {paths[host] for host in place(paths, 8)} == {("top", "b")}
@@ -49,18 +49,18 @@ ORDERS = {
 """Leaves of the hosts in their order, and levels that traffic climbs, by the number of hosts and the size of a group."""
 
 
-def test_groups_stay_in_a_leaf_or_else_in_a_pod() -> None:
-    """Leaves a (two hosts) and b (three) are in one pod, and c and d (two each) in another, two levels up from each host."""
+def test_groups_are_placed_in_one_leaf_or_else_in_one_pod() -> None:
+    """Leaves a (two hosts) and b (three) are in one pod, c and d (two hosts each) in another. One switch joins the pods."""
     paths = [("top", "pod 0" if leaf in "ab" else "pod 1", leaf) for leaf in "acbcadbdb"]
     for (nodes, group), expected in ORDERS.items():
         order = [paths[host] for host in place(paths, nodes, group)]
         assert ("".join(leaf for *_, leaf in order), cost(order, group)) == expected
     assert cost([("a",), ("b",)]) == 1, "a ring of two hosts has one link"
     for nodes, group, said in (
-        (10, 1, "--nodes is 10, and the cluster has 9 hosts"),
-        (8, 3, "--nodes is 8 and --group 3: expected a positive multiple of a positive group"),
-        (0, 1, "--nodes is 0 and --group 1"),
-        (6, 0, "--nodes is 6 and --group 0"),
+        (10, 1, "--nodes is 10, but the cluster has only 9 hosts"),
+        (8, 3, "--nodes is 8 and --group is 3: expected at least 1, --nodes a multiple of --group"),
+        (0, 1, "--nodes is 0 and --group is 1"),
+        (6, 0, "--nodes is 6 and --group is 0"),
     ):
         with pytest.raises(ValueError, match=f"^{said}"):
             place(paths, nodes, group)
@@ -73,14 +73,14 @@ def write_hosts(path: Path, hosts: dict[str, tuple[str, ...]]) -> Path:
     return path
 
 
-def test_the_command_writes_a_line_for_each_task(tmp_path: Path, cluster: Command) -> None:
+def test_place_writes_a_line_for_each_task(tmp_path: Path, cluster: Command) -> None:
     out, switches = tmp_path / "hosts", {"n1": ("top", "a"), "n2": ("top", "b"), "n3": ("top", "a"), "n4": ("top", "b")}
     view = write_hosts(tmp_path / "c.json", switches)
     done = cluster("place", view, "--tasks-per-node", 2, "--out", out)
     shown = ["0 n1 top / a", "1 n3 top / a", "2 n2 top / b", "3 n4 top / b", ""]
     assert [" ".join(line.split()) for line in done.stdout.splitlines()[1:]] == [
         *shown,
-        f"levels that traffic climbs in this order: 2; in the order of {view}: 4",
+        f"switch levels that traffic climbs in this order: 2; in the order of {view}: 4",
         f"{out}: 8 lines; SLURM_HOSTFILE={out} sbatch --distribution=arbitrary launch/slurm.sub",
     ]
     assert out.read_text().split() == ["n1", "n1", "n3", "n3", "n2", "n2", "n4", "n4"]

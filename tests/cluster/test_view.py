@@ -68,7 +68,7 @@ def test_a_view_is_read_back_unless_it_is_inconsistent(file: Path) -> None:
         write_view(replace(VIEW, **change), file)
         with pytest.raises(ValueError, match=r"rank|not in ascending order"):
             read_view(file)
-    # Pages and predictions divide by sizes, times, and the difference of two sizes.
+    # Pages and predictions divide by sizes, times, and differences of sizes, so these must not be 0.
     for points, said in (
         *((((number, 1e-3, 1e-3), (1 << 62, 1e-3, 1e-3)), "Expected `int`") for number in (-1, 0, 1 << 63)),
         (((1, 0.0, 1e-3), (2, 1e-3, 1e-3)), "Expected `float` > 0"),
@@ -99,7 +99,7 @@ def test_a_finding_states_slowdown_deviations_and_share_of_a_step() -> None:
     assert (broken.sentence, broken.finding) == ("BROKEN  rank 3", "latency")
 
 
-def test_show_prints_and_writes_a_page(file: Path, cluster: Command) -> None:
+def test_show_prints_a_summary_and_writes_a_page(file: Path, cluster: Command) -> None:
     slow = replace(VIEW.ranks[3], rates=(Rate("product", "fp32", 512, 2e-3), VIEW.ranks[3].rates[1]))
     write_view(replace(VIEW, ranks=(*VIEW.ranks[:3], slow, *VIEW.ranks[4:])), file)
     done, page = cluster("show", file), file.with_suffix(".html")
@@ -139,7 +139,7 @@ def test_colours_compare_times_with_the_median_and_saturate() -> None:
     assert rates == ["0.001 MB/s", "0.999 MB/s", "1 MB/s", "1 GB/s", "2 TB/s"]
 
 
-def test_a_page_of_many_hosts_stays_small_and_escapes_host_names(file: Path, cluster: Command) -> None:
+def test_a_page_of_many_hosts_has_bounded_size_and_escapes_host_names(file: Path, cluster: Command) -> None:
     write_view(made_up(hosts=100, ranks=1, name="<script>\x1b[2J"), file)
     out, page = cluster("show", file).stdout, file.with_suffix(".html").read_text()
     assert "\x1b[2J" not in out + page

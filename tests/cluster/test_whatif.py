@@ -29,7 +29,7 @@ def warning(step: int, straggler: Straggler | None) -> dict[str, Any]:
 
 
 def test_parts_add_up_to_the_seconds_of_the_run(tmp_path: Path) -> None:
-    """A restart at step 50 repeats steps. Time between steps and evaluations counts as "start and other"."""
+    """Steps that a restart at step 50 repeats count once. Time outside steps and evaluations is "start and other"."""
     evaluation = {"event": "eval", "time_s": 5.5, "eval_s": 0.4, "step": 100, "samples": 3200}
     run = read(tmp_path, [*steps(10), STEP | {"step": 50, "samples": 1600, "time_s": 5.2}, evaluation])
     assert (run.seconds, run.steps) == (5.5, 100)

@@ -16,8 +16,8 @@ from tests.cluster.conftest import Refused
             "the name of tiny_cpu states no device: set --accelerator, or for `plan`",
         ),
         ("plan h100_1x8 --gpus 0", "--gpus is 0, expected at least 1"),
-        ("plan h100_1x8 --gpus 12", "--gpus is 12, expected whole nodes of 8"),
-        ("plan h100_8x8 --gpus 70 --accelerator GB200", "--gpus is 70, expected whole nodes of 4"),
+        ("plan h100_1x8 --gpus 12", "--gpus is 12, expected whole nodes: a multiple of 8"),
+        ("plan h100_8x8 --gpus 70 --accelerator GB200", "--gpus is 70, expected whole nodes: a multiple of 4"),
         ("plan h100_1x8 --gpus 262144", "global batch size 262,144 on 262,144 accelerators: expected at least one"),
         ("plan h100_1x8 --cluster x.json --accelerator H100", "omit --accelerator and --networking"),
         ("plan h100_1x8 --out no/such/plan.json", "no/such/plan.json cannot be written"),
@@ -32,7 +32,7 @@ from tests.cluster.conftest import Refused
         ("probe --out cluster.json --seconds 0", "--seconds is 0 and --limit is 60, expected at least 1"),
     ],
 )
-def test_a_wrong_command_line_is_refused(
+def test_an_invalid_command_line_is_refused(
     command: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: Refused
 ) -> None:
     monkeypatch.chdir(tmp_path)

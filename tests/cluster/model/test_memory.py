@@ -47,7 +47,7 @@ def work_and_samples(model: ModelConfig) -> tuple[Work, Samples]:
 
 
 class Storages(TorchDispatchMode):
-    """Record of the storages that operators create in the block, to count the bytes that are still in use."""
+    """Record of the storages that operators create in a `with` block, to count the bytes that are still in use."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -107,7 +107,7 @@ def test_predicted_memory_equals_the_tensors_that_a_real_model_keeps(
     parts = memory_of_rank(work, Strategy(SEQUENCES, precision=precision, tensor=tensor), 1, tensor)
     predicted = parts["activations"] + parts["logits"] + parts["16-bit weights"]
     kept = kept_bytes(model.train(), [flat.weights_N], samples, precision)
-    # Only sequences of equal length, and tensor parallelism, have copies that are not predicted.
+    # Sequences of equal length and tensor parallelism make copies that are not predicted, so the prediction is inexact.
     inexact = 0.011 * kept if tensor > 1 else 0.0045 * kept if layers == 6 else 8
     assert predicted == pytest.approx(kept, abs=inexact)
     optimizer = Lamb(flat, OptimizerConfig(1e-4, 100))
@@ -139,7 +139,7 @@ def test_predicted_memory_of_a_pipeline_stage_equals_its_tensors(place: int) -> 
     share = model_shares(config, 1, 2)[place]
     predicted = float(saved_activations(work, strategy, sizes, False, share).max())
     predicted += place * 4 * float(sizes.masked_AR.max()) * config.vocab_size
-    # The first stage stores its output too, which the second stage gets.
+    # The prediction includes the first stage's output, which autograd does not save because the second stage gets it.
     assert predicted - (0 if place else given.nbytes) == pytest.approx(kept, abs=8)
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
         sent = cast(Any, forward(batch_of(samples)))
@@ -147,7 +147,7 @@ def test_predicted_memory_of_a_pipeline_stage_equals_its_tensors(place: int) -> 
         assert hidden_bytes("bf16", on_gpu=False) == pipeline.hidden_dtype().itemsize
 
 
-def test_stages_hold_their_layers_and_talk_to_their_neighbours() -> None:
+def test_model_shares_have_the_layers_neighbours_and_offsets_of_their_stages() -> None:
     config, embeddings, layer = ModelConfig(8, 128, 4, 512, 1024, 128), 1154 * 128 + 256, 12 * 128**2 + 13 * 128
     expected = {
         (1, 1): [(True, True, 7, 0)],
@@ -163,12 +163,13 @@ def test_stages_hold_their_layers_and_talk_to_their_neighbours() -> None:
     ends = [embeddings + n * layer for n in range(5)]
     assert first.ends == (*ends[:3], 0, 0, *ends[3:], 0, 0)
     assert [last.ends[n + 1] - last.ends[n] for n in (3, 7)] == [layer, layer]
-    # LAMB sees query, key and value apart. Tensor groups share positions, segments, norms, and the biases of both outputs.
+    # LAMB treats query, key and value as three tensors. Tensor groups replicate position and segment embeddings, norms and
+    # output biases.
     assert (first.segments, first.shared) == (5 + 4 * 14, 130 * 128 + 256 + 4 * 6 * 128)
 
 
 def test_each_setting_changes_its_part_of_the_fixed_memory() -> None:
-    """``vector`` is the bytes of the fp32 weights. Every copy has weights and gradients; shards divide the rest."""
+    """``vector`` is the bytes of the fp32 weights. Shards divide only moments and update."""
     work, _ = work_and_samples(ModelConfig(2, 128, 4, 512, 1024, 128))
     elements = 1154 * 128 + 256 + 2 * (12 * 128**2 + 13 * 128) + 2 * 128**2 + 258 + 4 * 128 + 1024 + 14
     vector = 4.0 * (-(-elements // 128) * 128)  # padded, so that eight ranks have equal shards
@@ -214,7 +215,7 @@ def test_a_stage_stores_the_largest_micro_batches_in_flight() -> None:
 
 
 @pytest.mark.parametrize(("precision", "size"), [("fp32", 4), ("bf16", 2)])
-def test_activations_on_a_gpu_are_those_that_backward_passes_read(precision: Precision, size: int) -> None:
+def test_gpu_activation_bytes_equal_a_count_by_hand(precision: Precision, size: int) -> None:
     """Add up by hand what a model of one layer keeps on a GPU, in elements of a hidden state and bytes of statistics."""
     work, _ = work_and_samples(ModelConfig(1, 64, 4, 256, 1024, 128))
     sizes, [share] = work.micro_batches(Strategy(SEQUENCES), 1, 0), model_shares(work.model)
@@ -228,13 +229,13 @@ def test_activations_on_a_gpu_are_those_that_backward_passes_read(precision: Pre
     expected = by_token * tokens + by_row * (SEQUENCES + masked) + by_masked * masked + by_sequence * SEQUENCES
     strategy = Strategy(SEQUENCES, precision=precision)
     assert float(saved_activations(work, strategy, sizes, True, share).sum()) == expected
-    # Each rank of a tensor group has the whole inputs of the last layer's and the decoder's products, and half of the rest.
+    # Each rank of a tensor group has the whole inputs of the last layer's and the decoder's products, half of the others.
     inputs = hidden * (tokens + 2 * (SEQUENCES + masked) + masked)
     halved = saved_activations(work, replace(strategy, tensor=2), sizes, True, share)
     assert float(halved.sum()) == (expected + inputs) / 2
 
 
-def test_on_gpus_unsharded_lamb_keeps_16_bit_copies_of_all_weights_besides_autocasts() -> None:
+def test_unsharded_lamb_on_gpus_keeps_16_bit_copies_of_all_weights() -> None:
     config = ModelConfig(2, 128, 4, 512, 1024, 128)
     work, _ = work_and_samples(config)
     copies = WeightCopies.of(config, torch.device("cpu")).copies_P
@@ -269,7 +270,7 @@ def test_predicted_savings_of_recomputation_equal_those_of_a_real_model(precisio
     assert parts["none"]["recomputed"] == 0 < parts["full"]["activations"] < parts["selective"]["activations"]
 
 
-def test_training_md_states_the_bytes_that_a_layer_keeps_for_a_token() -> None:
+def test_training_md_states_the_stored_bytes_per_layer_and_token() -> None:
     page = (REPOSITORY / "docs/training.md").read_text(encoding="utf-8").splitlines()
     columns: list[tuple[Precision, bool, int]] = [("bf16", True, 512), ("fp8", True, 512), ("fp32", False, 128)]
     for mode in get_args(Recompute):

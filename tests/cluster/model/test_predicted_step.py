@@ -47,7 +47,7 @@ def test_16_bit_attention_times_apply_only_to_16_bit_runs() -> None:
 
 @pytest.mark.parametrize("tensor", [2, 4])
 def test_tensor_parallel_ranks_exchange_the_rows_counted_by_hand(tensor: int) -> None:
-    """The first of two layers gathers and scatters all tokens; the last one only the tokens of the output heads."""
+    """The first of two layers gathers and scatters all tokens. The last layer does so once, then only with its queries."""
     strategy = Strategy(16, tensor=tensor)
     sizes = TINY.micro_batches(strategy, 4, 0)
     assert sizes.tokens_AR.shape == (1, 4 // tensor)
@@ -57,17 +57,18 @@ def test_tensor_parallel_ranks_exchange_the_rows_counted_by_hand(tensor: int) ->
     exchanged = 2 * (tokens + 4 * tokens + tokens + 4 * rows + masked) * 4 * 128
     ring = (1 - 1 / tensor) / (1 - 1 / 4)
     assert dear.forward_backward - free.forward_backward == pytest.approx(1e-6 * ring * exchanged)
-    # Processors implement a reduce-scatter as an all-to-all.
+    # On CPUs, ranks implement a reduce-scatter as an all-to-all.
     for demand, scatter in ((0.0, "reduce-scatter"), (0.5, "all-to-all")):
         found = predict_step(TINY, strategy, simple_rates(1, 4, demand=demand), steps=1).forward_backward
         by_byte = 1e-9 * (NS_PER_BYTE["all-gather", "world"] + NS_PER_BYTE[scatter, "world"])
         assert found == pytest.approx(ring * exchanged / 2 * by_byte)
-    # Each rank has all of positions, segments, norms, and output biases, and the pooler, transform and classifier.
+    # The update sums the gradients of replicated parameters: position and segment embeddings, norms, output biases, pooler,
+    # transform and classifier.
     shared = 130 * 128 + 256 + 2 * 6 * 128 + 2 * 128**2 + 258 + 4 * 128 + 14
     assert dear.update - free.update == pytest.approx(1e-6 * ring * 4 * shared)
     full = replace(strategy, recompute="full")
     free, dear = (predict_step(TINY, full, rates(1, 4, each), steps=1).forward_backward for each in (0.0, 1e-6))
-    # The layer's two all-gathers and two reduce-scatters of the forward pass run once more.
+    # The backward pass repeats the two all-gathers and two reduce-scatters of the layer's forward pass.
     assert dear - free == pytest.approx(1e-6 * ring * (exchanged + 4 * tokens * 4 * 128))
 
 
@@ -93,7 +94,7 @@ NS_PER_BYTE: dict[Any, int] = dict(zip(product(get_args(Operation), get_args(Sco
 
 
 def simple_rates(nodes: int, ranks: int, scale: float = 1.0, **changes: Any) -> Rates:
-    """Return rates with no costs but those in ``changes``. A byte takes a prime number of ns, another in each collective."""
+    """Return rates with only the costs in ``changes``. Each collective takes a different prime number of ns per byte."""
     curves = {way: Curve(((0.0, 0.0), (1e9, scale * each)), share=0.5) for way, each in NS_PER_BYTE.items()}
     changes["costs"] = NOTHING | changes.get("costs", {})
     return replace(Rates(nodes, ranks, 1e9, NOTHING, curves), **changes)
@@ -108,12 +109,13 @@ REDUCTIONS = {
     "flat of bf16": (1, "", "all-to-all world .5, all-gather world .5"),
     "hierarchical of bf16": (1, "", "all-to-all node .5, all-to-all rail .25, all-gather rail .25, all-gather node .5"),
 }
-"""Shards of the optimizer state on two nodes of two ranks, and the part of the vector that each collective sends."""
+"""Optimizer-state shards on two nodes of two ranks, then the collectives that gather weights and that sum gradients, each
+with the share of the vector that it sends."""
 
 
 @pytest.mark.parametrize("name", REDUCTIONS)
-def test_each_reduction_sends_its_part_of_the_vector(name: str) -> None:
-    """All is in one bucket, so nothing overlaps: weights arrive before the forward pass, and sums follow the backward."""
+def test_each_reduction_takes_the_time_of_its_collectives(name: str) -> None:
+    """One bucket holds all, so nothing overlaps: weights arrive before the forward pass, sums follow the backward pass."""
     shards, gathers, sums = REDUCTIONS[name]
 
     def seconds(messages: str, size: float) -> float:
@@ -143,11 +145,11 @@ def test_messages_overlap_with_computations_and_share_processors() -> None:
         (two, [*message(2.5, 0.0), Activity(1.0, needs=2)], 0.0, (3.0, 4.5, 0.0)),
         # Computations wait for the messages that they need. Only the wait of a computation of 0 seconds is returned.
         (waiting, [Activity(2.0), Activity(3.0)], 0.0, (6.0, 6.0, 2.0)),
-        # Both demand all processors, so each gets half of them until one is done.
+        # Computation and message each demand all processors, so each gets half of them until one ends.
         ([*alone, *alone], message(1.0, 1.0), 1.0, (3.0, 3.0, 0.0)),
         # A message that needs a quarter of the processors gets them at once and slows computing down accordingly.
         ([*alone, Activity(1.5)], message(1.0, 0.25), 1.0, (2.75, 2.75, 0.0)),
-        # Computing needs a quarter of the processors, so a message that could use all gets the others.
+        # Computing needs a quarter of the processors, so a message that could use all processors gets three quarters.
         ([*alone, Activity(4.0)], message(1.5, 1.0), 0.25, (5.0, 5.0, 0.0)),
         (alone, message(1.5, 1.0), 0.25, (1.0, 2.5, 0.0)),
     ):
@@ -156,10 +158,10 @@ def test_messages_overlap_with_computations_and_share_processors() -> None:
 
 @pytest.mark.parametrize("scale", [0.001, 0.01, 0.05, 1.0])
 @pytest.mark.parametrize("steps", [1, 3])
-def test_each_bucket_overlaps_with_the_rest_of_the_backward_or_forward_pass(scale: float, steps: int) -> None:
+def test_each_bucket_overlaps_with_the_remaining_forward_or_backward_pass(scale: float, steps: int) -> None:
     """The embeddings, a layer, and the last layer with the heads take 10 ms forward and 20 ms backward each."""
     alone = simple_rates(2, 2, scale, micro_batch_s=0.09)
-    # The vector has the decoder's bias, the embeddings to 148,992, a layer to 347,264, the other to 545,536, and the heads.
+    # The vector has the decoder's bias, the embeddings up to 148,992, two layers up to 347,264 and 545,536, and the heads.
     sizes, ends = (179_136, 179_136, 179_136, 41_728), (0.04, 0.02, 0.0, 0.0)
     for reduction, gather in (("flat", False), ("sharded_world", True)):
         arrived, now, first = [0.0], 0.0, 0.0
@@ -180,13 +182,13 @@ def test_each_bucket_overlaps_with_the_rest_of_the_backward_or_forward_pass(scal
 
 @pytest.mark.parametrize("demand", [0.5, 1.0])
 @pytest.mark.parametrize("sharing", [1.0, 2.0, 4.0])
-def test_ranks_wait_for_data_and_for_the_slowest_of_them(demand: float, sharing: float) -> None:
-    """A token takes 1 us, and assembling a batch takes a second, in which busy processors compute nothing."""
+def test_ranks_wait_for_data_and_for_the_slowest_rank(demand: float, sharing: float) -> None:
+    """A token takes 1 us. Assembling a batch takes 1 s, which adds to the computation if all processors are busy."""
     costs = {"embedding": (0.0, 1e-6 / 128, 0.0), "batch": (0.2, 0.05)}
     crowded = simple_rates(2, 2, 0.0, demand=demand, sharing=sharing, mean=0.9, last=1.01, costs=costs)
     tokens_R = TINY.micro_batches(Strategy(16), 4, 0).tokens_AR[0]
     work = 1e-6 * np.sort(tokens_R) + (1.0 if demand == 1 else 0.0)
-    # While all of them compute, ranks are slowed down by ``sharing``, and less when some are done.
+    # Ranks are slowed down by ``sharing`` while all of them compute, and by less when some have finished.
     parts = [1.0, *(max(1.0, sharing * rest / 4) / sharing for rest in (3, 2, 1))]
     last = max(float(np.diff(work, prepend=0.0) @ parts), 1.01 * work.mean())
     found = predict_step(TINY, Strategy(16), crowded, steps=1)
@@ -202,7 +204,7 @@ def test_ranks_wait_for_data_and_for_the_slowest_of_them(demand: float, sharing:
 def test_a_pipelined_step_adds_up_bubbles_messages_and_reduction(
     virtual: int, neighbours: int, precision: Any, demand: float, size: int
 ) -> None:
-    """Eight ranks on four nodes hold two copies of four stages, which compute 10 ms for each of eight micro-batches."""
+    """Eight ranks on four nodes hold two copies of four stages. A stage computes 10 ms for each of eight micro-batches."""
     work = Work(replace(tiny_model(), num_hidden_layers=8), LENGTHS, LENGTHS // 8 + 1)
     costs = {"lamb": (1e-3, 1e-5, 1e-9), "batch": (0.0, 0.01)}
     alone = simple_rates(4, 2, 0.001, micro_batch_s=0.01, mean=0.9, demand=demand, costs=costs)
@@ -212,7 +214,8 @@ def test_a_pipelined_step_adds_up_bubbles_messages_and_reduction(
     message = sent * tokens * 128 * size
     busy = [8 * (0.01 + each * message) for each in (neighbours - 1, neighbours, neighbours, neighbours - 1)]
     through = busy[1] + (sum(busy) - busy[1]) / 8 / virtual
-    # Two data groups share a node's links. A ring of two sends half of a vector, not 7 / 8. The first stage is the largest.
+    # Two data groups share a node's links. A ring of two sends 1/2 of a vector, the measured ring of eight 7/8. The first
+    # stage is the largest.
     elements, word = 147_968 + 2 * 198_272, sent * 4 * 1024 * 128
     total = 0.5 / (7 / 8) * 2 * 4 * elements * 1e-12 * NS_PER_BYTE["all-reduce", "world"]
     update = 1e-3 + 1e-5 * (5 + 2 * 14) + 1e-9 * elements + word
@@ -227,8 +230,10 @@ EVALUATIONS = [(1, 1, 4, 121 / 4), (4, 1, 1, 50), (2, 2, 4, 121 / 4)]
 
 
 @pytest.mark.parametrize(("world", "pipeline", "batches", "calls"), EVALUATIONS)
-def test_an_evaluation_is_a_forward_pass_of_its_batches(world: int, pipeline: int, batches: int, calls: float) -> None:
-    """Of 200 sequences, a rank evaluates batches of at most 64, of equal size, in which each length occurs once."""
+def test_an_evaluation_takes_the_time_of_its_forward_passes(
+    world: int, pipeline: int, batches: int, calls: float
+) -> None:
+    """Ranks divide 200 sequences into equal batches of at most 64. Each of the 121 lengths occurs in one batch only."""
     assert TINY.distinct_lengths == 121
     costs = {"embedding": (0.0, 1e-6 / 128, 0.0), "attention": (1e-3, 0.0, 0.0, 0.0)}
     alone = simple_rates(1, world, 0.0, micro_batch_s=0.02, start_s=7.0, costs=costs)
@@ -238,7 +243,7 @@ def test_an_evaluation_is_a_forward_pass_of_its_batches(world: int, pipeline: in
     first, last = 1e-6 * 50 * float(LENGTHS.mean()) + 1e-3 * calls, 1e-3 * 50
     seconds = batches * (0.02 + first + last)
     if pipeline == 2:
-        # The stage that takes longer computes all the time, and the other one before it begins or after it ends.
+        # The slower stage is always busy. The faster stage adds the time of one batch, before or after it.
         longer, shorter = sorted((0.02 + first, 0.02 + last), reverse=True)
         seconds = batches * longer + shorter
     assert run.parts["evaluation"] == pytest.approx(10 * seconds / 3)
@@ -247,14 +252,14 @@ def test_an_evaluation_is_a_forward_pass_of_its_batches(world: int, pipeline: in
 
 
 def waits_and_rates(rates: Rates, operation: Operation = "all-gather") -> dict[str, float]:
-    """Return the seconds of a collective before its first byte in each scope, and the seconds that each byte adds."""
+    """Return the latency of a collective in each scope, as "SCOPE wait", and its seconds per byte, as "SCOPE"."""
     ways = {scope: [rates.collective(operation, scope, size)[0] for size in (0.0, 1e9)] for scope in get_args(Scope)}
     waits = {f"{scope} wait": wait for scope, (wait, _) in ways.items()}
     return waits | {scope: (seconds - wait) / 1e9 for scope, (wait, seconds) in ways.items()}
 
 
 @pytest.mark.parametrize("name", ["H100-SXM", "B200", "L40S", "Gaudi2"])
-def test_a_machine_whose_link_ends_at_the_node_has_its_rails_on_the_network(name: str) -> None:
+def test_collectives_between_nodes_use_the_network_if_links_end_at_the_node(name: str) -> None:
     p, machine = fitted_parameters(), describe_machine(device_named(name), 4, 8)
     found, link, network = rates_of_machine(machine), link_rate(p, machine), network_rate(p, machine)
     buckets = 4 * 336.2e6 / BUCKET_BYTES
@@ -264,19 +269,21 @@ def test_a_machine_whose_link_ends_at_the_node_has_its_rails_on_the_network(name
     assert waits_and_rates(found) == pytest.approx(waits | expected)
     doubled = {scope: 2 * per_byte for scope, per_byte in expected.items()}
     assert waits_and_rates(found, "all-reduce") == pytest.approx(waits | doubled)
-    # Two data groups of four ranks a node share its network, and their rings are shorter.
+    # On each node, two data groups of four ranks share the network, and their rings are shorter.
     shorter = {"node": 6 / 7, "rail": 1, "world": 30 / 31}
     halved = {scope: shorter[scope.split()[0]] * seconds for scope, seconds in (waits | expected).items()}
     assert waits_and_rates(found.of_data_groups(2)) == pytest.approx(halved | {"world": 2 * halved["world"]})
     alone = describe_machine(device_named("A30"), 2, 1, networking="8x 400Gb/s")
-    assert waits_and_rates(rates_of_machine(alone))["world"] == pytest.approx(1 / 2 / network_rate(p, alone))  # no link
+    assert waits_and_rates(rates_of_machine(alone))["world"] == pytest.approx(1 / 2 / network_rate(p, alone)), (
+        "no link in a node of one"
+    )
     update = 30 / (0.8e9 * machine.device.memory_gb_s)
     assert (found.start_s, found.costs["lamb"]) == (exp(p["start"]), pytest.approx((0, 0, update)))
     sequence = sum(sequence_time(p, machine.device, False))
     assert found.micro_batch_s == pytest.approx(exp(p["launch"]) + exp(p["half_batch"]) * sequence)
 
 
-def test_a_rack_has_nodes_of_a_tray_and_its_link_joins_them() -> None:
+def test_collectives_in_a_rack_use_the_link_that_joins_its_trays() -> None:
     p, device = fitted_parameters(), device_named("GB200")
     rack, racks = describe_machine(device, 18, 4), describe_machine(device, 36, 4)
     slow_racks = describe_machine(device, 36, 4, networking="1x 100Gb/s Ethernet")
@@ -295,11 +302,11 @@ def test_a_rack_has_nodes_of_a_tray_and_its_link_joins_them() -> None:
     assert waits_and_rates(found.of_data_groups(2))["world"] == pytest.approx(35 / 36 / link)
     assert waits_and_rates(two.of_data_groups(4))["world"] == pytest.approx(35 / 36 * max(1 / link, 4 / network))
     assert waits_and_rates(two_slow.of_data_groups(2))["world"] == pytest.approx(2 * 71 / 72 / slow)
-    # Stages on different trays of a rack send at the speed of the link.
+    # Stages on different trays of a rack send at the speed of the fast link.
     assert found.message_seconds(1, 8, 1e9) == pytest.approx(launch + 1e9 / link)
 
 
-def test_elements_and_segments_of_bert_large_are_those_of_the_program() -> None:
+def test_elements_and_segments_of_bert_large_equal_those_of_the_model() -> None:
     [large] = model_shares(ModelConfig())
     assert large.elements == pytest.approx(336.2e6, rel=0.001)
     with torch.device("meta"):
@@ -337,7 +344,7 @@ def test_assumed_traffic_and_launches_follow_from_the_computations() -> None:
 
 
 def test_recomputation_repeats_forward_passes_of_inner_layers_only() -> None:
-    """Of two layers, only the first is recomputed: all of its forward pass, or all but the matrix products."""
+    """Only the first of two layers is recomputed: its whole forward pass, or all of it except the linear layers."""
     alone, small = rates(1, 1), ("attention", "norm", "gelu")
     layer = parts_of(TINY.model, TINY.micro_batches(Strategy(16), 1, 0))[1]
     plain = predict_step(TINY, Strategy(16), alone, steps=1).forward_backward
@@ -368,13 +375,13 @@ def test_rates_of_a_probe_fit_its_times_and_contention() -> None:
     assert (own.memory_bytes, own.demand, own.sharing, own.mean, own.last) == (2**38, 0, 1, 1, 1)
 
 
-def test_a_curve_is_constant_below_its_points_interpolated_and_continued_and_never_falls() -> None:
+def test_a_curve_interpolates_extrapolates_and_never_falls() -> None:
     curve = Curve(((10.0, 1.0), (20.0, 3.0), (40.0, 2.0), (50.0, 6.0)))
     seconds = {0: 1.0, 10: 1.0, 15: 2.0, 20: 3.0, 30: 3.0, 41: 2.4, 50: 6.0, 60: 10.0}
     assert {size: curve.seconds(size) for size in seconds} == pytest.approx(seconds)
 
 
-def test_indivisible_batches_and_missing_fp8_are_refused() -> None:
+def test_indivisible_batches_and_ranks_and_missing_fp8_are_refused() -> None:
     with pytest.raises(ValueError, match=r"global_batch_size is 30.* multiple of 4"):
         predict_step(TINY, Strategy(30), rates())
     with pytest.raises(ValueError, match=r"parallel\.tensor is 3"):

@@ -26,11 +26,11 @@ def numbers(sizes: MicroBatches) -> list[float]:
 
 def test_micro_batches_have_the_tokens_pairs_and_lengths_of_their_sequences() -> None:
     work = Work(MODEL, LENGTHS, MASKED)
-    # A masked token and [CLS] of each sequence attend to all of its tokens in the last layer.
+    # In the last layer, only [CLS] and the masked tokens of a sequence attend to its tokens.
     pairs, last_pairs = 25 + 25 + 9 + 4, 2 * 5 + 3 * 5 + 2 * 3 + 2 * 2
     assert numbers(work.micro_batches(Strategy(4), 1, 0)) == [4, 15, 5, pairs, last_pairs, 3, 10]
     assert numbers(work.typical(8, lengths=2.5)) == [8, 30, 10, 126, 70, 2.5, 0]
-    # Two copies of the model on four ranks have a micro-batch of one sequence in each of two passes.
+    # On four ranks, each of two copies of the model processes two micro-batches of one sequence.
     sizes = work.micro_batches(Strategy(4, 2, tensor=2), 4, 0)
     assert sizes.tokens_AR.shape == (2, 2)
     assert numbers(sizes) == [1, 15, 5, 63, 35, 4, 0]
@@ -42,7 +42,7 @@ def test_micro_batches_have_the_tokens_pairs_and_lengths_of_their_sequences() ->
         Work(ModelConfig(2, 128, 4, 512, 1000, 4), LENGTHS, MASKED)
 
 
-def test_a_run_has_the_work_of_its_data_and_the_strategy_of_its_settings(small_run: SmallRun, tmp_path: Path) -> None:
+def test_work_and_strategy_follow_from_the_data_and_settings_of_a_run(small_run: SmallRun, tmp_path: Path) -> None:
     config = parse(small_run.arguments(tmp_path, training__max_steps=9, evaluation__batch_size=50))
     work, strategy = work_to_plan(config), strategy_of(config)
     assert (work.model, work.lengths.tolist()) == (config.model, small_run.train.lengths.tolist())
@@ -53,7 +53,7 @@ def test_a_run_has_the_work_of_its_data_and_the_strategy_of_its_settings(small_r
 
 
 @pytest.mark.parametrize("tensor", [1, 2])
-def test_a_layer_has_products_norms_and_attention_of_its_rows(tensor: int) -> None:
+def test_computations_of_a_micro_batch_equal_a_count_by_hand(tensor: int) -> None:
     """``D``, ``F`` and ``V`` are a rank's part of the hidden size, the intermediate size and the vocabulary."""
     sizes = Work(MODEL, LENGTHS, MASKED).micro_batches(Strategy(4, tensor=tensor), tensor, 0)
     embedding, layer, last = parts_of(MODEL, sizes, tensor)
@@ -80,7 +80,7 @@ def test_a_layer_has_products_norms_and_attention_of_its_rows(tensor: int) -> No
     assert not any(each.in_encoder for each in last)
 
 
-def test_a_strategy_names_its_stages_and_refuses_batches_that_ranks_cannot_share() -> None:
+def test_a_strategy_formats_its_stages_and_refuses_indivisible_batches() -> None:
     assert [Strategy(8, pipeline=4, virtual_stages=virtual).stages for virtual in (1, 2)] == ["4", "4 x 2"]
     assert Strategy(8, 2, tensor=2).sequences(4) == 2
     said = r"global_batch_size is 6, which 2 copies of the model \(4 ranks\) x 2 micro-batches .* multiple of 4\."
@@ -88,7 +88,7 @@ def test_a_strategy_names_its_stages_and_refuses_batches_that_ranks_cannot_share
         Strategy(6, 2, tensor=2).sequences(4)
 
 
-def test_a_target_has_whole_nodes() -> None:
+def test_a_data_sheet_target_has_whole_nodes_and_supported_precisions() -> None:
     device = device_named("A100")
     for count, shape in {1: (1, 1), 8: (1, 8), 24: (3, 8)}.items():
         target = target_of_devices(device, count, 8)

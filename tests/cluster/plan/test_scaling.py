@@ -23,7 +23,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def curve() -> tuple[list[ScalingPoint], list[Found]]:
-    """Points of a scaling curve with their searches. There are few of them, because a node has 4,096 accelerators."""
+    """Return the points of a scaling curve and their searches. Nodes have 4,096 accelerators to keep the points few."""
     found: list[Found] = []
     with pytest.MonkeyPatch.context() as patch:
         search = scaling.search
@@ -31,7 +31,9 @@ def curve() -> tuple[list[ScalingPoint], list[Found]]:
         return list(scale(RECIPES["dgxa100_8x8"](), DEVICE, 4096)), found
 
 
-def test_the_curve_falls_and_its_time_goes_to_causes_that_add_up(curve: tuple[list[ScalingPoint], list[Found]]) -> None:
+def test_time_falls_with_scale_and_the_shares_of_its_causes_add_up(
+    curve: tuple[list[ScalingPoint], list[Found]],
+) -> None:
     points, found = curve
     assert [point.accelerators for point in points] == [4096, 8192, LARGEST]
     minutes = [point.minutes for point in points]
@@ -49,13 +51,13 @@ def test_the_curve_falls_and_its_time_goes_to_causes_that_add_up(curve: tuple[li
     assert points[-1].share("launches and small kernels") > share
 
 
-def test_too_large_nodes_and_open_recipes_have_no_curve() -> None:
+def test_too_large_nodes_and_open_recipes_are_refused() -> None:
     for recipe, per_node, said in ((RECIPES["dgxa100_8x8"](), LARGEST + 1, "is 16,385"), (tiny_cpu(), 8, "tiny_cpu")):
         with pytest.raises(ValueError, match=said):
             list(islice(scale(recipe, DEVICE, per_node), 1))
 
 
-def test_the_command_prints_every_point_and_its_page_loads_nothing(
+def test_scale_prints_every_point_and_writes_a_self_contained_page(
     curve: tuple[list[ScalingPoint], list[Found]], tmp_path: Path, cluster: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     points, _ = curve

@@ -42,8 +42,10 @@ def with_memory(target: Target, size: float) -> Target:
     return replace(target, rates={name: replace(rates, memory_bytes=size) for name, rates in target.rates.items()})
 
 
-def test_the_best_is_the_fastest_of_all_ways_to_run_its_batch(found: Found, target: Target, work: Work) -> None:
-    """Predict all ways to run the best plan's batch, even ways that the search skips. No way may be faster than the plan."""
+def test_the_best_plan_is_the_fastest_data_parallel_way_to_run_its_batch(
+    found: Found, target: Target, work: Work
+) -> None:
+    """Predict ways to run the best plan's batch that the search may skip. None may be faster than the best plan."""
     best = found.best[0]
     assert [each.seconds for each in found.best] == sorted(each.seconds for each in found.best)
     work = replace(work, samples=best.run.samples)
@@ -60,11 +62,11 @@ def test_the_best_is_the_fastest_of_all_ways_to_run_its_batch(found: Found, targ
 
 
 @pytest.mark.parametrize(("nodes", "per_node", "memory"), [(2, 2, 80e9), (1, 4, 8e9)])
-def test_nothing_that_the_search_skips_is_among_the_best(
+def test_ways_that_the_search_skips_are_not_among_the_best(
     nodes: int, per_node: int, memory: float, work: Work, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config, work = RECIPES["h100_1x8"](), replace(work, samples=1e6)
-    config = replace(config, log=replace(config.log, division="open"))  # only the recipe's batch size
+    config = replace(config, log=replace(config.log, division="open"))  # an open recipe gets only its own batch size
     target = target_of_devices(device_of("h100_1x8", None)[0], nodes * per_node, per_node)
     found = search(config, work, with_memory(target, memory))
     monkeypatch.setattr("cluster.plan.search._may_be_among_best", lambda *_: True)
@@ -90,7 +92,7 @@ def test_every_plan_fits_the_memory_and_divides_the_batch(found: Found, target: 
     assert found.best[0].memory == pytest.approx(sum(parts.values()))
 
 
-def test_smaller_memory_takes_other_ways_or_none(work: Work) -> None:
+def test_small_memory_needs_recomputation_and_too_small_memory_is_refused(work: Work) -> None:
     config, target = RECIPES["h100_1x8"](), target_of("h100_1x8", None, 2048)
     found = search(config, work, with_memory(target, 5e9))
     assert found.best[0].memory <= USABLE_MEMORY * 5e9
@@ -104,10 +106,12 @@ def test_smaller_memory_takes_other_ways_or_none(work: Work) -> None:
 
 
 @pytest.mark.parametrize(("ranks", "per_host", "memory"), [(8, 8, 3e9), (4, 1, 4.2e9)], ids=["tensor", "pipeline"])
-def test_copies_are_shared_only_if_needed(ranks: int, per_host: int, memory: float, work: Work, tmp_path: Path) -> None:
+def test_ranks_share_copies_only_if_needed(
+    ranks: int, per_host: int, memory: float, work: Work, tmp_path: Path
+) -> None:
     """The planner must use pipeline parallelism if hosts have one rank, because tensor parallelism needs several."""
     config, work = RECIPES["h100_1x8"](), replace(work, samples=1e6)
-    config = replace(config, log=replace(config.log, division="open"))  # only the recipe's batch size
+    config = replace(config, log=replace(config.log, division="open"))  # an open recipe gets only its own batch size
     target = target_of_devices(device_of("h100_1x8", None)[0], ranks, per_host)
     assert search(config, work, target).best[0].strategy.copy_ranks == 1
     best = search(config, work, with_memory(target, memory)).best[0]
@@ -127,14 +131,14 @@ def test_printed_rivals_are_sorted_and_agree_with_the_table(found: Found) -> Non
     losses = [float(line.split("%")[0].split()[-1]) for line in lines if line.startswith("  batch ") and "%" in line]
     assert losses == sorted(losses), "the nearest first"
     assert not re.search(r"  -\d+\.\d%", text), "nothing is faster than the first"
-    # The table and the list of rejected batches print the same step time for a batch.
+    # The table and the list of slower batches print the same step time for a batch.
     rows = {(row[2], row[12]) for row in (line.split() for line in lines[1:6])}
     rivals = re.findall(r"  batch ([\d,]+): .* steps of ([\d.]+) ms", text)
     assert {rival for rival in rivals if rival[0] in {batch for batch, _ in rows}} <= rows
 
 
 @pytest.mark.parametrize(("recipe", "nodes", "per_node"), [("dgxa100_8x8", 512, 8), ("gb200_18x4", 18, 4)])
-def test_a_run_can_take_its_plan(recipe: str, nodes: int, per_node: int, tmp_path: Path, cluster: Command) -> None:
+def test_a_run_accepts_the_plan_file(recipe: str, nodes: int, per_node: int, tmp_path: Path, cluster: Command) -> None:
     path = tmp_path / "plan.json"
     done = cluster("plan", recipe, "--gpus", nodes * per_node, "--out", path)
     assert ("tensor 8" in done.stdout) == (per_node == 8), "a group of 8 would need two trays"
@@ -147,7 +151,7 @@ def test_a_run_can_take_its_plan(recipe: str, nodes: int, per_node: int, tmp_pat
     assert 0 < sum(plan.step_seconds.values()) < 0.1
 
 
-def test_a_view_is_planned_for_as_many_ranks_as_it_has(tmp_path: Path, refused: Refused) -> None:
+def test_plan_refuses_another_number_of_gpus_than_the_probe_has(tmp_path: Path, refused: Refused) -> None:
     path = tmp_path / "cluster.json"
     write_view(replace(made_up(hosts=1, ranks=2), collectives=(), outliers=()), path)
     assert "has 2 ranks, but --gpus is 4" in refused("plan", "tiny_cpu", "--cluster", path, "--gpus", 4)

@@ -29,7 +29,7 @@ def target_of(hosts: int, slower: float, ranks: int = 1) -> Target:
 
 
 def chosen(sites: str, slower: float, steps: int = 128, recipe: str = "tiny_cpu") -> tuple[Found, Candidate, str]:
-    """Plan for a rank on each host, whose letter names its site, with an evaluation every ``steps`` steps."""
+    """Plan for one rank per host, with an evaluation every ``steps`` steps. Each letter of ``sites`` is a host's site."""
     work, target = replace(TINY, interval_samples=BATCH * steps), target_of(len(sites), slower)
     found = search(RECIPES["tiny_cpu"](), work, target)
     view = view_of(sites, INSIDE * slower, INSIDE)
@@ -54,7 +54,7 @@ def test_site_steps_hide_the_exchange_over_a_slow_link(sites: str) -> None:
         assert f"training.site_steps {enough[0]}" in said
 
 
-def test_a_fast_link_a_closed_run_or_odd_evaluations_have_fewer_steps() -> None:
+def test_fast_links_closed_runs_and_evaluation_intervals_limit_site_steps() -> None:
     found, best, said = chosen("aaaabbbb", 1.01)
     assert (best, best.strategy.site_steps) == (found.best[0], 1)
     step = f"{1000 * best.step.total:.2f} ms"
@@ -72,7 +72,7 @@ def test_a_fast_link_a_closed_run_or_odd_evaluations_have_fewer_steps() -> None:
     assert said.endswith("training.site_steps stays 1")
 
 
-def test_a_site_of_one_host_has_the_measured_collectives_of_a_host() -> None:
+def test_a_site_of_one_host_uses_the_collectives_measured_within_a_host() -> None:
     alone, apart = rates(1, 4), rates(3, 4)
     slow = {key: curve for key, curve in rates(3, 4, 1e-6).collectives.items() if key[1] != "node"}
     found = rates_in_site(replace(apart, collectives={**apart.collectives, **slow}), view_of("abc", ranks=4))
@@ -81,22 +81,22 @@ def test_a_site_of_one_host_has_the_measured_collectives_of_a_host() -> None:
         assert found.collective("all-reduce", "world", size) == alone.collective("all-reduce", "node", size)
 
 
-def test_a_site_of_several_hosts_has_rings_over_its_own_paths() -> None:
-    """A ring of two sends half of a vector, and three hosts wait twice for the latency of 10 us."""
+def test_a_site_of_several_hosts_uses_rings_over_its_own_paths() -> None:
+    """A ring of two hosts sends 1/2 of a vector and waits once for the latency of 10 us; a ring of three, 2/3 and twice."""
     measured = rates(6, 1, 1e-6)
     for sites, share, waits in (("aabb", 1 / 2, 1), ("aaabbb", 2 / 3, 2)):
         found = rates_in_site(measured, view_of(sites, between=1e-6, inside=1e-8))
         ring = BUCKET_BYTES * 1e-8 * share + waits * 1e-5
         assert found.collective("all-gather", "world", BUCKET_BYTES)[0] == pytest.approx(ring)
         assert found.nodes == len(sites) / 2
-    # Two ranks on each host have a card each, and two rings along rails at once. A ring of four sends 3/4 of a vector.
+    # Each host has two ranks with a card each, so two rings run along rails at once. A ring of four sends 3/4 of a vector.
     found = rates_in_site(rates(4, 2, 1e-6), view_of("aabb", between=1e-6, inside=1e-8, ranks=2))
     for scope, share in (("world", 3 / 4 / 2), ("rail", 1 / 2)):
         ring = BUCKET_BYTES * 1e-8 * share + 1e-5
         assert found.collectives["all-gather", scope].seconds(BUCKET_BYTES) == pytest.approx(ring)  # type: ignore[index]
 
 
-def test_no_copy_of_the_model_spans_sites() -> None:
+def test_plans_whose_copies_span_sites_get_no_site_steps() -> None:
     work, target = replace(TINY, interval_samples=BATCH * 128), target_of(4, 400)
     found = search(RECIPES["tiny_cpu"](), work, target)
     spread = replace(found, ranked=tuple(each for each in found.ranked if each.strategy.pipeline == 2))

@@ -46,8 +46,8 @@ def names(measured: Measurements) -> list[str]:
 
 
 @pytest.mark.parametrize(("hosts", "size"), [(1, 1), (1, 8), (2, 1), (4, 1), (4, 2), (3, 4), (16, 8)])
-def test_an_even_cluster_has_no_outliers(hosts: int, size: int) -> None:
-    """Ranks on all hosts but the first are three times as slow, but their devices have another name."""
+def test_a_cluster_without_faults_has_no_outliers(hosts: int, size: int) -> None:
+    """Ranks on all hosts but the first are three times as slow, but their devices differ, so they are not compared."""
     for seed in range(10):
         measured = cluster(hosts, size, seed)
         measured.rates_RTC[size:] *= 3
@@ -97,7 +97,7 @@ def test_each_fault_is_reported_once_by_its_name(expected: str) -> None:
         assert find_leaves(measured) == ([()] * 8, "unknown")
 
 
-def test_the_share_of_a_step_follows_from_the_slow_link() -> None:
+def test_the_step_share_of_a_slow_link_equals_a_calculation_by_hand() -> None:
     measured = cluster(hosts=8)
     slow_paths(measured.between_hosts, 4, None, 3)
     [link] = find_outliers(measured, [()] * 8)
@@ -108,7 +108,7 @@ def test_the_share_of_a_step_follows_from_the_slow_link() -> None:
     assert link.sentence.startswith("SLOW  network link of host h2, card v0, sending: bandwidth, time ")
 
 
-def test_switches_are_slurms_or_found_by_bandwidth_or_by_latency() -> None:
+def test_switches_come_from_slurm_or_from_measured_bandwidth_or_latency() -> None:
     measured = cluster(hosts=4)
     told = replace(measured, facts=[facts(host, ("top", f"leaf{host % 2}")) for host in measured.host_of])
     assert find_leaves(told) == ([("top", "leaf0"), ("top", "leaf1")] * 2, "slurm")
@@ -122,7 +122,7 @@ def test_switches_are_slurms_or_found_by_bandwidth_or_by_latency() -> None:
 
 
 def in_sites(*sizes: int, slower: float = 50, one_way: float = 1, seed: int = 0, stated: bool = False) -> Measurements:
-    """Return measurements of hosts whose paths between sites are slow, and even slower one way."""
+    """Return measurements of hosts whose paths between sites are slow, by ``one_way`` more in one direction."""
     measured, of = cluster(sum(sizes), seed=seed), np.repeat(np.arange(len(sizes)), sizes)
     paths = measured.between_hosts
     assert paths
@@ -137,7 +137,7 @@ def in_sites(*sizes: int, slower: float = 50, one_way: float = 1, seed: int = 0,
 
 
 @pytest.mark.parametrize("sizes", [(2, 2), (4, 2, 3), (8, 8)])
-def test_groups_of_hosts_that_slow_paths_join_are_sites_and_no_outliers(sizes: tuple[int, ...]) -> None:
+def test_groups_of_hosts_joined_by_slow_paths_are_sites_and_not_outliers(sizes: tuple[int, ...]) -> None:
     expected = [f"site{site}" for site, size in enumerate(sizes) for _ in range(size)]
     for seed in range(5):
         measured = in_sites(*sizes, seed=seed)
@@ -146,14 +146,14 @@ def test_groups_of_hosts_that_slow_paths_join_are_sites_and_no_outliers(sizes: t
 
 
 @pytest.mark.parametrize("sizes", [(1, 1), (1, 1, 1), (3, 1), (2, 2, 1)])
-def test_a_host_alone_is_no_site(sizes: tuple[int, ...]) -> None:
+def test_a_single_distant_host_is_not_a_site(sizes: tuple[int, ...]) -> None:
     measured = in_sites(*sizes)
     assert {*measured.sites} == {""}
     slow = ["network link of host h3, card v0, both directions"] if sizes == (3, 1) else []
     assert names(measured) == slow
 
 
-def test_paths_that_are_a_little_slower_or_do_not_divide_the_hosts_make_no_sites() -> None:
+def test_slightly_slower_or_inconsistent_paths_make_no_sites() -> None:
     assert {*in_sites(4, 4, slower=3).sites} == {""}
     for one, other in ((1, 2), (2, 1)):  # the fast paths join all hosts, but other paths are slow
         measured = in_sites(2, 2)
@@ -165,14 +165,14 @@ def test_paths_that_are_a_little_slower_or_do_not_divide_the_hosts_make_no_sites
 
 
 @pytest.mark.parametrize("sizes", [(1, 1), (3, 1), (1, 1, 2), (4, 2, 3)])
-def test_stated_sites_are_taken_and_their_paths_compared_only_with_each_other(sizes: tuple[int, ...]) -> None:
+def test_stated_sites_are_used_and_paths_of_different_sites_are_not_compared(sizes: tuple[int, ...]) -> None:
     expected = [f"s{site}" for site, size in enumerate(sizes) for _ in range(size)]
     for slower in (1, 50):
         measured = in_sites(*sizes, slower=slower, one_way=3, stated=True)
         assert (measured.sites, names(measured)) == (expected, [])
 
 
-def test_a_slow_link_in_a_site_is_named() -> None:
+def test_a_slow_link_in_a_site_is_reported() -> None:
     for stated in (False, True):
         measured = in_sites(4, 4, stated=stated)
         slow_card(measured, 3)

@@ -60,8 +60,8 @@ def test_switches_come_from_the_environment_of_a_task_or_from_scontrol(monkeypat
     assert switches_of(["No topology information available"]) == ()
 
 
-def test_a_machine_is_busy_if_others_take_a_tenth_of_it() -> None:
-    """Host "a" has two ranks. On host "b", only its rank is busy. The counters of "c" do not move."""
+def test_a_machine_is_busy_if_other_programs_take_more_than_a_tenth_of_it() -> None:
+    """Host "a" has two ranks. On host "b", only its own rank takes processor time. The counters of "c" do not move."""
     every = [Facts(host, Host(host, 4, 2**30, (), ()), "cpu", 0, "") for host in "aabc"]
     for busy, own, share in ((40.0, 12.0, 0.16), (40.0, 15.0, None), (40.0, 14.0, 0.12), (0.0, 19.0, None)):
         spent_R3 = np.array([[busy, 100.0, own]] * 2 + [[20.0, 100.0, 19.5], [0.0, 0.0, 0.0]])
@@ -69,7 +69,7 @@ def test_a_machine_is_busy_if_others_take_a_tenth_of_it() -> None:
 
 
 def test_processor_seconds_exclude_idle_iowait_and_guests(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fields are powers of two. Guests' time is part of the user's time, and waiting for a disk is idle."""
+    """Each field is a different power of two. User time includes guests' time, and waiting for a disk counts as idle."""
     names = ("user", "nice", "system", "idle", "iowait", "irq", "softirq", "steal", "guest", "guest_nice")
     times = psutil.cpu_times()._replace(**{name: 2.0**place for place, name in enumerate(names)})
     monkeypatch.setattr(psutil, "cpu_times", lambda: times)
@@ -80,7 +80,7 @@ def test_processor_seconds_exclude_idle_iowait_and_guests(monkeypatch: pytest.Mo
 
 
 @pytest.mark.slow
-def test_cells_of_a_gpu_state_their_sizes_and_how_often_they_run() -> None:
+def test_gpu_cells_have_the_expected_sizes_and_repetitions() -> None:
     with FakeTensorMode():
         cells = computing.cells_of(torch.device("cuda"))
     expected = [("product", "bf16", 8192, 1), ("copy", "fp32", 2**28, 1), ("launch", "fp32", 1, 1000)]
@@ -89,7 +89,7 @@ def test_cells_of_a_gpu_state_their_sizes_and_how_often_they_run() -> None:
 
 
 def test_computations_share_the_seconds_in_up_to_three_turns(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first calls take half a second. The rest has up to three turns, with windows of at least a time slice."""
+    """The first calls take 0.5 s. The remaining seconds hold up to three turns, with windows of at least 15 ms."""
     windows: list[float] = []
 
     def time_in_window(_action: object, seconds: float, _device: object) -> float:
@@ -105,10 +105,10 @@ def test_computations_share_the_seconds_in_up_to_three_turns(monkeypatch: pytest
     for seconds, turns, window in ((600.5, 3, 100), (0.57, 2, 0.015), (0.5, 1, 0.015)):
         windows.clear()
         time = clock(0.5)
-        time.perf_counter()  # the clock has not just begun
+        time.perf_counter()  # so that the clock does not start at 0
         monkeypatch.setattr(computations, "time", time)
         found = computations.measure_computations(Mesh(0, 1, 0, torch.device("cpu")), 1, seconds)
-        # The median of every other call's time.
+        # The trials take turns, so each has the median of every other call's time.
         expected = [("a", (1.0,), 6.0 * turns), ("b", (2.0,), 1.5 * (turns + 1))]
         assert [(each.kind, each.counts, each.seconds) for each in found] == expected
         assert windows == [pytest.approx(window, rel=1e-9)] * 2 * turns
@@ -120,13 +120,13 @@ def test_a_window_has_whole_actions_and_lasts_at_least_its_seconds(monkeypatch: 
         monkeypatch.setattr(computing, "time", clock(1.0))
         assert computing.time_in_window(lambda done=done: done.append(1), seconds, torch.device("cpu")) == 1.0
         assert len(done) == actions
-    for group in (0, 2):  # every rank enters as many barriers as there are groups, and measures in its own
+    for group in (0, 2):  # the number of the group does not change the result
         cells = [computing.Cell("copy", "fp32", 1, int, times=4), computing.Cell("launch", "fp32", 1, int)]
         found = computing.measure_rates(Mesh(0, 1, 0, torch.device("cpu")), cells, group, turns=2, seconds=1.0)
         assert found.tolist() == [[0.25, 1.0]] * 2
 
 
-def test_the_facts_of_a_processor_name_its_interface(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_facts_of_a_cpu_rank_state_its_interface_and_truncate_names(monkeypatch: pytest.MonkeyPatch) -> None:
     mesh = Mesh(0, 1, 0, torch.device("cpu"))
     monkeypatch.setattr("socket.gethostname", lambda: "n" * 200)
     monkeypatch.setattr("cluster.probe.machine.processor_name", lambda: "d" * 200)

@@ -1,4 +1,4 @@
-"""Outlier detection reports nothing in noise of any distribution, and reports parts that are slow."""
+"""Outlier detection reports almost nothing in noise of any distribution, and reports parts that are slow."""
 
 import itertools
 import math
@@ -19,12 +19,12 @@ NOISES: dict[str, Noise] = {
     "bursts that hit all": lambda rng, shape: rng.normal(0, 0.03, shape) + rng.exponential(1, (shape[0], 1)),
 }
 TURNS = 10
-"""Number of measurements of each part. The probe has as many after its second look at suspicious parts."""
+"""Number of measurements of each part. The probe has as many after a second measurement."""
 
 
 @pytest.mark.parametrize("noise", NOISES.values(), ids=NOISES)
 @pytest.mark.parametrize("parts", [4, 8, 64])
-def test_noise_of_any_distribution_is_no_outlier(noise: Noise, parts: int) -> None:
+def test_noise_of_any_distribution_is_rarely_an_outlier(noise: Noise, parts: int) -> None:
     rng = np.random.default_rng(parts)
     named = sum(judge(noise(rng, (TURNS, parts)), 4 * parts).is_outlier.any() for _ in range(100))
     assert named <= 1
@@ -34,7 +34,7 @@ def test_noise_of_any_distribution_is_no_outlier(noise: Noise, parts: int) -> No
 @pytest.mark.parametrize("fitted", [1, 3])
 @pytest.mark.parametrize("noise", [0.001, 0.05, 0.4])
 def test_deviations_and_limits_are_those_of_the_formula(parts: int, fitted: int, noise: float) -> None:
-    """Times are an excess of each part plus noise of alternating sign, so that medians over turns and parts are known."""
+    """A part's times are its excess plus noise of alternating sign, so that medians over turns and parts are known."""
     excess = np.arange(parts) / 10 - (parts // 2) / 10
     signs = np.array([[1.0], [1.0], [-1.0], [-1.0]])
     noises = np.where(excess == 0, 0.0, noise)
@@ -56,8 +56,8 @@ def test_deviations_and_limits_are_those_of_the_formula(parts: int, fitted: int,
         assert judgement.is_outlier[-1] == (factor < 1), (comparisons, factor)
 
 
-def test_an_excess_below_a_thousandth_or_one_of_two_parts_is_no_outlier() -> None:
-    """The other parts have equal times, so that a part's deviation is without bounds."""
+def test_excesses_below_a_thousandth_and_pairs_of_parts_have_no_outlier() -> None:
+    """All parts but the first have equal times, so the deviation of the first part is limited only by clipping."""
     for parts, excess in itertools.product((1, 2, 3, 8), (0.0009, 0.0011, -0.5)):
         times = np.zeros((3, parts))
         times[:, 0] = excess

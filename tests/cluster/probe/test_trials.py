@@ -25,8 +25,8 @@ from tests.cluster.probe.clocks import clock
 
 
 @pytest.mark.slow
-def test_each_trial_states_its_work() -> None:
-    """The first shape of each kind, by hand: calls, and the terms that its kind has in `cluster.model.work.TERMS`."""
+def test_counts_of_trials_equal_a_count_by_hand() -> None:
+    """Counts of the first shape of each kind, by hand, in the order of its terms in `cluster.model.work.TERMS`."""
     trials = [trial for trial in trials_of(torch.device("cpu")) if "bf16" not in trial.kind]
     attention, norm, embedding = (1, 128 * 128, 128**2 * 4, 128**2 * 128), (1, 32 * 128), (1, 64 * 128, 1024 * 128)
     expected = {"linear fp32": (1, 64 * 128 * 128, 64 * 256, 128 * 128), "gelu": (1, 32 * 128), "loss": (1, 8 * 1024)}
@@ -83,7 +83,7 @@ def test_stale_lost_or_misplaced_data_differs_from_the_expected_result(operation
 
 @pytest.mark.slow
 def test_sizes_grow_until_the_next_would_take_too_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each repetition takes a second by the clock, so the next size is expected to take 4 s, and at least 3 repetitions."""
+    """Each repetition takes 1 s by the clock, so each of at least 3 repetitions of the next size is expected to take 4 s."""
     monkeypatch.setattr(collectives, "_LARGEST_BYTES", 2**22)
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     repeats = {0.0: (3, 3, 3), 22.9: (5, 3, 3), 23.1: (5, 3, 3, 3), 45.1: (5, 5, 3, 3), 1e9: (5,) * 4}
@@ -96,7 +96,7 @@ def test_sizes_grow_until_the_next_would_take_too_long(tmp_path: Path, monkeypat
             points, wrong = collectives._times(mesh, dist.group.WORLD, "all-reduce", seconds)
             sizes = [2**16, 2**18, 2**20, 2**22][: len(expected)]
             assert (points, wrong) == ([(size, 1.0, pytest.approx(8.0)) for size in sizes], [])
-            # Each repetition reads the clock twice, and once before the first, which connects the ranks.
+            # Each timed repetition reads the clock twice. The first repetition, which connects the ranks, reads it once.
             assert time.perf_counter() == sum(2 * each + 1 for each in expected)
     finally:
         dist.destroy_process_group()

@@ -30,7 +30,7 @@ def probe(rank: int, out: Path, patch: pytest.MonkeyPatch) -> tuple[int, list[st
     """Run a probe on a rank, and return its status, output and errors.
 
     Also return the sizes of the measurements that were searched for outliers, and the numeric arguments of each
-    measurement. There is time for all turns of the paths between hosts, and for the minimum of three turns within hosts.
+    measurement. There is time for all turns of the paths between hosts, and only for three turns within hosts.
     """
     shared = clock(STEPS[rank])
     for module in (command, computing, computations, collectives, links):
@@ -88,7 +88,7 @@ def test_a_probe_of_four_ranks_writes_exact_times_and_outliers(tmp_path: Path, m
         Outlier(found[1], "product fp32 512^3", 2.0, 1e6, pytest.approx(share), (3,)),  # type: ignore[arg-type]
     )
     called = []
-    for rank in range(4):  # both ranks of a host take turns, for all five turns
+    for rank in range(4):  # the two ranks of a host measure in different groups, in five turns
         parts = [["rates", rank % 2, 5, 0.5], ["paths", 5, 0.2], ["paths", 5, 40.0]] * 2
         parts += [["contention", 4, 0.2], ["computations", 4, 0.4], ["collectives", 0.4]]
         called.append([[f"measure_{name}", *numbers] for name, *numbers in parts])
@@ -118,11 +118,11 @@ def test_a_probe_of_four_ranks_writes_exact_times_and_outliers(tmp_path: Path, m
     for each in view.collectives:
         np.testing.assert_allclose(each.points, [(size, 1 / 16, 8 * sum(STEPS)) for size in (2**16, 2**18, 2**20)])
     assert view.computations == (ComputationTime("gelu", (1.0, 8.0), sum(STEPS) / 4 / 2),)
-    # All ranks time a window with three readings of their clocks, and then the work alone.
+    # A window spans three steps of a rank's clock, and work that is done once spans one step.
     assert view.contention == Contention(4, 1, 1 / 32, 3 * sum(STEPS) / 4, sum(STEPS) / 4, 1 / 16)
 
 
-def test_a_probe_prints_its_result_or_raises_one_line(
+def test_a_probe_prints_its_result_or_raises_a_one_line_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "cluster.json"

@@ -21,7 +21,7 @@ def made() -> tuple[Calibration, dict[str, list[Held]]]:
     return calibrate()
 
 
-def test_the_shipped_calibration_is_what_the_command_makes(made: tuple[Calibration, object]) -> None:
+def test_a_new_fit_equals_the_shipped_calibration(made: tuple[Calibration, object]) -> None:
     shipped, again = calibration(), made[0]
     assert set(again.parameters) == set(shipped.parameters)
     for name, value in again.parameters.items():
@@ -35,7 +35,9 @@ def test_the_shipped_calibration_is_what_the_command_makes(made: tuple[Calibrati
 
 
 @pytest.mark.parametrize("name", GROUPS)
-def test_errors_and_intervals_of_left_out_results(name: str, made: tuple[Calibration, dict[str, list[Held]]]) -> None:
+def test_held_out_results_are_near_predictions_and_in_intervals(
+    name: str, made: tuple[Calibration, dict[str, list[Held]]]
+) -> None:
     held = made[1][name]
     assert len(held) == len(results_of_devices())
     assert not any(each.model_seen for each in made[1]["accelerator"])
@@ -44,7 +46,7 @@ def test_errors_and_intervals_of_left_out_results(name: str, made: tuple[Calibra
     assert INTERVAL - 0.05 <= statistics.mean(each.is_inside(made[0]) for each in held) <= INTERVAL + 0.08
 
 
-def test_a_result_that_takes_ten_times_as_long_moves_predictions_by_little() -> None:
+def test_one_outlier_changes_predictions_by_at_most_a_tenth() -> None:
     spoiled = list(results_of_devices())
     worst = next(i for i, result in enumerate(spoiled) if result.run.machine.device.name == "H100-SXM-80GB")
     spoiled[worst] = replace(spoiled[worst], seconds=10 * spoiled[worst].seconds)

@@ -26,11 +26,11 @@ def eighths(*values: float) -> float:
     return sum(value**8 for value in values) ** 0.125
 
 
-def test_a_sequence_takes_products_traffic_and_the_delay_by_the_power_limit() -> None:
-    products = 500e9 / 312e12  # TFLOP/s of an A100
+def test_sequence_time_is_products_traffic_and_the_delay_by_the_power_limit() -> None:
+    products = 500e9 / 312e12  # an A100 has 312 TFLOP/s
     seconds = sequence_time(ONES | {"traffic": log(1e9), "energy": log(1e-9)}, A100, False)
     assert seconds == pytest.approx((products, 1 / A100.memory_gb_s, 0), abs=1e-9)
-    # Energy halves in two years, so H100s of 2022 need half of 2 J, and 0.87 of it shrinks to a quarter in FP8.
+    # Energy halves in two years, so H100s of 2022 need half of 2 J. In FP8, a share of 0.87 needs only a quarter of it.
     hot = ONES | {"traffic": log(1e9), "energy": log(2.0), "energy_halving": log(2.0), "fp8_energy": log(0.25)}
     in_fp8 = 500e9 * (0.87 / (2 * H100.fp8_tflops * 1e12) + 0.13 / (H100.bf16_tflops * 1e12))  # type: ignore[operator]
     for fp8, matrix, joules in ((False, 500e9 / (H100.bf16_tflops * 1e12), 1.0), (True, in_fp8, 0.87 / 4 + 0.13)):
@@ -38,7 +38,7 @@ def test_a_sequence_takes_products_traffic_and_the_delay_by_the_power_limit() ->
         found = sequence_time(hot | {"fp8_efficiency": log(2.0)}, H100, fp8)
         assert sum(found[:2]) == pytest.approx(free)
         assert sum(found) == pytest.approx(eighths(free, joules / H100.tdp_w))
-    # Old software, first rounds, GDDR memory and chips slow everything down, and so does a CPU's relative speed.
+    # Each of these slows all parts of a sequence: old software, a device's first round, GDDR memory, its chip, a CPU.
     slow = {"old_software": 0.3, "first_round": 0.2, "graphics_memory": 0.1, "processor": log(0.5), "chip_GA100": -0.4}
     for name, round, speed in (
         ("A100-SXM", None, -0.4),
@@ -56,7 +56,7 @@ def test_link_and_network_rates_follow_from_data_sheets_and_efficiencies() -> No
     p = ONES | {"fabric_efficiency": log(0.5), "pcie_efficiency": log(0.25), "network_efficiency": log(0.8)}
     node = describe_machine(A100, 4, 8, networking="8x IB HDR 200Gb/s")
     assert link_rate(p, node) == 0.5 * 300e9
-    # Gbit/s are eighths of GB/s.
+    # One Gbit/s is an eighth of a GB/s.
     assert network_rate(p, node) == pytest.approx(0.8 * 8 * 200e9 / 8)
     a30 = device_named("A30")
     cards = ((2, "PCIe"), (2, "bridge"), (4, "bridge"))
@@ -64,7 +64,7 @@ def test_link_and_network_rates_follow_from_data_sheets_and_efficiencies() -> No
     assert a30.bridge_gb_s is not None
     rates = [link_rate(p, each) for each in (plain, bridged, four)]
     assert rates == pytest.approx([0.25e9 * a30.link_gb_s, 0.5e9 * a30.bridge_gb_s, 0.25e9 * a30.link_gb_s])
-    # Four cards share two ports through the host's memory, and eight have a switch.
+    # Four cards share two ports through the host's memory. Eight cards have a switch.
     p |= {"staging_efficiency": log(0.1)}
     shared = describe_machine(a30, 2, 4, networking="2x IB 100Gb/s")
     staged = eighths(8 / (0.8 * 100), 1 / (0.1 * a30.host_gb_s))
@@ -79,7 +79,7 @@ def test_link_and_network_rates_follow_from_data_sheets_and_efficiencies() -> No
     assert network_rate(p, gaudi) == pytest.approx(0.8e9 * 8 * (gaudi.device.network_gb_s or 0))
 
 
-def test_samples_grow_with_batch_accumulation_duration_and_age() -> None:
+def test_samples_grow_with_batch_accumulation_duration_and_old_recipes() -> None:
     reference = 2_414_421
 
     def samples(batch: int, accelerators: int = 8, rate: float = 1e9, old: bool = False, **p: float) -> float:
@@ -87,11 +87,11 @@ def test_samples_grow_with_batch_accumulation_duration_and_age() -> None:
 
     expected = [reference, reference, (reference + 2_798_080) / 2, 5_505_422 + 16384 * 860_089 / 3328]
     assert [samples(each) for each in (100, 448, 2528, 32768)] == pytest.approx(expected)
-    # Practice is interpolated in the logarithm of the batch, and stays the same beyond the largest batch.
+    # ``practice_N`` is interpolated in the logarithm of the batch, and constant beyond the largest N.
     halfway = round((448 * 768) ** 0.5)
     assert samples(halfway, practice_768=0.2) / samples(halfway) == pytest.approx(exp(0.1), rel=1e-3)
     assert samples(32768, practice_16384=0.2) / samples(32768) == pytest.approx(exp(0.2))
-    # A device holds 96 sequences. Eight hours and a half are 30 times 17 minutes.
+    # A device holds 96 sequences. Runs longer than 17 minutes take extra samples.
     for batch, share in ((8 * 96, 0.0), (8 * 192, 0.3)):
         assert samples(batch, accumulation=0.3) / samples(batch) == pytest.approx(exp(share))
     for minutes, doublings in ((16.9, 0.0), (34.0, 1.0)):
@@ -109,8 +109,8 @@ def evaluation_samples(batch: int) -> float:
 
 
 @pytest.mark.parametrize(("nodes", "batch", "micro_batches"), [(1, 768, 1), (4, 768, 1), (1, 4096, 2)])
-def test_a_run_has_the_parts_of_its_steps(nodes: int, batch: int, micro_batches: int) -> None:
-    """H100s hold 256 sequences of 16 and 8 bits. The reduction sends 2 bytes for each of 336.2 million parameters."""
+def test_parts_of_a_step_and_of_a_run_equal_a_calculation_by_hand(nodes: int, batch: int, micro_batches: int) -> None:
+    """An H100 holds 256 sequences in FP8. The reduction sends 2 bytes for each of 336.2 million parameters."""
     p = ONES | {"traffic": log(1e9), "energy": log(1e-9), "launch": log(0.005), "half_batch": log(1.5)}
     p |= {"overlap": log(0.5), "tail": log(0.3), "network_latency": log(2e-4), "start": log(0.7)}
     run = TimedRun(describe_machine(H100, nodes, 8, networking="8x IB NDR 400Gb/s"), batch)

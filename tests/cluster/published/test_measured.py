@@ -1,4 +1,4 @@
-"""Measured minutes against their prediction: a number, and synthetic results folders."""
+"""Comparison of measured minutes, a number or a synthetic results folder, with their prediction."""
 
 import json
 from pathlib import Path
@@ -56,7 +56,7 @@ def test_minutes_are_judged_by_the_interval_and_by_published_results() -> None:
     assert found[low]["causes"] == {}, "a fast run needs no explanation"
 
 
-def test_a_device_with_few_results_is_compared_with_more_devices() -> None:
+def test_a_device_with_few_results_is_compared_with_its_chip_or_all_devices() -> None:
     among = {"H100": ("H100", 59), "GH200": ("the chip GH100", 76), "B200": ("B200", 12)}
     among["Gaudi2"] = ("any accelerator", 201)
     for name, expected in among.items():
@@ -64,7 +64,7 @@ def test_a_device_with_few_results_is_compared_with_more_devices() -> None:
         assert (found["compared_with"], found["results"]) == expected
 
 
-def test_a_folder_states_its_machine_and_separates_convergence_from_speed(tmp_path: Path, cluster: Command) -> None:
+def test_a_results_folder_gives_the_machine_the_convergence_and_the_speed(tmp_path: Path, cluster: Command) -> None:
     """The mean covers three runs with 16 evaluations. It leaves out the fastest run (15) and the slowest run (17)."""
     write_runs(tmp_path / "SYSTEM" / "bert")
     found, expected = read_measured(str(tmp_path / "SYSTEM")), prediction()
@@ -97,14 +97,14 @@ def test_the_mean_drops_the_fastest_and_slowest_of_five_or_more_runs(tmp_path: P
 
 
 def write_metrics(log: Path, seconds: float) -> None:
-    """Write metrics with 100 steps, which wait 150 s for data and then compute."""
+    """Write metrics of 100 steps, which wait 150 s in sum for data and compute for the other seconds."""
     step = {"event": "step", "step": 100, "samples": 76800, "time_s": seconds, "reduce_ms": 0.0, "update_ms": 0.0}
     step |= {"data_wait_ms": 1500.0, "forward_backward_ms": 10 * (seconds - 150)}
     log.with_name(log.name.replace("result", "metrics")).with_suffix(".jsonl").write_text(json.dumps(step) + "\n")
 
 
-def test_metrics_name_the_part_that_exceeds_its_prediction_most(tmp_path: Path, cluster: Command) -> None:
-    [log] = write_runs(tmp_path, (16,), step_ms=6000)  # 498 s
+def test_the_part_that_exceeds_its_prediction_most_comes_first(tmp_path: Path, cluster: Command) -> None:
+    [log] = write_runs(tmp_path, (16,), step_ms=6000)  # takes 498 s
     write_metrics(log, 498)
     lines = cluster("predict", "--measured", log).stdout.splitlines()
     place = lines.index("measured 8.30 min, 53.6% above the prediction, outside its 80% interval: slower than normal")
@@ -119,13 +119,15 @@ def test_metrics_name_the_part_that_exceeds_its_prediction_most(tmp_path: Path, 
     assert lines[-1] == "evaluations              0.101 min    0.00 min     0.00 x"
     parts = {"data wait": 2.5, "forward backward": pytest.approx(5.8), "start and other": 0.0}
     assert read_measured(str(log)).parts == dict.fromkeys(("reduce", "update", "evaluations"), 0.0) | parts
-    # The metrics are of another run if the times differ by more than a second and a fiftieth.
+    # Metrics are ignored as those of another run if the times differ by more than 1 s plus 2 %.
     for seconds, metrics in ((509.1, 1), (509.3, 0), (487.3, 1), (487.1, 0)):
         write_metrics(log, seconds)
         assert bool(read_measured(str(log)).parts) == metrics, seconds
 
 
-def test_other_software_needs_options_for_its_machine(tmp_path: Path, cluster: Command, refused: Refused) -> None:
+def test_logs_of_other_software_need_options_for_the_machine(
+    tmp_path: Path, cluster: Command, refused: Refused
+) -> None:
     [log] = write_runs(tmp_path, (16,), header={})
     log.write_text(without_chain(log.read_text()))
     assert "no --accelerator given" in refused("predict", "--measured", log)

@@ -54,7 +54,9 @@ def probed(device: str, hosts: int = 4, gbit_s: float = 300.0) -> View:
     return dataclasses.replace(made_up(hosts, 1), **changes)
 
 
-def test_a_probed_machine_has_its_devices_and_network(tmp_path: Path, cluster: Command, refused: Refused) -> None:
+def test_a_machine_from_a_probe_has_the_measured_devices_and_network(
+    tmp_path: Path, cluster: Command, refused: Refused
+) -> None:
     name = "NVIDIA H100 80GB HBM3"
     machine = machine_of(probed(name))
     assert (machine.device.name, machine.nodes, machine.per_node) == ("H100-SXM-80GB", 4, 8)

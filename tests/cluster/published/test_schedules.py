@@ -13,7 +13,7 @@ from cluster.published.schedules import schedules
 from tests.programs import REPOSITORY
 
 
-def test_samples_are_the_median_of_own_runs_with_equal_settings(tmp_path: Path) -> None:
+def test_samples_are_the_median_of_finished_runs_with_equal_settings(tmp_path: Path) -> None:
     """Only runs that reached the target with the same settings count. The median of two runs is their mean."""
     config = RECIPES["tiny_cpu"]()
     log = (REPOSITORY / "results/cpu_2cores/bert/result_1.txt").read_text()
@@ -60,7 +60,7 @@ def test_the_benchmark_has_schedules_from_recipes_and_published_results() -> Non
     assert (known.weight_decay_rate, known.num_warmup_steps) == (0.01, 0)
 
 
-def test_results_have_their_seconds_and_the_samples_that_logs_state() -> None:
+def test_published_results_have_seconds_samples_and_companies() -> None:
     assert (len(results()), len(results_of_devices())) == (206, 201)
     assert {each.run.machine.device.model for each in results() if each.samples is None} == {"Gaudi2"}
     first = results()[0]
@@ -77,7 +77,7 @@ def test_usual_batches_come_from_the_next_smaller_and_larger_scale() -> None:
 def test_the_distance_of_two_runs_counts_devices_then_doublings() -> None:
     a100, h100, pcie = (device_named(name) for name in ("A100-SXM", "H100-SXM", "A100-PCIe-80GB"))
     old = TimedRun(describe_machine(a100, 1, 8), 448, "v2.0")
-    # Four times the accelerators, four times the nodes, four times the batch, and other software.
+    # Four times the accelerators, nodes and batch, and newer software.
     assert _distance(old, TimedRun(describe_machine(a100, 4, 8), 1792, "v2.1")) == (0, 2 + 1 + 1 + 0.25)
     assert _distance(old, TimedRun(describe_machine(a100, 2, 2), 224, "v1.1")) == (0, 1 + 0.5 + 0.5)
     assert [_distance(old, TimedRun(describe_machine(each, 1, 8), 448, "v2.0"))[0] for each in (pcie, h100)] == [1, 2]
@@ -99,7 +99,7 @@ def test_recipes_have_the_hyperparameters_of_published_results() -> None:
             assert (first.optimizer, more) == (own, []), "nothing is published of another model"
             continue
         key = config.training.global_batch_size, own.base_learning_rate, own.beta_1, own.beta_2
-        # Some logs state 0 instead of the weight decay.
+        # Some logs state 0 instead of the weight decay, so accept both.
         keys = {(*key, own.learning_rate_training_steps, decay) for decay in (own.weight_decay_rate, 0)}
         assert keys & published, config.recipe
 

@@ -18,7 +18,7 @@ def rows_of(text: str, separator: str = ",") -> list[dict[str, str]]:
     return list(csv.DictReader(io.StringIO(text, newline=""), delimiter=separator))
 
 
-def test_the_table_of_published_results_is_predicted(cluster: Command) -> None:
+def test_every_known_device_of_the_published_results_gets_a_prediction(cluster: Command) -> None:
     done = cluster("predict", "--table", TABLE)
     before, after = rows_of(TABLE.read_text(encoding="utf-8")), rows_of(done.stdout)
     assert [{name: row[name] for name in before[0]} for row in after] == before
@@ -57,16 +57,16 @@ REASONS = {
     "H100,1,8,,2023,": "round is '2023', expected one such as v3.1",
     "H100,1,8,,,-2": "minutes is '-2', expected minutes such as 6.1",
     "H100,1,8,,,nan": "minutes is 'nan', expected minutes such as 6.1",
-    "H100,1,8,,,1,more": "7 cells, expected 6",
+    "H100,1,8,,,1,more": "the row has 7 cells, expected 6",
 }
 """Reason in the output for each row without a prediction."""
 
 
-def test_a_row_without_a_prediction_stays_with_its_reason(tmp_path: Path, cluster: Command) -> None:
+def test_a_row_without_a_prediction_is_kept_with_its_reason(tmp_path: Path, cluster: Command) -> None:
     source = tmp_path / "table.csv"
     source.write_text("\n".join((f"{HEADER},global_batch_size,round,minutes", *REASONS, "H100,1,8", "")))
     done = cluster("predict", "--table", source)
-    said = f"error: {source}: no prediction of 9 of 10 rows; the column reason says why\n"
+    said = f"error: {source}: no prediction for 9 of 10 rows; the column reason says why\n"
     assert (done.returncode, done.stderr) == (1, said)
     *refused, last = csv.reader(done.stdout.splitlines()[1:])
     assert [",".join(row[:6] + row[11:]) for row in refused] == [*REASONS], "cells beyond the header are kept"
@@ -80,8 +80,8 @@ FAULTS = {
     b"": "no column accelerator",
     HEADER.encode() + b"\n\n": "no rows below the header",
     b"accelerators,nodes,accelerators_per_node\nH100,1,8\n": "no column accelerator; did you mean accelerators?",
-    f"{HEADER},nodes\nH100,1,8,2\n".encode(): "the output would have two columns nodes",
-    f"{HEADER},reason\nH100,1,8,x\n".encode(): "the output would have two columns reason",
+    f"{HEADER},nodes\nH100,1,8,2\n".encode(): "the output would have two columns named nodes",
+    f"{HEADER},reason\nH100,1,8,x\n".encode(): "the output would have two columns named reason",
     f'{HEADER}\n"H100,1,8\n'.encode(): "unexpected end of data",
     f"{HEADER}\nH100,1,8\n".encode("utf-16"): "binary data, or text in UTF-16",
     f"{HEADER}\nH100 Zürich,1,8\n".encode("latin-1"): "'utf-8' codec can't decode byte 0xfc",
@@ -89,7 +89,7 @@ FAULTS = {
 }
 
 
-def test_other_files_and_further_options_are_refused(tmp_path: Path, refused: Refused, cluster: Command) -> None:
+def test_malformed_tables_and_other_options_are_refused(tmp_path: Path, refused: Refused, cluster: Command) -> None:
     source = tmp_path / "table.csv"
     for content, said in FAULTS.items():
         source.write_bytes(content)
