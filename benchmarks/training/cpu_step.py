@@ -35,7 +35,7 @@ from dataloading.batches.loader import batch_of
 from dataloading.shards.samples import Samples, synthetic_samples
 
 Loss = Callable[[Samples], Callable[[], Tensor]]
-"""Function that collates samples and returns the computation of their loss. Only the computation is timed."""
+"""Function that collates samples and returns a function that computes their loss. Only the second one is timed."""
 
 SEQUENCES = 32
 OURS, HUGGING_FACE = "ours", "Hugging Face, padded"

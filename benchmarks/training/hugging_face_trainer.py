@@ -90,7 +90,7 @@ def accuracy(model: torch.nn.Module, batches: list[dict[str, Tensor]]) -> float:
 
 
 def evaluation_batches(dataset: Dataset, ignored_id: int, size: int = 64) -> list[dict[str, Tensor]]:
-    """Return all samples as padded batches, masked as stored. Masked tokens with ``ignored_id`` get no label."""
+    """Return all samples as padded batches with their stored masks. Tokens with ``ignored_id`` get no label."""
     batches = []
     by_length = np.argsort(-dataset.lengths.astype(np.int64))
     for start in range(0, len(by_length), size):
@@ -103,7 +103,7 @@ def evaluation_batches(dataset: Dataset, ignored_id: int, size: int = 64) -> lis
 
 
 def training_examples(dataset: Dataset, special_ids: list[int]) -> list[dict[str, list[int]]]:
-    """Return all samples as they were before masking, because the collator masks them anew for each batch."""
+    """Return all samples as they were before masking, because the collator draws a new mask for each batch."""
     examples = []
     for samples in dataset.blocks():
         ids, starts = samples.unmasked_ids, samples.sequence_offsets[:-1]

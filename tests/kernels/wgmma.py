@@ -17,8 +17,8 @@ WAIT = "WARPGROUP.DEPBAR.LE gsb0, 0x0"
 """The instruction that waits for all asynchronous products."""
 
 _INSTRUCTION = re.compile(r"^\s*/\*([0-9a-f]{4,})\*/\s+(@\S+ )?([A-Z][\w.]*) *([^;]*?) *;", re.M)
-_LEFT_REGISTERS = 4  # a left operand has 64 rows of 32 bytes, for 128 threads
-_WITHOUT_RESULT = ("BAR", "FCHK", "NANOSLEEP", "WARPSYNC")  # these only read a register that stands first
+_LEFT_REGISTERS = 4  # 64 rows of 32 bytes, shared by 128 threads
+_WITHOUT_RESULT = ("BAR", "FCHK", "NANOSLEEP", "WARPSYNC")  # they only read their first operand
 
 
 class _Instruction(NamedTuple):
