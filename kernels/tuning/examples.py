@@ -159,7 +159,7 @@ def _vector_op(op: str, make: _Maker) -> Arguments:
     if op == "sum_of_squares":
         return (weights,), {}
     if op == "lamb_apply":
-        state.update_P.copy_(gradients)  # the directions, without which nothing would change
+        state.update_P.copy_(gradients)  # directions, because with zeros the op would change nothing
         squares_2A = torch.ones(2, sum(segments.adapted), dtype=torch.float64, device=make.device)
         return (weights, state, segments, squares_2A), norm | rate
     numbers = step | norm if op == "lamb_directions" else step | rate | {"copies_P": weights.bfloat16()}

@@ -114,7 +114,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tenso
     ctx.save_for_backward(*qkv, cu_seqlens_q, cu_seqlens_k, *output)
     ctx.numbers = max_seqlen, kept_scale
     ctx.mark_non_differentiable(*output[1:])
-    ctx.set_materialize_grads(False)  # otherwise autograd would create zero gradients for the saved tensors
+    ctx.set_materialize_grads(False)  # otherwise autograd would create zero gradients for lse and kept
 
 
 def _differentiate(ctx: Any, output_gradient: Tensor, *_: None) -> tuple[list[Tensor] | None, ...]:

@@ -146,7 +146,7 @@ def _transpose_rows(
 
     This program must have written the rows.
     """
-    tl.debug_barrier()  # a thread reads what other threads wrote
+    tl.debug_barrier()  # wait, because a thread reads what other threads wrote
     padded = (tokens + 15) // 16 * 16  # the compiler recognises a multiple of 16, and writes 16 bytes at a time
     row, column = tl.arange(0, GROUP), tl.arange(0, COLUMNS)
     q += tl.cast(first, tl.int64) * D
