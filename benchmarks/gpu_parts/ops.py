@@ -167,7 +167,7 @@ def _time_row(
 
 
 def _attention_row(context: Context, name: str, case: Case) -> Figure:
-    """Return the row of self-attention and the casts around it, in the form that training would choose in FP8."""
+    """Return the row of self-attention and its FP8 casts, fused or separate, whichever training would choose."""
     site = torch.ones((), device=context.device), torch.zeros((), device=context.device)
     calls = {case.op: case.arguments, attention_cast_fp8.name: (*case.arguments, *site)}
     requests = [autotune.CallKind.of(op, arguments, {}) for op, arguments in calls.items()]

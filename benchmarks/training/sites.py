@@ -104,7 +104,7 @@ class Cluster:
     def times(self, way: str) -> Row:
         """Return the times of steps and of an evaluation on this link, and the bytes between sites in a step.
 
-        The times are those of the second half of the steps, in which at least one exchange begins and is applied.
+        The times are from the second half of the steps, in which at least one exchange begins and is applied.
         ``link_bytes`` come from the kernel's counters: both directions, with packet headers, without the start of the run.
         ``site_bytes`` come from the ranks' own records.
         """

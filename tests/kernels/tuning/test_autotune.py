@@ -187,7 +187,7 @@ class Attention:
         return sum(self._spent)
 
     def choose(self, in_fp8: bool = True) -> list[KernelChoice]:
-        """Measure the calls, and make the choice as another process does."""
+        """Measure the calls, and apply the choices as another process would, which receives them as JSON."""
         requests = [CallKind.of(PLAIN, self.plain_call, {})]
         with torch.no_grad():
             requests += [CallKind.of(CAST, self.cast_call, {})] * in_fp8
