@@ -158,4 +158,4 @@ def _rank(namespaces: Sequence[str], order: Sequence[int], rank: int, program: C
     with contextlib.suppress(SystemExit):
         status = program()
     sys.stdout.flush()
-    os._exit(status)  # a fork must not run its parent's exit handlers
+    os._exit(status)  # skip the exit handlers, which belong to the parent process

@@ -52,7 +52,7 @@ class Implementation:
     """Whether the definition comes first on a CPU, because it is faster there."""
 
     def function(self, name: str) -> Callable[..., Any]:
-        """Import the library if necessary, and return its function with this name, such as an op's name."""
+        """Import the library if necessary, and return its function with this name, usually the name of an op."""
         functions = self.functions
         return (vars(import_module(functions)) if isinstance(functions, str) else functions)[name]
 
@@ -70,7 +70,7 @@ class Op(Generic[Parameters, Returned]):
         self.name = definition.__name__
         self.definition = definition
         """The definition as a plain function. Other definitions call it, and tests compare implementations with it."""
-        update_wrapper(self, definition)  # for `help` and `inspect.signature`
+        update_wrapper(self, definition)  # makes `help` and `inspect.signature` show the definition
         self.orders = {"cuda": order, "cpu": tuple(sorted(order, key=lambda each: each.last_on_cpu))}
         """Order in which ``auto`` tries implementations on ``cpu`` and on ``cuda``."""
         self.implementations = {each.name: each for each in order}

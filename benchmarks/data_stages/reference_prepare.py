@@ -167,7 +167,7 @@ def samples_of_document(
         is_random_next = len(chunk) == 1 or rng.random() < 0.5
         if is_random_next:
             second = random_segment(documents, index, target - len(first), rng)
-            position -= len(chunk) - split  # the next sample uses the sentences that were not used
+            position -= len(chunk) - split  # unused sentences go to the next sample
         else:
             second = [token for sentence in chunk[split:] for token in sentence]
         # Drop tokens from a random end of the longer segment.

@@ -139,7 +139,7 @@ def _compare(context: Context, op: str, what: str) -> None:
     ratio = fastest.milliseconds / ours.milliseconds if fastest and fastest.milliseconds else None
     taken, other = (row.name.removeprefix(f"{what}, ") if row else "none" for row in (ours, fastest))
     note = f"{taken}; fastest other: {other}; {ours.note}"
-    on_page = not what.endswith(_DIRECTIONS[0])  # the row that includes the backward pass represents the op
+    on_page = not what.endswith(_DIRECTIONS[0])  # the page shows only the row with the backward pass
     context.report.add(replace(ours, name=what, peer=ratio, note=note, page=on_page, seconds=[]), quiet=True)
 
 

@@ -1,4 +1,4 @@
-"""Measure the training rates of other implementations, on the same samples, the same device and in the same run as ours.
+"""Measure the training rates of other implementations and of ours in one run, on the same samples and device.
 
 Shape legend in ``kernels/__init__.py``.
 """
@@ -58,7 +58,7 @@ def _peer_row(context: Context, name: str, side: Callable[[Context, int], Callab
 
 
 def _hugging_face(context: Context, sequences: int, *, compiled: bool = False) -> Callable[[], None]:
-    with context.device:  # drawing the weights on a GPU is many times faster
+    with context.device:  # because drawing the weights on a GPU is many times faster
         model = new_model(context.scale.model).train()
     samples = samples_of(context.scale, sequences)
     inputs = {

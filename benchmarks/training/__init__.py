@@ -1,1 +1,1 @@
-"""CPU benchmarks that compare training with Hugging Face's, and reduction strategies with one another."""
+"""CPU benchmarks that compare our training with Hugging Face's, and reduction strategies with one another."""

@@ -37,7 +37,7 @@ def main(data: Path, out: Path, samples: int, interval: int, rate: float, warmup
         learning_rate=rate,
         warmup_steps=warmup_steps,
         train_sampling_strategy="group_by_length",
-        remove_unused_columns=False,  # the collator needs special_tokens_mask
+        remove_unused_columns=False,  # keep special_tokens_mask for the collator
         use_cpu=True,
         disable_tqdm=True,
         logging_strategy="no",
@@ -64,7 +64,7 @@ class Clock(transformers.TrainerCallback):
         self._began = 0.0
 
     def on_train_begin(self, *_: Any, **__: Any) -> None:
-        accuracy(self._model, self._batches)  # warms up
+        accuracy(self._model, self._batches)  # warm-up
         self._began = time.perf_counter()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:  # noqa: ARG002

@@ -216,7 +216,7 @@ def main(
             print(part, *(f"{name} {value}" for name, value in row.items()), flush=True)
             same = [name for name in ("hosts", "way", "rate", "seed") if name in row]
             figures[part] = [each for each in figures[part] if any(each[name] != row[name] for name in same)] + [row]
-            if out is not None:  # after each training, so that nothing is lost if a later one fails
+            if out is not None:  # write after each training, so that nothing is lost if a later one fails
                 write_figures(out, figures | {"summary": summary(figures)})
     for row in summary(figures):
         print("  ".join(f"{name} {value}" for name, value in row.items()))

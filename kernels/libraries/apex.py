@@ -82,7 +82,7 @@ def masked_lm_loss(
 def _layer_norm(x_TD: Tensor, weight_D: Tensor, bias_D: Tensor, eps: float) -> Tensor:
     library = importlib.import_module("apex.normalization.fused_layer_norm")
     weight_D, bias_D = weight_D.to(x_TD.dtype), bias_D.to(x_TD.dtype)
-    with torch.autocast(x_TD.device.type, enabled=False):  # with autocast on, apex would cast its operands again
+    with torch.autocast(x_TD.device.type, enabled=False):  # under autocast, apex would cast its operands again
         return library.fused_layer_norm_affine(x_TD, weight_D, bias_D, list(weight_D.shape), eps)
 
 

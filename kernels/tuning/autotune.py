@@ -211,7 +211,7 @@ def apply(choices: Iterable[KernelChoice]) -> None:
         for form in list(choice.milliseconds)[:1]:
             name = taken[choice.op][choice.signature] = form.partition(_WITH)[0]
             if choice.cast_signature:
-                # To get separate casts, choose the definition of attention with casts, which makes them separately.
+                # The definition of attention with casts makes separate casts, so choose it for SEPARATE.
                 taken[attention_cast_fp8.name][choice.cast_signature] = name if form.endswith(FUSED) else _LAST_RESORT
     for op in OPS.values():
         op.prefer(taken[op.name], dropped[op.name])
@@ -229,7 +229,7 @@ def _measure(
     works: dict[str, Work] = {}
     errors: dict[str, str] = {}
     try:
-        # By default, fork_rng would create a CUDA context on every device.
+        # Name the device, because fork_rng would otherwise create a CUDA context on every device.
         with torch.random.fork_rng(devices):
             arguments = request.arguments()
             forms = _forms(request, arguments, cast)

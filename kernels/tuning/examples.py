@@ -100,7 +100,7 @@ def _op_with_gradient(op: str, make: _Maker) -> tuple[Any, ...]:
             ids = make.ids(size.vocabulary, tokens), places, make.ids(2, tokens)
             tables = [(entries, size.hidden) for entries in (size.vocabulary, size.max_seqlen, 2)]
             return *ids, *make.all_values(*tables, row, row), 1e-12, make.dropout
-        case "masked_lm_loss":  # as in training, which does not count correct predictions
+        case "masked_lm_loss":  # training does not count correct predictions
             decoder = make.values(size.vocabulary, size.hidden)
             labels = make.ids(size.vocabulary, size.masked)
             return make.values(size.masked, size.hidden), decoder, make.values(size.vocabulary), labels, False

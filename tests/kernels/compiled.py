@@ -204,7 +204,7 @@ def figures(compiled: "CompiledKernel") -> tuple[int, int, int, int, int, list[s
 
 def _items() -> list[Item]:
     """Return all configurations of all modules below ``kernels/triton/``, after removing comments from the kernels."""
-    import triton  # imported only if something is compiled
+    import triton  # imported here, because often nothing must be compiled
 
     prefix = "kernels.triton."
     names = [found.name.removeprefix(prefix) for found in pkgutil.walk_packages(kernels.triton.__path__, prefix)]

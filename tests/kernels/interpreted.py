@@ -87,7 +87,7 @@ class _Argument:
             self.has = has.numpy()
 
     def lacks(self, elements: np.ndarray) -> np.ndarray | None:
-        """Return which of the indices lie outside of the tensor, or None. Index 0 is the tensor's first element."""
+        """Return the indices that lie outside of the tensor, or None if all are inside. Its first element has index 0."""
         if elements.min() < 0 or elements.max() >= self.reach:
             return elements[(elements < 0) | (elements >= self.reach)]
         return None if self.has is None or self.has[elements].all() else elements[~self.has[elements]]
@@ -228,7 +228,7 @@ class _Bench:
             rest = other.data
         elif pointers.data.size == 1:  # use 0, because the interpreter may have dropped an ``other`` of 0
             rest = np.zeros(pointers.data.shape, dtype)
-        else:  # without ``other`` the values are undefined on a GPU
+        else:  # without ``other``, masked values are undefined on a GPU
             rest = np.full(pointers.data.shape, np.nan if dtype.kind == "f" else _largest(dtype), dtype)
         addresses = self.memory.access("load", pointers.data, mask.data)
         return interpreter.TensorHandle(interpreter._interpreter.load(addresses, mask.data, rest, dtype), kind)

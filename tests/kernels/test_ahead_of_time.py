@@ -1,4 +1,4 @@
-"""All configurations compile for all architectures without spills, and kernels that do not fit are detected."""
+"""All configurations compile for all architectures without significant spills. Kernels that do not fit are detected."""
 
 import importlib.util
 import json

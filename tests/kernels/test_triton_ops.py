@@ -137,7 +137,7 @@ def attention_cases() -> Iterator[Case]:
 
 
 def norm_cases() -> Iterator[Case]:
-    for tokens, columns, dtype, dropout in (  # sizes near a tile's, and more rows than programs
+    for tokens, columns, dtype, dropout in (  # sizes near the tile's size, and more rows than programs
         *((5, 128, dtype, dropout) for dropout in (DROPOUT, None) for dtype in (FP32, BF16)),
         *((0, 64, FP32, DROPOUT), (1, 16, FP32, DROPOUT), (5, 64, FP16, DROPOUT), (16, 48, BF16, None)),
         *((70, 96, FP32, DROPOUT), (37, 144, FP16, None), (3, 1024, BF16, DROPOUT), (3, 2064, FP32, None)),
@@ -169,7 +169,7 @@ def other_cases() -> Iterator[Case]:
     yield Case("sum_of_squares", Size(hidden=8, intermediate=5003))
     for op in ("lamb_directions", "lamb_apply"):
         yield Case(op, Size(hidden=8, intermediate=5003))
-    yield Case("lamb_step", Size(hidden=8, intermediate=5003), BF16)  # also writes bf16 copies of the weights
+    yield Case("lamb_step", Size(hidden=8, intermediate=5003), BF16)  # with copies of the weights in bf16
 
 
 def cast_cases() -> Iterator[Case]:
@@ -336,7 +336,7 @@ def test_amax_is_not_finite_if_an_input_is_not(op: str, bad: float) -> None:
     args, _ = Case(op, Size((70,), 70, hidden=32, heads=2), FP32, None).draw(0)
     args[0][41, 1 if op.startswith("add") else 2] = bad
     y, *others = triton(op)(*args)
-    q = others[1 if op.startswith("add") else 0]  # add_norm also returns statistics, before the casts
+    q = others[1 if op.startswith("add") else 0]  # add_norm returns statistics before the casts
     assert not args[-1].isfinite()
     assert torch.equal(q.float().isnan(), y.flatten(1).isnan())
 

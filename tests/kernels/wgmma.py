@@ -62,7 +62,7 @@ def variants(configurations: Iterable[Configuration]) -> Iterator[Configuration]
             both = plain, replace(plain, name=f"{plain.name}, fp16", signature=signature)
             yield both[1]
             if plain.constexprs["HEAD_SIZE"] == 32:
-                narrow = plain.constexprs | {"HEADS": 8, "HEAD_SIZE": 16}  # the strides stay the same
+                narrow = plain.constexprs | {"HEADS": 8, "HEAD_SIZE": 16}  # with the same strides
                 yield from (replace(each, name=f"{each.name}, E = 16", constexprs=narrow) for each in both)
 
 

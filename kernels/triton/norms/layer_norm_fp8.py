@@ -112,7 +112,7 @@ def _add_norm_cast_backward(
         for row in tl.range(0, GROUP, ROWS, num_stages=STAGES):
             rows, live, places = places_of(group * GROUP + row, tokens, columns, D, ROWS)
             upstream = load_fp32(dy + places, live & inside)
-            if shortcut_dy is not None:  # the sum is rounded to the type of dy, as PyTorch does
+            if shortcut_dy is not None:  # like PyTorch, round the sum to the type of dy
                 upstream += load_fp32(shortcut_dy + places, live & inside)
                 upstream = upstream.to(dy.dtype.element_ty).to(tl.float32)
             gradient, product_gradient, normalised = add_norm_row_gradients(

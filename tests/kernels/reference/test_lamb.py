@@ -52,7 +52,7 @@ def test_the_trust_ratio_is_one_for_a_zero_update_or_zero_weights(implementation
         lamb_step(flat, torch.zeros(6), LambState.zeros_like(flat), segments, hyper, **at(1, 0.1))
         assert flat.tolist() == [0, 0, 0, 1, 2, 3]
         lamb_step(flat, torch.ones(6), LambState.zeros_like(flat), segments, hyper, **at(1, 0.1))
-    assert flat[:3].tolist() == pytest.approx([-0.1] * 3, rel=1e-5)  # the trust ratio is 1
+    assert flat[:3].tolist() == pytest.approx([-0.1] * 3, rel=1e-5)  # the step with a trust ratio of 1
 
 
 def test_copies_and_casts_are_made_of_the_updated_weights():

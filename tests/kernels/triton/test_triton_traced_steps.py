@@ -169,7 +169,7 @@ def two_steps(rank: int, shape: Shape, captured: bool = False, fault: Fault = la
                 step(batches)
             step(batches)
         except RuntimeError as error:
-            raise error.__cause__ or error from None  # PyTorch's pipeline stages wrap errors
+            raise error.__cause__ or error from None  # unwrap, because PyTorch's pipeline stages wrap errors
     return timeline
 
 
