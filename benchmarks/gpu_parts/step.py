@@ -100,7 +100,7 @@ def _split(context: Context, name: str, run: Callable[[], None], sequences: int)
         if not (of_the_host or event.is_user_annotation) and microseconds:
             spent[event.key] = microseconds
     if not spent:
-        raise NotUsableError("the profiler recorded no kernels, for which it may lack the permission")
+        raise NotUsableError("the profiler recorded no kernels; it may lack the permission to do so")
     whole = seconds * 1e6
     idle = "idle: launches, host", max(0.0, whole - sum(spent.values()))
     for key, microseconds in [*sorted(spent.items(), key=lambda item: -item[1])[:_MOST_ROWS], idle]:
