@@ -7,8 +7,8 @@ Needs torch, triton and numpy. The parts peers and end-to-end report which other
 data set: samples are random tokens with Wikipedia's lengths. Without --part, all parts except end-to-end run. Each part
 runs in its own process with a share of the time. If a part fails or is cut off, the rows that it has measured are kept and
 the other parts still run. A row that takes too long is ended. --without switches off an implementation that is wrong.
-Figures go to FOLDER/PART.json and FOLDER/report.md, whose first page is printed last. Exit status: 0 if everything was
-measured and is correct, 1 if not, 2 for wrong input, 128 + n after signal n.
+Figures go to FOLDER/PART.json and FOLDER/report.md; the report's first page is also printed. Exit status: 0 if everything
+was measured and is correct, 1 if not, 2 for wrong input, 128 + n after signal n.
 """
 
 import argparse
@@ -99,16 +99,16 @@ def parse(arguments: Sequence[str]) -> Settings:
     )
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="by default %(default)s")
     parser.add_argument("--tiny", action="store_true", help="small shapes: shows that the code runs")
-    # argparse would also take stray words before -- for settings of bert.train.
+    # Split at -- here, because argparse would also pass stray words before it to bert.train.
     cut = [*arguments, "--"].index("--")
     chosen, training = parser.parse_args(arguments[:cut]), arguments[cut + 1 :]
     asked = [part for part in PARTS if part not in ALONE] if chosen.part == "all" else chosen.part.split(",")
     if unknown := [part for part in asked if part not in PARTS]:
-        raise ValueError(f"--part: unknown {unknown[0]!r}, expected all, or some of {', '.join(PARTS)}")
+        raise ValueError(f"--part: there is no part {unknown[0]!r}; use all, or some of {', '.join(PARTS)}")
     if not 0 < chosen.seconds < math.inf:
-        raise ValueError(f"--seconds: {chosen.seconds:g}, expected a finite number above 0")
+        raise ValueError(f"--seconds is {chosen.seconds:g}; use a finite number above 0")
     if chosen.samples is not None and chosen.samples < 1:
-        raise ValueError(f"--samples: {chosen.samples}, expected 1 or more")
+        raise ValueError(f"--samples is {chosen.samples}; use 1 or more")
     if (chosen.samples or training) and "end-to-end" not in asked:
         raise ValueError("--samples and settings after -- need --part end-to-end")
     if chosen.device == "cpu" and not chosen.tiny:
@@ -127,30 +127,30 @@ def replacements(asked: Sequence[str], device: str) -> dict[str, str]:
     """Parse texts ``OP[=IMPLEMENTATION]``, and return for each op the implementation that replaces the usual one."""
     if not asked:
         return {}
-    from kernels import OPS  # imports PyTorch, which takes seconds
+    from kernels import OPS  # imported here, because importing PyTorch takes seconds
 
     chosen = {}
     for text in asked:
         op, _, name = text.partition("=")
         if op not in OPS:
-            raise ValueError(f"--without: there is no op {op!r}, expected some of {', '.join(OPS)}")
+            raise ValueError(f"--without: there is no op {op!r}; use some of {', '.join(OPS)}")
         installed = [each for each in OPS[op].orders[device] if each.requires is None or find_spec(each.requires)]
         # Implementations that cannot be captured come last, because with them steps run without CUDA graphs.
         others = sorted(installed[1:], key=lambda each: not each.capturable)
         names = [each.name for each in (installed if name else others)]
         if not names:
-            raise ValueError(f"--without {text}: no other implementation is installed")
+            raise ValueError(f"--without {text}: no other implementation is installed; leave out {op}")
         if name not in (*names, ""):
-            raise ValueError(f"--without {text}: {name} is not installed, expected one of {', '.join(names)}")
+            raise ValueError(f"--without {text}: {name!r} is not available; use one of {', '.join(names)}")
         chosen[op] = name or names[0]
     return chosen
 
 
 def _folder_of_the_gpu(out: Path | None) -> Path:
-    import torch  # takes seconds, which wrong input and --help do not need
+    import torch  # imported here, so that --help and error messages need not wait for it
 
     if not torch.cuda.is_available():
-        raise ValueError("needs a CUDA device, but PyTorch finds none")
+        raise ValueError("PyTorch finds no CUDA device; to test the program, use --device cpu --tiny --out FOLDER")
     name = re.sub(r"[^a-z0-9]+", "_", torch.cuda.get_device_name().lower()).strip("_")
     return out or Path(__file__).parent / "results" / name
 
@@ -227,7 +227,7 @@ def _wait(process: subprocess.Popen[bytes], path: Path, end: float) -> tuple[int
             status = process.wait(min(left, 1.0))
             return status, f"the process ended with {_ending(status)}"
         now, content = time.monotonic(), path.read_bytes() if path.exists() else b""
-        if content != written:  # the file is written before and after every row
+        if content != written:  # a row has begun or ended, because each writes the file
             written, since, patience = content, now, _patience(end - now)
         elif now - since > patience and PartReport.load(path).measuring:
             return -signal.SIGKILL, f"ended after {now - since:.0f} s"
@@ -235,7 +235,7 @@ def _wait(process: subprocess.Popen[bytes], path: Path, end: float) -> tuple[int
 
 
 def _patience(left: float) -> float:
-    """Return the seconds that a row may take if its part has ``left`` seconds: half, but enough to compile a model."""
+    """Return the seconds that a row may take: half of the part's time ``left``, but enough to compile a model."""
     return max(90.0, left / 2)
 
 

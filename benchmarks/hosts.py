@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 
 CLONE_NEWUTS, CLONE_NEWNET = 0x04000000, 0x40000000
-# This port is below the system's range of ephemeral ports.
+# The port is below the range of ephemeral ports, so that no other connection gets it.
 PORT = 29600
 
 
@@ -66,7 +66,7 @@ def why_not() -> str | None:
     absent = [program for program in ("ip", "tc") if shutil.which(program) is None]
     if absent:
         return f"{absent[0]} is not installed: install iproute2"
-    name = f"probe{os.getpid()}{os.urandom(3).hex()}"  # killed processes leave names, and process ids are reused
+    name = f"probe{os.getpid()}{os.urandom(3).hex()}"  # random digits avoid the names that killed processes left
     # Only trying is reliable, because a container may run as root without the right to make namespaces.
     if subprocess.run(["ip", "netns", "add", name], capture_output=True, check=False).returncode:
         return "the kernel refuses network namespaces here"
@@ -84,18 +84,18 @@ def ip(*arguments: str) -> str:
     """Run ``ip`` and return its output. Raises ``RuntimeError`` if it fails."""
     done = subprocess.run(["ip", *arguments], capture_output=True, text=True, check=False)
     if done.returncode:
-        raise RuntimeError(f"ip {' '.join(arguments)}: {done.stderr.strip()}")
+        raise RuntimeError(f"ip {' '.join(arguments)} failed: {done.stderr.strip()}")
     return done.stdout
 
 
 def enter(namespace: str, host: str) -> None:
     """Move this process into a host's network namespace, and set a host name that only this process sees."""
-    libc = ctypes.CDLL(None, use_errno=True)  # os.setns came with Python 3.12
+    libc = ctypes.CDLL(None, use_errno=True)  # os.setns would need Python 3.12
     with Path(f"/run/netns/{namespace}").open() as file:
         entered = libc.setns(file.fileno(), CLONE_NEWNET) == 0
     # The host name needs its own UTS namespace; otherwise the whole machine would be renamed.
     if not entered or libc.unshare(CLONE_NEWUTS):
-        raise OSError(ctypes.get_errno(), "cannot enter the host")
+        raise OSError(ctypes.get_errno(), f"cannot enter the network namespace {namespace}")
     socket.sethostname(host)
 
 
@@ -135,7 +135,7 @@ def run_ranks(
     # Status 1 is not a failure: it means that training missed its target, or that a probe found something slow.
     if not {*statuses} <= {0, 1}:
         said = "".join(path.read_text() for path in sorted(output.glob("rank_*.txt")))[-4000:]
-        raise SystemExit(f"error: ranks ended with {statuses}:\n{said}")
+        raise SystemExit(f"error: the ranks ended with the exit statuses {statuses}:\n{said}")
 
 
 def _rank(namespaces: Sequence[str], order: Sequence[int], rank: int, program: Callable[[], int], output: Path) -> None:
@@ -158,4 +158,4 @@ def _rank(namespaces: Sequence[str], order: Sequence[int], rank: int, program: C
     with contextlib.suppress(SystemExit):
         status = program()
     sys.stdout.flush()
-    os._exit(status)  # a fork must not run its parent's exit handlers
+    os._exit(status)  # skip the exit handlers, which belong to the parent process

@@ -3,8 +3,8 @@
     python benchmarks/prediction.py --published [--out FILE]
     sudo python benchmarks/prediction.py --measured [--cases 0 1 2] [--seconds 20] [--out FILE]
 
-With --published, the results of one submitter, one round, one number of accelerators, or one accelerator are held out at a
-time; the model is fitted to the other results and predicts the held-out results.
+With --published, the results of one submitter, one round, one number of accelerators, or one type of accelerator are
+held out at a time; the model is fitted to the other results and predicts the held-out results.
 
 With --measured, steps on this machine are predicted from a probe's file, the length index and the settings alone, and then
 run. Hosts are network namespaces with links of several rates, which need root.
@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # set before PyTorch is imported, because ranks share few cores
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # PyTorch reads this when imported; ranks share few cores
 
 import numpy as np
 import tyro
@@ -118,7 +118,7 @@ def main(
         out: JSON file for the figures; measured cases are added to the figures that it already contains.
     """
     if published == measured:
-        raise SystemExit("error: expected either --published or --measured")
+        raise SystemExit("error: give either --published or --measured")
     if measured:
         compare_steps(cases or range(len(CASES)), seconds, out)
         return
@@ -143,7 +143,7 @@ def of_errors(deviations: list[float]) -> dict[str, float]:
 
 
 def alike(result: Result) -> list[float]:
-    """Return the seconds of other submitters' results with the same system and recipe."""
+    """Return the training times that other submitters reached with the same system and recipe."""
     return [
         each.seconds for each in results_of_devices() if each.kind == result.kind and each.company != result.company
     ]

@@ -29,7 +29,7 @@ def main(arguments: Sequence[str]) -> int:
         answer_version(arguments)
         chosen = parser.parse_args(arguments)
         _print_table(chosen.device, chosen.dtype)
-        sys.stdout.flush()  # flush, so that a broken pipe raises here
+        sys.stdout.flush()  # flush here, so that a broken pipe raises inside this block
     except BrokenPipeError:
         return abandon_stdout()
     except (ValueError, OSError) as error:

@@ -13,7 +13,7 @@ from kernels.registry import Implementation, Op, Parameters, Returned
 
 
 def _triton(module: str, reasons: str = "unsupported_reasons") -> Implementation:
-    # Interpreting a kernel on a CPU takes seconds to minutes.
+    # On a CPU, Triton is last, because interpreting a kernel takes seconds to minutes.
     return Implementation("triton", module, reasons, requires="triton", last_on_cpu=True)
 
 
@@ -23,7 +23,7 @@ _flash_attn = partial(Implementation, "flash_attn", "kernels.libraries.flash_att
 
 _FLASH_ATTN = _flash_attn("unsupported_reasons", repeatable=False)
 _APEX_NORM = _apex("norm_reasons", requires="fused_layer_norm_cuda", repeatable=False)
-# Like the reference, PyTorch's attention reads the sequence lengths on the host, so a CUDA graph cannot capture it.
+# PyTorch's attention, like the reference, reads the sequence lengths on the host, so no CUDA graph can capture it.
 _PYTORCH_ATTENTION = _pytorch(capturable=False, repeatable=False)
 _PYTORCH_NORM = _pytorch(repeatable=False)
 
@@ -73,7 +73,7 @@ def op(definition: Callable[Parameters, Returned]) -> Op[Parameters, Returned]:
     """Create an op from its definition and its row in the table. Raises ``ValueError`` if there is no such row."""
     name = definition.__name__
     if name not in TABLE:
-        raise ValueError(f"{name} has no row in the table of kernels/ops.py")
+        raise ValueError(f"{name} has no row in the table of kernels/ops.py; add one")
     reference = Implementation("reference", {name: definition}, capturable=name not in _READ_LENGTHS)
     made = OPS[name] = Op(definition, (*TABLE[name], reference))
     return made
@@ -86,7 +86,7 @@ def choose(implementations: Mapping[str, str]) -> None:
     """
     for name, implementation in implementations.items():
         if name not in OPS:
-            raise ValueError(f"there is no op {name!r}; expected one of {', '.join(OPS)}")
+            raise ValueError(f"there is no op {name!r}; use one of {', '.join(OPS)}")
         OPS[name].check(implementation)
     for name, implementation in implementations.items():
         OPS[name].ask_for(implementation)

@@ -24,7 +24,7 @@ Returned = TypeVar("Returned")
 AUTO = "auto"
 
 _DEVICES = ("cuda", "cpu")
-_BY_VALUE = (bool, str, torch.dtype)  # for other values, such as learning rates, only the type matters
+_BY_VALUE = (bool, str, torch.dtype)  # signatures have only the type of other values, such as learning rates
 _LOG = logging.getLogger(__name__)
 
 Observer = Callable[["Op[..., Any]", tuple[Any, ...], dict[str, Any]], None]
@@ -52,7 +52,7 @@ class Implementation:
     """Whether the definition comes first on a CPU, because it is faster there."""
 
     def function(self, name: str) -> Callable[..., Any]:
-        """Import the library if necessary, and return its function with this name, such as an op's name."""
+        """Import the library if necessary, and return its function with this name, usually the name of an op."""
         functions = self.functions
         return (vars(import_module(functions)) if isinstance(functions, str) else functions)[name]
 
@@ -69,8 +69,8 @@ class Op(Generic[Parameters, Returned]):
         """Create an op from its definition and its implementations, in their order of preference on a GPU."""
         self.name = definition.__name__
         self.definition = definition
-        """Plain function, which makes no choice. Other definitions call it, and tests compare implementations with it."""
-        update_wrapper(self, definition)  # for `help` and `inspect.signature`
+        """The definition as a plain function. Other definitions call it, and tests compare implementations with it."""
+        update_wrapper(self, definition)  # makes `help` and `inspect.signature` show the definition
         self.orders = {"cuda": order, "cpu": tuple(sorted(order, key=lambda each: each.last_on_cpu))}
         """Order in which ``auto`` tries implementations on ``cpu`` and on ``cuda``."""
         self.implementations = {each.name: each for each in order}
@@ -151,7 +151,7 @@ class Op(Generic[Parameters, Returned]):
     def unsupported_reasons(
         self, implementation: Implementation, *args: Parameters.args, **kwargs: Parameters.kwargs
     ) -> list[str]:
-        """Return the reasons why ``implementation`` may not be chosen for these arguments; empty if it may."""
+        """Return the reasons why ``implementation`` may not be chosen for these arguments, or an empty list."""
         if error := self._dropped.get(implementation.name):
             return [f"it failed when it was measured ({error})"]
         permitted = implementation.capturable and (implementation.repeatable or not self._recomputed)
@@ -176,7 +176,7 @@ class Op(Generic[Parameters, Returned]):
         """Raise ``ValueError`` unless ``name`` is ``auto`` or the name of an implementation."""
         if name != AUTO and name not in self.implementations:
             raise ValueError(
-                f"{self.name} has no implementation {name!r}; expected {AUTO}, {', '.join(self.implementations)}"
+                f"{self.name} has no implementation {name!r}; use {AUTO} or one of {', '.join(self.implementations)}"
             )
 
     def prefer(self, measured: Mapping[str, str], dropped: Mapping[str, str] | None = None) -> None:

@@ -30,7 +30,7 @@ CJK = (
 
 
 class Sample(NamedTuple):
-    """A training sample. ``first_length`` includes [CLS] and the first [SEP]; ``masked`` has (position, original token)."""
+    """A sample. ``first_length`` includes [CLS] and the first [SEP]; ``masked`` lists (position, original token) pairs."""
 
     tokens: list[str]
     first_length: int
@@ -126,7 +126,7 @@ def is_punctuation(char: str) -> bool:
 
 
 def word_pieces(word: str, vocab: dict[str, int]) -> list[str]:
-    """Take the longest pieces of a word from the left. Return [UNK] if none fits, or if the word exceeds 200 characters."""
+    """Split a word into the longest pieces from the left. Return [UNK] if that fails, or above 200 characters."""
     if len(word) > 200:
         return ["[UNK]"]
     pieces: list[str] = []
@@ -149,7 +149,7 @@ def samples_of_document(
     documents: list[list[list[str]]], index: int, words: list[str], options: PretrainingOptions, rng: random.Random
 ) -> Iterator[Sample]:
     """Yield the samples of one pass over a document."""
-    room = options.max_seq_length - 3  # without [CLS] and two [SEP]
+    room = options.max_seq_length - 3  # [CLS] and two [SEP] take three positions
     # Some samples are short on purpose (`short_seq_prob`).
     target = rng.randint(2, room) if rng.random() < options.short_seq_prob else room
     document = documents[index]
@@ -167,7 +167,7 @@ def samples_of_document(
         is_random_next = len(chunk) == 1 or rng.random() < 0.5
         if is_random_next:
             second = random_segment(documents, index, target - len(first), rng)
-            position -= len(chunk) - split  # the next sample uses the sentences that were not used
+            position -= len(chunk) - split  # unused sentences go to the next sample
         else:
             second = [token for sentence in chunk[split:] for token in sentence]
         # Drop tokens from a random end of the longer segment.
@@ -180,7 +180,7 @@ def samples_of_document(
 
 
 def random_segment(documents: list[list[list[str]]], index: int, size: int, rng: random.Random) -> list[str]:
-    """Return sentences from a random place, normally in another document."""
+    """Return consecutive sentences from a random position, normally in another document."""
     other = index
     # If ten draws in a row give the document itself, its own sentences are used.
     for _ in range(10):

@@ -91,12 +91,12 @@ def rms(x: Tensor) -> float:
 def largest_ratio(
     ours: Sequence[Tensor], plain: Sequence[Tensor], exact: Sequence[Tensor], tolerance: float
 ) -> tuple[float, int]:
-    """Return the largest error as a fraction of the allowed error, and the place of its tensor.
+    """Return the largest error as a fraction of the allowed error, and the index of its tensor.
 
     The allowed root mean square of a tensor's errors is twice that of the ``plain`` results, plus ``tolerance`` times the
     root mean square of the exact values. In the worst 256 neighbouring elements, twice as much is allowed. This limit finds
-    errors in a few places of a large tensor. A result that is missing, of another shape, or NaN where it should not be is
-    infinitely wrong. Integers may differ by one.
+    errors in a few places of a large tensor. A result that is missing, of another shape, or NaN where it should not be has
+    an infinite error. Integers may differ by one.
     """
     # Skip empty tensors, which only the backward pass of the same implementation reads.
     compared = [three for three in zip(ours, plain, exact, strict=False) if three[1].numel()]

@@ -25,7 +25,7 @@ from kernels.tuning.examples import Size, example_inputs
 SEGMENTS = 400
 """Segments of LAMB's vector, a few more than BERT-Large has tensors. Two of every three have a trust ratio."""
 _TOKENS = 64
-"""The numbers of rows of training's products are multiples of this number, because the sizes of shape buckets are."""
+"""Divisor of all shape bucket sizes, and therefore of the row counts of matrix products in training."""
 
 
 @dataclass(frozen=True)
@@ -186,7 +186,7 @@ def fp8_cases(model: BertForPreTraining, lengths: Sequence[int]) -> list[Case]:
     config, layer = model.config, model.layers[0]
     assert isinstance(layer, EncoderLayer)
     device, hidden, wide = model.decoder_bias.device, config.hidden_size, config.intermediate_size
-    weight, bias = layer.intermediate.weight.detach(), layer.intermediate.bias  # as ``bert.products.fp8`` passes them
+    weight, bias = layer.intermediate.weight.detach(), layer.intermediate.bias  # as bert.products.fp8 calls the ops
     norm = {1: layer.attention_output.bias, 3: layer.attention_norm.weight, 4: layer.attention_norm.bias}
     tokens, heads = sum(lengths), config.num_attention_heads
     size = Size(tuple(lengths), max(lengths), hidden=hidden, heads=heads, intermediate=wide)
@@ -302,7 +302,7 @@ def call(op: str, name: str, *arguments: object, **settings: object) -> Any:
 
 
 def _attention_both_ways(chosen: Implementation, *arguments: Any) -> Any:
-    """Call the backward pass with the tensors of a forward pass, which only the same implementation can make."""
+    """Run the forward pass, and call the backward pass with the tensors that the forward pass of this op saved."""
     gradient, qkv, bounds, _context, _lse, _kept, *others = arguments
     longest, dropout, scale, amax = others
     forward = chosen.function("attention_cast_fp8")

@@ -34,10 +34,10 @@ _START_S, _STOP_S = 120, 40
 
 
 def end_to_end(context: Context) -> None:
-    """Train the one-GPU recipe for about five minutes, with one evaluation, at the end, whose target any model reaches."""
+    """Train the one-GPU recipe for about five minutes. Evaluate once, at the end, with a target that any model reaches."""
     # Look for missing packages and wrong settings before making the data, because the run would fail only afterwards.
     if missing := missing_packages():
-        raise NotUsableError(f"not installed, which training needs: {', '.join(missing)}")
+        raise NotUsableError(f"training needs packages that are not installed: {', '.join(missing)}")
     from bert.train import parse
 
     output = context.report.path.with_name("train.txt")
@@ -60,12 +60,12 @@ def end_to_end(context: Context) -> None:
 
 
 def missing_packages() -> list[str]:
-    """Return packages that are not installed and that training requires, itself or through other packages."""
+    """Return the packages that training requires, directly or indirectly, and that are not installed."""
     project = tomllib.loads((_REPOSITORY / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     required, missing, seen = [*project["dependencies"], *project["optional-dependencies"]["train"]], [], set()
-    for line in required:  # the loop adds to the list
+    for line in required:  # the loop also adds to this list
         name = re.split(r"[^\w.-]", line)[0].lower()
-        if name not in seen and ";" not in line:  # a requirement with a condition may not apply here
+        if name not in seen and ";" not in line:  # skip conditional requirements, which may not apply here
             seen.add(name)
             try:
                 required += importlib.metadata.requires(name) or []
@@ -122,7 +122,8 @@ def rows_of(metrics: "Metrics") -> list[Figure]:
 
 def _write_data(context: Context, folder: Path, counts: dict[str, int]) -> None:
     """Write a synthetic vocabulary, and data sets of ``counts`` samples with random tokens and Wikipedia's lengths."""
-    from benchmarks.inputs import synthetic_vocabulary, write_synthetic_set  # needs packages that may be missing
+    # Import here, because packages that this module needs may be missing.
+    from benchmarks.inputs import synthetic_vocabulary, write_synthetic_set
 
     model = context.scale.model
     size, longest = (1024, 128) if context.tiny else (model.vocab_size, model.max_position_embeddings)
@@ -133,7 +134,7 @@ def _write_data(context: Context, folder: Path, counts: dict[str, int]) -> None:
 
 
 def _arguments(context: Context, folder: Path, samples: int) -> list[str]:
-    """Return the arguments for ``bert.train``. The caller's settings come after most of ours, so that they override them."""
+    """Return the arguments for ``bert.train``. The caller's settings override most of the part's own settings."""
     from benchmarks.inputs import flags
 
     settings = {
@@ -185,7 +186,7 @@ def _train(context: Context, folder: Path, arguments: list[str], output: Path) -
 
 def _keep(context: Context, folder: Path, *, quiet: bool = False) -> None:
     """Copy the run's log and metrics beside the report, and update the rows from the metrics."""
-    from compliance.log.metrics import read_metrics  # needs packages that may be missing
+    from compliance.log.metrics import read_metrics  # imported here, because its packages may be missing
 
     for path in (folder / "results").glob("*/bert/*_0.*"):
         kept = Path(shutil.copy(path, context.report.path.parent))

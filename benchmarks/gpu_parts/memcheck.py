@@ -18,15 +18,15 @@ from benchmarks.gpu_parts.scale import Context
 _CHECKED = "benchmarks.gpu_parts.ops:correctness"
 _OPTIONS = (
     "--error-exitcode=9",
-    # Check the kernels after a wrong one, too.
+    # After an error in one kernel, check the remaining kernels too.
     "--destroy-on-device-error=kernel",
-    # Ignore failing API calls, because PyTorch handles them, and the exit status, which is 1 if a row is wrong.
+    # Do not report failing API calls, which PyTorch handles, or the exit status, which is 1 if a row is wrong.
     "--report-api-errors=no",
     "--check-exit-code=no",
     # Triton's compilers need no check. Importing PyTorch can take longer than the default timeout.
     "--target-processes=application-only",
     "--launch-timeout=0",
-    # Warnings are about threads of one warp, which compilers keep in step.
+    # Omit warnings: they concern threads of one warp, which compilers keep synchronized.
     "--racecheck-detect-level=error",
 )
 
@@ -44,7 +44,7 @@ def _row(context: Context, tool: str) -> Figure:
     program = shutil.which("compute-sanitizer", path=f"{os.environ.get('PATH', '')}:/usr/local/cuda/bin")
     if program is None:
         raise NotUsableError("compute-sanitizer is not installed")
-    # The checked process ends itself GRACE_S after its limit. Stay below half of the part's time, at which a row is ended.
+    # gpu.py ends a row at half of the part's time. The checked process must end before, GRACE_S after its own limit.
     seconds = max(0.0, 0.45 * (context.end - time.monotonic()) - part.GRACE_S)
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "checked.json")

@@ -66,7 +66,7 @@ def _error_row(title: str, case: Case, name: str) -> Figure:
         case = case.without_dropout()
     arguments, definition = (case.arguments, dict(case.named)), OPS[case.op].definition
     in_training = case.call_as_in_training
-    # Memory may still hold the right result of an earlier call, so fill it. This mode warns about some operators.
+    # Fill new memory, which may hold the right result of an earlier call. The mode that fills it warns about some ops.
     with warnings.catch_warnings(action="ignore"), uninitialized_memory_is_nan():
         ours = outcome(partial(in_training, partial(call, case.op, name)), arguments).tensors
     plain = outcome(partial(in_training, definition), arguments).tensors
@@ -139,7 +139,7 @@ def _compare(context: Context, op: str, what: str) -> None:
     ratio = fastest.milliseconds / ours.milliseconds if fastest and fastest.milliseconds else None
     taken, other = (row.name.removeprefix(f"{what}, ") if row else "none" for row in (ours, fastest))
     note = f"{taken}; fastest other: {other}; {ours.note}"
-    on_page = not what.endswith(_DIRECTIONS[0])  # the row that includes the backward pass represents the op
+    on_page = not what.endswith(_DIRECTIONS[0])  # the page shows only the row with the backward pass
     context.report.add(replace(ours, name=what, peer=ratio, note=note, page=on_page, seconds=[]), quiet=True)
 
 
@@ -167,13 +167,13 @@ def _time_row(
 
 
 def _attention_row(context: Context, name: str, case: Case) -> Figure:
-    """Return the row of self-attention and the casts around it, in the form that training would choose in FP8."""
+    """Return the row of self-attention and its FP8 casts, fused or separate, whichever training would choose."""
     site = torch.ones((), device=context.device), torch.zeros((), device=context.device)
     calls = {case.op: case.arguments, attention_cast_fp8.name: (*case.arguments, *site)}
     requests = [autotune.CallKind.of(op, arguments, {}) for op, arguments in calls.items()]
     choices = autotune.tune(requests, partial(replay_of, context.device) if context.captures else autotune.run_once)
     if not choices:
-        raise NotUsableError("there is only one form")
+        raise NotUsableError("attention has only one usable form, or too little memory is left to measure")
     (taken, milliseconds), *others = choices[0].milliseconds.items()
     peer = others[0][1] / milliseconds if others else None
     return Figure(name, milliseconds, peer=peer, note=f"{taken}; {choices[0]}", page=True)
@@ -192,7 +192,7 @@ def _lamb_time_row(context: Context, name: str, ceilings: Ceilings) -> Figure:
             optimizer.step()
 
     def draw() -> None:
-        flat.gradients_P.copy_(drawn_P)  # a step zeroes the gradients
+        flat.gradients_P.copy_(drawn_P)  # because the previous step zeroed the gradients
 
     flat.weights_P.copy_(drawn_P)
     # The registry raises ValueError if an implementation does not support the arguments.

@@ -1,4 +1,4 @@
-"""The report of all parts as Markdown: the most important results come first, and all important rows last."""
+"""The report of all parts as Markdown. The most important results come first; a table of all important rows may be last."""
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -6,7 +6,7 @@ from pathlib import Path
 from benchmarks.gpu_parts.report import Figure, PartReport, number, percent
 
 OURS = {"bf16": "this repository, unpadded, bf16", "FP8": "this repository, unpadded, FP8"}
-"""Rows of part ``peers`` that are compared with all its other rates."""
+"""Rows of the part ``peers`` with our rates, with which all its rates are compared."""
 
 _MOST_ROWS = 10
 _WIDEST = 90
@@ -115,5 +115,5 @@ def _table(header: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
 
 
 def _cell(text: str) -> str:
-    text = text.replace("|", "/")  # a vertical bar would end the cell
+    text = text.replace("|", "/")  # because a vertical bar would end the cell
     return text if len(text) <= _WIDEST else f"{text[: _WIDEST - 3]}..."

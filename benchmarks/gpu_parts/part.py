@@ -76,11 +76,11 @@ def run(
         traceback.print_exc()
         # Do not end the report, because another process continues after this row.
         return LOST
-    except Exception as error:  # the file records why it is incomplete
+    except Exception as error:  # recorded in the file as the reason why it is incomplete
         traceback.print_exc()
         report.end(first_line(error))
     finally:
-        choose(dict.fromkeys(context.without, AUTO))  # tests run several parts in one process
+        choose(dict.fromkeys(context.without, AUTO))  # undo, because tests run several parts in one process
         gc.unfreeze()
     return 1 if report.failures or not report.complete else 0
 

@@ -1,4 +1,4 @@
-"""Measure the training rates of other implementations, on the same samples, the same device and in the same run as ours.
+"""Measure the training rates of other implementations and of ours in one run, on the same samples and device.
 
 Shape legend in ``kernels/__init__.py``.
 """
@@ -42,13 +42,13 @@ def peers(context: Context) -> None:
 
 def _peer_row(context: Context, name: str, side: Callable[[Context, int], Callable[[], None]]) -> Figure:
     """Return the peer's rate with the largest batch that fits into memory: all of our sequences, half, or a quarter."""
-    # A peer that pads needs more memory for each sequence.
+    # Try smaller batches too, because a peer that pads needs more memory per sequence.
     for parts in (1, 2, 4):
         sequences, seconds = context.scale.sequences // parts, []
         with suppress(torch.OutOfMemoryError):
             seconds = measured(side(context, sequences), context.device, context.scale.repeats, cold=False)
         if seconds:
-            # Transformers tests on the host whether the attention mask is needed.
+            # Unless it is compiled, Transformers reads the mask on the host to decide whether it is needed.
             waits = "; the host waits for the device in every step" if name == _EAGER else ""
             note = f"{sequences} sequences at once{waits}"
             return timed_row(name, seconds, sequences, "sequences/s", note=note, page=True)
@@ -58,7 +58,7 @@ def _peer_row(context: Context, name: str, side: Callable[[Context, int], Callab
 
 
 def _hugging_face(context: Context, sequences: int, *, compiled: bool = False) -> Callable[[], None]:
-    with context.device:  # drawing the weights on a GPU is many times faster
+    with context.device:  # because drawing the weights on a GPU is many times faster
         model = new_model(context.scale.model).train()
     samples = samples_of(context.scale, sequences)
     inputs = {
@@ -73,7 +73,7 @@ def _hugging_face(context: Context, sequences: int, *, compiled: bool = False) -
 
 
 def _plain_varlen(context: Context, sequences: int) -> Callable[[], None]:
-    """Prepare a step of our model in plain PyTorch ops. PyTorch's varlen attention saves time by having no dropout."""
+    """Prepare a step of our model in plain PyTorch ops. It does less work, because varlen attention lacks dropout."""
     model = context.model()
     (batch,) = micro_batches(context, sequences, 1)
     return _step(context, model, lambda: plain_loss(model, batch))
@@ -122,7 +122,7 @@ def _plain_layer(hidden_TD: Tensor, layer: EncoderLayer, model: BertForPreTraini
 
 def _plain_attention(query: Tensor, key: Tensor, value: Tensor, batch: Batch) -> Tensor:
     if query.is_cuda:
-        from torch.nn.attention.varlen import varlen_attn  # exists only in GPU builds
+        from torch.nn.attention.varlen import varlen_attn  # imported here, because only GPU builds have it
 
         bounds, longest = batch.cu_seqlens, batch.max_seqlen
         query, key, value = (x.contiguous() for x in (query, key, value))

@@ -53,7 +53,7 @@ class Context:
     scale: Scale
     report: PartReport
     without: Mapping[str, str] = field(default_factory=dict)
-    """Ops that do not run with their usual implementation, and the implementation that each runs with."""
+    """Ops whose usual implementation is replaced, each with its replacement."""
     end: float = math.inf
     """Value of ``time.monotonic`` at which the part should have ended."""
     samples: int | None = None
@@ -93,7 +93,7 @@ class Context:
     @property
     def captures(self) -> bool:
         """Whether steps are captured: on a GPU, unless an op has a replacement that no CUDA graph can capture."""
-        # If the replacement of attention makes no FP8 casts, layers cast separately and never call these ops.
+        # Ignore attention with FP8 casts: a layer never calls it if its implementation of attention makes no casts.
         called = {op: name for op, name in self.without.items() if not op.endswith("cast_fp8")}
         return self.on_gpu and all(OPS[op].implementations[name].capturable for op, name in called.items())
 

@@ -36,7 +36,7 @@ _SHAPE_BUCKETS = 4
 
 
 def step(context: Context) -> None:
-    """Measure captured steps on one GPU, of one-GPU and eight-GPU recipes, and profile a step in bf16 and in FP8."""
+    """Measure captured steps of one-GPU and eight-GPU recipes on one GPU, and profile a step in bf16 and in FP8."""
     ceilings, report = Ceilings.of(context), context.report
     for index, (config, micro) in enumerate(_sizes(context)):
         name = rate_name(config, micro)
@@ -100,7 +100,7 @@ def _split(context: Context, name: str, run: Callable[[], None], sequences: int)
         if not (of_the_host or event.is_user_annotation) and microseconds:
             spent[event.key] = microseconds
     if not spent:
-        raise NotUsableError("the profiler saw nothing on the device")
+        raise NotUsableError("the profiler recorded no kernels; it may lack the permission to do so")
     whole = seconds * 1e6
     idle = "idle: launches, host", max(0.0, whole - sum(spent.values()))
     for key, microseconds in [*sorted(spent.items(), key=lambda item: -item[1])[:_MOST_ROWS], idle]:
@@ -113,7 +113,7 @@ def _synchronisations(context: Context, name: str, run: Callable[[], None]) -> F
     """Return a row that says whether PyTorch detects that the host waits for the device during a step."""
     if not context.captures:
         return Figure(name, note="steps are not captured, so the host may wait")
-    torch.cuda.synchronize()  # the host must not wait for work that was queued before
+    torch.cuda.synchronize()  # finish queued work first, so that only the step itself can make the host wait
     torch.cuda.set_sync_debug_mode("error")
     try:
         run()
@@ -152,7 +152,7 @@ def _loss_row(context: Context, name: str, precision: Precision) -> Figure:
 def _parity_row(context: Context, name: str, low: Precision, high: Precision) -> Figure:
     rows = [context.report.row(_name_of_losses(precision)) for precision in (low, high)]
     if not all(row and row.losses and not row.failed for row in rows):
-        raise NotUsableError("a side was not measured, or is wrong")
+        raise NotUsableError(f"the losses in {low} or {high} are missing or wrong")
     differences = [
         abs(ours - theirs) / theirs for ours, theirs in zip(*(row.losses for row in rows if row), strict=True)
     ]
@@ -283,7 +283,7 @@ def _search(context: Context, precision: Precision) -> None:
     while size <= limit and (failing is None or failing - most > max(8, most // 16)):
         name = f"{precision}, {size} sequences"
         row = report.attempt(name, partial(_peak, context, name, precision, size))
-        if row is None or row.failed:  # for a reason other than memory
+        if row is None or row.failed:  # an error other than lack of memory
             return
         most, failing = (size, failing) if row.note.startswith(_FITS) else (most, size)
         size = 2 * size if failing is None else (most + failing) // 2

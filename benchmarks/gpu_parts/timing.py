@@ -96,7 +96,7 @@ def settle(device: torch.device) -> None:
     """Clean up the device after a measurement. Raises ``DeviceLostError`` if it no longer responds to this process."""
     if device.type == "cuda":
         try:
-            torch.cuda.set_stream(torch.cuda.default_stream(device))  # a failed capture leaves its stream current
+            torch.cuda.set_stream(torch.cuda.default_stream(device))  # leave the stream of a failed capture
             torch.cuda.synchronize(device)
         except RuntimeError as error:
             raise DeviceLostError(first_line(error)) from error

@@ -1,1 +1,1 @@
-"""CPU benchmarks of training, compared with Hugging Face and between reduction strategies."""
+"""CPU benchmarks that compare our training with Hugging Face's, and reduction strategies with one another."""

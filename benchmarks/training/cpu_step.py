@@ -35,7 +35,7 @@ from dataloading.batches.loader import batch_of
 from dataloading.shards.samples import Samples, synthetic_samples
 
 Loss = Callable[[Samples], Callable[[], Tensor]]
-"""Function that collates samples and returns the computation of their loss. Only the computation is timed."""
+"""Function that collates samples and returns a function that computes their loss. Only the second one is timed."""
 
 SEQUENCES = 32
 OURS, HUGGING_FACE = "ours", "Hugging Face, padded"
@@ -90,7 +90,7 @@ def measure(config: ModelConfig, repeats: int) -> tuple[dict[str, list[float]], 
     check_same_loss(ours, theirs, samples_of(config, 0))
     seconds: dict[str, list[float]] = {name: [] for name in losses}
     tokens: list[int] = []
-    for repeat in range(-1, repeats):  # the first repeat warms up
+    for repeat in range(-1, repeats):  # repeat -1 is the warm-up
         samples = samples_of(config, 1 + repeat)
         names = list(losses)
         turn = repeat % len(names)  # a different model goes first in each repeat

@@ -11,7 +11,7 @@ from dataloading.shards.samples import Samples
 
 def new_model(config: ModelConfig, kind: str = "AutoModelForPreTraining", attention: str = "sdpa") -> torch.nn.Module:
     """Build a model with both pretraining heads, scaled-dot-product attention by default, and random weights."""
-    import transformers  # optional, only needed for comparisons
+    import transformers  # imported here, because it is optional
 
     return getattr(transformers, kind).from_config(
         transformers.BertConfig(
@@ -31,7 +31,8 @@ def new_model(config: ModelConfig, kind: str = "AutoModelForPreTraining", attent
 
 def model_with_weights_of(model: BertForPreTraining) -> torch.nn.Module:
     """Build a Hugging Face model with the architecture and weights of ``model``."""
-    from bert.checkpoints.hugging_face import to_hugging_face  # imported here: the GPU benchmark lacks its packages
+    # Import here, because the GPU benchmark uses this module without the packages that the import needs.
+    from bert.checkpoints.hugging_face import to_hugging_face
 
     theirs = new_model(model.config)
     theirs.load_state_dict(to_hugging_face(model.state_dict()))

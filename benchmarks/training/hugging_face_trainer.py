@@ -37,7 +37,7 @@ def main(data: Path, out: Path, samples: int, interval: int, rate: float, warmup
         learning_rate=rate,
         warmup_steps=warmup_steps,
         train_sampling_strategy="group_by_length",
-        remove_unused_columns=False,  # the collator needs special_tokens_mask
+        remove_unused_columns=False,  # keep special_tokens_mask for the collator
         use_cpu=True,
         disable_tqdm=True,
         logging_strategy="no",
@@ -64,7 +64,7 @@ class Clock(transformers.TrainerCallback):
         self._began = 0.0
 
     def on_train_begin(self, *_: Any, **__: Any) -> None:
-        accuracy(self._model, self._batches)  # warms up
+        accuracy(self._model, self._batches)  # warm-up
         self._began = time.perf_counter()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:  # noqa: ARG002
@@ -90,7 +90,7 @@ def accuracy(model: torch.nn.Module, batches: list[dict[str, Tensor]]) -> float:
 
 
 def evaluation_batches(dataset: Dataset, ignored_id: int, size: int = 64) -> list[dict[str, Tensor]]:
-    """Return all samples as padded batches, masked as stored. Masked tokens with ``ignored_id`` get no label."""
+    """Return all samples as padded batches with their stored masks. Tokens with ``ignored_id`` get no label."""
     batches = []
     by_length = np.argsort(-dataset.lengths.astype(np.int64))
     for start in range(0, len(by_length), size):
@@ -103,7 +103,7 @@ def evaluation_batches(dataset: Dataset, ignored_id: int, size: int = 64) -> lis
 
 
 def training_examples(dataset: Dataset, special_ids: list[int]) -> list[dict[str, list[int]]]:
-    """Return all samples as they were before masking, because the collator masks them anew for each batch."""
+    """Return all samples as they were before masking, because the collator draws a new mask for each batch."""
     examples = []
     for samples in dataset.blocks():
         ids, starts = samples.unmasked_ids, samples.sequence_offsets[:-1]

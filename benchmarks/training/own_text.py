@@ -4,9 +4,9 @@
 
 Both train the same architecture from random weights, on the same sentence pairs in batches of 32. Both are evaluated on the
 same held-out samples with the same masks, and the times exclude evaluations. The recipe runs as for a user, with its own
-schedule. The Trainer uses AdamW, DataCollatorForLanguageModeling, which masks each batch anew, and batches of samples of
-similar length. Its learning rate decays linearly. In the first repeat, it trains with each of the learning rates, and the
-best of these trainings counts. The other repeats use this rate.
+schedule. The Trainer uses AdamW, DataCollatorForLanguageModeling, which draws a new mask for each batch, and batches of
+samples of similar length. Its learning rate decays linearly. In the first repeat, it trains with each of the learning
+rates, and the best of these trainings counts. The other repeats use the best rate.
 """
 
 import importlib.util
@@ -83,7 +83,7 @@ class Trainings:
 
     @classmethod
     def on(cls, data: Path, samples: int | None) -> "Trainings":
-        """Take the schedule from the recipe, and divide it evenly among the evaluations. ``samples`` replaces its length."""
+        """Take the recipe's schedule and space the evaluations evenly. ``samples`` replaces the number of samples."""
         given = [] if samples is None else [f"--training.max-samples={samples}"]
         config = parse([*recipe_arguments(data), *given])
         steps = -(-config.training.max_samples // BATCH)
@@ -164,9 +164,9 @@ def main(
         out: Write the figures here as JSON.
     """
     if missing := [name for name in PEER_PACKAGES if importlib.util.find_spec(name) is None]:
-        raise ValueError(f"not installed: {', '.join(missing)}. Run pip install {' '.join(missing)}")
+        raise ValueError(f"packages are not installed: {', '.join(missing)}. Run pip install {' '.join(missing)}")
     if min(repeats, len(rates)) < 1:
-        raise ValueError(f"--repeats is {repeats}, and --rates has {len(rates)} rates: expected at least one of each")
+        raise ValueError(f"--repeats is {repeats}, and --rates has {len(rates)} rates; use at least one of each")
     with tempfile.TemporaryDirectory() as folder:
         data = Path(folder, "data")
         write_own_text(text or (write_demo_text(Path(folder, "text.txt")),), OwnText(), data)
@@ -206,7 +206,7 @@ def _report(training: Training, target: float) -> None:
 
 def _run(*arguments: str) -> None:
     """Run a Python program of this repository, and end with its output if it fails."""
-    environment = os.environ | {"CLEAR_CACHES": "0"}  # emptying the page cache would slow other programs
+    environment = os.environ | {"CLEAR_CACHES": "0"}  # keep the page cache, which other programs also use
     done = subprocess.run(
         [sys.executable, *arguments], cwd=REPOSITORY, env=environment, capture_output=True, text=True, check=False
     )

@@ -10,10 +10,10 @@ the machine as each of two sites. Each site's uplink has the given rate and no a
 - flat fp32, hierarchical bf16: all ranks take every step together, with these settings of the reduction
 - sites 8, 32, 128: training.site_steps
 
-A step of the synchronous ways takes seconds on a slow link, but the samples to the target depend on no link. Therefore the
-part "samples" trains to the target without a limit of rate, with one host a site, and the part "links" measures steps and
-evaluations on each link. Their numbers to the target, multiplied by their times, give the time to the target. One site alone
-needs as many samples as "flat fp32", up to rounding. The part "checks" trains to the target on each link, to
+A step of the synchronous ways takes seconds on a slow link, but the number of samples to the target depends on no link.
+Therefore the part "samples" trains to the target on links without a rate limit, with one host a site, and the part "links"
+measures the times of a step and of an evaluation on each link. The time to the target is computed from both parts. One
+site alone needs as many samples as "flat fp32", up to rounding. The part "checks" trains to the target on each link, to
 compare the time with the computed one. Other programs may run at the same time only during "samples".
 """
 
@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # set before PyTorch is imported, because ranks share few cores
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # PyTorch reads this when imported; ranks share few cores
 
 import tyro
 
@@ -93,7 +93,7 @@ class Cluster:
         metrics, _ = self.train(way, seed)
         end = metrics.end
         if end is None or not metrics.evaluations:
-            raise SystemExit(f"error: {way}, seed {seed}: the metrics have no end, see {self.folder}")
+            raise SystemExit(f"error: {way}, seed {seed}: the metrics lack an evaluation or the end; see {self.folder}")
         reached = end.status == "success"
         return {
             "samples": end.samples if reached else None,
@@ -104,7 +104,7 @@ class Cluster:
     def times(self, way: str) -> Row:
         """Return the times of steps and of an evaluation on this link, and the bytes between sites in a step.
 
-        The times are those of the second half of the steps, in which at least one exchange begins and is applied.
+        The times are from the second half of the steps, in which at least one exchange begins and is applied.
         ``link_bytes`` come from the kernel's counters: both directions, with packet headers, without the start of the run.
         ``site_bytes`` come from the ranks' own records.
         """
@@ -125,7 +125,7 @@ class Cluster:
 
 
 def period(way: str) -> int:
-    """Return the number of steps that sites take by themselves, or 1 if they take every step together."""
+    """Return the number of steps between two exchanges of the sites; 1 if all ranks take every step together."""
     return int(way.removeprefix("sites ")) if way.startswith("sites ") else 1
 
 
@@ -137,7 +137,7 @@ def measured(
     ways: Sequence[str],
     seeds: Sequence[int],
 ) -> Iterator[tuple[str, Row]]:
-    """Train as each part needs it, and yield the part and the figures of each training."""
+    """Run the trainings of these parts, and yield the part and the figures of each training."""
     if "links" in parts:
         for count, way in product(hosts, ways):
             for rate in rates if way != "alone" else (None,):
@@ -204,9 +204,9 @@ def main(
     if missing := why_not():
         raise ValueError(missing)
     if len(os.sched_getaffinity(0)) < 2:
-        raise ValueError("this process may use only one core, expected at least two, one for each site")
+        raise ValueError("this process may use only one core; let it use at least two, one for each site")
     if unknown := set(parts) - {*PARTS}:
-        raise ValueError(f"--parts has {', '.join(sorted(unknown))}, expected some of {', '.join(PARTS)}")
+        raise ValueError(f"--parts has {', '.join(sorted(unknown))}; use some of {', '.join(PARTS)}")
     old = json.loads(out.read_text()) if out is not None and out.exists() else {}
     figures: dict[str, list[Row]] = {part: old.get(part, []) for part in PARTS}
     ways = ["alone", *SYNCHRONOUS, *(f"sites {steps}" for steps in site_steps)]
@@ -216,7 +216,7 @@ def main(
             print(part, *(f"{name} {value}" for name, value in row.items()), flush=True)
             same = [name for name in ("hosts", "way", "rate", "seed") if name in row]
             figures[part] = [each for each in figures[part] if any(each[name] != row[name] for name in same)] + [row]
-            if out is not None:  # after each training, so that nothing is lost if a later one fails
+            if out is not None:  # write after each training, so that nothing is lost if a later one fails
                 write_figures(out, figures | {"summary": summary(figures)})
     for row in summary(figures):
         print("  ".join(f"{name} {value}" for name, value in row.items()))

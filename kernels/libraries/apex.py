@@ -82,7 +82,7 @@ def masked_lm_loss(
 def _layer_norm(x_TD: Tensor, weight_D: Tensor, bias_D: Tensor, eps: float) -> Tensor:
     library = importlib.import_module("apex.normalization.fused_layer_norm")
     weight_D, bias_D = weight_D.to(x_TD.dtype), bias_D.to(x_TD.dtype)
-    with torch.autocast(x_TD.device.type, enabled=False):  # apex would cast its operands again
+    with torch.autocast(x_TD.device.type, enabled=False):  # under autocast, apex would cast its operands again
         return library.fused_layer_norm_affine(x_TD, weight_D, bias_D, list(weight_D.shape), eps)
 
 
@@ -92,7 +92,7 @@ def norm_reasons(*inputs: Any, **_: Any) -> list[str]:
 
 
 def loss_reasons(hidden_MD: Tensor, decoder_VD: Tensor, *_: Any, **__: Any) -> list[str]:
-    """Return the known reasons. Old releases of apex also refuse bfloat16, but only when they are called."""
+    """Return the known reasons against apex. Old releases also raise an error for bfloat16 when they are called."""
     reasons = _reasons(hidden_MD, compute_dtype(hidden_MD))
     # apex's kernels use 32-bit element indices.
     if len(hidden_MD) * len(decoder_VD) >= 2**32:

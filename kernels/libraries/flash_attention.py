@@ -66,7 +66,7 @@ def unsupported_reasons(query_QHE: Tensor, *_: Any, **__: Any) -> list[str]:
         reasons.append(f"{query_QHE.dtype}, expected float16 or bfloat16")
     if query_QHE.shape[-1] % 8 or query_QHE.shape[-1] > 256:
         reasons.append(f"a head size of {query_QHE.shape[-1]}, expected a multiple of 8 up to 256")
-    if query_QHE.is_cuda and torch.cuda.is_available():  # a fake GPU in tests has no capability
+    if query_QHE.is_cuda and torch.cuda.is_available():  # without a GPU, fake tensors have no capability
         capability = torch.cuda.get_device_capability(query_QHE.device)
         if capability < (8, 0):
             reasons.append("compute capability {}.{}, expected 8.0 at least".format(*capability))

@@ -175,7 +175,7 @@ def _kept(x: Tensor, dropout: Dropout) -> Tensor:
     """
     # The range starts at -2**63, so that all 64 bits are random, including the sign.
     words = torch.empty(-(-x.numel() // 4), dtype=torch.int64).random_(-(2**63), None)
-    kept = words.view(torch.int16)[: x.numel()].view(x.shape) >= dropout.threshold - 2**15  # int16 is signed
+    kept = words.view(torch.int16)[: x.numel()].view(x.shape) >= dropout.threshold - 2**15  # because int16 is signed
     return kept.to(x.dtype).mul_(dropout.scale)
 
 

@@ -39,7 +39,7 @@ inputs and weights by less than a third.
 ALIGNMENT = 16
 """The dimensions N and K of scaled matrix products must be multiples of this."""
 
-_MANTISSA_BITS, _EXPONENT_BIAS = 23, 127  # of fp32
+_MANTISSA_BITS, _EXPONENT_BIAS = 23, 127  # the format of fp32
 
 
 def padded(rows: int) -> int:
@@ -53,7 +53,7 @@ def largest_scaled(dtype: torch.dtype) -> float:
 
 
 def capability_reasons(device: torch.device) -> list[str]:
-    """Return the reasons why a GPU cannot compute in FP8; empty if it can.
+    """Return the reasons why a GPU cannot compute in FP8, or an empty list.
 
     The list is also empty for a CPU, and for fake tensors on a machine without a GPU.
     """
@@ -156,7 +156,7 @@ def attention_backward_cast_fp8(
     ``gradient_THE`` is the output's gradient. ``context_THE``, ``lse_HT`` and ``kept`` were returned by the forward pass.
     """
     del context_THE, lse_HT, kept
-    # Autograd disables gradients while it runs a backward pass.
+    # Enable gradients, which autograd disables while it runs a backward pass.
     with torch.enable_grad():
         qkv_T3HE = qkv_T3HE.detach().requires_grad_()
         output_THE = varlen_self_attention.definition(qkv_T3HE, cu_seqlens, max_seqlen, dropout)
@@ -258,7 +258,7 @@ def new_scales(amax_N: Tensor, scale_N: Tensor, largest_N: Tensor) -> Tensor:
     """
     amax_fraction_N, amax_exponent_N = torch.frexp(amax_N)
     largest_fraction_N, largest_exponent_N = torch.frexp(largest_N)
-    # frexp's fractions are at least 0.5 and below 1. If amax has the larger fraction, the scale's exponent is one less.
+    # frexp returns fractions from 0.5 to below 1. If amax has the larger one, the scale must have an exponent one lower.
     exponent_N = largest_exponent_N - amax_exponent_N - (amax_fraction_N > largest_fraction_N).int()
     exponent_N = exponent_N.clamp(max=_EXPONENT_BIAS - 1)
     power_N = ((exponent_N + _EXPONENT_BIAS) << _MANTISSA_BITS).view(torch.float32)  # build 2^exponent from its bits

@@ -194,7 +194,7 @@ def adding_gradient(table: Tensor, gradient: Tensor | None, overwrite: bool = Fa
     """
     if gradient is None:
         return table
-    # The table must require a gradient, or autograd would not run the backward pass below.
+    # Make the table require a gradient, or autograd would not run the backward pass below.
     found = _Adding.apply(table if table.requires_grad else table.detach().requires_grad_(), gradient, overwrite)
     assert isinstance(found, Tensor)
     return found
@@ -221,8 +221,8 @@ def masked_lm_logits(hidden_MD: Tensor, decoder_VD: Tensor, bias_V: Tensor) -> T
     dtype = compute_dtype(hidden_MD)
     hidden_MD, decoder_VD = hidden_MD.to(dtype), decoder_VD.to(dtype)
     wide = torch.promote_types(dtype, torch.float32)
-    # PyTorch cannot differentiate a product with out_dtype. Casting the operands to fp32 gives the same result, but
-    # autograd then stores fp32 copies of both operands.
+    # PyTorch cannot differentiate a product with out_dtype. If gradients are needed, cast the operands to fp32, which
+    # gives the same result but makes autograd store fp32 copies of both operands.
     differentiable = torch.is_grad_enabled() and (hidden_MD.requires_grad or decoder_VD.requires_grad)
     with torch.autocast(hidden_MD.device.type, enabled=False):
         if dtype != wide and not differentiable:

@@ -36,7 +36,7 @@ class Dropout:
 
     def __post_init__(self) -> None:
         if not 0 <= self.p < 1:
-            raise ValueError(f"a dropout probability of {self.p}; expected at least 0 and less than 1")
+            raise ValueError(f"the dropout probability is {self.p}; use at least 0 and less than 1")
 
     @property
     def threshold(self) -> int:
@@ -76,7 +76,7 @@ class Dropout:
         lanes = torch.arange(PLACES_A_DRAW, dtype=torch.int16, device=rows.device)
         numbers = torch.zeros((), dtype=torch.int16, device=rows.device)
         halves = [word >> first for first in (16, 0) for word in words]
-        for place, half in enumerate(halves):  # int16 saves bandwidth in this loop, which moves the most memory
+        for place, half in enumerate(halves):  # int16, because this loop moves the most memory
             numbers = numbers | ((half.to(torch.int16)[..., None] >> lanes) & 1) << place
         return (numbers >= least).flatten(1)[:, :columns]
 

@@ -26,7 +26,7 @@ _ROWS_A_PROGRAM = 64
 _WARPS = 4
 _STAGES = 2
 
-_VARYING = ["rows"]  # otherwise Triton compiles again for some numbers of tokens
+_VARYING = ["rows"]  # do not specialize, or Triton compiles again for some numbers of tokens
 
 
 def dense_gelu(x_TD: Tensor, weight_FD: Tensor, bias_F: Tensor) -> Tensor:
@@ -96,7 +96,7 @@ def _backward_kernel(
         upstream = tl.load(output_gradient + place, mask=inside, other=0.0).to(tl.float32)
         y = tl.load(product + place, mask=inside, other=0.0).to(tl.float32) + b
         gradient = upstream * gelu_derivative(y)
-        total += gradient  # summed in fp32, before the gradient is rounded to the output's type
+        total += gradient  # sum in fp32, before the gradient is rounded to the output's type
         tl.store(product_gradient + place, gradient, mask=inside)
     tl.store(bias_partials + tl.program_id(0) * columns + column, tl.sum(total, axis=0), mask=in_columns)
 

@@ -69,8 +69,8 @@ def _limit(limits, place: tl.constexpr):
 def _majority(reached, word, limit):
     """Continue the comparison of each column's number with the threshold, which goes from the lowest bit to the highest.
 
-    ``word`` has the numbers' next bits, and ``limit`` the threshold's next bit, inverted. If the two bits differ, they
-    decide. If they are equal, ``reached`` stays, the result of the lower bits.
+    ``word`` has the numbers' next bits, and ``limit`` the threshold's next bit, inverted. If a number's bit
+    differs from the threshold's bit, it decides. If not, ``reached``, the result for the lower bits, remains.
     """
     return (reached & word) | (reached & limit) | (word & limit)
 

@@ -130,12 +130,12 @@ def _write(
     in_columns = first_column + column < columns
     if transposed is not None:
         transposed += first_column.to(tl.int64) * padded_rows
-        inside = in_columns[:, None] & (row < padded_rows)[None, :]  # write zeros to the padding, which products read
+        inside = in_columns[:, None] & (row < padded_rows)[None, :]  # include the padding, where products read zeros
         places = transposed + (column[:, None] * padded_rows + row[None, :])
         tl.store(places, tl.trans(cast), mask=inside, eviction_policy=EVICTION)
     if partials is not None:
         partials += (first_row // ROWS).to(tl.int64) * columns + first_column
-        tl.store(partials + column, tl.sum(value, axis=0), mask=in_columns)  # sums of values before rounding to FP8
+        tl.store(partials + column, tl.sum(value, axis=0), mask=in_columns)  # the values are not rounded to FP8 yet
 
 
 @torch.library.custom_op("mlperf_bert::cast_fp8", mutates_args=("amax",))
@@ -229,7 +229,7 @@ def configurations() -> list[Configuration]:
     def configuration(name: str, kernel: triton.JITFunction, types: dict[str, str], fp8: torch.dtype) -> Configuration:
         fixed: dict[str, object] = {"ROWS": _ROWS, "COLUMNS": _COLUMNS}
         fixed |= {parameter: None for parameter, kind in types.items() if kind == "None"}
-        fixed["EVICTION"] = _ONCE if types.get("x") == "*fp32" else ""  # only weights are fp32
+        fixed["EVICTION"] = _ONCE if types.get("x") == "*fp32" else ""  # fp32 means a weight
         types = {"scale": "*fp32", "amax": "*i32", "partials": "*fp32", "rows": "i32", "columns": "i32", **types}
         types |= dict.fromkeys(("q", "transposed"), POINTERS[fp8])
         return Configuration.of(name, kernel, types, fixed, _WARPS, _STAGES, capabilities=(90, 100))

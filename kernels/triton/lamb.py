@@ -7,7 +7,7 @@ The kernels are in ``kernels.triton.lamb_passes``.
 
 The step of a segment needs the norm of its whole direction. Both passes run for one group of segments before they run for
 the next group, so that parameters and directions are still in the L2 cache when they are read again. All groups write their
-directions to the same memory, which seldom leaves the cache. Bytes of memory traffic per parameter for a group that fits:
+directions to the same memory, which seldom leaves the cache. Bytes of memory traffic per parameter if a group fits in it:
 
 | pass | reads | writes |
 |---|---|---|
@@ -16,7 +16,7 @@ directions to the same memory, which seldom leaves the cache. Bytes of memory tr
 | step | | parameter 4, its copy 2 |
 | FP8 casts, in place of the copy | | cast and transpose 2 |
 
-The sum is 34 or 38 bytes, or 46 or 50 for a group that does not fit.
+The sum is 34 or 38 bytes, or 46 or 50 if a group does not fit.
 """
 
 from dataclasses import astuple
@@ -69,7 +69,7 @@ def lamb_step(
     for group in _groups(segments, parameters_P.device, GROUP):
         squares_2A = _group_directions(group, *arguments)
         _apply(parameters_P, state.update_P, copies_P, squares_2A, group.table_C4, group.traits_G2, norm, learning_rate)
-        # The weights are still in the cache. A weight of several segments is cast after its last segment's step.
+        # Cast while the weights are still in the cache. A weight of several segments is cast after its last segment's step.
         for cast in casts:
             if start < cast.start + cast.q_NK.numel() <= group.stop:
                 cast_transpose_into_fp8(cast.weight(parameters_P), cast.scale, cast.amax, cast.q_NK, cast.q_KN)

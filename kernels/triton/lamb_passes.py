@@ -26,7 +26,7 @@ def direction_kernel(
     segment, offsets, own, first, stop = _chunk(table, tl.program_id(0), CHUNK, ALIGNMENT)
     size = tl.load(norm)
     taken = _finite(size)
-    if tl.program_id(0) == 0 and tl.load(table + 1) == 0:  # the first chunk of the vector, so once per step
+    if tl.program_id(0) == 0 and tl.load(table + 1) == 0:  # only the vector's first chunk, to count a step once
         tl.store(skipped, tl.load(skipped) + tl.where(taken, 0, 1))
     # Triton's operator / divides approximately. The reference implementation rounds to nearest, like div_rn.
     clip = tl.div_rn(max_grad_norm, tl.maximum(size, max_grad_norm))
@@ -34,7 +34,7 @@ def direction_kernel(
     epsilon *= tl.load(epsilon_correction).to(tl.float32)
     decay = tl.where(tl.load(traits + 2 * segment) >= 0, weight_decay, 0.0)
     overwritten = tl.load(traits + 2 * segment + 1)
-    # A whole chunk needs no mask, with which elements would be read one by one.
+    # Read a whole chunk without a mask, because masked elements would be read one by one.
     if stop - first == CHUNK:
         _directions(
             parameters, gradients, momentum, variance, update, partial_sums, taken, clip, root_factor,

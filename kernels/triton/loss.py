@@ -106,7 +106,7 @@ def _kernel(
             total = total * tl.exp(before - largest) + tl.exp(x - largest)
             if COUNT_CORRECT:
                 behind = (x < label_logit) | ((x == label_logit) & (column >= label))
-                beaten |= tl.where(behind, 0, 1)  # a NaN logit compares as False, so it beats the label
+                beaten |= tl.where(behind, 0, 1)  # comparisons with NaN are False, so a NaN logit beats the label
         summed = tl.sum(total, axis=0)
         tl.store(losses + row, largest - label_logit + tl.log(summed))
         if COUNT_CORRECT:
@@ -146,7 +146,7 @@ def _masked_lm_loss(
     losses_M = hidden_MD.new_empty(rows, dtype=torch.float32)
     correct_M = hidden_MD.new_empty(rows if count_correct else 0, dtype=torch.int32)
     tile = _WIDE if vocabulary > _WIDE["COLUMNS"] else _NARROW
-    padded_bias_W = F.pad(bias_V, (0, width - vocabulary))  # so that loads of logits and bias share a mask
+    padded_bias_W = F.pad(bias_V, (0, width - vocabulary))  # padded, so that loads of logits and bias share a mask
     _kernel[(rows,)](
         logits_MW, padded_bias_W, labels_M.contiguous(), losses_M, correct_M,
         vocabulary, width, IGNORED, WITH_GRADIENT=with_gradient, COUNT_CORRECT=count_correct,

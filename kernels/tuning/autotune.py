@@ -112,7 +112,7 @@ def _made(value: Any, device: torch.device) -> Any:
     if not isinstance(value, Tensor):
         return _rebuilt(value, partial(_made, device=device))
     if not value.is_meta:
-        return value.clone()  # because ops may change a tensor in place, such as an amax
+        return value.clone()  # a copy, because ops may change a tensor such as amax in place
     # Keep the strides, because some implementations copy tensors that are not contiguous, which takes time.
     reach = sum((size - 1) * step for size, step in zip(value.shape, value.stride(), strict=True)) + 1
     numbers = torch.rand(reach if value.numel() else 0, device=device).to(value.dtype)
@@ -194,7 +194,7 @@ def tune(
     kinds = {(request.op, request.signature): request for request in requests}
     choices = []
     for request in kinds.values():
-        # Attention between FP8 products is timed with the casts of its results, whichever pass makes them.
+        # In FP8, time attention including the casts of its results, whether its own kernels or separate ones make them.
         cast = in_fp8 and request.op == varlen_self_attention.name and request.gradients
         if OPS[request.op].asked == AUTO or (cast and attention_cast_fp8.asked == AUTO):
             choices.append(_measure(request, cast, repeatable, timed))
@@ -211,7 +211,7 @@ def apply(choices: Iterable[KernelChoice]) -> None:
         for form in list(choice.milliseconds)[:1]:
             name = taken[choice.op][choice.signature] = form.partition(_WITH)[0]
             if choice.cast_signature:
-                # The definition of attention with casts makes separate casts.
+                # The definition of attention with casts makes separate casts, so choose it for SEPARATE.
                 taken[attention_cast_fp8.name][choice.cast_signature] = name if form.endswith(FUSED) else _LAST_RESORT
     for op in OPS.values():
         op.prefer(taken[op.name], dropped[op.name])
@@ -229,7 +229,7 @@ def _measure(
     works: dict[str, Work] = {}
     errors: dict[str, str] = {}
     try:
-        # By default, fork_rng would create a CUDA context on every device.
+        # Name the device, because fork_rng would otherwise create a CUDA context on every device.
         with torch.random.fork_rng(devices):
             arguments = request.arguments()
             forms = _forms(request, arguments, cast)
@@ -266,7 +266,7 @@ def _measure(
 
 
 def _candidates(request: CallKind, arguments: Arguments) -> list[Implementation]:
-    """Return the implementations that the run may use for this kind of call, up to and including the reference."""
+    """Return the implementations that the run may use for this kind of call, except those after the reference."""
     op = OPS[request.op]
     args, kwargs = arguments
     order = op.orders[device_type(*args, **kwargs)]
@@ -277,7 +277,7 @@ def _candidates(request: CallKind, arguments: Arguments) -> list[Implementation]
             if op.asked in (AUTO, each.name) and not op.unsupported_reasons(each, *args, **kwargs)
         ]
     names = [each.name for each in usable]
-    # On a CPU, Triton runs in its interpreter. It comes after the reference, and is too slow to be measured.
+    # On a CPU, omit Triton, which comes after the reference: its interpreter is too slow to be measured.
     return usable[: names.index(_LAST_RESORT) + 1] if _LAST_RESORT in names else usable
 
 

@@ -100,7 +100,7 @@ def _op_with_gradient(op: str, make: _Maker) -> tuple[Any, ...]:
             ids = make.ids(size.vocabulary, tokens), places, make.ids(2, tokens)
             tables = [(entries, size.hidden) for entries in (size.vocabulary, size.max_seqlen, 2)]
             return *ids, *make.all_values(*tables, row, row), 1e-12, make.dropout
-        case "masked_lm_loss":  # as in training, which does not count correct predictions
+        case "masked_lm_loss":  # training does not count correct predictions
             decoder = make.values(size.vocabulary, size.hidden)
             labels = make.ids(size.vocabulary, size.masked)
             return make.values(size.masked, size.hidden), decoder, make.values(size.vocabulary), labels, False
@@ -159,7 +159,7 @@ def _vector_op(op: str, make: _Maker) -> Arguments:
     if op == "sum_of_squares":
         return (weights,), {}
     if op == "lamb_apply":
-        state.update_P.copy_(gradients)  # the directions, without which nothing would change
+        state.update_P.copy_(gradients)  # directions, because with zeros the op would change nothing
         squares_2A = torch.ones(2, sum(segments.adapted), dtype=torch.float64, device=make.device)
         return (weights, state, segments, squares_2A), norm | rate
     numbers = step | norm if op == "lamb_directions" else step | rate | {"copies_P": weights.bfloat16()}

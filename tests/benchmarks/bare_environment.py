@@ -41,7 +41,7 @@ class BareEnvironment:
         return cls(folder)
 
     def run(self, *arguments: str) -> subprocess.CompletedProcess[str]:
-        """Run the environment's Python in the copy's folder, with no more of this environment than the PATH."""
+        """Run the environment's Python in the copy's folder. Of this process's variables, it gets only PATH."""
         python, home = self.folder / "venv" / "bin" / "python", self.folder / "home"
         home.mkdir(exist_ok=True)
         variables = {"PATH": os.environ["PATH"], "HOME": str(home), "OMP_NUM_THREADS": "1"}
@@ -67,7 +67,7 @@ def _with_requirements(name: str) -> Iterator[str]:
         try:
             requires = importlib.metadata.requires(name) or []
         except importlib.metadata.PackageNotFoundError:
-            continue  # PyTorch for CPUs and for GPUs require different packages
+            continue  # not every build of PyTorch requires it
         yield name
         marked = (Requirement(text) for text in requires)
         waiting += [each.name for each in marked if each.marker is None or each.marker.evaluate({"extra": ""})]

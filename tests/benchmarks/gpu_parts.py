@@ -32,7 +32,7 @@ def unlucky(context: Context) -> None:
 
 
 def endless(context: Context) -> None:
-    """Report a row that never ends, between two that do."""
+    """Report a row that hangs, between two rows that end."""
     context.report.attempt("first", lambda: Figure("first", figure=1.0))
     context.report.attempt("endless", lambda: time.sleep(3600))
     context.report.attempt("last", lambda: Figure("last", figure=1.0))
@@ -43,7 +43,7 @@ def right(context: Context) -> None:
 
 
 def asked(context: Context) -> None:
-    """Report the implementation of each op that runs without its usual one."""
+    """Report the replacement of each op in ``without``."""
     context.report.add(*(Figure(op, note=OPS[op].asked) for op in context.without))
 
 

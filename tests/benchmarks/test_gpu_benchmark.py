@@ -44,13 +44,13 @@ def context(tmp_path: Path) -> Context:
 
 @pytest.fixture(scope="module")
 def all_parts(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Run all parts where PyTorch, Triton and NumPy are installed alone, and return the folder of their results."""
+    """Run all parts where only PyTorch, Triton and NumPy are installed, and return the folder of their results."""
     bare = BareEnvironment.of(tmp_path_factory.mktemp("bare"), ["torch", "triton", "numpy"])
     out = bare.folder / "out"
     # On a busy machine, the parts' default limits would cut them off.
     options = ["--device", "cpu", "--tiny", "--seconds", str(10 * gpu.SECONDS), "--part", ",".join(gpu.PARTS)]
     done = bare.run("benchmarks/gpu.py", *options, "--out", str(out))
-    assert done.returncode == 1, done.stderr  # end-to-end needs more
+    assert done.returncode == 1, done.stderr  # end-to-end fails, because it needs more packages
     assert (out / "report.md").read_text().startswith(done.stdout[done.stdout.index("# cpu") :].strip())
     return out
 
@@ -63,16 +63,16 @@ def rows(folder: Path, part: str) -> dict[str, dict[str, Any]]:
 
 
 @pytest.mark.oldest_torch
-def test_all_parts_run_with_torch_triton_and_numpy_alone(all_parts: Path) -> None:
+def test_all_parts_but_end_to_end_complete_with_only_torch_triton_and_numpy(all_parts: Path) -> None:
     for part in gpu.PARTS:
         found = json.loads((all_parts / f"{part}.json").read_text())
         assert [row for row in found["rows"] if row["note"].startswith(("WRONG", "failed"))] == []
         assert found["complete"] == (part not in gpu.ALONE), found["error"]
         assert found["versions"]["torch"] == importlib.metadata.version("torch")
-    assert found["error"].startswith("not installed, which training needs: mlperf-logging, ")
+    assert found["error"].startswith("training needs packages that are not installed: mlperf-logging, ")
 
 
-def test_ceilings_divide_work_by_the_best_time_and_memory_finds_the_limit(all_parts: Path) -> None:
+def test_ceilings_use_the_shortest_time_and_memory_reports_the_largest_batch(all_parts: Path) -> None:
     found = rows(all_parts, "step")
     copy, product = found["ceiling: device copy"], found["ceiling: bf16 product"]
     assert copy["figure"] == pytest.approx(2 * TINY.copied / 1e12 / min(copy["seconds"]))
@@ -81,7 +81,7 @@ def test_ceilings_divide_work_by_the_best_time_and_memory_finds_the_limit(all_pa
     assert [found[f"{each}, most sequences that fit"]["figure"] for each in ("bf16", "fp8")] == [TINY.sequences] * 2
 
 
-def test_the_step_is_split_into_phases_and_kernels_that_add_up(all_parts: Path) -> None:
+def test_step_reports_rates_phases_and_kernels(all_parts: Path) -> None:
     found = rows(all_parts, "step")
     split = {name: row for name, row in found.items() if name.startswith("split, bf16: ")}
     assert "split, bf16: idle: launches, host" in split
@@ -103,13 +103,13 @@ def capturing(context: Context, monkeypatch: pytest.MonkeyPatch) -> Iterator[Con
 
 def test_every_micro_batch_of_a_measured_step_is_captured(capturing: Context) -> None:
     ceilings = Ceilings(None, None, None)
-    four, _, _, one, _ = step._sizes(capturing)  # sizes with four micro-batches and with one per step
+    four, _, _, one, _ = step._sizes(capturing)  # sizes with four micro-batches per step, and with one
     for config, micro in (four, one):
         assert step.rate(capturing, "x", config, micro, ceilings).figure
     step._losses(capturing, "bf16")
 
 
-def test_peers_take_a_step(all_parts: Path) -> None:
+def test_peers_have_a_rate_or_report_a_missing_package(all_parts: Path) -> None:
     found = rows(all_parts, "peers")
     assert all(found[name]["figure"] > 0 for name in (*OURS.values(), "plain PyTorch varlen, unpadded"))
     for name in ("Hugging Face, padded, SDPA", "Hugging Face, padded, SDPA, torch.compile"):
@@ -117,12 +117,12 @@ def test_peers_take_a_step(all_parts: Path) -> None:
 
 
 @pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="transformers is not installed")
-def test_hugging_faces_model_takes_a_step(context: Context) -> None:
+def test_the_rate_of_hugging_faces_model_is_measured(context: Context) -> None:
     row = peers._peer_row(context, "peer", peers._hugging_face)
     assert (row.figure or 0) > 0
 
 
-def test_every_op_is_timed_or_has_a_reason(all_parts: Path) -> None:
+def test_every_op_has_a_time_or_a_reason_why_it_was_not_timed(all_parts: Path) -> None:
     found = rows(all_parts, "kernels")
     others = "lamb_", "scaled_", "sum_", "accumulate_"
     for op in (op for op in kernels.OPS if not op.startswith(others) and not op.endswith("fp8")):
@@ -137,11 +137,11 @@ def test_every_op_is_timed_or_has_a_reason(all_parts: Path) -> None:
     assert all(row["note"] for row in found.values() if row["milliseconds"] is None)
 
 
-def test_fp8_steps_are_timed_and_losses_stay_near_fp32(all_parts: Path) -> None:
+def test_fp8_steps_are_timed_and_fp8_losses_are_near_bf16_losses(all_parts: Path) -> None:
     found = rows(all_parts, "fp8")
     assert found["step in FP8"]["figure"] > 0
     assert found["step in FP8"]["note"].startswith("fp8: ")
-    assert found["losses in bf16 against fp32"]["figure"] == 0  # both are fp32 for tiny models
+    assert found["losses in bf16 against fp32"]["figure"] == 0  # at the tiny scale, fp32 replaces bf16
     assert 0 < found["losses in fp8 against bf16"]["figure"] < 0.05
     assert FULL.parity_steps == 200
     found = rows(all_parts, "kernels")
@@ -150,7 +150,7 @@ def test_fp8_steps_are_timed_and_losses_stay_near_fp32(all_parts: Path) -> None:
     assert all(found[name]["figure"] > 0 for name in of_fp8 if name.endswith("reference"))
 
 
-def test_inputs_have_the_types_and_alignment_of_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cases_have_the_types_and_alignment_of_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The benchmark's inputs have the types and alignment of a step's inputs, even if the vocabulary size is odd."""
     norm = kernels.libraries.pytorch.dropout_add_layer_norm
     keeping_type = lambda x, *more: norm(x, *more).to(x.dtype)  # noqa: E731, as Triton's does
@@ -159,7 +159,7 @@ def test_inputs_have_the_types_and_alignment_of_training(tmp_path: Path, monkeyp
     scale = replace(TINY, model=replace(TINY.model, vocab_size=502))
     context = Context(CPU, scale, PartReport(tmp_path / "part.json", {}))
     seen: dict[str, set[tuple[object, ...]]] = defaultdict(set)
-    # The definition of attention makes the FP8 casts around itself, as Triton's does. PyTorch's attention does not.
+    # Like Triton's attention, the definition makes the FP8 casts before and after it. PyTorch's attention does not.
     for precision, attention in (("bf16", "pytorch"), ("fp8", "pytorch"), ("fp8", "reference")):
         trained = step.training_step(context, step.recipe("h100_1x1", precision=precision))
         with ExitStack() as observing:
@@ -167,7 +167,7 @@ def test_inputs_have_the_types_and_alignment_of_training(tmp_path: Path, monkeyp
             for op in kernels.OPS.values():
                 observing.enter_context(op.observed(lambda op, args, _: seen[op.name].add(traits(*args))))
             trained(micro_batches(context, 4, 1))
-            trained.refresh_copies_()  # this casts weights, which LAMB does in a step
+            trained.refresh_copies_()  # calls the op that casts weights; in a step, LAMB casts them
             with torch.no_grad(), trained.autocast():
                 trained.model(*micro_batches(context, 4, 1))
     model = drawn_model(scale.model, CPU)
@@ -176,7 +176,7 @@ def test_inputs_have_the_types_and_alignment_of_training(tmp_path: Path, monkeyp
     made += [*lamb_cases(model), *weight_gradient_cases(model, lengths)]
     for case in made:
         inputs = traits(*case.arguments)
-        # The definitions save other tensors for these backward passes, or return a norm's output in another type.
+        # For these two ops, the definitions save other tensors than Triton's kernels, or return a norm in another type.
         if case.op not in ("attention_backward_cast_fp8", "add_norm_backward_cast_fp8") and case.op in seen:
             assert any(inputs[: len(real)] == real for real in seen[case.op]), (case.title, inputs, seen[case.op])
     # A step of one device makes one call for all of LAMB.
@@ -193,7 +193,7 @@ def traits(*arguments: object) -> tuple[object, ...]:
     )
 
 
-def test_drift_and_waiting_come_from_the_steps() -> None:
+def test_end_to_end_rows_are_computed_from_the_metrics() -> None:
     steps = [
         StepRecord(1, 8, time_s=1, step_ms=ms, data_wait_ms=ms / 10, sequences_per_s=1e3 / ms)
         for ms in (10, 10, 10, 10, 20, 20, 30, 30)
@@ -208,8 +208,10 @@ def test_drift_and_waiting_come_from_the_steps() -> None:
 
 
 @pytest.mark.parametrize("limit", [1, 139, 10_000])
-def test_the_search_for_memory_finds_the_limit(context: Context, monkeypatch: pytest.MonkeyPatch, limit: int) -> None:
-    """Errors that a lack of memory has caused during a capture count as a lack of memory. Other errors end the search."""
+def test_memory_finds_the_largest_batch_that_fits(
+    context: Context, monkeypatch: pytest.MonkeyPatch, limit: int
+) -> None:
+    """An error that follows an out-of-memory error counts as a lack of memory. Any other error ends the search."""
 
     def train(_context: object, precision: str, sequences: int) -> None:
         if precision == "fp8":
@@ -229,7 +231,7 @@ def test_the_search_for_memory_finds_the_limit(context: Context, monkeypatch: py
     assert failed.note == "failed: RuntimeError: no such kernel"
 
 
-def test_every_op_is_checked(all_parts: Path) -> None:
+def test_correctness_has_a_row_for_every_implementation(all_parts: Path) -> None:
     """The rows name every implementation of every op but the definition, with a verdict or a reason."""
     found = rows(all_parts, "correctness")
     for op in kernels.OPS.values():
@@ -247,7 +249,7 @@ def test_correctness_fails_if_nothing_was_checked(context: Context) -> None:
 
 
 @pytest.mark.parametrize("works", [True, False])
-def test_a_kernel_that_does_nothing_is_noticed_by_name(tmp_path: Path, works: bool) -> None:
+def test_correctness_reports_every_op_whose_kernels_do_not_run(tmp_path: Path, works: bool) -> None:
     """With Triton's interpreter, all kernels are right; if none is launched, every op is wrong."""
     program = f"""
 from pathlib import Path
@@ -268,12 +270,12 @@ raise SystemExit(part.run("benchmarks.gpu_parts.ops:correctness", file, "cpu", t
     assert tested == {name for name, op in kernels.OPS.items() if "triton" in op.implementations}
 
 
-def test_an_error_in_a_single_element_is_noticed() -> None:
+def test_largest_ratio_detects_an_error_in_a_single_element() -> None:
     exact = [torch.randn(5000, generator=torch.Generator().manual_seed(0), dtype=torch.float64), torch.tensor(7)]
     plain = [exact[0].bfloat16(), exact[1]]
     ratio = functools.partial(largest_ratio, plain=plain, exact=exact, tolerance=2**-7)
     assert ratio(plain)[0] < 0.5
-    assert ratio([plain[0], torch.tensor(8)])[0] < 0.5  # a tie may change a count by one
+    assert ratio([plain[0], torch.tensor(8)])[0] < 0.5  # a count may differ by one, because of a tie
     assert ratio([plain[0], torch.tensor(9)]) == (float("inf"), 1)
     for place, value in ((4999, float("nan")), (0, 4.0), (4999, 4.0)):
         wrong = plain[0].clone()
@@ -284,11 +286,11 @@ def test_an_error_in_a_single_element_is_noticed() -> None:
     assert ratio(plain[:1])[0] == float("inf")
 
 
-def test_fp8_numbers_may_be_rounded_the_other_way_in_a_few_places_only() -> None:
+def test_a_few_fp8_rounding_differences_are_accepted_but_truncation_is_not() -> None:
     x = torch.randn(100_000, generator=torch.Generator().manual_seed(0))
     for dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
         plain, rounded = x.to(dtype), x.bfloat16().to(dtype)
-        # Cutting bits off instead of rounding changes half of the numbers.
+        # Truncation instead of rounding changes half of the numbers.
         cut = (
             (x.to(torch.float16).view(torch.int16) & -256).view(torch.float16)
             if dtype == torch.float8_e5m2
@@ -308,7 +310,7 @@ def test_lengths_match_wikipedia_and_a_sequence_takes_half_a_teraflop() -> None:
     assert training_flop(ModelConfig(), batch) / 96 == pytest.approx(500e9, rel=0.02)
 
 
-def test_micro_batches_are_one_global_batch(context: Context) -> None:
+def test_micro_batches_carry_the_counts_of_one_global_batch(context: Context) -> None:
     batches = micro_batches(context, 4, 3)
     masked = sum(batch.masked_lm_ids.numel() for batch in batches)
     assert [batch.global_counts.tolist() for batch in batches] == [[12, masked]] * len(batches)

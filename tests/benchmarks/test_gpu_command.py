@@ -32,26 +32,28 @@ no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU he
     [
         (["--device", "cpu"], "--device cpu only tests the program"),
         (["--tiny"], "--tiny only tests the program: name a folder for its figures by --out"),
-        (["--part", "step,speed"], "--part: unknown 'speed', expected all, or some of correctness, step"),
-        (["--seconds", "nan"], "--seconds: nan, expected a finite number above 0"),
-        (["--seconds", "inf"], "--seconds: inf, expected a finite number above 0"),
+        (["--part", "step,speed"], "--part: there is no part 'speed'; use all, or some of correctness, step"),
+        (["--seconds", "nan"], "--seconds is nan; use a finite number above 0"),
+        (["--seconds", "inf"], "--seconds is inf; use a finite number above 0"),
         (["--device", "tpu"], "argument --device: invalid choice: 'tpu'"),
         (["--part", "step", "fp8"], "unrecognized arguments: fp8"),
-        ([*TINY, "--samples", "0"], "--samples: 0, expected 1 or more"),
+        ([*TINY, "--samples", "0"], "--samples is 0; use 1 or more"),
         ([*TINY, "--samples", "9"], "--samples and settings after -- need --part end-to-end"),
         ([*TINY, "--", "--training.seed", "1"], "--samples and settings after -- need --part end-to-end"),
         (
             [*TINY, "--without", "gelu"],
-            "--without: there is no op 'gelu', expected some of varlen_attention, ",
+            "--without: there is no op 'gelu'; use some of varlen_attention, ",
         ),
         (
             [*TINY, "--without", "lamb_step,bias_gelu=apex"],
-            "--without bias_gelu=apex: apex is not installed, expected one of reference",
+            "--without bias_gelu=apex: 'apex' is not available; use one of reference",
         ),
-        pytest.param(["--part", "step"], "needs a CUDA device, but PyTorch finds none", marks=no_gpu),
+        pytest.param(["--part", "step"], "PyTorch finds no CUDA device; to test the program", marks=no_gpu),
     ],
 )
-def test_wrong_input_is_one_line(arguments: list[str], complaint: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_arguments_give_status_2_and_a_one_line_error(
+    arguments: list[str], complaint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert gpu.main(arguments) == 2
     captured = capsys.readouterr()
     assert captured.err.startswith(f"error: {complaint}")
@@ -59,7 +61,9 @@ def test_wrong_input_is_one_line(arguments: list[str], complaint: str, capsys: p
     assert captured.out == ""
 
 
-def test_an_unknown_commit_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unknown_commit_is_an_error_except_for_tiny_runs(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(gpu, "commit", lambda: "unknown")
     assert gpu.main(["--part", "step"]) == 2
     complaint = "error: figures must name the commit, which is unknown without .git: set MLPERF_BERT_COMMIT to it\n"
@@ -67,7 +71,7 @@ def test_an_unknown_commit_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: p
     assert gpu.parse(TINY).parts == [part for part in gpu.PARTS if part != "end-to-end"]
 
 
-def test_the_next_installed_implementation_takes_the_place_of_the_usual_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_selects_the_next_installed_implementation(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a GPU, an implementation that a CUDA graph can capture comes first."""
     here: set[str | None] = {"triton"}
     monkeypatch.setattr(gpu, "find_spec", lambda name: name if name in here else None)
@@ -81,7 +85,7 @@ def test_the_next_installed_implementation_takes_the_place_of_the_usual_one(monk
         gpu.replacements(["bias_gelu"], "cpu")
 
 
-def test_steps_without_a_capturable_op_are_not_captured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_are_not_captured_if_a_replacement_cannot_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Context, "on_gpu", True)
     report = PartReport(tmp_path / "x.json", {})
     for without, captures in (({}, True), ({"lamb_step": "reference"}, True), ({"varlen_attention": "pytorch"}, False)):
@@ -89,7 +93,7 @@ def test_steps_without_a_capturable_op_are_not_captured(tmp_path: Path, monkeypa
 
 
 def test_without_replaces_an_op_during_the_part_only(tmp_path: Path) -> None:
-    """The replacement runs, and only until the part has ended."""
+    """The replacement is chosen while the part runs, and the choice is undone at its end."""
     file, without = tmp_path / "asked.json", {"bias_gelu": "reference"}
     assert gpu_part.run("tests.benchmarks.gpu_parts:asked", file, "cpu", tiny=True, without=without) == 0
     report = PartReport.load(file)
@@ -98,7 +102,7 @@ def test_without_replaces_an_op_during_the_part_only(tmp_path: Path) -> None:
     assert kernels.OPS["bias_gelu"].asked == "auto"
 
 
-def test_parts_share_the_time_of_the_call(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_parts_share_the_remaining_time_by_weight(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Time that a part leaves over is shared by the later parts."""
     clock, given = [0.0], {}
 
@@ -119,7 +123,7 @@ def test_parts_share_the_time_of_the_call(monkeypatch: pytest.MonkeyPatch, tmp_p
 
 
 @pytest.mark.usefixtures("forked_python")
-def test_a_part_whose_process_dies_continues_after_that_row(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_part_continues_after_a_row_that_kills_its_process(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     settings = gpu.Settings([], tmp_path, "cpu", True, 600)
     report = gpu.run_part("unlucky", "tests.benchmarks.gpu_parts:unlucky", settings, 600)
     found = [(row.name, row.figure, row.note) for row in PartReport.load(tmp_path / "unlucky.json").rows]
@@ -151,7 +155,7 @@ def test_a_part_is_cut_off_at_its_limit_and_keeps_its_rows(tmp_path: Path) -> No
 
 
 @pytest.mark.usefixtures("forked_python")
-def test_a_row_that_hangs_is_ended_and_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_row_that_hangs_is_ended_and_later_rows_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "endless.json"
 
     def patience(_left: float) -> float:
@@ -165,7 +169,7 @@ def test_a_row_that_hangs_is_ended_and_named(tmp_path: Path, monkeypatch: pytest
     assert report.complete
 
 
-def test_a_row_may_take_half_of_the_time_that_is_left() -> None:
+def test_a_row_may_take_half_of_the_remaining_time_but_at_least_90_s() -> None:
     assert [gpu._patience(left) for left in (10, 100, 400)] == [90, 90, 200]
 
 
@@ -192,7 +196,7 @@ def test_sigterm_keeps_the_rows_ends_the_part_and_prints_the_page(tmp_path: Path
     assert " NOT COMPLETE: " in printed
 
 
-def test_a_row_that_fails_leaves_the_others(tmp_path: Path) -> None:
+def test_a_failed_row_records_its_reason_and_later_rows_run(tmp_path: Path) -> None:
     report = PartReport(tmp_path / "part.json", {})
     errors = {
         "a": RuntimeError("no such kernel\nand more"),

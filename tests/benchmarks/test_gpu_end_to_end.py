@@ -30,7 +30,7 @@ def context(tmp_path: Path) -> Context:
     return Context(torch.device("cpu"), TINY, report)
 
 
-def test_missing_requirements_are_named_before_data_are_made(context: Context, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_end_to_end_raises_with_all_missing_packages(context: Context, monkeypatch: pytest.MonkeyPatch) -> None:
     required = {"tyro": ["docstring-parser>=0.16", "attrs; extra == 'dev'"], "google-crc32c": None}
 
     def requires(name: str) -> list[str]:
@@ -39,13 +39,13 @@ def test_missing_requirements_are_named_before_data_are_made(context: Context, m
         return required.get(name) or []
 
     monkeypatch.setattr(importlib.metadata, "requires", requires)
-    with pytest.raises(NotUsableError, match=r"not installed, which training needs: google-crc32c, docstring-parser$"):
+    with pytest.raises(NotUsableError, match=r"are not installed: google-crc32c, docstring-parser$"):
         end_to_end.end_to_end(context)
     monkeypatch.undo()
     assert end_to_end.missing_packages() == []
 
 
-def test_a_wrong_setting_is_found_before_the_data_are_made(context: Context) -> None:
+def test_end_to_end_raises_an_error_for_an_unknown_setting(context: Context) -> None:
     wrong = replace(context, settings=["--training.presision", "fp8"])
     with pytest.raises(
         ValueError, match=r"there is no setting --training.presision; did you mean --training.precision\?"
@@ -53,8 +53,8 @@ def test_a_wrong_setting_is_found_before_the_data_are_made(context: Context) -> 
         end_to_end.end_to_end(wrong)
 
 
-def test_the_rate_decides_how_many_samples_fit_into_the_time(context: Context, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The part ``step`` has measured the rate under the same conditions; otherwise it is measured here."""
+def test_the_number_of_samples_fits_the_remaining_time(context: Context, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rate comes from the part ``step`` if its conditions were equal. Otherwise it is measured here."""
     monkeypatch.setattr(end_to_end.time, "monotonic", lambda: 1000.0)
     config = recipe("h100_1x1", precision="fp8")
     name = rate_name(config, 2)
@@ -71,7 +71,7 @@ def test_the_rate_decides_how_many_samples_fit_into_the_time(context: Context, m
         end_to_end._samples(context, config)
 
 
-def test_the_training_run_gets_the_replaced_implementations(context: Context, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_replacements_are_passed_to_the_training_run(context: Context, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Context, "on_gpu", True)
     without = {"varlen_attention": "pytorch", "lamb_step": "reference"}
     arguments = end_to_end._arguments(replace(context, without=without), Path("folder"), 8)
@@ -81,8 +81,8 @@ def test_the_training_run_gets_the_replaced_implementations(context: Context, mo
     assert "--training.implementations" not in end_to_end._arguments(context, Path("folder"), 8)
 
 
-def test_a_loss_that_is_not_finite_is_wrong() -> None:
-    """Such a run still reaches its target and its log passes."""
+def test_a_loss_that_is_not_finite_fails_the_row() -> None:
+    """The row must fail, because the run reaches its target and its log passes the check."""
     for last, failed in ((7.5, False), (float("nan"), True)):
         steps = [StepRecord(1, 8, step_ms=1.0, loss=10.25), StepRecord(2, 16, step_ms=1.0, loss=last, skipped_steps=1)]
         (row,) = (row for row in end_to_end.rows_of(Metrics(None, steps)) if row.name == "loss")
@@ -118,7 +118,7 @@ def test_log_metrics_and_output_are_kept_beside_the_report(tmp_path: Path) -> No
 
 
 @pytest.mark.usefixtures("forked_python")
-def test_a_run_whose_time_is_up_is_ended_and_gets_a_verdict(context: Context, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_at_its_time_limit_a_run_is_stopped_and_checked(context: Context, monkeypatch: pytest.MonkeyPatch) -> None:
     metrics = context.report.path.with_name("metrics_0.jsonl")
 
     def monotonic() -> float:

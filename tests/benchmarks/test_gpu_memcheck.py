@@ -49,7 +49,7 @@ NOT_ATTACHED = """========= COMPUTE-SANITIZER
 
 @pytest.fixture
 def context(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Context:
-    """Return a context in which the CPU passes for a GPU. Without the stand-in, no tool is installed."""
+    """Return a context in which the CPU passes for a GPU. PATH has only the system's folders."""
     monkeypatch.setattr(Context, "on_gpu", True)
     monkeypatch.setenv("PATH", "/usr/bin:/bin")
     report = PartReport(tmp_path / "out/memcheck.json", {})
@@ -58,7 +58,7 @@ def context(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Context:
 
 @pytest.mark.usefixtures("forked_python")
 @pytest.mark.parametrize(("part", "rows"), [("right", 1), ("missing", 0)])
-def test_each_sanitizer_tool_runs_the_part_and_reads_its_summary(
+def test_each_sanitizer_tool_gets_a_row_with_its_summary(
     context: Context, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part: str, rows: int
 ) -> None:
     folder = tmp_path / "tools"

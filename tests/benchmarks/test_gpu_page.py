@@ -55,7 +55,7 @@ def test_the_ten_slowest_ops_and_the_ten_longest_kernels_of_a_step_are_shown(tmp
     assert len(shown["Where a step's time goes"]) == 10
 
 
-def test_failures_come_first_and_parts_say_what_they_ran_without(tmp_path: Path) -> None:
+def test_failures_come_first_and_parts_list_their_replaced_ops(tmp_path: Path) -> None:
     wrong = Figure("dense_gelu, triton", figure=3.0, note="WRONG | worst in tensor 0")
     largest = Figure("largest error", figure=3.0, note="2 checked, 1 wrong", page=True)
     write(tmp_path, "correctness", wrong, largest, versions={"torch": "2.11.0", "triton": "3.6.0"})
@@ -80,14 +80,14 @@ def test_the_title_names_all_devices(tmp_path: Path) -> None:
     assert page(tmp_path, PARTS).startswith("# A and B\n")
 
 
-def test_an_empty_folder_is_a_report_of_nothing(tmp_path: Path) -> None:
+def test_the_page_of_an_empty_folder_says_that_nothing_was_measured(tmp_path: Path) -> None:
     assert page(tmp_path, PARTS) == "# Nothing was measured"
 
 
 @pytest.mark.parametrize(
     "text", ["", "{", "[]", "[{}]", '{"rows": 3}', '{"rows": [{"name": "x", "other": 1}]}', '{"rows": []}']
 )
-def test_a_file_that_is_no_report_is_named_and_the_others_are_shown(tmp_path: Path, text: str) -> None:
+def test_an_invalid_report_is_listed_as_not_complete_beside_a_valid_one(tmp_path: Path, text: str) -> None:
     write(tmp_path, "step", Figure("split, bf16: kernel", 1.0, 2.0))
     (path := tmp_path / "kernels.json").write_text(text)
     with pytest.raises(ValueError, match="is not a report of this program"):

@@ -33,7 +33,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def test_the_first_evaluation_that_reaches_the_target_counts_and_the_fastest_training_is_the_best() -> None:
+def test_seconds_to_uses_the_first_evaluation_at_the_target_and_best_of_the_fastest_training() -> None:
     slow = Training(0, 1e-3, [Point(32, 1.0, 0.1), Point(64, 2.0, 0.3), Point(96, 3.0, 0.2), Point(128, 4.0, 0.4)])
     fast = Training(0, 2e-3, [Point(32, 0.5, 0.1), Point(64, 1.5, 0.3)])
     assert slow.seconds_to(0.3) == 2.0
@@ -66,14 +66,14 @@ def test_later_repeats_use_the_best_rate_and_a_missed_target_gives_a_bound() -> 
     assert bounds == [False, True]
 
 
-def test_missing_packages_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_error_lists_all_missing_packages(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(own_text, "PEER_PACKAGES", ("torch", "no_such_one", "no_such_two"))
     with pytest.raises(ValueError, match="no_such_one, no_such_two"):
         own_text.main()
 
 
 @pytest.mark.slow
-def test_both_programs_see_the_same_samples(text: Path, tmp_path: Path) -> None:
+def test_both_programs_get_the_same_evaluation_and_training_examples_are_unmasked(text: Path, tmp_path: Path) -> None:
     pytest.importorskip("accelerate", reason="the Trainer needs accelerate")
     from benchmarks.training.hugging_face_trainer import accuracy, evaluation_batches, training_examples
 
@@ -84,7 +84,9 @@ def test_both_programs_see_the_same_samples(text: Path, tmp_path: Path) -> None:
 
     ours, theirs = drawn_model(config.model, seed=1), new_model(config.model, "AutoModelForMaskedLM")
     with torch.no_grad():
-        ours.embeddings.word.mul_(30)  # the model then predicts its input, which is right for some masked tokens
+        ours.embeddings.word.mul_(
+            30
+        )  # the model then predicts its input token, which is correct at some masked positions
     assert theirs.load_state_dict(to_hugging_face(ours.state_dict()), strict=False).missing_keys == []
     mesh = Mesh(0, 1, 0, torch.device("cpu"))
     found = Evaluator(evaluation, mesh, 64, unknown)(ours, torch.autocast("cpu", enabled=False))
@@ -103,7 +105,7 @@ def test_both_programs_see_the_same_samples(text: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_comparison_measures_both_programs(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_main_writes_the_curves_of_both_programs(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("accelerate", reason="the Trainer needs accelerate")
     monkeypatch.setattr(own_text, "EVALUATIONS", 2)
     out = tmp_path / "own_text.json"

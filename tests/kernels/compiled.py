@@ -194,7 +194,7 @@ def figures(compiled: "CompiledKernel") -> tuple[int, int, int, int, int, list[s
     if done.returncode:
         raise RuntimeError(f"cuobjdump failed: {done.stderr.strip()}")
     waits = re.findall(r"async_wait.*\bnum = (\d+)", compiled.asm["ttgir"])
-    # Triton keeps no arrays on the stack, so everything on the stack is a spilled register.
+    # Triton keeps no arrays on the stack, so the stack contains only spilled registers.
     used = re.search(r"REG:(\d+) STACK:(\d+)", done.stdout)
     if used is None:
         raise RuntimeError(f"cuobjdump printed no registers and stack: {done.stdout[:500]}")
@@ -204,7 +204,7 @@ def figures(compiled: "CompiledKernel") -> tuple[int, int, int, int, int, list[s
 
 def _items() -> list[Item]:
     """Return all configurations of all modules below ``kernels/triton/``, after removing comments from the kernels."""
-    import triton  # imported only if something is compiled
+    import triton  # imported here, because often nothing must be compiled
 
     prefix = "kernels.triton."
     names = [found.name.removeprefix(prefix) for found in pkgutil.walk_packages(kernels.triton.__path__, prefix)]

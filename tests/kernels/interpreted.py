@@ -54,7 +54,7 @@ class _Storage:
     def __init__(self, elements: int) -> None:
         self._elements = elements
         self.written = False
-        """Whether a program has written. Memory that is only read, like most, needs no record per element."""
+        """Whether a program has written. Memory that is only read, as most memory is, needs no record per element."""
         self._reads: list[tuple[int, np.ndarray]] = []
 
     def read(self, program: int, cells: np.ndarray) -> None:
@@ -87,7 +87,7 @@ class _Argument:
             self.has = has.numpy()
 
     def lacks(self, elements: np.ndarray) -> np.ndarray | None:
-        """Return which of the indices lie outside of the tensor, or None. Index 0 is the tensor's first element."""
+        """Return the indices that lie outside of the tensor, or None if all are inside. Its first element has index 0."""
         if elements.min() < 0 or elements.max() >= self.reach:
             return elements[(elements < 0) | (elements >= self.reach)]
         return None if self.has is None or self.has[elements].all() else elements[~self.has[elements]]
@@ -226,9 +226,9 @@ class _Bench:
         dtype = interpreter._get_np_dtype(kind)
         if other is not None:
             rest = other.data
-        elif pointers.data.size == 1:  # Triton's interpreter may have dropped an ``other`` of 0
+        elif pointers.data.size == 1:  # use 0, because the interpreter may have dropped an ``other`` of 0
             rest = np.zeros(pointers.data.shape, dtype)
-        else:  # without ``other`` the values are undefined on a GPU
+        else:  # without ``other``, masked values are undefined on a GPU
             rest = np.full(pointers.data.shape, np.nan if dtype.kind == "f" else _largest(dtype), dtype)
         addresses = self.memory.access("load", pointers.data, mask.data)
         return interpreter.TensorHandle(interpreter._interpreter.load(addresses, mask.data, rest, dtype), kind)

@@ -33,7 +33,7 @@ def squares_in_float64(vector: torch.Tensor) -> float:
     return sum(float(piece @ piece) for piece in pieces)
 
 
-def test_the_definition_sums_the_squares_of_as_many_elements_as_bert_large_has() -> None:
+def test_sum_of_squares_is_accurate_for_as_many_elements_as_bert_large_has() -> None:
     once = normal(EMBEDDING)
     exact = squares_in_float64(once)
     times, rest = divmod(PARAMETERS, EMBEDDING)
@@ -47,13 +47,13 @@ def test_the_definition_sums_the_squares_of_as_many_elements_as_bert_large_has()
     [(lamb_directions.definition, EMBEDDING), (triton_lamb.lamb_directions, EMBEDDING // 40)],
     ids=["definition", "triton"],
 )
-def test_lamb_sums_the_squares_of_a_tensor_as_large_as_the_embedding(
+def test_lambs_sums_of_squares_are_accurate_for_large_tensors(
     directions: Callable[..., torch.Tensor], size: int
 ) -> None:
-    """Check the sums of squared weights and directions of a tensor as large as the embedding.
+    """Check the sums of squares of a tensor's weights and directions. The tensor is as large as the word embedding.
 
-    A fortieth of that size suffices for Triton: a larger tensor has more chunks, which are added in fp64, but the fp32
-    sum inside a chunk stays as long.
+    A fortieth of that size suffices for Triton: a larger tensor has more chunks, which are added in fp64, but each
+    fp32 sum inside a chunk has as many terms.
     """
     segments = LambSegments((1000, size), (False, True))
     weights, gradients = normal(1000 + size), normal(1000 + size).flip(0)
@@ -64,7 +64,7 @@ def test_lamb_sums_the_squares_of_a_tensor_as_large_as_the_embedding(
 
 
 @pytest.mark.parametrize("sharded", [False, True])
-def test_an_optimizer_returns_the_exact_norm_of_the_gradient(sharded: bool) -> None:
+def test_optimizers_return_an_accurate_norm_of_the_gradient(sharded: bool) -> None:
     """For these 4.9 million parameters, PyTorch's own fp32 norm is too low by a relative 1e-4."""
     model = BertForPreTraining(ModelConfig(1, 160, 2, 160, 30_522, 16))
     flat = FlatParameters.of(model)

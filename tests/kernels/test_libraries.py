@@ -79,7 +79,7 @@ def test_flash_attn_gives_zeros_after_the_last_sequence(fused: bool, p: float, c
     [(256, "bfloat16", ""), (8, "float16", ""), (64, "float32", "torch.float32, expected float16 or bfloat16")]
     + [(size, "float16", f"a head size of {size}, expected a multiple of 8 up to 256") for size in (60, 264)],
 )
-def test_flash_attn_refuses_devices_types_and_head_sizes_with_reasons(
+def test_flash_attn_gives_reasons_against_unsupported_devices_types_and_head_sizes(
     monkeypatch: pytest.MonkeyPatch, size: int, dtype: str, wrong: str
 ) -> None:
     with FakeTensorMode():
@@ -134,7 +134,7 @@ def nvidia_apex(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("nvidia_apex")
 @pytest.mark.parametrize("op", ["dropout_add_layer_norm", "embedding_layer_norm"])
-def test_apexs_layer_norms_are_those_of_the_definition(op: str) -> None:
+def test_apexs_layer_norms_agree_with_the_definition(op: str) -> None:
     inputs, named = example_inputs(op, CPU, torch.float32)
     found, expected = (
         outcome(function, ([*inputs[:-1], None], named)).tensors for function in (getattr(apex, op), OPS[op].definition)
@@ -146,7 +146,7 @@ def test_apexs_layer_norms_are_those_of_the_definition(op: str) -> None:
 @pytest.mark.usefixtures("nvidia_apex")
 @pytest.mark.parametrize("labels", [[3, -1, 0, 10, -1], [-1] * 5])
 @pytest.mark.parametrize("counting", [True, False])
-def test_apexs_cross_entropy_is_that_of_the_definition(labels: list[int], counting: bool) -> None:
+def test_apexs_cross_entropy_agrees_with_the_definition(labels: list[int], counting: bool) -> None:
     tensors = [torch.randn(shape, requires_grad=True) for shape in ((5, 8), (11, 8), (11,))]
     arguments = [*tensors, torch.tensor(labels), counting]
     functions = apex.masked_lm_loss, masked_lm_loss.definition
@@ -155,7 +155,7 @@ def test_apexs_cross_entropy_is_that_of_the_definition(labels: list[int], counti
         torch.testing.assert_close(got, exact)
 
 
-def test_apex_refuses_cpus_fp64_and_too_many_logits() -> None:
+def test_apex_gives_reasons_against_cpus_fp64_and_too_many_logits() -> None:
     rows, ids = torch.zeros(5, 8), torch.zeros(5, dtype=torch.int64)
     on_cpu, of_type = "the tensors are on cpu, expected a GPU", "torch.float64, expected float32, float16 or bfloat16"
     assert apex.norm_reasons(rows) == [on_cpu]
@@ -178,7 +178,7 @@ def operands(tokens: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("overwrite", [False, True])
 def test_a_weight_gradient_is_added_in_fp32(dtype: torch.dtype, overwrite: bool) -> None:
-    """Autocast must not convert fp32 operands. A sum over 131,072 tokens (one GPU's batch) must stay accurate."""
+    """Autocast must not convert fp32 operands, and a sum over the 131,072 tokens of one GPU's batch must be accurate."""
     gradient, output_gradient, x = operands(131_072, dtype)
     exact = output_gradient.double().t() @ x.double() + (0 if overwrite else gradient.double())
     if overwrite:
@@ -219,7 +219,7 @@ class Calls(TorchDispatchMode):
 
 @pytest.mark.oldest_torch
 @pytest.mark.parametrize(("overwrite", "operator"), [(False, "aten.addmm.dtype_out"), (True, "aten.mm.dtype_out")])
-def test_on_a_gpu_one_product_reads_16_bits_and_writes_the_gradient(overwrite: bool, operator: str) -> None:
+def test_one_product_of_16_bit_operands_writes_the_fp32_gradient(overwrite: bool, operator: str) -> None:
     gradient, output_gradient, x = (tensor.to("meta") for tensor in operands(48, torch.bfloat16))
     with Calls() as calls:
         found = pytorch.accumulate_weight_gradient(gradient, output_gradient, x, overwrite)

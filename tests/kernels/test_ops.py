@@ -21,7 +21,7 @@ def test_every_row_has_a_public_definition() -> None:
         assert OPS[name].__doc__ == OPS[name].definition.__doc__
 
 
-def test_a_definition_without_a_row_is_an_error() -> None:
+def test_a_definition_without_a_row_raises() -> None:
     def unlisted(x: Tensor) -> Tensor:
         return x
 
@@ -31,7 +31,7 @@ def test_a_definition_without_a_row_is_an_error() -> None:
 
 
 def test_every_function_in_the_table_exists() -> None:
-    """The modules for apex and flash-attn import their packages only when they are called."""
+    """This needs neither apex nor flash-attn, because their modules import them only when they are called."""
     for name, row in TABLE.items():
         for implementation in row:
             if implementation.requires != "triton" or find_spec("triton"):
@@ -40,7 +40,7 @@ def test_every_function_in_the_table_exists() -> None:
 
 
 @pytest.mark.parametrize("module", ["ops", "lamb", "fp8"])
-def test_definitions_call_definitions(module: str) -> None:
+def test_definitions_call_other_definitions_instead_of_ops(module: str) -> None:
     """If a definition called an op, the op could choose the implementation that is compared with the definition."""
     tree = ast.parse((REPOSITORY / f"kernels/reference/{module}.py").read_text(encoding="utf-8"))
     plain = [node.value for node in ast.walk(tree) if isinstance(node, ast.Attribute) and node.attr == "definition"]

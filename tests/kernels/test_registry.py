@@ -44,7 +44,7 @@ def test_auto_takes_the_first_implementation_that_supports_the_inputs(op: Op[[Te
             assert op(ones, 2.0).tolist() == [2, 2, 2]
 
 
-def test_an_explicit_choice_works_or_says_why_not(op: Op[[Tensor, float], Tensor]) -> None:
+def test_an_explicit_choice_runs_or_raises_with_the_reason(op: Op[[Tensor, float], Tensor]) -> None:
     ones = torch.ones(3)
     with op.using("reference"):
         assert op(ones, 2.0).tolist() == [2, 2, 2]
@@ -78,8 +78,8 @@ def test_auto_prefers_the_measured_implementation_if_it_supports_the_inputs(op: 
     assert op(ones, 2.0).tolist() == [3, 3, 3]
 
 
-def test_takes_tells_the_choice_even_if_it_is_unusable(op: Op[[Tensor, float], Tensor]) -> None:
-    """An encoder layer asks whether attention makes its casts. If not, the op's own choice does not have to be usable."""
+def test_takes_raises_only_if_asked_about_an_explicit_choice_that_is_unusable(op: Op[[Tensor, float], Tensor]) -> None:
+    """A layer uses ``takes`` to ask whether attention makes its casts. If not, attention with casts need not be usable."""
     ones = torch.ones(3)
     assert [name for name in op.implementations if op.takes(name, ones, 2.0)] == ["fast"]
     op.prefer({signature(ones, 2.0): "picky"})
@@ -91,7 +91,7 @@ def test_takes_tells_the_choice_even_if_it_is_unusable(op: Op[[Tensor, float], T
 
 
 @pytest.mark.parametrize("name", ["attention_cast_fp8", "attention_backward_cast_fp8"])
-def test_attention_with_casts_that_reads_lengths_is_refused_in_a_capture(name: str):
+def test_takes_raises_for_attention_with_casts_that_cannot_be_captured(name: str):
     with FakeTensorMode(), only_capturable(), OPS[name].using("reference"):
         qkv = torch.zeros(8, 3, 2, 64, device="cuda")
         assert not OPS[name].takes("triton", qkv)
@@ -125,7 +125,7 @@ def test_a_fall_back_on_a_gpu_is_logged_once_with_its_reasons(
     assert caplog.messages == ["scaled: fast instead of picky: never works"]
 
 
-def test_choose_changes_nothing_if_one_of_its_choices_is_wrong():
+def test_choose_changes_nothing_if_one_of_its_choices_does_not_exist():
     choose({"varlen_attention": "reference", "lamb_step": "auto"})
     assert varlen_attention.asked == "reference"
     for wrong, message in (
@@ -144,8 +144,8 @@ def attention_call(head_size: int, device: str = "cuda") -> tuple[Any, ...]:
     return heads, heads, heads, bounds, bounds, 4, dropout
 
 
-def test_a_step_that_is_captured_gets_no_attention_that_reads_lengths():
-    """Such attention calls ``tolist``, which breaks a capture. Not even a measurement or a name may choose it."""
+def test_a_capture_never_uses_attention_that_reads_lengths_on_the_host():
+    """Reading lengths breaks a capture, so neither a measurement nor an explicit choice may select such attention."""
     with FakeTensorMode():
         usual, odd = attention_call(64), attention_call(24 * 8 + 4)  # no kernel supports a head size of 196
         assert varlen_attention.chosen(*odd).name == "pytorch"
@@ -173,8 +173,8 @@ OWN = [
 
 
 @pytest.mark.parametrize(("op", "implementation"), OWN, ids=lambda each: each.name)
-def test_implementations_that_read_values_on_the_host_are_marked(op: Op[..., Any], implementation: Implementation):
-    """An implementation that calls ``tolist`` or ``item`` on a CPU also does on a GPU, where this breaks a capture."""
+def test_implementations_that_read_on_the_host_are_not_capturable(op: Op[..., Any], implementation: Implementation):
+    """An implementation that calls ``tolist`` or ``item`` on a CPU also calls it on a GPU, where it breaks a capture."""
     reads: list[str] = []
 
     class Watch(TorchFunctionMode):

@@ -117,8 +117,8 @@ def attention_cases() -> Iterator[Case]:
     ):
         sizes = Size((*lengths, rest), max(lengths), hidden=heads * size, heads=heads)
         ops = ["varlen_self_attention"]
-        # Longer sequences take the interpreter seconds. Their kernels are tested by the first op, and their casts are
-        # compared with the first op's results by another test.
+        # Longer sequences take seconds in the interpreter, so only the first op, which runs the same kernels, has them.
+        # Another test compares the casts with the first op's results.
         if sum(lengths) < 100:
             ops += ["varlen_attention", *["attention_cast_fp8"] * (dtype == FP32)]
         for op in ops:
@@ -137,7 +137,7 @@ def attention_cases() -> Iterator[Case]:
 
 
 def norm_cases() -> Iterator[Case]:
-    for tokens, columns, dtype, dropout in (  # sizes near a tile's, and more rows than programs
+    for tokens, columns, dtype, dropout in (  # sizes near the tile's size, and more rows than programs
         *((5, 128, dtype, dropout) for dropout in (DROPOUT, None) for dtype in (FP32, BF16)),
         *((0, 64, FP32, DROPOUT), (1, 16, FP32, DROPOUT), (5, 64, FP16, DROPOUT), (16, 48, BF16, None)),
         *((70, 96, FP32, DROPOUT), (37, 144, FP16, None), (3, 1024, BF16, DROPOUT), (3, 2064, FP32, None)),
@@ -169,7 +169,7 @@ def other_cases() -> Iterator[Case]:
     yield Case("sum_of_squares", Size(hidden=8, intermediate=5003))
     for op in ("lamb_directions", "lamb_apply"):
         yield Case(op, Size(hidden=8, intermediate=5003))
-    yield Case("lamb_step", Size(hidden=8, intermediate=5003), BF16)  # also writes bf16 copies of the weights
+    yield Case("lamb_step", Size(hidden=8, intermediate=5003), BF16)  # with copies of the weights in bf16
 
 
 def cast_cases() -> Iterator[Case]:
@@ -194,8 +194,8 @@ def wide_rows_are_summed_in_wide_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 @pytest.mark.slow
-def test_error_is_at_most_twice_the_definitions(case: Case) -> None:
-    """Also allow one rounding step in bf16, because the interpreter truncates, and a few rounding steps in fp32."""
+def test_errors_are_at_most_twice_the_definitions_errors(case: Case) -> None:
+    """Allow one more rounding step in bf16, because the interpreter truncates, and a few rounding steps in fp32."""
     elements = max(1, sum(case.size.lengths) * case.size.hidden)
     draws = [case.draw(seed) for seed in range(min(2, -(-4000 // elements)))]
     free = torch.finfo(case.dtype).eps + 16 * torch.finfo(FP32).eps
@@ -203,10 +203,10 @@ def test_error_is_at_most_twice_the_definitions(case: Case) -> None:
         assert_within_twice(function, OPS[case.op].definition, draws, free, STEPS.get(case.op, 0))
 
 
-def test_every_implementation_has_a_case() -> None:
+def test_all_but_three_implementations_have_a_case() -> None:
     tested = {(case.op, name) for case in CASES for name in case.functions()}
     every = {(op.name, name) for op in OPS.values() for name in op.implementations if name in ("triton", "pytorch")}
-    # The first op needs a forward pass's tensors, the second is for CUDA only, and the third has its own tests.
+    # The first op needs tensors from a forward pass, the second needs CUDA, and the third has tests in another file.
     others = {
         "attention_backward_cast_fp8": "triton",
         "accumulate_weight_gradient": "pytorch",
@@ -216,7 +216,7 @@ def test_every_implementation_has_a_case() -> None:
 
 
 @pytest.mark.parametrize("op", IN_TRITON)
-def test_strided_inputs_give_the_same_bits(op: str) -> None:
+def test_strided_and_contiguous_inputs_give_bitwise_equal_results(op: str) -> None:
     """Results for non-contiguous tensors are equal bit for bit."""
     args, kwargs = example_inputs(op, CPU, FP32, Size((9, 4), 9, 5, 64, 2, 64, 40))
     function = triton(op)
@@ -255,7 +255,7 @@ WITH_DROPOUT = (
 @pytest.mark.parametrize(
     ("op", "dropout"), [*((op, None) for op in IN_TRITON), *((op, DROPOUT) for op in WITH_DROPOUT)]
 )
-def test_operators_have_the_right_schema_and_fake_function(op: str, dropout: Dropout | None) -> None:
+def test_custom_operators_pass_opcheck(op: str, dropout: Dropout | None) -> None:
     """PyTorch's ``opcheck`` checks mutation, aliasing and fake tensors in forward and backward."""
     case = Case(op, Size((5, 2), 5, 5, 32, 1, 48, 40), BF16, dropout)
     args, kwargs = case.draw(0)
@@ -331,17 +331,17 @@ def test_fused_casts_equal_separate_casts(case: Case, amax: float) -> None:
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 @pytest.mark.parametrize("op", ["add_norm_cast_fp8", "attention_cast_fp8"])
-def test_amax_is_not_finite_if_an_element_is_not(op: str, bad: float) -> None:
+def test_amax_is_not_finite_if_an_input_is_not(op: str, bad: float) -> None:
     """The largest magnitude is not finite even if the bad element is not in the first block of rows."""
     args, _ = Case(op, Size((70,), 70, hidden=32, heads=2), FP32, None).draw(0)
     args[0][41, 1 if op.startswith("add") else 2] = bad
     y, *others = triton(op)(*args)
-    q = others[1 if op.startswith("add") else 0]  # add_norm also returns statistics, before the casts
+    q = others[1 if op.startswith("add") else 0]  # add_norm returns statistics before the casts
     assert not args[-1].isfinite()
     assert torch.equal(q.float().isnan(), y.flatten(1).isnan())
 
 
-def test_without_a_scale_a_norm_casts_nothing() -> None:
+def test_add_norm_returns_no_casts_without_a_scale() -> None:
     args, _ = Case("add_norm_cast_fp8", Size((5,), hidden=32)).draw(0)
     expected, found = (triton("add_norm_cast_fp8")(*args[:-2], *site) for site in (args[-2:], (None, None)))
     assert found[2:] == (None, None)

@@ -1,4 +1,4 @@
-"""The search for registers that change while an asynchronous matrix product still uses them, in made-up machine code."""
+"""The search for registers that change while an asynchronous matrix product still uses them, in synthetic machine code."""
 
 import pytest
 
@@ -35,13 +35,13 @@ def test_writes_after_the_wait_or_to_other_registers_are_no_hazards() -> None:
         ("SHF.L.U64.HI R{}, R2, 0x1, R3", 120, 151),
     ],
 )
-def test_an_instruction_writes_as_many_registers_as_it_says(write: str, first: int, last: int) -> None:
+def test_the_search_finds_all_registers_that_an_instruction_writes(write: str, first: int, last: int) -> None:
     for register in range(first - 2, last + 3):
         complaints = found(PRODUCT, write.format(register), WAIT, "EXIT")
         assert bool(complaints) == (first <= register <= last), register
 
 
-def test_an_accumulator_is_as_large_as_the_product() -> None:
+def test_the_size_of_an_accumulator_follows_from_the_products_shape_and_type() -> None:
     for product, registers in (
         ("HGMMA.64x32x16.F32.BF16 R8, gdesc[UR8], RZ, !UPT, gsb0", 16),
         ("HGMMA.64x32x16.F16 R8, gdesc[UR8], RZ, !UPT", 8),
@@ -60,7 +60,7 @@ def test_both_sides_of_a_branch_are_searched() -> None:
     assert found(PRODUCT, "EXIT", write) == []
 
 
-def test_a_loop_is_searched_from_its_end_to_its_start() -> None:
+def test_the_search_follows_a_jump_back_to_the_start_of_a_loop() -> None:
     loop = "MOV R58, R3", WAIT, PRODUCT, "IADD3 R4, R4, 0x1, RZ", "@!P0 BRA 0x0"
     assert found(*loop, WAIT, "EXIT") == ["0x0 MOV R58, R3"]
     assert found(WAIT, *loop[:1], *loop[2:], WAIT, "EXIT") == []
@@ -72,7 +72,7 @@ def test_products_may_share_an_accumulator_but_not_overwrite_an_operand() -> Non
     assert found(PRODUCT, scores, WAIT, "EXIT") == [f"0x10 {scores}"]
 
 
-def test_machine_code_that_cannot_be_followed_is_refused() -> None:
+def test_machine_code_that_cannot_be_followed_raises() -> None:
     with pytest.raises(ValueError, match="cannot follow the jump 0x10 BRX"):
         found(PRODUCT, "BRX R4 -0x10", "EXIT")
     with pytest.raises(ValueError, match="several functions"):

@@ -1,1 +1,1 @@
-"""Attention inside sequences of different lengths in Triton, in 16 or 32 bits and between FP8 products."""
+"""Attention in Triton inside sequences of different lengths, in bf16, fp16 or fp32, and with casts to FP8."""

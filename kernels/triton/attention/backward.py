@@ -53,7 +53,7 @@ def attention_backward_queries(
         transposed += transposed_rows(head * HEAD_SIZE, queries)
     start_q = tl.load(cu_seqlens_q + sequence)
     first = tl.program_id(0) * BLOCK_Q
-    if sequence == tl.num_programs(2) - 1:  # the grid has one more program than there are sequences
+    if sequence == tl.num_programs(2) - 1:  # this program is not for a sequence but for the rows after them
         step = tl.num_programs(0) * BLOCK_Q
         if cast is None:
             zero_rows(query_gradient, start_q + first, queries, step, QUERY_GRADIENT_STRIDE, HEAD_SIZE, BLOCK_Q)
@@ -77,8 +77,8 @@ def attention_backward_queries(
     context = load_rows(output + output_offset, rows, length_q, OUTPUT_STRIDE, HEAD_SIZE)
     delta_Q = tl.sum(upstream.to(tl.float32) * context.to(tl.float32), 1)
     if DROPOUT:
-        # Divide by dropout's scale, which ``delta_Q`` contains because the output contains it. The scale is a factor of
-        # the whole gradient, so the final sum is multiplied by it once.
+        # ``delta_Q`` contains dropout's scale, because the output does. Divide by it here: it is a factor of the whole
+        # gradient, so the final sum is multiplied by it once.
         delta_Q /= kept_scale
     head_row = head.to(tl.int64) * queries + start_q
     tl.store(delta + head_row + rows, delta_Q, mask=valid_q)
@@ -141,13 +141,13 @@ def attention_backward_keys(
     if cast is None:
         key_gradient += head * HEAD_SIZE
         value_gradient += head * HEAD_SIZE
-    else:  # the columns of the key gradients come before the columns of the value gradients
+    else:  # casts have first the columns of the key gradients, then of the value gradients
         key_column, value_column = head * HEAD_SIZE, (HEADS + head) * HEAD_SIZE
         key_transposed = transposed + transposed_rows(key_column, keys)
         value_transposed = transposed + transposed_rows(value_column, keys)
     start_k = tl.load(cu_seqlens_k + sequence)
     first = tl.program_id(0) * BLOCK_K
-    if sequence == tl.num_programs(2) - 1:  # the grid has one more program than there are sequences
+    if sequence == tl.num_programs(2) - 1:  # this program is not for a sequence but for the rows after them
         step = tl.num_programs(0) * BLOCK_K
         start = start_k + first
         if cast is None:

@@ -49,7 +49,7 @@ def attention_forward(
         transposed += transposed_rows(head * HEAD_SIZE, queries)
     start_q = tl.load(cu_seqlens_q + sequence)
     first = tl.program_id(0) * BLOCK_Q
-    if sequence == tl.num_programs(2) - 1:  # the grid has one more program than there are sequences
+    if sequence == tl.num_programs(2) - 1:  # this program is not for a sequence but for the rows after them
         step = tl.num_programs(0) * BLOCK_Q
         zero_rows(output, start_q + first, queries, step, STRIDE, HEAD_SIZE, BLOCK_Q)
         if cast is not None:
@@ -85,7 +85,7 @@ def attention_forward(
         new_maximum = tl.maximum(maximum, tl.max(scores, 1))
         weights = tl.exp2(scores * SCORE_SCALE - (new_maximum * SCORE_SCALE)[:, None])
         rescale = tl.exp2((maximum - new_maximum) * SCORE_SCALE)
-        total = total * rescale + tl.sum(weights, 1)  # before dropout, which applies to softmax's results
+        total = total * rescale + tl.sum(weights, 1)  # sum before dropout, which must not change softmax's sum
         if DROPOUT:
             draws = tl.arange(0, DRAWS) + first_k // PLACES
             drawn = draw_kept(seed, step, stream, threshold, ((start_q + rows) * HEADS + head)[:, None], draws[None, :])
@@ -96,7 +96,7 @@ def attention_forward(
             weights = weights.to(value_KE.dtype)
         context = context * rescale[:, None] + product(weights, value_KE)
         maximum = new_maximum
-    total = tl.where(total > 0, total, 1.0)  # prevents 0 / 0 in a sequence without keys
+    total = tl.where(total > 0, total, 1.0)  # avoid 0 / 0 in a sequence without keys
     if DROPOUT:
         context *= kept_scale
     context /= total[:, None]

@@ -62,9 +62,9 @@ NARROW: dict[int, int] = dict.fromkeys((16, 32), 184)
 """Register limit per thread of the forward kernel with casts, by head size. Without this limit, the compiler chooses fewer
 registers on a B200, and spills."""
 
-# The keys are the lowest compute capabilities for which the launches are meant. No launch was measured: among the sizes that
-# spill no registers, these let the most warps reside on a multiprocessor. Blocks are short because sequences are short. With
-# three stages, the next tile is loaded while one is computed; with two stages, the kernel would wait for it.
+# The keys are the lowest compute capabilities for which the launches are meant. The sizes were not measured: among those
+# that spill no registers, they let the most warps reside on a multiprocessor. Blocks are short because sequences are short.
+# With three stages, the next tile is loaded while one is computed; with two stages, the kernel would wait for it.
 _LAUNCHES = {
     80: {"forward": _Launch(64, 64, 4, 3, 168), "dq": _Launch(64, 32, 4, 3), "dkv": _Launch(64, 32, 4, 3)},
     90: {"forward": _Launch(64, 64, 4, 3), "dq": _Launch(64, 64, 4, 3), "dkv": _Launch(64, 64, 4, 3)},
@@ -83,7 +83,7 @@ def _groups(max_seqlen: int) -> int:
 
 
 def _written(casts: Casts | None) -> tuple[Tensor | None, ...]:
-    """Return scale, amax, rows, transposed and sums, or five times None without casts."""
+    """Return scale, amax, rows, transposed and sums. Without casts, return five Nones."""
     return (None,) * 5 if casts is None else (casts.scale, casts.amax, casts.rows, casts.transposed, casts.sums)
 
 

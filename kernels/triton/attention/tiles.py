@@ -22,7 +22,7 @@ from kernels.triton.dropout import PLACES
 KEYS_A_GROUP = 64
 DRAWS_A_GROUP = tl.constexpr(KEYS_A_GROUP // PLACES.value)
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
-# Integer arguments for which Triton must not compile a kernel again. By default, it does so for 1 and multiples of 16.
+# Triton must not specialize kernels on these integers. By default, it compiles again for 1 and for multiples of 16.
 VARYING = ["queries", "keys", "groups", "stream", "threshold"]
 
 
@@ -101,8 +101,8 @@ def of_sequence(kept, queries, groups, head, start_q):
 def of_keys(kept, queries, first_k, BLOCK_K: tl.constexpr):
     """Return a pointer to the mask entries for the block of keys that starts at ``first_k``.
 
-    ``kept`` points to a sequence's mask entries, int16 [groups, ``queries``, 4]. The entries of a row and 64 keys are
-    neighbours, so a block may have at most 64 keys.
+    ``kept`` points to a sequence's mask entries, int16 [groups, ``queries``, 4]. Only the entries for
+    64 keys of one row are adjacent, so a block may have at most 64 keys.
     """
     tl.static_assert(BLOCK_K <= 64)
     kept += first_k // 64 * queries * DRAWS_A_GROUP
@@ -113,7 +113,7 @@ def of_keys(kept, queries, first_k, BLOCK_K: tl.constexpr):
 
 @triton.jit
 def upper_rows_of(ROWS: tl.constexpr):
-    """Return the numbers of the first eight of every sixteen rows, [ROWS / 2].
+    """Return the row numbers of the first eight rows of every sixteen rows, [ROWS / 2].
 
     In the result of a matrix product, the thread that holds row r of these also holds row r + 8. Dropout's bits are
     loaded and stored in two halves, rows r and rows r + 8, so that each thread accesses the bits that it draws or needs.
@@ -191,12 +191,12 @@ def transposed_rows(row, tokens):
 
 @triton.jit
 def place_of_sums(sums, start, sequence, column, STRIDE: tl.constexpr, BLOCK: tl.constexpr):
-    """Return a pointer into ``sums`` to the place where this program's block of a sequence stores its column sums.
+    """Return a pointer to the element of ``sums`` where this program's block of a sequence stores its first column sum.
 
-    The place is in the row of the block, at the given column.
+    The element is in the row of the block, at the given column.
     """
     # No two blocks share a row. Sequence s uses rows start // BLOCK + s to at most stop // BLOCK + s, and the next
-    # sequence starts one row after this.
+    # sequence starts at row stop // BLOCK + s + 1.
     return sums + (start // BLOCK + sequence + tl.program_id(0)).to(tl.int64) * STRIDE + column
 
 

@@ -99,7 +99,7 @@ def _attention_backward(
     max_seqlen: int,
     kept_scale: float,
 ) -> list[Tensor]:
-    # The fake function returns contiguous tensors. empty_like would keep the order of an input's strides.
+    # Contiguous, like the fake function's results. empty_like would keep the order of an input's strides.
     gradients = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in qkv]
     bounds = cu_seqlens_q, cu_seqlens_k
     launch_backward(output_gradient, _parts(qkv), output, lse, kept, _parts(gradients), *bounds, max_seqlen, kept_scale)
@@ -114,7 +114,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tenso
     ctx.save_for_backward(*qkv, cu_seqlens_q, cu_seqlens_k, *output)
     ctx.numbers = max_seqlen, kept_scale
     ctx.mark_non_differentiable(*output[1:])
-    ctx.set_materialize_grads(False)  # otherwise autograd would create zero gradients for the saved tensors
+    ctx.set_materialize_grads(False)  # otherwise autograd would create zero gradients for lse and kept
 
 
 def _differentiate(ctx: Any, output_gradient: Tensor, *_: None) -> tuple[list[Tensor] | None, ...]:

@@ -112,7 +112,7 @@ def _add_norm_cast_backward(
         for row in tl.range(0, GROUP, ROWS, num_stages=STAGES):
             rows, live, places = places_of(group * GROUP + row, tokens, columns, D, ROWS)
             upstream = load_fp32(dy + places, live & inside)
-            if shortcut_dy is not None:  # the sum is rounded to the type of dy, as PyTorch does
+            if shortcut_dy is not None:  # like PyTorch, round the sum to the type of dy
                 upstream += load_fp32(shortcut_dy + places, live & inside)
                 upstream = upstream.to(dy.dtype.element_ty).to(tl.float32)
             gradient, product_gradient, normalised = add_norm_row_gradients(
@@ -146,7 +146,7 @@ def _transpose_rows(
 
     This program must have written the rows.
     """
-    tl.debug_barrier()  # a thread reads what other threads wrote
+    tl.debug_barrier()  # wait, because a thread reads what other threads wrote
     padded = (tokens + 15) // 16 * 16  # the compiler recognises a multiple of 16, and writes 16 bytes at a time
     row, column = tl.arange(0, GROUP), tl.arange(0, COLUMNS)
     q += tl.cast(first, tl.int64) * D

@@ -25,7 +25,7 @@ from kernels.triton.dropout import draw_kept
 
 MAX_COLUMNS = 4096
 PLACES = tl.constexpr(8)
-# Integer arguments for which Triton must not compile a kernel again. By default, it does so for 1 and multiples of 16.
+# Triton must not specialize kernels on these integers. By default, it compiles again for 1 and for multiples of 16.
 VARYING = ["tokens", "threshold", "stream"]
 
 

@@ -89,7 +89,7 @@ def test_columns_are_summed_in_fp32(casts: SimpleNamespace):
     assert total.tolist() == [1007.8125] * 16
 
 
-def test_bias_and_gelu_both_ways(casts: SimpleNamespace):
+def test_bias_gelu_casts_are_accurate_in_both_passes(casts: SimpleNamespace):
     generator = torch.Generator().manual_seed(17)
     product, upstream = (2 * torch.randn(17, 32, generator=generator).bfloat16() for _ in range(2))
     bias = torch.randn(32, generator=generator)
@@ -129,7 +129,7 @@ PRODUCTS = pytest.mark.parametrize(
     ids=str,
 )
 @PRODUCTS
-def test_scaled_products(product, sides, out_dtype: torch.dtype, shape: tuple[int, int, int]):
+def test_scaled_products_agree_with_float64(product, sides, out_dtype: torch.dtype, shape: tuple[int, int, int]):
     """The error is relative to the sum of the terms' magnitudes."""
     m, n, k = shape
     generator = torch.Generator().manual_seed(m)
@@ -143,7 +143,7 @@ def test_scaled_products(product, sides, out_dtype: torch.dtype, shape: tuple[in
 
 @pytest.mark.parametrize("bias_dtype", [torch.bfloat16, torch.float32], ids=str)
 @PRODUCTS
-def test_the_bias_of_a_product(product, bias_dtype: torch.dtype):
+def test_a_scaled_product_adds_its_bias(product, bias_dtype: torch.dtype):
     a, b = (torch.randn(rows, 32).to(E4M3) for rows in (5, 48))
     bias = torch.randn(48).to(bias_dtype).requires_grad_()
     found = product(a, b, scalar(0.5), scalar(0.25), torch.bfloat16, bias)
@@ -161,7 +161,7 @@ def test_the_bias_of_a_product(product, bias_dtype: torch.dtype):
         ((E4M3, E4M3), (3, 32, 48), torch.float64, "a product in"),
     ],
 )
-def test_scaled_products_refuse_wrong_types_and_sizes(
+def test_scaled_products_give_reasons_against_unsupported_types_and_sizes(
     types, sizes: tuple[int, int, int], out_dtype: torch.dtype, reason: str
 ):
     m, n, k = sizes
@@ -171,9 +171,9 @@ def test_scaled_products_refuse_wrong_types_and_sizes(
     assert len(reasons) == bool(reason)
 
 
-def test_a_gpu_needs_a_compute_capability_for_fp8(monkeypatch: pytest.MonkeyPatch):
+def test_fp8_needs_compute_capability_8_9_on_a_gpu(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert capability_reasons(torch.device("cuda")) == []  # a fake GPU
+    assert capability_reasons(torch.device("cuda")) == []  # as for fake tensors without a GPU
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     for found, reasons in (((8, 9), []), ((8, 6), ["compute capability 8.6, FP8 needs 8.9"])):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _, found=found: found)
@@ -188,7 +188,7 @@ def test_a_new_scale_is_the_largest_power_of_two_that_fits(amax: float, largest:
         assert scale == 3.0
         return
     assert math.frexp(scale)[0] == 0.5
-    assert scale * amax <= largest  # exact in float64
+    assert scale * amax <= largest  # exact, because Python multiplies in float64
     assert largest < 2 * scale * amax or scale == 2.0**126
     smallest = float(np.finfo(np.float32).tiny)
     assert min(scale, 1 / scale) >= smallest

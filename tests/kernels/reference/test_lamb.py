@@ -45,14 +45,14 @@ def test_lamb_agrees_with_numpy(parts, zero_weights, gradient_scale, betas, weig
 
 
 @EITHER
-def test_zero_update_and_zero_weight_leave_a_ratio_of_one(implementation: str):
+def test_the_trust_ratio_is_one_for_a_zero_update_or_zero_weights(implementation: str):
     segments, hyper = LambSegments((3, 3), (True, True)), replace(HYPERPARAMETERS, weight_decay=0.0)
     flat = torch.tensor([0.0, 0, 0, 1, 2, 3])
     with lamb_step.using(implementation):
         lamb_step(flat, torch.zeros(6), LambState.zeros_like(flat), segments, hyper, **at(1, 0.1))
         assert flat.tolist() == [0, 0, 0, 1, 2, 3]
         lamb_step(flat, torch.ones(6), LambState.zeros_like(flat), segments, hyper, **at(1, 0.1))
-    assert flat[:3].tolist() == pytest.approx([-0.1] * 3, rel=1e-5)  # the trust ratio is 1
+    assert flat[:3].tolist() == pytest.approx([-0.1] * 3, rel=1e-5)  # the step with a trust ratio of 1
 
 
 def test_copies_and_casts_are_made_of_the_updated_weights():
@@ -72,8 +72,8 @@ def test_copies_and_casts_are_made_of_the_updated_weights():
 @pytest.mark.oldest_torch
 @EITHER
 @pytest.mark.parametrize(("bad", "where"), [(math.nan, 0), (math.inf, 71), (-math.inf, -1), (3e38, 4200)])
-def test_a_step_that_is_not_finite_changes_nothing(implementation: str, bad: float, where: int):
-    """A skipped step does not affect the next step. Large finite gradients also have an infinite norm."""
+def test_a_step_with_gradients_that_are_not_finite_is_skipped(implementation: str, bad: float, where: int):
+    """A skipped step has no effect on the next step. Large finite gradients also have an infinite norm."""
     segments = LambSegments((70, 4126, 40), (True, True, False))
     flat, first, second = torch.randn(3, 4236, generator=torch.Generator().manual_seed(0)).unbind()
     state = LambState.zeros_like(flat)
@@ -103,7 +103,7 @@ def test_a_step_that_is_not_finite_changes_nothing(implementation: str, bad: flo
 @pytest.mark.parametrize(
     ("size", "magnitude"), [(0, 1), (1, 1), (8191, 1), (8192, 1e30), (8193, 1e-30), (5 * 8192 + 4097, 1)]
 )
-def test_the_sum_of_squares(implementation: str, size: int, magnitude: float):
+def test_sum_of_squares_agrees_with_float64(implementation: str, size: int, magnitude: float):
     vector = magnitude * torch.randn(size, generator=torch.Generator().manual_seed(size))
     with sum_of_squares.using(implementation):
         found = sum_of_squares(vector)

@@ -21,7 +21,7 @@ def correct(implementation: str, hidden: Tensor, decoder: Tensor, bias: Tensor, 
 @EITHER
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("vocabulary", [12, 5000])
-def test_of_equal_logits_the_lowest_index_counts(implementation: str, vocabulary: int, dtype: torch.dtype):
+def test_the_lowest_index_wins_among_equal_logits(implementation: str, vocabulary: int, dtype: torch.dtype):
     """Three classes have the largest logit: one near the start, one in the middle, and the last one."""
     tied = [3, vocabulary // 2, vocabulary - 1]
     decoder = torch.ones(vocabulary, 4, dtype=dtype)
@@ -48,7 +48,7 @@ def test_logits_are_compared_in_fp32(implementation: str, dtype: torch.dtype, au
 
 @EITHER
 @pytest.mark.parametrize("place", [0, 7])
-def test_a_row_with_nan_is_never_right(implementation: str, place: int):
+def test_a_row_with_nan_is_never_counted_as_correct(implementation: str, place: int):
     hidden, decoder, bias = torch.zeros(1, 4), torch.ones(40, 4), torch.zeros(40)
     bias[place] = float("nan")
     assert [correct(implementation, hidden, decoder, bias, label) for label in (0, 7, 20)] == [0, 0, 0]

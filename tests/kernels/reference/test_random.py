@@ -45,18 +45,18 @@ def test_a_mask_drops_elements_at_the_given_rate(p: float):
 
 
 @pytest.mark.parametrize("other", [{"seed": 2}, {"step": 3}, {"stream": 4}, {"seed": 1 + (1 << 32)}])
-def test_every_argument_counts_and_gives_an_independent_mask(other: dict[str, int]):
+def test_a_change_of_any_argument_gives_an_independent_mask(other: dict[str, int]):
     first, second = mask(0.5), mask(0.5, **other)
     agree = (first == second).double().mean().item()
     assert abs(agree - 0.5) < 5 * 0.5 / math.sqrt(first.numel())
     assert (torch.equal(first, mask(0.5)), Dropout(0.9, torch.zeros(2), 0).threshold) == (True, 58982)
     assert (mask(0.5, 1, 40).long() @ 2 ** torch.arange(40)).tolist() == [
         122377826423
-    ]  # a run that continues draws the same
+    ]  # must never change, because a resumed run must draw the same masks
 
 
 @pytest.mark.parametrize(("rows", "columns"), [(1, 0), (0, 1), (0, 2), (0, 7), (0, 8), (0, 16), (1, 1), (1, 16)])
-def test_neighbours_are_independent(rows: int, columns: int):
+def test_neighbouring_elements_are_dropped_independently(rows: int, columns: int):
     """Two neighbors are dropped as often as independent elements, even if one call of Philox yields both."""
     dropped = (~mask(0.5)).double()
     both = dropped[rows:, columns:] * dropped[: dropped.shape[0] - rows, : dropped.shape[1] - columns]
@@ -71,6 +71,6 @@ def test_an_element_of_a_mask_depends_only_on_its_row_and_column():
 
 
 @pytest.mark.parametrize("p", [-0.1, 1.0, 2.0])
-def test_an_impossible_probability_is_refused(p: float):
+def test_a_dropout_probability_outside_its_range_raises(p: float):
     with pytest.raises(ValueError, match="dropout probability"):
         Dropout(p, torch.zeros(2, dtype=torch.int64), 0)

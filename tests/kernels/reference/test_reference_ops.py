@@ -22,7 +22,7 @@ def with_p(p: float) -> Dropout:
     [((1_000_003,), 0.1, torch.float32), ((10, 99, 101), 0.5, torch.float64), ((10, 99, 101), 0.1, torch.bfloat16)],
     ids=str,
 )
-def test_dropout_rate_scale_and_gradient(shape: tuple[int, ...], dropout_p: float, dtype: torch.dtype):
+def test_dropout_has_its_rate_and_scale_in_both_passes(shape: tuple[int, ...], dropout_p: float, dtype: torch.dtype):
     torch.manual_seed(0)
     x = torch.ones(shape, dtype=dtype, requires_grad=True)
     dropped = pytorch.drop(x, with_p(dropout_p))
@@ -35,7 +35,7 @@ def test_dropout_rate_scale_and_gradient(shape: tuple[int, ...], dropout_p: floa
     assert torch.equal(gradient, dropped)
 
 
-def test_the_definition_drops_what_the_mask_says():
+def test_definitions_drop_exactly_the_elements_that_the_mask_excludes():
     x, dropout = torch.rand(50, 40) + 1, with_p(0.3)
     dropped = dropout_rows(x, dropout)
     mask = dropout.mask(torch.arange(50), 40)
@@ -47,7 +47,7 @@ def test_the_definition_drops_what_the_mask_says():
     assert torch.equal(embedded != 0, mask)
 
 
-def test_attention_drops_what_the_mask_says():
+def test_attention_drops_exactly_the_probabilities_that_the_mask_excludes():
     """With equal scores and one-hot values, the output shows which probabilities were kept."""
     dropout, length, heads = Dropout(0.3, torch.tensor([7, 8]), 9), 21, 3
     query = torch.zeros(30, heads, 32)
@@ -58,14 +58,14 @@ def test_attention_drops_what_the_mask_says():
     assert torch.equal(output[9:, :, 9:30] != 0, kept_QHK)
 
 
-def test_autocast_decides_the_type_of_products_but_of_fp64() -> None:
+def test_autocast_sets_the_type_of_products_except_for_fp64() -> None:
     wide, plain = torch.zeros(1, dtype=torch.float64), torch.zeros(1)
     assert [compute_dtype(x) for x in (wide, plain, plain.half())] == [torch.float64, torch.float32, torch.float16]
     with torch.autocast("cpu", torch.bfloat16):
         assert [compute_dtype(x) for x in (wide, plain, plain.half())] == [torch.float64, *[torch.bfloat16] * 2]
 
 
-def test_pytorchs_attention_drops_probabilities_at_the_rate():
+def test_pytorchs_attention_drops_the_given_fraction_of_probabilities():
     torch.manual_seed(0)
     length, p = 64, 0.1
     query, value = torch.zeros(length, 40, length), torch.eye(length)[:, None].expand(length, 40, length)

@@ -22,7 +22,7 @@ def loss_inputs(masked: int, vocabulary: int) -> tuple[Any, ...]:
     return hidden, decoder, bias, labels
 
 
-def test_far_tails_of_gelu_and_zero() -> None:
+def test_gelu_is_accurate_in_its_tails_and_near_zero() -> None:
     product = torch.tensor([[-1e4, -50.0, -1e-30, 0.0, 1e-30, 50.0, 1e4]], requires_grad=True)
     output = dense.bias_gelu(product, torch.zeros(7))
     (gradient,) = torch.autograd.grad(output.sum(), product)
@@ -31,7 +31,7 @@ def test_far_tails_of_gelu_and_zero() -> None:
 
 
 @pytest.mark.parametrize("scale", [1e-20, 10.0, 1e4])
-def test_extreme_scores_stay_finite(scale: float) -> None:
+def test_attention_with_extreme_scores_is_finite(scale: float) -> None:
     """Scores are far below 0. If a masked position had the score 0, exp(score - maximum) would overflow."""
     sizes = Size((3, 35), 35, hidden=64, heads=2)
     query, key, value, *others, _ = example_inputs("varlen_attention", CPU, torch.float32, sizes)[0]
@@ -39,11 +39,11 @@ def test_extreme_scores_stay_finite(scale: float) -> None:
     oracle = outcome(varlen_attention.definition, arguments, torch.float64).tensors
     for got, exact in zip(outcome(varlen.varlen_attention, arguments).tensors, oracle, strict=True):
         assert got.isfinite().all()
-        if scale < 1e4:  # at larger scales, rounding decides which key wins
+        if scale < 1e4:  # at larger scales, rounding decides which key has the largest score
             assert (got - exact).abs().max() <= 1e-2 * exact.abs().max() + 1e-6
 
 
-def test_ignored_slots_are_inert_whatever_they_hold() -> None:
+def test_ignored_rows_affect_neither_loss_nor_gradients() -> None:
     hidden, decoder, bias, labels = loss_inputs(12, 1500)
     real = labels != -1
     garbage = torch.where(real[:, None], hidden, 1e4).detach().requires_grad_()
@@ -73,8 +73,8 @@ def test_large_logits_and_impossible_classes_give_finite_gradients(height: float
     assert not any(gradient[:1100].any() for gradient in found[3:])
 
 
-def test_a_second_backward_pass_gives_the_same_gradient_although_other_inputs_are_frozen() -> None:
-    """A first backward pass leaves the saved gradient intact for a second one. Frozen inputs get no gradient."""
+def test_two_backward_passes_give_the_same_gradient_with_frozen_weights() -> None:
+    """The first backward pass must not change the saved gradient, because the second one reads it."""
     hidden, decoder, bias, labels = loss_inputs(5, 70)
     found, _ = loss.masked_lm_loss(hidden, decoder.detach(), bias.detach(), labels)
     (once,) = torch.autograd.grad(found, hidden, retain_graph=True)

@@ -56,7 +56,7 @@ def weights_and_gradients(
         ("starts at every alignment", 1e-4, replace(HYPERPARAMETERS, beta_1=0.3, beta_2=0.4)),
     ],
 )
-def test_lamb_in_triton_is_as_exact_as_in_plain_pytorch(layout: str, scale: float, hyper: LambHyperparameters) -> None:
+def test_triton_lamb_is_as_accurate_as_plain_pytorch(layout: str, scale: float, hyper: LambHyperparameters) -> None:
     """Errors of weights, moments and norm are at most twice PyTorch's errors plus one unit in the last place."""
     segments = LAYOUTS[layout]
     flat, gradients = weights_and_gradients(segments, 3, scale)
@@ -82,9 +82,9 @@ def test_lamb_in_triton_is_as_exact_as_in_plain_pytorch(layout: str, scale: floa
 
 
 def test_a_segment_may_have_more_chunks_than_are_added_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Like BERT-Large's word embeddings, a segment has too many chunks to add up in one round."""
+    """A segment has too many chunks for one round of additions, as BERT-Large's word embeddings do."""
     monkeypatch.setattr(triton_lamb, "REDUCTION", 2)
-    test_lamb_in_triton_is_as_exact_as_in_plain_pytorch("as in BERT", 1.0, HYPERPARAMETERS)
+    test_triton_lamb_is_as_accurate_as_plain_pytorch("as in BERT", 1.0, HYPERPARAMETERS)
 
 
 def test_a_skipped_first_step_keeps_minus_zero_and_zero_moments() -> None:
@@ -99,8 +99,8 @@ def test_a_skipped_first_step_keeps_minus_zero_and_zero_moments() -> None:
     assert not state.variance_P.any()
 
 
-def test_groups_step_as_all_segments_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Results are equal bit for bit, except that the interpreter truncates to bf16. A skipped step counts once."""
+def test_results_do_not_depend_on_the_size_of_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights and moments are equal bit for bit. A skipped step counts once, not once per group."""
     segments = LAYOUTS["as in BERT"]
     flat, gradients = weights_and_gradients(segments, 2)
     gradients.append(torch.full_like(flat, torch.nan))
@@ -122,7 +122,7 @@ def test_groups_step_as_all_segments_at_once(monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.parametrize("group", [1 << 30, 2100, 1])
 def test_casts_in_a_step_equal_separate_casts(monkeypatch: pytest.MonkeyPatch, group: int) -> None:
-    """FP8 casts in a step equal separate casts of the new weights, also if the step is skipped, as the last one is."""
+    """FP8 casts in a step equal separate casts of the new weights. The last step is skipped, but also casts."""
     monkeypatch.setattr(triton_lamb, "GROUP", group)
     segments = LambSegments((1024, 1024, 1024, 21, 43, 80 * 32), (True,) * 6)
     flat, gradients = weights_and_gradients(segments, 2)

@@ -43,7 +43,7 @@ def trained(implementation: str, config: ModelConfig, batch: Batch) -> Trained:
 @pytest.mark.parametrize(
     ("p", "bucket"), [(0.1, None), (0.0, ShapeBucket(96, len(SAMPLES) + 2, 32, 48))], ids=["dropout", "padded"]
 )
-def test_losses_and_gradients_are_those_of_the_definitions(p: float, bucket: ShapeBucket | None):
+def test_losses_and_gradients_agree_with_the_definitions(p: float, bucket: ShapeBucket | None):
     """conftest.py fills new memory with NaN, so a row that no program writes would change the results."""
     config = replace(MODEL, hidden_dropout=p, attention_dropout=p)
     expected_losses, definition = trained("reference", config, batch_of(SAMPLES))

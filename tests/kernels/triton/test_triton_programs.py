@@ -55,7 +55,7 @@ def test_results_do_not_depend_on_the_order_of_programs(op: str):
             assert all(map(same_bits, found.gradients, expected.gradients)), order
 
 
-def test_every_kernel_ran_in_several_programs():
+def test_every_kernel_but_one_runs_in_several_programs():
     """A kernel with a single program would not test the order of programs."""
     modules = [each.name for each in pkgutil.walk_packages(kernels.triton.__path__, "kernels.triton.")]
     known = {
@@ -94,17 +94,17 @@ def copied(fault: str, order: Order = "forward") -> Tensor:
         ("replaces a maximum that others load", "atomic of element 0 of amax, which several read"),
     ],
 )
-def test_wrong_accesses_are_noticed(fault: str, message: str):
+def test_faulty_memory_accesses_raise(fault: str, message: str):
     with pytest.raises(WrongAccessError, match=f"^copy, .*{message}"):
         copied(fault)
 
 
 @pytest.mark.parametrize("fault", ["leaves an element out", "uses lanes that are left out"])
-def test_memory_that_no_program_wrote_makes_results_nan(fault: str):
+def test_unwritten_elements_and_masked_lanes_become_nan(fault: str):
     assert copied(fault).isnan().any()
 
 
-def test_a_store_between_a_views_elements_is_refused():
+def test_a_store_between_a_views_elements_raises():
     """The gap between a view's elements may hold, for example, elements of another attention head."""
     x, y = torch.arange(8.0), torch.zeros(8, 2)[:, 0]
     with pytest.raises(WrongAccessError, match="store of element 1 of y, which has 15"):
@@ -112,7 +112,7 @@ def test_a_store_between_a_views_elements_is_refused():
 
 
 @pytest.mark.parametrize("order", get_args(Order))
-def test_results_that_depend_on_the_order_differ(order: Order):
+def test_a_kernel_that_depends_on_the_order_of_programs_gives_different_results(order: Order):
     for right in ("none", "none, with a barrier"):
         assert torch.equal(copied(right, order), torch.arange(42.0))
     places = copied("takes places as programs come", order)

@@ -73,7 +73,7 @@ def test_a_step_copies_no_values_between_host_and_device(monkeypatch: pytest.Mon
     monkeypatch.setattr(torch, "autocast", lambda *_, **__: nullcontext())
     step = traced_step(Mesh(0, 1, 0, META), step_config(MODEL))
     choose_triton()
-    step([BATCH])  # not watched, because it creates cached tables
+    step([BATCH])  # creates cached tables, so it is not watched
     with Watch() as watch:
         step([BATCH, BATCH])
     assert len(watch.names) > 200
@@ -124,7 +124,7 @@ def watched(rank: int) -> Iterator[tuple[Timeline, pytest.MonkeyPatch]]:
         # PyTorch raises an error if autocast is used on "meta" or queried for it.
         patch.setattr(torch, "autocast", lambda *_, **__: nullcontext())
         patch.setattr(torch, "is_autocast_enabled", lambda _device=None: False)
-        patch.setattr(Statistics, "fetch", lambda _: None)  # the host reads only at evaluations and after the warm-up
+        patch.setattr(Statistics, "fetch", lambda _: None)  # skip a read of the warm-up and of evaluations
         with Timeline(rank).watching(patch) as timeline:
             yield timeline, patch
 
@@ -147,7 +147,7 @@ def step_on(rank: int, shape: Shape, capturer: CudaCapturer | None) -> TrainingS
 
 @contextmanager
 def first_step_of_stages() -> Iterator[None]:
-    """Allow the host's read in the first step of PyTorch's schedule, which asks if all stages know their shapes."""
+    """Allow the host to read in the first step of PyTorch's schedule, which asks whether all stages know their shapes."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Tensor, "item", lambda _: 1)
         # "meta" has no random state to restore.
@@ -169,12 +169,12 @@ def two_steps(rank: int, shape: Shape, captured: bool = False, fault: Fault = la
                 step(batches)
             step(batches)
         except RuntimeError as error:
-            raise error.__cause__ or error from None  # PyTorch's pipeline stages wrap errors
+            raise error.__cause__ or error from None  # unwrap, because PyTorch's pipeline stages wrap errors
     return timeline
 
 
 def all_ranks(shape: Shape, captured: bool = False, fault: Fault = lambda *_: None) -> list[Timeline]:
-    """Trace two steps of each rank, and check that the ranks' collectives match and end.
+    """Trace two steps of each rank, and check that the ranks' collectives match and complete.
 
     The timeline raises if a stream does not wait for data that it reads or overwrites, or if the host waits.
     """
@@ -185,7 +185,7 @@ def all_ranks(shape: Shape, captured: bool = False, fault: Fault = lambda *_: No
 
 
 @pytest.mark.parametrize("shape", SHARED, ids=str)
-def test_ranks_call_the_same_collectives_and_streams_wait(shape: Shape):
+def test_collectives_match_between_ranks_and_streams_wait_for_data(shape: Shape):
     own = all_ranks(shape)[-1]
     data, tensor = ((1, 3), (2, 3)) if shape.tensor == 2 else ((0, 1, 2, 3), None)
     groups = {each.group for each in own.collectives}
@@ -203,7 +203,7 @@ def test_ranks_call_the_same_collectives_and_streams_wait(shape: Shape):
 
 
 @pytest.mark.parametrize("shape", PIPELINES, ids=str)
-def test_messages_of_stages_meet_and_streams_wait(shape: Shape):
+def test_pipeline_stages_exchange_the_expected_number_of_messages(shape: Shape):
     timelines = all_ranks(shape)
     last = shape.pipeline * shape.virtual_stages - 1
     for timeline in timelines[: shape.pipeline * shape.tensor]:  # the ranks that share one copy of the model
@@ -250,6 +250,6 @@ def another_dtype_on_rank_0(rank: int, patch: pytest.MonkeyPatch) -> None:
     ],
     ids=["sums", "types", "messages"],
 )
-def test_missing_waits_different_types_and_deadlocks_are_noticed(shape: Shape, fault: Fault, message: str):
+def test_missing_waits_mismatched_types_and_deadlocks_raise(shape: Shape, fault: Fault, message: str):
     with pytest.raises(TimelineError, match=message):
         all_ranks(shape, shape.pipeline == 1, fault)

@@ -1,4 +1,4 @@
-"""Choosing implementations by measurement, which drops failing ones and has no other effect on the run."""
+"""Choice of implementations by measurement. Implementations that fail are dropped, and the run is not affected."""
 
 import gc
 import weakref
@@ -87,7 +87,7 @@ def request_for(x: Tensor) -> CallKind:
     return CallKind.of("grown", (x,), {})
 
 
-def test_the_fastest_is_measured_and_taken(monkeypatch: pytest.MonkeyPatch):
+def test_tune_measures_implementations_and_auto_takes_the_fastest(monkeypatch: pytest.MonkeyPatch):
     op = Grown(monkeypatch, {"slow": 9.0, "broken": 1.0, "fast": 2.0, "close": 2.03125})
     x = torch.rand(64, 64)
     assert op(x) == "slow"
@@ -105,7 +105,7 @@ def test_the_fastest_is_measured_and_taken(monkeypatch: pytest.MonkeyPatch):
 
 
 @pytest.mark.parametrize("measured", [64, 65], ids=["a kind that was measured", "another kind of call"])
-def test_an_implementation_that_cannot_be_captured_is_dropped_for_the_next(
+def test_an_implementation_that_cannot_be_captured_is_never_chosen(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, measured: int
 ):
     """An implementation that cannot be captured would make the training step's capture fail."""
@@ -120,7 +120,7 @@ def test_an_implementation_that_cannot_be_captured_is_dropped_for_the_next(
         op(torch.rand(64, 8))
 
 
-def test_the_definition_is_the_last_resort(monkeypatch: pytest.MonkeyPatch):
+def test_the_definition_is_measured_only_if_nothing_else_works(monkeypatch: pytest.MonkeyPatch):
     op = Grown(monkeypatch, {"triton": 1.0, "library": 1.0, "reference": 1.0})
     x = torch.rand(64, 8)
     (choice,) = tune([request_for(x)], op.replayed, op.timed)
@@ -153,7 +153,7 @@ FUSED, SEPARATE, LIBRARY = "triton with fused casts", "triton with separate cast
 
 
 class Attention:
-    """Attention that seems to take the given seconds, or fails if they are negative. A separate cast takes one second."""
+    """Attention that seems to take the given seconds, or fails if they are negative. A separate cast seems to take 1 s."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, triton: float, library: float, with_casts: float) -> None:
         self._spent: list[float] = []
@@ -187,7 +187,7 @@ class Attention:
         return sum(self._spent)
 
     def choose(self, in_fp8: bool = True) -> list[KernelChoice]:
-        """Measure the calls, and make the choice as another process does."""
+        """Measure the calls, and apply the choices as another process would, which receives them as JSON."""
         requests = [CallKind.of(PLAIN, self.plain_call, {})]
         with torch.no_grad():
             requests += [CallKind.of(CAST, self.cast_call, {})] * in_fp8
@@ -227,7 +227,7 @@ def test_attention_makes_the_casts_for_fp8_products_if_that_is_fastest(
     assert attention.taken() == taken
 
 
-def test_without_fp8_casts_do_not_count(monkeypatch: pytest.MonkeyPatch):
+def test_without_fp8_attention_is_timed_without_casts(monkeypatch: pytest.MonkeyPatch):
     (choice,) = Attention(monkeypatch, 6.0, 5.0, 6.0).choose(in_fp8=False)
     assert list(choice.milliseconds.items()) == [("library", 5000.0), ("triton", 6000.0)]
 
@@ -265,7 +265,7 @@ def test_a_call_without_memory_for_its_arguments_is_neither_measured_nor_dropped
     assert "grown (3 x 3, float32) is not measured" in caplog.text
 
 
-def test_requests_are_the_calls_that_were_made_and_keep_nothing_alive():
+def test_requests_describe_the_calls_and_keep_no_tensors_alive():
     weight = torch.ones(64, requires_grad=True)
     activation = torch.rand(6, 64).bfloat16()
     alive = weakref.ref(activation)
@@ -292,7 +292,7 @@ def test_requests_are_the_calls_that_were_made_and_keep_nothing_alive():
     assert again.signature == requests[1].signature
 
 
-def test_examples_are_calls_of_a_models_first_step() -> None:
+def test_example_inputs_match_the_calls_of_a_models_first_step() -> None:
     config = ModelConfig(2, SMALL.hidden, SMALL.heads, SMALL.intermediate, SMALL.vocabulary, SMALL.max_seqlen)
     with observed() as calls:
         BertForPreTraining(config)(batch_of(synthetic_samples(np.array(SMALL.lengths), SMALL.vocabulary)))
@@ -322,7 +322,7 @@ def test_generated_arguments_have_the_strides_of_the_call():
     assert made[-1].float().std() > 0.1
 
 
-def test_an_op_that_works_in_place_leaves_the_run_alone():
+def test_measuring_changes_neither_tensors_nor_random_states():
     args, kwargs = example_inputs("lamb_step", CPU, torch.float32)
     tensors = [args[0], args[1], *vars(args[2]).values(), kwargs["step"], kwargs["learning_rate"]]
     before = [tensor.clone() for tensor in tensors]
