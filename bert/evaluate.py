@@ -64,7 +64,7 @@ def main(arguments: Sequence[str]) -> int:
         wanted = f"{expect} within {tolerance}"
         remedy = "check data.initial_checkpoint, and run python -m dataloading verify on data.evaluation"
         say(f"as expected: {wanted}" if is_met else f"expected {wanted}, found {accuracy:.5f}: {remedy}")
-    # Unlike a training run, this returns 1 even under torchrun, because a wrong accuracy must be visible as a failure.
+    # Unlike a training run, this returns 1 even under torchrun, because callers must see a wrong accuracy as a failure.
     return 0 if is_met else 1
 
 

@@ -190,7 +190,7 @@ def shape_of(name: str) -> tuple[int, int] | None:
 
 def described(name: str) -> str:
     config, (nodes, gpus) = RECIPES[name](), shape_of(name) or (1, 1)
-    # Recipes of BERT-Large have no docstring.
+    # Recipes of BERT-Large have no docstring, so describe them by their shape.
     what = RECIPES[name].__doc__ or f"BERT-Large on Wikipedia, {counted(nodes, 'node')} x {counted(gpus, 'GPU')}"
     what = what.splitlines()[0].rstrip(".")
     return f"{what}; global batch {config.training.global_batch_size:,}, {config.training.precision}"

@@ -324,7 +324,7 @@ NO_NAME = "is not the name of a safetensors file; expected the index of safetens
         ({"config.json": " " * 2_000_000 + "{}"}, "config.json: 2,000,002 bytes, expected at most"),
         ({"config.json": "[]"}, "config.json"),
         ({"config.json": "{}"}, "num_attention_heads"),
-        ({"config.json": {"num_attention_heads": 3}}, "is 8, expected a multiple of model.num_attention_heads 3"),
+        ({"config.json": {"num_attention_heads": 3}}, "is 8, which model.num_attention_heads 3 does not divide"),
         ({"config.json": {"num_attention_heads": True}}, "num_attention_heads"),
         ({"config.json": TWO | {"hidden_size": "8"}}, "hidden_size"),
         ({"config.json": TWO | {"hidden_size": 16}}, "config.json states hidden_size 16, but the weights in .* have 8"),
