@@ -26,7 +26,7 @@ from console.program import accept_any_text, answer_version
 from console.text import did_you_mean
 
 ANSWERED = 10
-"""Exit status of --prepare if its settings contain --help, --print-config or --dry-run. No run must follow."""
+"""Exit status of --prepare if its settings contain --help, --print-config or --dry-run, after which no run starts."""
 _MODES = ("--prepare", "--verdict")
 _OPTIONS = ("--help", "--version", *_MODES)
 _USAGE = "./run_and_time.sh [RECIPE] [RUNS] [-- settings]"
