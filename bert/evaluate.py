@@ -45,7 +45,7 @@ def main(arguments: Sequence[str]) -> int:
         expect = None if expected is None else _share("--expect", expected)
         tolerance = _share("--tolerance", within or "0.001")
         config = parse(settings, "bert.evaluate")
-        # Check this last, because it imports PyTorch.
+        # Check this last, because it imports PyTorch, which is slow.
         require_torch()
     except (ValueError, OSError) as error:
         return refused(error)

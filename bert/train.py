@@ -52,7 +52,7 @@ def main(arguments: Sequence[str]) -> int:
                 say(f"{name:14}  {described(name)}")
             return 0
         config = parse(arguments)
-        # Check this after parsing, because it imports PyTorch.
+        # Check this after parsing, because it imports PyTorch, which is slow.
         require_torch()
     except (ValueError, OSError) as error:
         return refused(error)
@@ -80,7 +80,7 @@ def parse(arguments: Sequence[str], module: str = "bert.train") -> Config:
     --print-config.
     """
     known = ", ".join(RECIPES)
-    # tyro needs a recipe for its help, because it shows the recipe's values as defaults.
+    # Print only an overview: tyro's help needs a recipe, because it shows the recipe's values as defaults.
     if arguments and arguments[0] in ("-h", "--help"):
         say_document(f"{__doc__}\nRecipes: {known}\n\nThe settings of a recipe: python -m bert.train RECIPE --help")
         raise SystemExit(0)
@@ -103,7 +103,7 @@ def parse(arguments: Sequence[str], module: str = "bert.train") -> Config:
         if given and (close := did_you_mean(given[0], _OPTIONS)):
             raise ValueError(f"there is no option {given[0]}{close}")
         raise ValueError(f"no recipe given: expected one of {known}, or --config FILE")
-    # Help comes from docstrings. Searching the source for comments would take a third of the parser's time.
+    # Take help texts only from docstrings: searching the source for comments would take a third of the parser's time.
     no_comments = (tyro.conf.HelptextFromCommentsOff,)
     program = f"python -m {module} {recipe}"
     read = partial(tyro.cli, Config, prog=program, args=settings, description=_SETTINGS, config=no_comments)
@@ -174,7 +174,7 @@ def require_torch() -> None:
     if tuple(map(int, torch.__version__.split(".")[:2])) < OLDEST_TORCH:
         oldest = ".".join(map(str, OLDEST_TORCH))
         raise ValueError(
-            f"PyTorch is {torch.__version__} here, expected {oldest} or newer: install it, or take a newer image"
+            f"PyTorch is {torch.__version__} here, expected {oldest} or newer: install a newer PyTorch, or use a newer image"
         )
 
 

@@ -25,7 +25,7 @@ from console.text import counted
 from dataloading.options import Normalization
 
 _HEADS = ("pooler", "next_sentence", "transform", "decoder_bias")
-"""Prefixes of the names of the pooler's and the heads' weights."""
+"""Name prefixes of the pooler's and the heads' weights."""
 _WRAPPERS = ("_orig_mod", "module")
 """Parts of names that torch.compile and DistributedDataParallel add."""
 _DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
@@ -48,7 +48,7 @@ class CheckpointSource:
     """Weights by their names in this program."""
     model: ModelConfig
     digest: Callable[[], str]
-    """Function that reads the checkpoint's main files and returns text with their digests."""
+    """Function that reads the checkpoint's main files and returns their digests as text."""
     vocabulary_sha256: str | None = None
     """Digest of the vocabulary that the model was trained with, if known."""
     normalization: Normalization | None = None
@@ -107,7 +107,7 @@ def _open_tensorflow(prefix: Path, heads: int | None) -> CheckpointSource:
     weights, missing = _collect(find, hugging_face_names(layers))
     _require_whole(str(bundle.index), missing)
     which = "the benchmark's phase-1 checkpoint" if bundle.is_published else "not the benchmark's published file"
-    # The file does not contain the number of heads. In all of Google's models, a head has 64 columns.
+    # The file does not contain the number of heads. Derive it: in all of Google's models, a head has 64 columns.
     if heads is None:
         heads, rest = divmod(math.prod(weights["embeddings.norm.weight"].shape), 64)
         heads = None if rest else heads

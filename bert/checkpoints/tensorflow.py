@@ -29,7 +29,7 @@ _MOST_INDEX_BYTES = 4 << 20
 _MOST_TENSORS = 1 << 16
 _MOST_NAME_BYTES = 1024
 _MOST_TENSOR_BYTES = 1 << 30
-"""Eight times the size of BERT-Large's largest tensor."""
+"""Maximum size of a tensor: eight times BERT-Large's largest tensor."""
 _FOOTER_BYTES = 48
 _TRAILER_BYTES = 5
 """Each block is followed by one byte for the compression type and a checksum of four bytes."""
@@ -108,7 +108,7 @@ class TensorBundle:
         elif entry.dtype != _FLOAT32:
             problem = f"is of TensorFlow's type number {entry.dtype}, expected {_FLOAT32} (float32)"
         elif entry.size != 4 * math.prod(entry.shape) or not 0 < entry.size <= _MOST_TENSOR_BYTES:
-            problem = f"of shape {entry.shape} has {entry.size:,} bytes, expected 4 an element and at most "
+            problem = f"of shape {entry.shape} has {entry.size:,} bytes, expected 4 per element and at most "
             problem += f"{_MOST_TENSOR_BYTES:,}"
         if problem:
             raise ValueError(f"{self.index}: {name} {problem}")
@@ -201,7 +201,7 @@ def _sorted_table(content: bytes) -> Iterator[tuple[bytes, bytes]]:
             tensors += 1
             if last is not None and key <= last:
                 raise ValueError(f"the key {shown(key)} follows {shown(last)}: expected ascending keys")
-            # Keys share prefixes, so even a small file can contain very many keys.
+            # Limit the number of keys: they share prefixes, so even a small file can contain very many.
             if tensors > _MOST_TENSORS:
                 raise ValueError(f"it has more than {_MOST_TENSORS:,} tensors")
             last = key

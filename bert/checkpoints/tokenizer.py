@@ -38,7 +38,8 @@ def tokenizer_of(
         normalization = _confirmed(found.normalization, normalization, source)
     say(f"text: {normalization}")
     if not vocabulary.fits(normalization.normalization):
-        complain(f"many words of {named} cannot occur in such text: check --do-lower-case, --strip-accents", "warning")
+        remedy = "check --do-lower-case, --strip-accents"
+        complain(f"many words of {named} cannot occur in the normalized text: {remedy}", "warning")
     return vocabulary, normalization.normalization
 
 

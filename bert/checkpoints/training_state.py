@@ -138,7 +138,7 @@ class RunState:
     """Number of optimizer steps taken, fewer than ``step`` if steps were skipped."""
     seed: _Count
     dropout_draws: _Count
-    """Step number in the model's ``dropout_state``, whose seed follows from the run's seed and the ranks."""
+    """Step number in the model's ``dropout_state``. Its seed is not stored: it follows from the run's seed and the rank."""
     fp8_scales: list[Annotated[float, msgspec.Meta(gt=0)]] | None
     settings: dict[str, str]
     """Settings that must not change when the run continues."""

@@ -96,7 +96,7 @@ class Checkpoints:
         """
         if self._folder is None:
             return
-        # There is only one set of copies in host memory, and the thread may still be writing from it.
+        # Wait first, because the thread may still be writing from the only set of copies in host memory.
         self.wait(at)
         self._tracker.enter("checkpoint")
         step = self._step

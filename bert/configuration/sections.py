@@ -115,7 +115,7 @@ class TrainingConfig:
     """Seed of the sample order and of dropout. None: a random seed from the system's entropy (rules, section 5.1)."""
     device: Literal["cpu", "cuda"] = "cpu"
     precision: Precision = "fp32"
-    """Precision of matrix products; parameters are fp32. fp8: the encoder's products in FP8, all others in bf16."""
+    """Precision of matrix products; parameters are fp32. fp8: the encoder's products in FP8, all other products in bf16."""
     fault_seconds: float = 60.0
     """End the run on all ranks if a rank sends no heartbeat for this many seconds, or if all other ranks wait for a
     rank that stays in a phase too long. The limit of a phase is ten times its longest duration so far (the first time:

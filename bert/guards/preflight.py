@@ -38,7 +38,7 @@ _MAKERS = {
     "tiny_cpu": "`./run_and_time.sh tiny_cpu` makes its data (docs/tiny_cpu.md)",
     "own_text_cpu": "`python -m dataloading from-text` makes data and vocabulary of your text (docs/own_text.md)",
 }
-"""Command that makes the missing inputs of recipes that do not use the benchmark's data."""
+"""How to make missing inputs, for recipes that do not use the benchmark's data."""
 
 
 @dataclass(frozen=True)

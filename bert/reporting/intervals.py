@@ -18,7 +18,7 @@ from compliance.log.metrics import StepRecord, Straggler
 SLOW_RATIO = 1.2
 """A rank is slow if its own work takes more than this many times the median."""
 SLOW_INTERVALS = 3
-"""Number of consecutive intervals in which a rank must be slow before a warning names it."""
+"""Number of consecutive intervals after which a warning says that a rank is slow, or is no longer slow."""
 
 MOST_BAD_INTERVALS = 10
 """A run ends after this many consecutive log intervals in which no step had finite gradients. Skipped steps do not

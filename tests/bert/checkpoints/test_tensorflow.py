@@ -268,7 +268,7 @@ def test_all_forms_of_literals_and_copies_are_decompressed(tmp_path: Path):
 @pytest.mark.parametrize(
     ("value", "message"),
     [
-        (entry(2**32, 2**32), "of shape .* has 16 bytes, expected 4 an element and at most 1,0"),
+        (entry(2**32, 2**32), "of shape .* has 16 bytes, expected 4 per element and at most 1,0"),
         (entry(0, 2**39, 2**39, size=0), r"of shape \(0, .*\) has 0 bytes"),
         (entry(5, size=16), r"of shape \(5,\) has 16 bytes"),
         (entry(2, 2, dtype=7), r"is of TensorFlow's type number 7, expected 1 \(float32\)"),
