@@ -161,7 +161,7 @@ def _fail_together(config: Config, mesh: Mesh, log: MLLog) -> Iterator[Watchdog]
     def close_log(reason: str) -> None:
         line = f"# ended by a fault: {' '.join(reason.split())}"
         for act in (lambda: log.line(line), log.abort, log.close):
-            with suppress(OSError):  # the fault may be a full disk
+            with suppress(OSError):  # writing fails again if the disk is full
                 act()
 
     watchdog = Watchdog(mesh, config.training.fault_seconds, close_log)

@@ -161,7 +161,7 @@ def written_in(folder: Path) -> list[Path]:
 
 
 def reseed(seed: int, steps: int, mesh: Mesh) -> None:
-    """Seed PyTorch's random generators from the seed, the step and the rank, as a resumed run will do again."""
+    """Seed PyTorch's random generators from the seed, the step and the rank, as a resumed run does too."""
     known = f"seed {seed} step {steps} rank {mesh.rank} of {mesh.world_size}"
     # Hash the values, because the CPU's generator uses only the low 32 bits of its seed.
     torch.manual_seed(int.from_bytes(hashlib.sha256(known.encode()).digest()[:8]))

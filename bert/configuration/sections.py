@@ -157,7 +157,7 @@ class TrainingConfig:
     """Nesterov momentum of the sites' mean change."""
     recompute: Recompute = "none"
     """What the backward pass recomputes to save memory, with equal results. selective: attention, GELU and layer norms of
-    all encoder layers except the last. full: the whole of these layers."""
+    all encoder layers except the last. full: these layers completely."""
     implementations: dict[str, str] = field(default_factory=dict)
     """Names of ops, each followed by the implementation to use, for example ``varlen_attention flash_attn``.
     ``python -m kernels`` lists the implementations. The run fails if an implementation cannot be used."""

@@ -16,7 +16,7 @@ from bert.step import Statistics
 from compliance.log.metrics import StepRecord, Straggler
 
 SLOW_RATIO = 1.2
-"""A rank is slow if its own work takes more than this many times the median."""
+"""A rank is slow if its own work takes more than this many times the median of its pipeline stage."""
 SLOW_INTERVALS = 3
 """Number of consecutive intervals after which a warning says that a rank is slow, or is no longer slow."""
 
