@@ -2,10 +2,10 @@
 #
 #   GPUs:  docker build --tag mlperf-bert --build-arg REVISION="$(git rev-parse HEAD)" .
 #   CPUs:  docker build --tag mlperf-bert-cpu --build-arg BASE=python:3.12-slim-bookworm --build-arg EXTRAS= .
-#          (it is gigabytes smaller with --secret id=pip,src=FILE, a pip.conf with the index of PyTorch's CPU builds)
+#          (gigabytes smaller with --secret id=pip,src=FILE, where FILE is a pip.conf with the index of PyTorch's CPU builds)
 #
 # BASE needs bash and CPython 3.11 or newer with pip. If it contains PyTorch, as NGC's images do, the base's PyTorch, NumPy and
-# setuptools are used; this PyTorch must be 2.11 or newer (26.02 and 26.03 have 2.11). Otherwise, the pinned one is installed.
+# setuptools are used; this PyTorch must be 2.11 or newer (26.02 and 26.03 have 2.11). Otherwise, the pinned PyTorch is installed.
 # A tag may be moved: for the same image every time, give BASE the digest that `docker buildx imagetools inspect TAG` prints.
 ARG BASE=nvcr.io/nvidia/pytorch:26.03-py3
 FROM ${BASE}
@@ -15,8 +15,9 @@ RUN useradd --create-home --uid 10001 bert
 WORKDIR /workspace/bert
 
 # Install packages first, so that this layer is rebuilt only when a pin changes. NGC's image pins other versions of packages with
-# PIP_CONSTRAINT. These stay unchanged, and .venv holds this repository's versions. The configuration that pip needs to reach an
-# index may hold a password, so it is a secret, which the image does not keep. The image's history would show a build argument.
+# PIP_CONSTRAINT. Its packages stay unchanged, and .venv holds this repository's versions. The configuration that pip needs to
+# reach an index may hold a password. It is a build secret, which the image does not keep, because the image's history would show
+# a build argument.
 COPY pyproject.toml constraints.txt hashes.txt ./
 COPY launch/environment.sh launch/venv.sh launch/
 ARG EXTRAS="dali"

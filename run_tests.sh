@@ -16,10 +16,10 @@ if [[ ${TORCH:-} ]]; then
 fi
 cores=$(env -u OMP_NUM_THREADS nproc)
 workers=$((cores < 8 ? cores : 8))
-[[ ${selection[*]} || $cores -ge 8 ]] || workers=$((cores + 2)) # slow tests often wait for processes
+[[ ${selection[*]} || $cores -ge 8 ]] || workers=$((cores + 2)) # use more workers than cores, because slow tests often wait
 say "pytest with $workers workers"
-# Let glibc keep the memory of freed tensors. Otherwise the system clears the memory again for each new tensor.
+# Let glibc keep the memory of freed tensors. Otherwise the system clears memory for each new tensor.
 [[ ! ${selection[*]} ]] || export MALLOC_TRIM_THRESHOLD_=2000000000 MALLOC_MMAP_THRESHOLD_=1000000000
-export OMP_NUM_THREADS=1 # because the tests themselves run in parallel
+export OMP_NUM_THREADS=1 # one thread per test, because tests run in parallel
 # Skip the plugins of packages that the tests do not use, which saves each worker half a second.
 exec .venv/bin/python -m pytest -p no:anyio -p no:typeguard --numprocesses "$workers" --dist loadfile --no-loadscope-reorder "${selection[@]}" "$@"

@@ -35,7 +35,7 @@ def convert(
         to: safetensors is the format of data.initial_checkpoint; hugging-face makes a folder for from_pretrained.
         out: The file or folder to write; it must be absent.
         num_attention_heads: Needed if the source does not state it. For TensorFlow, the default is heads of size 64.
-        vocab: The model's vocabulary, for hugging-face. By default the files beside the source.
+        vocab: The model's vocabulary, for hugging-face. By default, the files beside the source.
         normalization: Settings that replace what is known about the normalization of the text, for hugging-face.
     """
     # Import these here, so that --help does not wait for PyTorch.
@@ -44,7 +44,7 @@ def convert(
     from bert.checkpoints.tokenizer import tokenizer_of
     from bert.checkpoints.weights import model_metadata, text_metadata, write_safetensors
 
-    # exists() is False for a broken link, which would then be replaced.
+    # Check for a link too, because exists() is False for a broken link, which would then be replaced.
     if out.exists() or out.is_symlink():
         raise ValueError(f"{out} exists already: move it away, or name another --out")
     found = open_source(source, num_attention_heads)

@@ -15,7 +15,7 @@ _FEWEST_STEPS = 1000
 
 
 def _learning_rate(hidden_size: int) -> float:
-    """Return a learning rate of LAMB: 0.01 up to a hidden size of 128, 0.00063 for BERT-Large.
+    """Return a learning rate for LAMB: 0.01 up to a hidden size of 128, 0.00063 for BERT-Large.
 
     At a hidden size of 128, a rate of 0.005 learned less in the same time, 0.02 did not learn more, and 0.04 diverged. For
     BERT-Large, the rate is less than twice the published rates for small batches.
@@ -53,7 +53,7 @@ def _from_the_data(config: Config) -> Config:
     else:
         from bert.checkpoints.sources import open_source  # imports PyTorch, which takes more than a second
 
-        # The checkpoint's word embedding table may be padded. The padding is dropped when the weights are read.
+        # Use the vocabulary's size: the checkpoint's word embedding table may have padding, which is dropped during loading.
         model = replace(open_source(data.initial_checkpoint, whole=False).model, vocab_size=vocab_size)
     optimizer = replace(config.optimizer, base_learning_rate=_learning_rate(model.hidden_size))
     training = replace(training, max_samples=max(steps, 1) * training.global_batch_size)
@@ -61,7 +61,7 @@ def _from_the_data(config: Config) -> Config:
 
 
 def _from_the_length(config: Config) -> Config:
-    """Set an evaluation interval that ends with the last step, and a learning rate schedule that reaches 0 there."""
+    """Set the evaluation interval so that the last step is evaluated, and a learning rate schedule that reaches 0 there."""
     from dataloading.dataset.folder import MANIFEST_NAME, open_dataset
 
     batch = config.training.global_batch_size

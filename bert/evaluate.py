@@ -45,7 +45,7 @@ def main(arguments: Sequence[str]) -> int:
         expect = None if expected is None else _share("--expect", expected)
         tolerance = _share("--tolerance", within or "0.001")
         config = parse(settings, "bert.evaluate")
-        # Check this last, because it imports PyTorch.
+        # Check this last, because it imports PyTorch, which is slow.
         require_torch()
     except (ValueError, OSError) as error:
         return refused(error)
@@ -64,7 +64,7 @@ def main(arguments: Sequence[str]) -> int:
         wanted = f"{expect} within {tolerance}"
         remedy = "check data.initial_checkpoint, and run python -m dataloading verify on data.evaluation"
         say(f"as expected: {wanted}" if is_met else f"expected {wanted}, found {accuracy:.5f}: {remedy}")
-    # Unlike a training run, this returns 1 even under torchrun, because a wrong accuracy must be visible as a failure.
+    # Unlike a training run, this returns 1 even under torchrun, because callers must see a wrong accuracy as a failure.
     return 0 if is_met else 1
 
 

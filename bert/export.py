@@ -1,4 +1,4 @@
-"""Export of a model that was trained on own text: a Hugging Face folder with a model card, and lines about its quality."""
+"""Export of a model trained on the user's text: a Hugging Face folder with a model card, and lines about its quality."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -95,7 +95,7 @@ def _card(fill: GapFiller, found: EvaluationRecord, sources: Iterable[str], exam
 
 
 def examples_of(held_out: Dataset, vocabulary: Vocabulary) -> Iterator[tuple[str, str]]:
-    """Yield beginnings of held-out samples. In each, a gap replaces the longest word, which is yielded too."""
+    """Yield pairs: the beginning of a held-out sample with a gap in place of its longest word, and that word."""
     samples = held_out.take(np.arange(min(_READ_SAMPLES, len(held_out))))
     ids = samples.unmasked_ids
     seen: set[str] = set()

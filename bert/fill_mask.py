@@ -27,7 +27,7 @@ def fill_mask(
     Args:
         checkpoint: A safetensors file, a Hugging Face folder, or the prefix of a TensorFlow checkpoint.
         text: The text, with [MASK] for each gap.
-        vocab: The model's vocabulary, a file or a model's folder. By default the files beside the checkpoint.
+        vocab: The model's vocabulary, a file or a model's folder. By default, the files beside the checkpoint.
         top: Number of words to print for each gap.
         normalization: Settings that replace what is known about the normalization.
     """
@@ -61,7 +61,9 @@ class GapFiller:
         self.vocabulary, self.normalization = tokenizer_of(source, checkpoint, vocab, normalization)
         self._tokenizer = Tokenizer(self.vocabulary, **asdict(self.normalization))
         if missing := [name for name in ("transform.weight", "decoder_bias") if name not in source.weights]:
-            raise ValueError(f"{checkpoint} has no masked-LM head ({', '.join(missing)}): it cannot fill gaps")
+            raise ValueError(
+                f"{checkpoint} has no masked-LM head ({', '.join(missing)}): choose a checkpoint that has one"
+            )
         self._model = BertForPreTraining(source.model).eval()
         state = self._model.state_dict()
         with torch.inference_mode():
@@ -84,14 +86,14 @@ class GapFiller:
         cls_id, sep_id, mask_id = (vocabulary.ids[token] for token in ("[CLS]", "[SEP]", "[MASK]"))
         ids = np.concatenate([[cls_id], np.insert(pieces, offsets[1:-1], mask_id), [sep_id]])
         if len(ids) > most:
-            raise ValueError(f"the text has {len(ids)} tokens, the model {most} positions")
-        gaps = offsets[1:-1] + np.arange(1, len(offsets) - 1)  # shifted by [CLS] and by the earlier gaps
+            raise ValueError(f"the text has {len(ids)} tokens, but the model has {most} positions: shorten the text")
+        gaps = offsets[1:-1] + np.arange(1, len(offsets) - 1)  # [CLS] and each earlier gap shift a gap by one
         builder = SampleBuilder()
         parts = (ids.astype("<u2"), np.zeros(len(ids), "u1"), gaps.astype("<u2"), np.zeros(len(gaps), "<u2"))
         builder.add(*(part.data.cast("B") for part in parts), next_sentence_label=0)
         with torch.inference_mode():
             _, masked_MD = self._model.head_inputs(batch_of(builder.samples()))
-            # Rows beyond the vocabulary are padding of the word embedding table.
+            # Drop rows beyond the vocabulary, which are padding of the word embedding table.
             shares = self._model.masked_lm_logits(masked_MD)[:, : vocabulary.size].softmax(-1)
             best = shares.topk(min(top, vocabulary.size))
         rows = zip(best.indices.tolist(), best.values.tolist(), strict=True)

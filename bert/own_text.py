@@ -1,6 +1,6 @@
-"""From own text to a model, in one command: ``python -m bert.own_text TEXT... --out FOLDER``.
+"""Train a model on your own text, in one command: ``python -m bert.own_text TEXT... --out FOLDER``.
 
-The folder then holds
+FOLDER then holds
 
     data/                  training set, held-out set and vocabulary
     run.toml               settings of the training, which ./run_and_time.sh --config repeats
@@ -8,7 +8,7 @@ The folder then holds
     trained.safetensors    weights of the best evaluation
     model/                 Hugging Face folder with tokenizer and model card
 
-The same command continues after an interruption.
+After an interruption, the same command continues.
 """
 
 import json
@@ -41,7 +41,7 @@ _DEFAULTS = OwnText()
 _TRIAL_STEPS, _TRIAL_MINUTES = 60, 0.15
 """Limits of the trial run that measures the time of a step. The limit that is reached first ends it."""
 _LINE_SECONDS = 5.0
-"""Approximate time between two lines about steps."""
+"""Approximate time in seconds between two lines about steps."""
 _MOST_BYTES = 1 << 24
 """Largest size of own_text.json, which records the command that made the folder."""
 
@@ -64,7 +64,7 @@ def own_text(
             default, weights are random.
         own: Settings of the data.
     """
-    # These imports are slow, so a wrong command line is reported first.
+    # Import these only here, because they are slow and a wrong command line must be reported at once.
     from bert.launch.supervision import Stopped, Supervisor
 
     if not 0 < minutes <= 100_000:
@@ -90,7 +90,7 @@ def own_text(
 
 
 def _starting_point(start: str | None, own: OwnText) -> tuple[Path | None, OwnText]:
-    """Return the path of the initial weights, or None, and the settings of the data with the vocabulary of the weights."""
+    """Return the path of the initial weights (None: random weights), and ``own`` with the vocabulary of these weights."""
     if start is None:
         return None, own
     if start == "tiny_cpu":
@@ -147,7 +147,7 @@ def _choose_length(minutes: float, initial: Path | None, own: OwnText, out: Path
         "checkpoint.folder": out / _CHECKPOINTS,
         "save_checkpoint": out / _TRAINED,
     }
-    # JSON's strings and numbers are TOML's too.
+    # JSON's strings and numbers are also valid TOML.
     values = {name: json.dumps(value, default=str, ensure_ascii=False) for name, value in settings.items()}
     lines = [f'recipe = "{_RECIPE}"', *(f"{name} = {value}" for name, value in values.items())]
     write_atomically(out / _SETTINGS, "".join(f"{line}\n" for line in lines).encode())
@@ -165,8 +165,8 @@ def _seconds_per_sample(arguments: list[str], supervisor: "Supervisor") -> float
     if supervisor.status:
         raise Stopped
     if len(found) < 2:
-        raise ValueError("the trial has failed, for the reason above")
-    # The median ignores a disturbance, and the first steps are slower.
+        raise ValueError("the short trial failed: see its error above")
+    # Leave out the first steps, which are slower. The median ignores short disturbances.
     return statistics.median(record.step_ms for record in found[1:]) / 1000 / series.config.training.global_batch_size
 
 
@@ -179,7 +179,7 @@ def _series(arguments: list[str]) -> "Series":
 
 
 def _train(out: Path, supervisor: "Supervisor") -> None:
-    """Train to the end, unless an earlier call has done so. Raises ``SystemExit`` if training or report fail."""
+    """Train to the end, unless an earlier call has done so. Raises ``SystemExit`` if the training or the report fails."""
     from bert.checkpoints.training_state import checkpoint_folders
     from bert.launch.supervision import Stopped
     from compliance.log.reader import read_log

@@ -60,7 +60,7 @@ def run(config: Config, arguments: Sequence[str]) -> int:
     if mesh.device.type == "cuda" and (warning := require_private_cache()) and mesh.is_main:
         say(f"warning: {warning}")
     status = _timed_run(config, inputs, mesh, guard, interruption)
-    # `_stopped_for_others` is a collective. The first two conditions are equal on all ranks, so all ranks call it or none.
+    # `_stopped_for_others` is a collective. The first two conditions are equal on all ranks, so all or none call it.
     if status == "aborted" and may_start_again() and _stopped_for_others(interruption, mesh):
         complain("ranks on another host were stopped: this host ends too, to be restarted without them", "warning")
         return FAULT_STATUS
@@ -76,7 +76,7 @@ def _say_ready(config: Config, inputs: Inputs, launch: Launch) -> None:
         # The launcher is about to start the run on this machine. Without GPUs, that run would end in a traceback.
         require_gpus(max(1, launch.local_size))
     elif config.training.device == "cuda" and not torch.cuda.is_available():
-        complain("training.device is cuda, but PyTorch sees no GPU here: this machine could not run it", "warning")
+        complain("training.device is cuda, but PyTorch sees no GPU here: this run needs a machine with GPUs", "warning")
     say(f"{config.recipe}: ready, results would go to {inputs.result}")
 
 
@@ -95,7 +95,7 @@ def _timed_run(config: Config, inputs: Inputs, mesh: Mesh, guard: DataGuard, int
     adaptive = config.log.division == "open" and (again or may_start_again())
     if config.training.site_steps > 1 and not mesh.sites:
         _accept_one_site(config, mesh, is_elastic=again or may_start_again())
-    # Preflight skips this check if the shares may depend on the checkpoint, so check again.
+    # Check the shares here, because preflight skips this check if they may depend on the checkpoint.
     check_shares(config, mesh.data_size, uneven=adaptive)
     # Checkpoints record the allocation: after a restart on other hosts, `rebalance_batch` uses the largest micro-batch that
     # has fitted in memory so far.
@@ -104,7 +104,7 @@ def _timed_run(config: Config, inputs: Inputs, mesh: Mesh, guard: DataGuard, int
     # it must be equal on all ranks.
     seed = resumed.seed if resumed else agreed_integer(_seed(config), mesh)
     barrier()  # no rank creates files before all have passed their checks
-    log = MLLog(None)  # writes nothing
+    log = MLLog(None)  # without a path, it writes nothing
     if mesh.is_main:
         # Creating the file reserves its number. The number that was free during the checks may be taken by now.
         log, files = create_log(result_folder(config), config.log.run)
@@ -132,7 +132,7 @@ def _timed_run(config: Config, inputs: Inputs, mesh: Mesh, guard: DataGuard, int
         timed = build_run(config, inputs, mesh, log, interruption, allocation, seed, resumed, capturer)
         with timed.reporter:
             log.event("init_stop")
-            # This check takes milliseconds, so run it before the clock starts.
+            # Run this check, which takes milliseconds, before the clock starts.
             guard.require_untouched()
             # The first barrier starts the clock only when all ranks are ready. The second one ensures that no rank opens
             # data before the clock has started.
@@ -161,7 +161,7 @@ def _fail_together(config: Config, mesh: Mesh, log: MLLog) -> Iterator[Watchdog]
     def close_log(reason: str) -> None:
         line = f"# ended by a fault: {' '.join(reason.split())}"
         for act in (lambda: log.line(line), log.abort, log.close):
-            with suppress(OSError):  # the fault may be a full disk
+            with suppress(OSError):  # writing fails again if the disk is full
                 act()
 
     watchdog = Watchdog(mesh, config.training.fault_seconds, close_log)
@@ -188,7 +188,7 @@ def _note_lost_output(log: MLLog, text: str) -> None:
 
 
 def _note_uncaptured(batches: int, mesh: Mesh, log: MLLog) -> None:
-    """Warn if micro-batches of any rank ran without a CUDA graph. All ranks must call this at the same time."""
+    """Warn if some rank ran micro-batches without a CUDA graph. All ranks must call this at the same time."""
     batches = int(all_reduce_(torch.tensor([batches], device=mesh.device)).item())
     if batches:
         text = (
@@ -222,7 +222,7 @@ def _is_restarted(config: Config, mesh: Mesh) -> bool:
     The restart count alone does not show every restart. When a host joins, torchrun's agents restart all ranks without
     increasing it.
     """
-    # All ranks must get the same answer, but the agents' restart counts may differ.
+    # Add the restart counts of all ranks: agents' counts may differ, but all ranks must get the same answer.
     if all_reduce_(torch.tensor([restarts()], device=mesh.device)).item():
         return True
     folder = config.checkpoint.folder
@@ -231,7 +231,7 @@ def _is_restarted(config: Config, mesh: Mesh) -> bool:
 
 
 def _resumed(config: Config, inputs: Inputs, mesh: Mesh, again: bool) -> RunState | None:
-    """Return the checkpoint to continue from: after a restart (``again``) the newest one, else that in ``resume``."""
+    """Return the checkpoint to continue from: the newest one after a restart (``again``), otherwise `resume`."""
     folder = config.resume
     if not again:
         refuse_foreign_checkpoints(config)
@@ -267,4 +267,4 @@ def _say_how_to_go_on(config: Config, arguments: Sequence[str]) -> None:
     folder = config.checkpoint.folder
     if folder is not None and config.log.division == "open" and checkpoint_folders(folder):
         settings = [*arguments, "--resume", str(folder)]  # overrides an earlier --resume
-        say(f"to go on: python -m bert.train {shlex.join(settings)}")
+        say(f"to continue: python -m bert.train {shlex.join(settings)}")

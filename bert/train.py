@@ -40,7 +40,7 @@ _PRINT = "--print-config"
 _OPTIONS = ("--help", "--list", "--version", "--config", "--plan", _PRINT)
 
 OLDEST_TORCH = (2, 11)
-"""Oldest supported release of PyTorch, which NGC's images contain from 26.02 on. The package requires it too."""
+"""Oldest supported release of PyTorch, which NGC's images contain from 26.02 on. pyproject.toml requires it too."""
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -52,11 +52,11 @@ def main(arguments: Sequence[str]) -> int:
                 say(f"{name:14}  {described(name)}")
             return 0
         config = parse(arguments)
-        # Check this after parsing, because it imports PyTorch.
+        # Check this after parsing, because it imports PyTorch, which is slow.
         require_torch()
     except (ValueError, OSError) as error:
         return refused(error)
-    # These imports are slow, so a wrong command line is reported first.
+    # Import these only here, because they are slow and a wrong command line must be reported at once.
     from bert.parallel.mesh import leave_mesh
     from bert.run import run
 
@@ -80,7 +80,7 @@ def parse(arguments: Sequence[str], module: str = "bert.train") -> Config:
     --print-config.
     """
     known = ", ".join(RECIPES)
-    # tyro needs a recipe for its help, because it shows the recipe's values as defaults.
+    # Print only an overview: tyro's help needs a recipe, because it shows the recipe's values as defaults.
     if arguments and arguments[0] in ("-h", "--help"):
         say_document(f"{__doc__}\nRecipes: {known}\n\nThe settings of a recipe: python -m bert.train RECIPE --help")
         raise SystemExit(0)
@@ -95,7 +95,7 @@ def parse(arguments: Sequence[str], module: str = "bert.train") -> Config:
     # The header of a result file contains the text None if the run had no plan.
     plan = None if plan_file in (None, "None") else read_plan(Path(plan_file))
     if plan is not None:
-        # Settings override the plan's settings before them, and `require_settings` then refuses those that differ.
+        # Put the plan's settings first, so that given settings override them. `require_settings` then refuses differences.
         if recipe not in (None, plan.recipe):
             raise ValueError(f"the plan is for the recipe {plan.recipe}, expected {recipe}: make a plan for {recipe}")
         recipe, settings = plan.recipe, [*plan.arguments(), *settings]
@@ -103,7 +103,7 @@ def parse(arguments: Sequence[str], module: str = "bert.train") -> Config:
         if given and (close := did_you_mean(given[0], _OPTIONS)):
             raise ValueError(f"there is no option {given[0]}{close}")
         raise ValueError(f"no recipe given: expected one of {known}, or --config FILE")
-    # Help comes from docstrings. Searching the source for comments would take a third of the parser's time.
+    # Take help texts only from docstrings: searching the source for comments would take a third of the parser's time.
     no_comments = (tyro.conf.HelptextFromCommentsOff,)
     program = f"python -m {module} {recipe}"
     read = partial(tyro.cli, Config, prog=program, args=settings, description=_SETTINGS, config=no_comments)
@@ -139,7 +139,7 @@ def _complaint(read: Callable[[], Config]) -> str:
 
 
 def _explained(error: ValueError, recipe: str) -> str:
-    """Return the error message about settings. For an unknown setting, suggest a similar name in place of tyro's words."""
+    """Return the error message about settings. For an unknown setting, replace tyro's message by a similar name."""
     unknown = re.match("unexpected argument (.+)", str(error))
     if unknown is None:
         return str(error)
@@ -162,7 +162,7 @@ def without_option(name: str, arguments: Sequence[str]) -> tuple[str | None, lis
             continue
         value = given if equals else next(words, "")
         if not value:
-            raise ValueError(f"{name}: expected a value after it")
+            raise ValueError(f"{name} needs a value after it")
     return value, others
 
 
@@ -174,12 +174,12 @@ def require_torch() -> None:
     if tuple(map(int, torch.__version__.split(".")[:2])) < OLDEST_TORCH:
         oldest = ".".join(map(str, OLDEST_TORCH))
         raise ValueError(
-            f"PyTorch is {torch.__version__} here, expected {oldest} or newer: install it, or take a newer image"
+            f"PyTorch is {torch.__version__} here, expected {oldest} or newer: install a newer PyTorch, or use a newer image"
         )
 
 
 def refused(error: ValueError | OSError) -> int:
-    """Print an input error and return the exit status. A broken pipe is not reported."""
+    """Print an input error, unless it is a broken pipe, and return the exit status."""
     if isinstance(error, BrokenPipeError):
         return abandon_stdout()
     _complain(error)

@@ -15,7 +15,7 @@ usage launch/docker.sh "$@"
 
 engine=${ENGINE:-$(command -v docker || command -v podman)} || fail "there is neither docker nor podman here: install one"
 command -v "$engine" >/dev/null || fail "there is no $engine here: set ENGINE to docker or podman"
-[[ ${IMAGE:=mlperf-bert} != -* ]] || fail "IMAGE is ${IMAGE@Q}, expected an image"
+[[ ${IMAGE:=mlperf-bert} != -* ]] || fail "IMAGE is ${IMAGE@Q}, expected the name of an image"
 # folder NAME VALUE: create the folder VALUE and print its full path. A colon is refused because it separates the fields of
 # a mount.
 folder() {
@@ -31,13 +31,13 @@ cache=$(umask 077 && folder CACHE "${CACHE:-.cache/container}") # Triton refuses
 options=(
   run --rm --init --user "$(id -u):$(id -g)" --network host --ipc host # NCCL shares memory between processes
   --security-opt no-new-privileges
-  --ulimit memlock=-1 --ulimit stack=67108864 --cap-add SYS_NICE # for page-locked buffers and memory policies
+  --ulimit memlock=-1 --ulimit stack=67108864 --cap-add SYS_NICE # locked memory, NUMA policies
   --stop-timeout 120
   --volume "$data:/workspace/bert/data" --volume "$results:/workspace/bert/results"
   --volume "$cache:/cache" --env HOME=/cache
   --env NPROC --env OMP_NUM_THREADS --env PYTHONUNBUFFERED=1
 )
-[[ ! -t 0 || ! -t 1 ]] || options+=(--tty --interactive) # then lines fit the width of the terminal
+[[ ! -t 0 || ! -t 1 ]] || options+=(--tty --interactive) # with a terminal, lines fit its width
 if command -v nvidia-smi >/dev/null; then
   case ${engine##*/} in
     podman) options+=(--device nvidia.com/gpu=all) ;; # CDI; /etc/cdi/nvidia.yaml comes from nvidia-ctk cdi generate

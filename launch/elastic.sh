@@ -9,7 +9,7 @@
 #   launch/elastic.sh MIN:MAX HOST:PORT RECIPE -- --checkpoint.folder DIR [--section.field value ...]
 #
 # MIN and MAX are the minimum and maximum numbers of hosts. DIR is a folder that all hosts can access. It identifies the run:
-# a start with the same DIR continues the run.
+# hosts that are started with the same DIR join or continue the run.
 # Environment: NPROC, the number of processes on each host (default: one per GPU, or one without GPUs); OMP_NUM_THREADS, the
 # number of threads of each process; ADDRESS, the address at which other hosts reach this host (default: its name); LAST_CALL,
 # the seconds to wait for more hosts once there are MIN (default: 30).

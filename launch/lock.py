@@ -1,7 +1,8 @@
-"""Write hashes.txt: the pins of constraints.txt with the SHA-256 of their wheels, and the extras that need each of them.
+"""Write hashes.txt: each pin of constraints.txt with the SHA-256 digests of its wheels, and the extras that need it.
 
 Run `python launch/lock.py` after a change of constraints.txt or pyproject.toml. It needs uv, which resolves each extra for
-all platforms at once. PyTorch, and what its builds for CUDA add, are left out: every package index has its own builds.
+all platforms at once. PyTorch and the packages that only its CUDA builds need are left out, because every package index
+has its own builds.
 """
 
 import re
@@ -18,7 +19,7 @@ WHEEL = re.compile(r"-(py3|py2\.py3|cp3\d+)-(none|abi3|cp3(1[1-9]|[2-9]\d)t?)-(a
 def locked(*options: str, others: bytes = b"") -> dict[str, list[str]]:
     """Resolve the program's requirements and return the hashes of their wheels by pin.
 
-    ``options`` are options of uv, and ``others`` are further requirements, one a line.
+    ``options`` are options of uv, and ``others`` are further requirements, one per line.
     """
     command = ["uv", "pip", "compile", "--quiet", "pyproject.toml", "-", "--universal", "--constraint=constraints.txt"]
     output = subprocess.check_output([*command, "--format=pylock.toml", *options], cwd=ROOT, input=others)

@@ -12,7 +12,8 @@ source "${BASH_SOURCE[0]%/*}/environment.sh"
 unset PYTHONDONTWRITEBYTECODE
 
 # prepare_venv [EXTRA...]: install the dependencies in pyproject.toml, including the extra "train" and the given extras, at
-# the versions in constraints.txt and with the digests in hashes.txt, unless they are installed already. Call it in the root of the repository.
+# the versions in constraints.txt and with the digests in hashes.txt, unless they are installed already. Call it in the root of
+# the repository.
 prepare_venv() {
   venv_is_current "$@" && return
   local lock
@@ -28,7 +29,7 @@ prepare_venv() {
 
 # prepare_torch VERSION: install that version of PyTorch and its dependencies into .venv/torch-VERSION, unless it is installed
 # already. If this folder is in PYTHONPATH, its PyTorch replaces the pinned version. Call it in the root of the repository,
-# where .venv must exist. NumPy is older than 2.4, because the interpreter of Triton 3.6 (for PyTorch 2.11) fails with 2.4.
+# where .venv must exist. Its NumPy is older than 2.4, because Triton 3.6 (for PyTorch 2.11) cannot interpret kernels with 2.4.
 prepare_torch() {
   local folder=.venv/torch-$1
   [[ $1 =~ ^[0-9]+([.+][0-9a-z]+)*$ ]] || fail "TORCH is ${1@Q}, expected a version such as 2.11.0" # it is part of a path
@@ -48,7 +49,7 @@ install_torch() {
 }
 
 # run_apart COMMAND...: run a command in its own process group, and exit if it fails. Ctrl-C in the terminal then does not
-# reach pip, which would print a traceback. The installers mark an unfinished installation.
+# reach pip, which would print a traceback. The next start repeats an unfinished installation.
 run_apart() {
   set -m
   "$@" &
@@ -87,12 +88,12 @@ venv_entries() {
   (shopt -s nullglob dotglob && cd .venv/lib && printf '%s\n' python*/site-packages/*) 2>/dev/null | LC_ALL=C sort
 }
 
-# Print the lines of hashes.txt for the given extras. With SYSTEM_TORCH, leave out NumPy and setuptools, which stay.
+# Print the lines of hashes.txt for the given extras, with SYSTEM_TORCH without NumPy and setuptools, which are not replaced.
 venv_hashes() {
   grep -E "# (.* )?($(IFS="|" && echo "$*"))( |\$)" hashes.txt | grep -vE "^(${SYSTEM_TORCH:+numpy|setuptools})=="
 }
 
-# Warn that pip will install PyTorch's large CUDA build on a machine without an NVIDIA GPU, if its index has no CPU build.
+# On a machine without an NVIDIA GPU, warn that pip will install PyTorch's large CUDA build, if pip's index has no CPU build.
 warn_of_cuda() {
   local torch
   torch=$(sed -n 's/^torch==//p' constraints.txt)
@@ -105,8 +106,8 @@ warn_of_cuda() {
 
 venv_pins() { { .venv/bin/python -V && sha256sum constraints.txt hashes.txt pyproject.toml; } 2>/dev/null; }
 
-# Print the interpreter that creates .venv. If .venv is activated, its own interpreter is first in PATH. The base interpreter
-# is used instead, because the installation may delete .venv.
+# Print the interpreter that creates .venv. If .venv is activated, its own interpreter is first in PATH. Use its base
+# interpreter instead, because the installation may delete .venv.
 venv_maker() {
   local python=${PYTHON:-python3}
   [[ $(command -v -- "$python") != "$PWD"/.venv/* ]] || python=$("$python" -c 'import sys; print(sys._base_executable)')

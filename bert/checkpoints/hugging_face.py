@@ -1,4 +1,4 @@
-"""Hugging Face's format of a BERT: names of weights, and a folder with a tokenizer that ``transformers`` can load."""
+"""Hugging Face's format for BERT models: weight names, and a folder that ``transformers`` loads with its tokenizer."""
 
 import json
 import re
@@ -55,7 +55,7 @@ def hugging_face_names(layers: int) -> dict[str, tuple[str, ...]]:
     for index in range(layers):
         for ours, theirs in _HUGGING_FACE_LAYER.items():
             parts[f"layers.{index}.{ours}"] = tuple(f"bert.encoder.layer.{index}.{part}" for part in theirs)
-    # These names are parameters. The other names are modules, which have a weight and a bias.
+    # These names are parameters. All other names are modules, so append the names of their weight and bias.
     whole = ("embeddings.word", "embeddings.position", "embeddings.segment", "decoder_bias")
     return {
         ours + suffix: tuple(part + suffix for part in theirs)
@@ -92,7 +92,7 @@ def write_folder(
         weight = weights[ours]
         count = len(theirs)
         shape = (weight.shape[0] // count, *weight.shape[1:])
-        for place, name in enumerate(theirs):  # a fused weight is read once for each of its parts
+        for place, name in enumerate(theirs):  # each part reads the whole fused weight again
             parts[name] = Weight(shape, lambda each=weight, count=count, at=place: each.read().chunk(count)[at])
     with atomic_path(out) as folder:
         folder.mkdir()
@@ -112,7 +112,7 @@ def _configuration(model: ModelConfig) -> dict[str, object]:
         "architectures": ["BertForPreTraining"],
         "model_type": "bert",
         **{_THEIR_NAMES.get(name, name): value for name, value in asdict(model).items()},
-        "hidden_act": "gelu_new",  # the tanh form, as in the reference and this model
+        "hidden_act": "gelu_new",  # GELU in its tanh form, as in the reference
         "tie_word_embeddings": True,
     }
 
@@ -165,11 +165,11 @@ class _Stated(msgspec.Struct, rename=_THEIR_NAMES):
     layer_norm_eps: _Fraction | None = None
     hidden_dropout: _Fraction | None = None
     attention_dropout: _Fraction | None = None
-    # Only these values are supported. The tanh form replaces an exact GELU and differs by up to 5e-4 (docs/checkpoints.md).
+    # Only these values are supported. The tanh form replaces an exact GELU, and differs by up to 5e-4 (docs/checkpoints.md).
     model_type: Literal["bert"] | None = None
     position_embedding_type: Literal["absolute"] | None = None
-    hidden_act: Annotated[str, msgspec.Meta(pattern="^gelu(?!_10$)")] | None = None  # gelu_10 clips
-    # `stated_configuration` refuses true values, with which transformers computes another model.
+    hidden_act: Annotated[str, msgspec.Meta(pattern="^gelu(?!_10$)")] | None = None  # not gelu_10, which clips
+    # If one of these is set, transformers computes a different model, so `stated_configuration` refuses the file.
     is_decoder: bool | None = None
     add_cross_attention: bool | None = None
     quantization_config: dict[str, Any] | None = None
@@ -191,8 +191,8 @@ def stated_configuration(path: Path) -> dict[str, int | float]:
     for name in ("is_decoder", "add_cross_attention", "quantization_config"):
         if getattr(stated, name):
             raise ValueError(
-                f"{path}: {name} is {shown(getattr(stated, name))}, expected an encoder, whose tokens attend in both "
-                "directions and whose weights are not quantized: choose another checkpoint"
+                f"{path}: {name} is {shown(getattr(stated, name))}, but only encoders with attention in both directions "
+                "and with weights that are not quantized are supported: choose another checkpoint"
             )
     values = {each.name: getattr(stated, each.name, None) for each in fields(ModelConfig)}
     return {name: value for name, value in values.items() if value is not None}

@@ -26,9 +26,9 @@ _NOT_COMPARED = ("vocab_size", "hidden_dropout", "attention_dropout", "initializ
 
 
 def first_model(config: Config, mesh: Mesh, seed: int) -> BertForPreTraining:
-    """Return the model that training starts from. Weights that the checkpoint lacks are random, and rank 0 names them."""
+    """Return the model that training starts from. Weights missing from the checkpoint are random; rank 0 lists them."""
     start = config.data.initial_checkpoint
-    # A single file must contain all weights, so draw no random weights, which would take half a minute on a CPU.
+    # A single file must contain all weights, so skip the random weights. Drawing them takes half a minute on a CPU.
     is_file = start is not None and not start.is_dir()
     model = _empty_model(config, mesh) if is_file else draw_model(config, mesh, seed)
     missing = [] if start is None else load_initial_weights(model, start)
@@ -40,7 +40,7 @@ def first_model(config: Config, mesh: Mesh, seed: int) -> BertForPreTraining:
 def draw_model(config: Config, mesh: Mesh, seed: int) -> BertForPreTraining:
     """Return a model with random weights, drawn on the mesh's device. A CPU takes half a minute for BERT-Large."""
     model = _empty_model(config, mesh)
-    # Use a separate generator, so that the weights depend only on the seed and not on earlier draws.
+    # Use a separate generator, so that the weights depend only on the seed and not on earlier random numbers.
     initialize_(model, torch.Generator(mesh.device).manual_seed(seed))
     return model
 
@@ -50,7 +50,7 @@ def initialize_(model: BertForPreTraining, generator: torch.Generator) -> None:
     """Draw BERT's initial weights: normals truncated at two standard deviations, biases 0, gains 1."""
     deviation = model.config.initializer_range
     for parameter in model.parameters():
-        # Vectors (biases and gains) already have their values, while matrices are uninitialised.
+        # Skip vectors (biases and gains), which already have their values. Matrices are uninitialized.
         if parameter.ndim > 1:
             nn.init.trunc_normal_(parameter, 0.0, deviation, -2 * deviation, 2 * deviation, generator=generator)
 
@@ -69,7 +69,7 @@ def check_initial_weights(path: Path, config: Config, vocabulary: "Vocabulary") 
     """
     from dataloading.text.vocabulary import Vocabulary, read_stated
 
-    # A closed run starts from the benchmark's checkpoint, which has both heads.
+    # In the closed division, even a folder needs the heads: the run starts from the benchmark's checkpoint, which has both.
     source = _open(path, config.model, whole=not path.is_dir() or config.log.division == "closed")
     theirs = Vocabulary.from_folder(path) if path.is_dir() else None
     sha256 = source.vocabulary_sha256 if theirs is None else theirs.sha256

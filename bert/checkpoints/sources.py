@@ -25,7 +25,7 @@ from console.text import counted
 from dataloading.options import Normalization
 
 _HEADS = ("pooler", "next_sentence", "transform", "decoder_bias")
-"""Prefixes of the names of the pooler's and the heads' weights."""
+"""Name prefixes of the pooler's and the heads' weights."""
 _WRAPPERS = ("_orig_mod", "module")
 """Parts of names that torch.compile and DistributedDataParallel add."""
 _DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
@@ -48,7 +48,7 @@ class CheckpointSource:
     """Weights by their names in this program."""
     model: ModelConfig
     digest: Callable[[], str]
-    """Function that reads the checkpoint's main files and returns text with their digests."""
+    """Function that reads the checkpoint's main files and returns their digests as text."""
     vocabulary_sha256: str | None = None
     """Digest of the vocabulary that the model was trained with, if known."""
     normalization: Normalization | None = None
@@ -107,7 +107,7 @@ def _open_tensorflow(prefix: Path, heads: int | None) -> CheckpointSource:
     weights, missing = _collect(find, hugging_face_names(layers))
     _require_whole(str(bundle.index), missing)
     which = "the benchmark's phase-1 checkpoint" if bundle.is_published else "not the benchmark's published file"
-    # The file does not contain the number of heads. In all of Google's models, a head has 64 columns.
+    # The file does not contain the number of heads. Derive it: in all of Google's models, a head has 64 columns.
     if heads is None:
         heads, rest = divmod(math.prod(weights["embeddings.norm.weight"].shape), 64)
         heads = None if rest else heads
@@ -130,7 +130,7 @@ def _weights_file(folder: Path) -> Path:
             raise ValueError(f"{folder / name} {_PICKLE}")
     prefixes = [path.with_suffix("") for depth in ("", "*/") for path in sorted(folder.glob(f"{depth}*{INDEX_SUFFIX}"))]
     if prefixes:
-        TensorBundle(prefixes[0])  # raises if it is not a supported checkpoint, so that the hint below does not name it
+        TensorBundle(prefixes[0])  # raises if the checkpoint is not supported, because the hint must not name it
     hint = f"; for a TensorFlow checkpoint name its prefix: {prefixes[0]}" if prefixes else ""
     raise ValueError(f"{folder} holds no model.safetensors{hint}")
 
@@ -158,7 +158,10 @@ def _open_safetensors(path: Path, heads: int | None, whole: bool) -> CheckpointS
         actual = getattr(model, name)
         if stated.get(name, actual) != actual:
             source = "its metadata" if is_ours else "config.json"
-            raise ValueError(f"{source} states {name} {stated[name]}, but the weights in {path} have {actual}")
+            raise ValueError(
+                f"{source} states {name} {stated[name]}, but the weights in {path} have {actual}: "
+                "fetch or make the checkpoint again"
+            )
     return CheckpointSource(
         kind="safetensors file of this program" if is_ours else "Hugging Face checkpoint",
         weights=weights,
@@ -170,7 +173,7 @@ def _open_safetensors(path: Path, heads: int | None, whole: bool) -> CheckpointS
 
 
 def _stored(path: Path) -> tuple[list[Path], dict[str, Weight], dict[str, str]]:
-    """Return a safetensors checkpoint's files, its tensors by name, and its metadata, {} if it has several files."""
+    """Return a safetensors checkpoint's files, tensors by name, and metadata ({} if there are several files)."""
     if not path.name.endswith(SHARDS_SUFFIX):
         shapes, metadata = read_header(path)
         return [path], {name: Weight(shape, partial(_read, path, name)) for name, shape in shapes.items()}, metadata
@@ -215,9 +218,9 @@ def _heads(source: str, stated: float | None, given: int | None) -> int:
 
 def _current_name(name: str) -> str:
     name = _unwrapped(name)
-    # Older files of Hugging Face name gain and bias of a layer norm as TensorFlow does.
+    # In older Hugging Face files, the gain and bias of a layer norm have TensorFlow's names.
     name = re.sub(r"LayerNorm\.gamma$", "LayerNorm.weight", re.sub(r"LayerNorm\.beta$", "LayerNorm.bias", name))
-    # Names in files of a bare BertModel have no prefix.
+    # Files of a bare BertModel omit the prefix of the encoder, so add it.
     return name if name.startswith(("bert.", "cls.")) else f"bert.{name}"
 
 
@@ -256,7 +259,9 @@ def _read(path: Path, name: str) -> Tensor:
 def _checked(tensor: Tensor, path: Path, name: str) -> Tensor:
     """Return a weight as fp32. Raises ``ValueError`` if its dtype is not in `_DTYPES`, or if it has NaN or infinity."""
     if tensor.dtype not in _DTYPES:
-        raise ValueError(f"{path} holds {name} as {tensor.dtype}: expected weights in fp32, fp64, fp16 or bf16")
+        raise ValueError(
+            f"{path} holds {name} as {tensor.dtype}, expected fp32, fp64, fp16 or bf16: choose another checkpoint"
+        )
     weight = tensor.float()
     # aminmax propagates NaN. Unlike isfinite over all elements, it allocates nothing, and it takes a tenth of the time.
     if weight.numel() and not torch.stack(weight.aminmax()).isfinite().all():
@@ -269,7 +274,7 @@ def _require_tied(path: Path, tensors: Mapping[str, Weight]) -> None:
     for copy, original in _TIED.items():
         if {copy, original} <= tensors.keys() and not torch.equal(tensors[copy].read(), tensors[original].read()):
             raise ValueError(
-                f"{path}: {copy} differs from {original}, but a BERT ties the two: choose another checkpoint"
+                f"{path}: {copy} differs from {original}, but a BERT uses one tensor for both: choose another checkpoint"
             )
 
 
@@ -284,7 +289,7 @@ def _require_whole(source: str, missing: Mapping[str, str]) -> None:
         more = f" and {len(names) - 3} more" if len(names) > 3 else ""
         raise ValueError(
             f"{source} lacks {', '.join(names[:3])}{more}: expected BERT's encoder and pooler with the masked-LM and "
-            "next-sentence heads"
+            "next-sentence heads: choose another checkpoint"
         )
 
 
@@ -292,7 +297,9 @@ def _model_of(weights: Mapping[str, Weight], layers: int, heads: int, source: st
     """Return the architecture implied by the weights' shapes, which must be consistent."""
     tables = [weights[f"embeddings.{name}"].shape for name in ("word", "position", "segment")]
     if layers < 1 or any(len(shape) != 2 for shape in tables):
-        raise ValueError(f"{source}: {counted(layers, 'layer')} and tables of shapes {tables}, expected a BERT")
+        raise ValueError(
+            f"{source}: {counted(layers, 'layer')} and tables of shapes {tables}, expected a BERT: choose another file"
+        )
     (vocab, hidden), (positions, _), (segments, _) = tables
     try:
         model = ModelConfig(
@@ -311,5 +318,7 @@ def _model_of(weights: Mapping[str, Weight], layers: int, heads: int, source: st
     for name, weight in weights.items():
         shape = expected[re.sub(r"^layers\.\d+", "layers.0", name)]
         if weight.shape != shape:
-            raise ValueError(f"{source}: {name} has the shape {weight.shape}, but the other weights imply {shape}")
+            raise ValueError(
+                f"{source}: {name} has the shape {weight.shape}, but the other weights imply {shape}: fetch the file again"
+            )
     return model

@@ -29,7 +29,7 @@ _MOST_INDEX_BYTES = 4 << 20
 _MOST_TENSORS = 1 << 16
 _MOST_NAME_BYTES = 1024
 _MOST_TENSOR_BYTES = 1 << 30
-"""Eight times the size of BERT-Large's largest tensor."""
+"""Maximum size of a tensor: eight times BERT-Large's largest tensor."""
 _FOOTER_BYTES = 48
 _TRAILER_BYTES = 5
 """Each block is followed by one byte for the compression type and a checksum of four bytes."""
@@ -37,7 +37,7 @@ _FLOAT32 = 1
 _REMEDY = "fetch or copy the checkpoint again"
 _PUBLISHED = (KNOWN[INDEX][1], KNOWN[TF1_DATA][0])
 """The benchmark's phase-1 checkpoint: MD5 of its index, and size of its data file in bytes."""
-# Maps endings of Hugging Face names to endings of TensorFlow names. The first match is used, so ".weight" comes last.
+# Endings of Hugging Face names, each with its TensorFlow ending. The first match is used, so ".weight" comes last.
 _ENDINGS = {
     "embeddings.weight": "embeddings",
     "LayerNorm.weight": "LayerNorm/gamma",
@@ -80,14 +80,14 @@ class TensorBundle:
             self.entries = {
                 key.decode(): _entry(value)
                 for key, value in records.items()
-                if not key.startswith(b"\0") and key  # skip the header and the parts of partitioned variables
+                if not key.startswith(b"\0") and key  # not the header or a part of a partitioned variable
             }
         except ValueError as error:  # includes UnicodeDecodeError, for a name that is not UTF-8
             raise ValueError(f"{self.index}: {error}; {_REMEDY}") from None
         if OBJECT_GRAPH in self.entries:
             raise ValueError(
-                f"{self.index} is a TF2 checkpoint, which is not supported; take a Hugging Face folder, or of MLCommons' "
-                f"download the TF1 form: {TF1_FILES}"
+                f"{self.index} is a TF2 checkpoint, which is not supported; use a Hugging Face folder, or the TF1 files "
+                f"of MLCommons' download: {TF1_FILES}"
             )
         self._require_extents()
         # MLCommons publishes MD5 digests. FIPS builds allow MD5 only for purposes other than security.
@@ -108,7 +108,7 @@ class TensorBundle:
         elif entry.dtype != _FLOAT32:
             problem = f"is of TensorFlow's type number {entry.dtype}, expected {_FLOAT32} (float32)"
         elif entry.size != 4 * math.prod(entry.shape) or not 0 < entry.size <= _MOST_TENSOR_BYTES:
-            problem = f"of shape {entry.shape} has {entry.size:,} bytes, expected 4 an element and at most "
+            problem = f"of shape {entry.shape} has {entry.size:,} bytes, expected 4 per element and at most "
             problem += f"{_MOST_TENSOR_BYTES:,}"
         if problem:
             raise ValueError(f"{self.index}: {name} {problem}")
@@ -124,15 +124,17 @@ class TensorBundle:
             file.seek(entry.offset)
             read = file.readinto(content.data)
         if read != entry.size or _masked(google_crc32c.extend(0, content)) != entry.checksum:
-            raise ValueError(f"{path}: {name} does not have the checksum that the index states; {_REMEDY}")
+            raise ValueError(f"{path}: {name} does not match its checksum in the index; {_REMEDY}")
         return content.view("<f4").reshape(entry.shape)
 
     def _require_extents(self) -> None:
         found = {}
-        # Include the first file even if it contains no tensor, because its size is needed later.
+        # Include the first file even if it contains no tensor: `is_published` needs its size.
         for shard in {entry.shard for entry in self.entries.values()} | {0}:
             if shard >= self.shards:
-                raise ValueError(f"{self.index}: a tensor in data file {shard} of {self.shards}; {_REMEDY}")
+                raise ValueError(
+                    f"{self.index}: a tensor in data file {shard}, but the last is {self.shards - 1}; {_REMEDY}"
+                )
             try:
                 found[shard] = self.data_file(shard).stat().st_size
             except OSError as error:
@@ -140,7 +142,7 @@ class TensorBundle:
         for name, entry in self.entries.items():
             if entry.offset + entry.size > found[entry.shard]:
                 raise ValueError(
-                    f"{self.data_file(entry.shard)}: {found[entry.shard]:,} bytes, but {shown(name)} is at "
+                    f"{self.data_file(entry.shard)}: has {found[entry.shard]:,} bytes, but {shown(name)} is at bytes "
                     f"{entry.offset:,} to {entry.offset + entry.size:,}; {_REMEDY}"
                 )
 
@@ -156,14 +158,14 @@ def tf1_name(name: str) -> str:
 
 def _shard_count(records: dict[bytes, bytes]) -> int:
     if b"" not in records:
-        raise ValueError("no header")
-    # Field numbers of BundleHeaderProto: num_shards 1, endianness 2. Fields with the value 0 are not written.
+        raise ValueError("it has no header")
+    # Field numbers of BundleHeaderProto: num_shards 1, endianness 2. A field that is missing has the value 0.
     header, _ = _fields(records[b""])
     shards = header.get(1, 0)
     if header.get(2, 0) != 0:
-        raise ValueError("written on a big-endian machine, which is not supported")
-    if not 0 < shards < 100_000:  # data file names have five digits
-        raise ValueError(f"{shards} data files")
+        raise ValueError("it was written on a big-endian machine, which is not supported")
+    if not 0 < shards < 100_000:  # the number has five digits in file names
+        raise ValueError(f"it states {shards} data files, expected 1 to 99999")
     return shards
 
 
@@ -176,7 +178,7 @@ def _entry(value: bytes) -> Entry:
     shape = tuple(_fields(dim)[0].get(1, 0) for dim in dims)
     # Numbers are unsigned here, so a negative number in a damaged file exceeds these bounds.
     if len(shape) > 8 or any(dim >= 1 << 40 for dim in shape) or max(offset, size) >= 1 << 62:
-        raise ValueError(f"a tensor of {counted(len(shape), 'dimension')} with {size:,} bytes at {offset:,}")
+        raise ValueError(f"a tensor cannot have {counted(len(shape), 'dimension')} and {size:,} bytes at {offset:,}")
     return Entry(dtype, shape, shard, offset, size, checksum, 7 in dict(messages))
 
 
@@ -199,9 +201,9 @@ def _sorted_table(content: bytes) -> Iterator[tuple[bytes, bytes]]:
             tensors += 1
             if last is not None and key <= last:
                 raise ValueError(f"the key {shown(key)} follows {shown(last)}: expected ascending keys")
-            # Keys share prefixes, so even a small file can contain very many keys.
+            # Limit the number of keys: they share prefixes, so even a small file can contain very many.
             if tensors > _MOST_TENSORS:
-                raise ValueError(f"more than {_MOST_TENSORS:,} tensors")
+                raise ValueError(f"it has more than {_MOST_TENSORS:,} tensors")
             last = key
             yield key, value
 
@@ -210,18 +212,18 @@ def _block(content: bytes, offset: int, size: int, end: int) -> Iterator[tuple[b
     """Yield the keys and values of one block. The block and its trailer must end before the byte ``end``."""
     after = offset + size
     if after + _TRAILER_BYTES > end or size < 4:
-        raise ValueError(f"a block at bytes {offset:,} to {after:,}, expected at least four bytes before {end:,}")
+        raise ValueError(f"a block is at bytes {offset:,} to {after:,}, expected at least four bytes before {end:,}")
     kind, checksum = struct.unpack_from("<BI", content, after)
     # The checksum covers the block and its type byte.
     if _masked(google_crc32c.value(content[offset : after + 1])) != checksum:
-        raise ValueError(f"the block at byte {offset:,} does not have its checksum")
+        raise ValueError(f"the block at byte {offset:,} does not match its checksum")
     if kind > 1:
-        raise ValueError(f"a block of compression type {kind}: expected 0 (none) or 1 (Snappy)")
+        raise ValueError(f"a block has compression type {kind}, expected 0 (none) or 1 (Snappy)")
     block = _uncompressed(content[offset:after]) if kind else content[offset:after]
     # A block has records, then restart points for searches, then the number of restart points.
     restarts = int.from_bytes(block[-4:], "little")
     if restarts > len(block) // 4 - 1:
-        raise ValueError(f"a block of {len(block):,} bytes with {restarts:,} restart points")
+        raise ValueError(f"a block of {len(block):,} bytes cannot hold {restarts:,} restart points")
     block, position, key = block[: len(block) - 4 * (restarts + 1)], 0, b""
     for _ in range(_MOST_TENSORS + 1):
         if position >= len(block):
@@ -235,18 +237,19 @@ def _block(content: bytes, offset: int, size: int, end: int) -> Iterator[tuple[b
         key = key[:shared] + block[position : position + fresh]
         position += fresh + length
         yield key, block[position - length : position]
-    raise ValueError(f"a block of more than {_MOST_TENSORS:,} records")
+    raise ValueError(f"a block has more than {_MOST_TENSORS:,} records")
 
 
 def _uncompressed(packed: bytes) -> bytes:
     """Decompress a Snappy block (format_description.txt of google/snappy). The benchmark's index contains such blocks."""
     length, position = _varint(packed, 0)
     if length > _MOST_INDEX_BYTES:
-        raise ValueError(f"a compressed block of {length:,} bytes, expected at most {_MOST_INDEX_BYTES:,}")
+        raise ValueError(f"a compressed block states {length:,} bytes, expected at most {_MOST_INDEX_BYTES:,}")
     result = bytearray()
     while position < len(packed) and len(result) <= length:
         tag = packed[position]
-        kind, count, position = tag & 3, tag >> 2, position + 1  # literal, or copy whose distance takes 1, 2 or 4 bytes
+        # Kind 0 is a literal. Kinds 1 to 3 are copies whose distance takes 1, 2 or 4 bytes.
+        kind, count, position = tag & 3, tag >> 2, position + 1
         # The tag holds a literal's length up to 60. For a longer literal, it holds the number of bytes of the length.
         extra = (max(0, count - 59), 1, 2, 4)[kind]
         number = int.from_bytes(packed[position : position + extra], "little")
@@ -256,15 +259,15 @@ def _uncompressed(packed: bytes) -> bytes:
             result += packed[position : position + count]
             position += count
         else:
-            # The short form of a copy has three bits of the distance in the tag, and copies four to eleven bytes.
+            # The short form of a copy copies 4 to 11 bytes. Its tag also holds the upper three bits of the distance.
             count, distance = (count % 8 + 4, tag >> 5 << 8 | number) if kind == 1 else (count + 1, number)
             if not 0 < distance <= len(result):
-                raise ValueError(f"a compressed block that copies from {distance:,} bytes back after {len(result):,}")
+                raise ValueError(f"a compressed block copies from {distance:,} bytes back after only {len(result):,}")
             start = len(result) - distance
             piece = result[start : start + count]
             result += (piece * (-(-count // len(piece))))[:count]  # a copy may overlap its own output
     if position != len(packed) or len(result) != length or length < 4:
-        raise ValueError(f"a compressed block that gives {len(result):,} bytes, expected {length:,} and at least 4")
+        raise ValueError(f"a compressed block yields {len(result):,} bytes, expected {length:,} and at least 4")
     return bytes(result)
 
 
@@ -279,10 +282,10 @@ def _fields(content: bytes) -> tuple[dict[int, int], list[tuple[int, bytes]]]:
             numbers[field], position = _varint(content, position)
             continue
         if kind not in (1, 2, 5):
-            raise ValueError(f"a field of wire type {kind}")
+            raise ValueError(f"a field has wire type {kind}, expected 0, 1, 2 or 5")
         length, position = _varint(content, position) if kind == 2 else ({1: 8, 5: 4}[kind], position)
         if position + length > len(content):
-            raise ValueError(f"a field of {length:,} bytes where {len(content) - position:,} are left")
+            raise ValueError(f"a field takes {length:,} bytes, but only {len(content) - position:,} remain")
         value = content[position : position + length]
         position += length
         if kind == 2:
@@ -299,7 +302,7 @@ def _varint(content: bytes, position: int) -> tuple[int, int]:
         number |= (byte & 127) << 7 * index
         if byte < 128:
             return number, position + index + 1
-    raise ValueError(f"a number at byte {position:,} that does not end")
+    raise ValueError(f"the number at byte {position:,} does not end")
 
 
 def _masked(checksum: int) -> int:

@@ -32,13 +32,14 @@ def tokenizer_of(
         )
     vocabulary.require_table(found.model.vocab_size, named)
     if (extra := found.model.vocab_size - vocabulary.size) > 0:
-        say(f"the word embedding table has {counted(extra, 'row')} of padding more than {named} has tokens")
+        say(f"the word embedding table has {counted(extra, 'row')} more than {named} has tokens: they are padding")
     normalization = find_normalization(vocabulary, path, given)
     if found.normalization is not None and given == AS_STATED:
         normalization = _confirmed(found.normalization, normalization, source)
     say(f"text: {normalization}")
     if not vocabulary.fits(normalization.normalization):
-        complain(f"many words of {named} cannot occur in such text; see --do-lower-case, --strip-accents", "warning")
+        remedy = "check --do-lower-case, --strip-accents"
+        complain(f"many words of {named} cannot occur in the normalized text: {remedy}", "warning")
     return vocabulary, normalization.normalization
 
 
@@ -46,7 +47,7 @@ def _confirmed(trained: Normalization, beside: FoundNormalization, source: Path)
     """Return the normalization that a checkpoint states, unless the files beside its vocabulary state another one."""
     if beside.is_stated and beside.normalization != trained:
         raise ValueError(
-            f"{source} was trained on text with {trained}, but {beside.normalization} is {beside.source}; set "
+            f"{source} was trained on text with {trained}, but {beside.normalization} is {beside.source}: choose one by "
             "--do-lower-case, --strip-accents and --tokenize-chinese-chars"
         )
     return FoundNormalization(trained, f"stated by {source}", is_stated=True)

@@ -12,7 +12,7 @@ from bert.parallel.mesh import Mesh, agreed_text
 from compliance.log.metrics import EvaluationRecord
 
 _EVALUATION = "evaluation"
-"""Key in the file's metadata."""
+"""Key of the evaluation in the file's metadata."""
 
 
 def stated_evaluation(path: Path) -> EvaluationRecord | None:
@@ -44,7 +44,7 @@ class TrainedWeights:
         self._keeps_best = keeps_best
         self._best = -1.0
         if path is not None and keeps_best and is_resumed:
-            # Only rank 0 writes the file, and perhaps only rank 0 sees it.
+            # Rank 0 reads the file for all ranks, because it may be on a disk that only rank 0 can access.
             self._best = float(agreed_text(repr(_accuracy_of(path)) if mesh.is_main else "", mesh))
 
     def evaluated(self, found: EvaluationRecord) -> None:

@@ -3,7 +3,7 @@
     FOLDER/step_00000120/model.safetensors      weights, also accepted by ``data.initial_checkpoint``
                          momentum.safetensors   LAMB's first moments, under the names of the weights
                          variance.safetensors   LAMB's second moments
-                         site_momentum.safetensors  momentum between sites, if they take steps by themselves
+                         site_momentum.safetensors  momentum of the exchange between sites, if any
                          state.json             everything else, with the size and digest of each file
 
 The content does not depend on the number of ranks: shards are gathered, and the sample order follows from seed and step.
@@ -43,7 +43,7 @@ _REMEDY = "remove it, or resume from another"
 _PATIENCE_S = 60.0
 _MOST_NAMED = 8
 
-_Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]  # counters on the device are int64
+_Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]  # fits the device's counters, which are int64
 _Positive = Annotated[int, msgspec.Meta(gt=0, lt=1 << 31)]
 
 
@@ -81,20 +81,21 @@ class Allocation:
 def rebalance_batch(config: Config, before: Allocation, data_size: int) -> Config:
     """Divide the global batch among ``data_size`` copies of the model, in as few micro-batches as fit in memory.
 
-    A micro-batch gets at most ``before.fitting`` sequences, or two if this is 1 and ``data_size`` does not divide the batch.
-    Nothing else needs an adjustment: reduction, shape buckets and kernels are chosen at every start.
+    A micro-batch gets at most ``before.fitting`` sequences, or two if that is 1 and ``data_size`` does not divide the batch.
+    Nothing else needs adjusting: reduction, shape buckets and kernels are chosen at every start.
     """
     batch = config.training.global_batch_size
     # Use the largest micro-batch so far: the last run may have had smaller ones, because it had more hosts.
     steps = -(-batch // (data_size * before.fitting))
-    steps = max(1, min(steps, batch // data_size))  # every rank needs a sequence
-    steps = -(-steps // config.parallel.pipeline) * config.parallel.pipeline  # schedules need rounds of equal size
+    steps = max(1, min(steps, batch // data_size))  # no micro-batch may be empty
+    # Pipeline schedules need rounds of equal size.
+    steps = -(-steps // config.parallel.pipeline) * config.parallel.pipeline
     return replace(config, training=replace(config.training, gradient_accumulation_steps=steps))
 
 
 def changes(before: Allocation, now: Allocation) -> list[str]:
     """Return lines about lost hosts, gained hosts, hosts at another site and new batch shares; [] if nothing has changed."""
-    # Subtracting counters also finds hosts on which only the number of ranks has changed.
+    # Subtracting counters also finds hosts that only lost or gained ranks.
     gone, come = Counter(before.hosts), Counter(now.hosts)
     lines = [f"{what}: {_named(hosts)}" for what, hosts in (("lost", gone - come), ("gained", come - gone)) if hosts]
     shares = [
@@ -137,7 +138,7 @@ class RunState:
     """Number of optimizer steps taken, fewer than ``step`` if steps were skipped."""
     seed: _Count
     dropout_draws: _Count
-    """Step number in the model's ``dropout_state``, whose seed follows from the run's seed and the ranks."""
+    """Step number in the model's ``dropout_state``. Its seed is not stored: it follows from the run's seed and the rank."""
     fp8_scales: list[Annotated[float, msgspec.Meta(gt=0)]] | None
     settings: dict[str, str]
     """Settings that must not change when the run continues."""
@@ -160,7 +161,7 @@ def written_in(folder: Path) -> list[Path]:
 
 
 def reseed(seed: int, steps: int, mesh: Mesh) -> None:
-    """Seed PyTorch's default random generators from the seed, the step and the rank, which a resumed run knows too."""
+    """Seed PyTorch's random generators from the seed, the step and the rank, as a resumed run does too."""
     known = f"seed {seed} step {steps} rank {mesh.rank} of {mesh.world_size}"
     # Hash the values, because the CPU's generator uses only the low 32 bits of its seed.
     torch.manual_seed(int.from_bytes(hashlib.sha256(known.encode()).digest()[:8]))
@@ -181,14 +182,14 @@ def lock(folder: Path, mesh: Mesh, again: bool) -> None:
             lock_file(folder / ".lock", patience_s=_PATIENCE_S if again else 0.0)
         except BusyError as owner:
             raise ValueError(
-                f"{folder} is where another run writes its checkpoints ({owner}): set checkpoint.folder to another folder, "
+                f"another run ({owner}) writes its checkpoints into {folder}: set checkpoint.folder to another folder, "
                 "or wait until that run has ended"
             ) from None
         except OSError as error:
             return f"warning: no lock on {folder} ({error.strerror}): make sure that no other run writes there"
         # These folders are left over from killed runs, because only the process that has the lock writes here.
         for left in filter(is_temporary, folder.glob(".step_*.partial")):
-            shutil.rmtree(left, ignore_errors=True)  # errors mean plain files or other users' folders, which remain
+            shutil.rmtree(left, ignore_errors=True)  # plain files and other users' folders remain
         return ""
 
     warning = _on_rank0(take, mesh)
@@ -197,7 +198,7 @@ def lock(folder: Path, mesh: Mesh, again: bool) -> None:
 
 
 def find(folder: Path, config: Config, train: Dataset, mesh: Mesh) -> RunState:
-    """Return the newest complete checkpoint in ``folder`` that this run may continue from, the same on all ranks.
+    """Return the newest complete checkpoint in ``folder`` that this run may continue from. All ranks get the same one.
 
     Raises ``ValueError`` with the reasons on every rank if there is none.
     """
@@ -226,7 +227,7 @@ def _on_rank0(act: Callable[[], str], mesh: Mesh) -> str:
     answer = ""
     if mesh.is_main:
         try:
-            # Do not raise an error here, because the other ranks wait for an answer.
+            # Do not let errors out before the answer is sent, because the other ranks wait for it.
             answer = act()
         except (ValueError, OSError) as error:
             answer = f"error: {error}"
@@ -242,7 +243,7 @@ def restore(step: TrainingStep, state: RunState, mesh: Mesh) -> None:
     Every rank must call it at the same time.
     """
     reseed(state.seed, state.step, mesh)
-    # Start from zeros, because checkpoints do not contain the padding between parameters.
+    # Start from zeros, because checkpoints contain no values for the padding between parameters.
     names = FILES if step.sites is None else files_of(state)
     vectors = [torch.zeros_like(step.flat.weights_P) for _ in names]
     for name, vector_P in zip(names, vectors, strict=True):
@@ -263,8 +264,8 @@ def restore(step: TrainingStep, state: RunState, mesh: Mesh) -> None:
         if step.fp8 is not None and state.fp8_scales is not None:
             step.fp8.set_scales_(torch.tensor(state.fp8_scales))
         step.refresh_copies_()
-        if step.fp8 is not None and state.fp8_scales is None:  # the checkpoint is from a run in another precision
-            step.fp8.update_()  # choose scales by the largest values that `refresh_copies_` has measured
+        if step.fp8 is not None and state.fp8_scales is None:  # the checkpoint is not from an fp8 run
+            step.fp8.update_()  # choose scales for the largest absolute values, which `refresh_copies_` measured
     step.gather_weights()  # refresh the weights that other ranks update
     if step.sites is not None:
         step.sites.restore_(*site_momentum)
@@ -295,20 +296,22 @@ def _newest(folder: Path, config: Config, train: Dataset) -> RunState:
             broken.append(str(error))
             continue
         for name, value in expected.items():
-            # A broken checkpoint is skipped, but a complete checkpoint of a run with other settings is an error.
+            # Unlike a broken checkpoint, which is skipped, a complete checkpoint with other settings is an error.
             if state.settings.get(name) != value:
                 raise ValueError(
                     f"{path} was made with {name} {state.settings.get(name)}, but this run has {value}: "
                     "resume with the same setting"
                 )
         if config.training.seed not in (None, state.seed):
-            raise ValueError(f"{path} was made with training.seed {state.seed}: leave the seed out, or set this one")
+            raise ValueError(
+                f"{path} was made with training.seed {state.seed}: leave training.seed out, or set it to that"
+            )
         for reason in broken:
             say(f"warning: {reason}; resuming from {path}")
         return state
     reasons = "".join(f"; {reason}" for reason in broken)
     raise ValueError(
-        f"no whole checkpoint in {folder}: set resume to a folder of checkpoints, or leave it out{reasons}"
+        f"no complete checkpoint in {folder}: set resume to a folder of checkpoints, or leave resume out{reasons}"
     )
 
 
@@ -318,7 +321,7 @@ def _read_state(path: Path) -> RunState:
     for name in files_of(state):
         file = path / name
         if not file.is_file() or Digest.of(file) != state.files.get(name):
-            raise ValueError(f"{file} is missing, or not as it was written; {_REMEDY}")
+            raise ValueError(f"{file} is missing or has changed since it was written; {_REMEDY}")
     return replace(state, path=str(path))
 
 

@@ -1,4 +1,4 @@
-"""This program's safetensors files: weights by name, and metadata about the model and the text it was trained on."""
+"""This program's safetensors files: weights by name, and metadata about the model and its training text."""
 
 import json
 import math
@@ -60,14 +60,13 @@ def metadata_entry(metadata: Mapping[str, str], key: str, kind: type[_Content], 
 
 
 def text_metadata(vocabulary_sha256: str | None, normalization: Normalization | None) -> dict[str, str]:
-    """Return metadata about the text that a model was trained on. An argument that is None is unknown and left out."""
+    """Return metadata about the text that a model was trained on. Values that are None are left out."""
     known = {} if vocabulary_sha256 is None else {VOCABULARY: vocabulary_sha256}
     return known if normalization is None else known | {NORMALIZATION: json.dumps(asdict(normalization))}
 
 
 def write_safetensors(path: Path, weights: Mapping[str, Weight], metadata: Mapping[str, str]) -> None:
-    """Write fp32 weights one after the other, so that at most one of them is in memory."""
-    # The library's own writer needs all tensors in memory at once.
+    """Write fp32 weights one after the other, so that at most one of them is in memory, unlike with the library's writer."""
     with path.open("xb") as file:
         file.write(safetensors_header({name: weight.shape for name, weight in weights.items()}, metadata)[0])
         # Write in the order of the names, because the header's offsets follow this order.
@@ -101,7 +100,7 @@ def read_header(path: Path) -> tuple[dict[str, tuple[int, ...]], dict[str, str]]
     if not path.is_file():  # opening a named pipe would block
         raise ValueError(f"{path}: no such file")
     try:
-        # The framework does not matter here, because no tensors are read.
+        # "numpy" is the framework that tensors would be read into, but only shapes are read here.
         with safe_open(path, "numpy") as file:
             shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
             return shapes, file.metadata() or {}

@@ -55,7 +55,7 @@ class Checkpoints:
         self._writer = ThreadPoolExecutor(1, "checkpoint")
         self._written: Future[None] | None = None
         self._longest_s = 0.0
-        """Longest time that writing a checkpoint has taken, in seconds."""
+        """Longest time in seconds that writing a checkpoint has taken so far."""
         folder = self._folder if mesh.is_main else None
         self._removable = set(written_in(folder)) if folder else set()
         """Checkpoints that this run may delete: the checkpoints that existed at the start, and its own."""
@@ -79,9 +79,9 @@ class Checkpoints:
         """Warn if the last checkpoint could not be written, and record how long writing takes."""
         if self._written is None or not self._written.done():
             return
-        # An error in the thread is kept in the future, so the training loop has to ask for it here.
+        # The future keeps the thread's error until the training loop asks for it here.
         error, self._written = self._written.exception(), None
-        # The watchdog limits a phase to a multiple of its longest duration, and waiting may take as long as the writing did.
+        # The watchdog limits a phase to a multiple of its longest duration. The wait for a checkpoint may take this long.
         self._tracker.longest["checkpoint_write"] = self._longest_s
         if isinstance(error, OSError):
             self._reporter.warn(at.steps, f"no checkpoint was written: {error.filename}: {error.strerror}")
@@ -91,18 +91,18 @@ class Checkpoints:
     def save(self, at: Position) -> None:
         """Start writing a checkpoint, after the previous one is on disk. Every rank must call it after the same step.
 
-        It also sets random numbers, FP8 scales and the state of sites to the values that a run resumed from this checkpoint
-        will have.
+        It also sets random generators, FP8 scales and the state of sites to the values that a run resumed from this
+        checkpoint will have.
         """
         if self._folder is None:
             return
-        # There is only one set of copies in host memory, and the thread may still be writing from it.
+        # Wait first, because the thread may still be writing from the only set of copies in host memory.
         self.wait(at)
         self._tracker.enter("checkpoint")
         step = self._step
         # A generator's state depends on the rank, so reseed here as a resumed run does, on any number of ranks.
         reseed(self._seed, at.steps, self._mesh)
-        if step.fp8 is not None:  # scales differ between ranks; the smallest ones overflow on no rank
+        if step.fp8 is not None:  # ranks have different scales; the minimum overflows on none
             step.fp8.set_scales_(all_reduce_(step.fp8.scale_S, "min"))
             step.fp8.refresh_weights_()
         for place, vector_P in enumerate(step.settled_state()):
@@ -111,7 +111,7 @@ class Checkpoints:
                 self._copies[place].copy_(whole)
         if not self._mesh.is_main:
             return
-        # Reading from the device does not wait here, because the copies above have already waited.
+        # Reading counters from the device is fast here, because the copies above have already waited for the device.
         state = RunState(
             step=at.steps,
             samples=at.samples,
@@ -128,7 +128,7 @@ class Checkpoints:
         begin = time.perf_counter()
         try:
             self._write_folder(state)
-        except OSError as error:  # errors of an open file do not contain its name
+        except OSError as error:  # an error while writing to an open file lacks the file's name
             raise OSError(error.errno, error.strerror, error.filename or str(self._folder)) from None
         finally:
             self._longest_s = max(self._longest_s, time.perf_counter() - begin)
@@ -151,7 +151,7 @@ class Checkpoints:
             # checkpoint that this run skipped when it resumed.
             if final in self._removable:
                 shutil.rmtree(final, ignore_errors=True)
-        # Keep this and earlier checkpoints only, so that broken later checkpoints do not displace this run's checkpoints.
+        # Count this and earlier checkpoints only: later ones are left over, and must not displace this run's checkpoints.
         self._removable.add(final)
         folders = written_in(self._folder)
         # Do not delete checkpoints that another run has written here since this run started.

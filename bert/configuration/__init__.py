@@ -1,1 +1,1 @@
-"""The settings of a run, the recipes (named sets of settings), and the files from which settings are read."""
+"""Settings of runs, recipes (named sets of settings), and readers of files that contain settings."""

@@ -51,7 +51,7 @@ class Config:
 
     def __post_init__(self) -> None:
         training = self.training
-        # The sections check their values by comparisons, which do not detect NaN.
+        # Check for NaN here, because the sections check values by comparisons, most of which NaN passes.
         for name, value in flattened("config", self):
             is_finite = not isinstance(value, float) or math.isfinite(value)
             refuse(not is_finite, f"{name.removeprefix('config.')} is {value}: expected a finite number")
@@ -74,7 +74,7 @@ class Config:
         )
 
     def _check_closed(self) -> None:
-        # Without this check, the log would refuse these settings later, during the initialization.
+        # Check these settings now. Otherwise the log would refuse them only later, during the initialization.
         division = "in the closed division: leave it out, or set log.division to open"
         for name, is_set in (
             ("evaluation.interval_samples", self.evaluation.interval_samples is not None),
@@ -103,7 +103,7 @@ class Config:
         )
 
     def _check_pipeline(self) -> None:
-        # PyTorch's schedules need at least one micro-batch per rank and, with several stages per rank, rounds of equal size.
+        # PyTorch's schedules need as many micro-batches as ranks, or more, and equal rounds if a rank has several stages.
         ranks, virtual = self.parallel.pipeline, self.parallel.virtual_stages
         layers, steps = self.model.num_hidden_layers, self.training.gradient_accumulation_steps
         pipeline = f"parallel.pipeline is {ranks}"
@@ -118,8 +118,8 @@ class Config:
         )
         refuse(
             virtual > 1 and steps % (steps // ranks) > 0,
-            f"{pipeline} with parallel.virtual_stages {virtual}, whose rounds must be equal: set "
-            f"training.gradient_accumulation_steps {steps} to a multiple of {ranks}",
+            f"{pipeline} with parallel.virtual_stages {virtual}, which needs rounds of equal size: set "
+            f"training.gradient_accumulation_steps, now {steps}, to a multiple of {ranks}",
         )
         training = self.training
         for is_on, setting in (
@@ -139,12 +139,12 @@ class Config:
             size = getattr(self.model, name)
             refuse(
                 size % multiple > 0,
-                f"model.{name} is {size}, but training.precision fp8 with parallel.tensor {self.parallel.tensor} needs a "
-                f"multiple of {multiple}",
+                f"model.{name} is {size}, but training.precision fp8 with parallel.tensor {self.parallel.tensor} needs "
+                f"multiples of {multiple}: change one of the three",
             )
         refuse(
             self.model.num_hidden_layers == 1,
-            "model.num_hidden_layers is 1, but training.precision fp8 leaves the last layer in bf16: expected at least 2",
+            "model.num_hidden_layers is 1, but training.precision fp8 leaves the last layer in bf16: set it to 2 or more",
         )
 
 
@@ -158,7 +158,7 @@ def flattened(prefix: str, section: object) -> list[tuple[str, object]]:
     for each in fields(section):
         value = getattr(section, each.name)
         name = f"{prefix}.{each.name}"
-        # A result file must not depend on where the repository is stored.
+        # Shorten these paths, because a result file must not depend on where the repository is stored.
         if isinstance(value, Path) and value.is_relative_to(REPOSITORY):
             value = value.relative_to(REPOSITORY)
         rows += flattened(name, value) if is_dataclass(value) else [(name, value)]

@@ -12,11 +12,11 @@ from console.files import open_regular, read_bounded, shown
 from console.text import did_you_mean, visible
 
 _MOST_BYTES = 1 << 20
-_MOST_SHOWN = 60  # characters of a name
+_MOST_SHOWN = 60  # characters of a name in a message
 _HEAD_BYTES = 1 << 16
 """Number of bytes read from a result file. The header, which contains the configuration, lies within them."""
 _OF_ONE_RUN = ("dry_run", "log.run", "log.cache_cleared")
-"""Settings that are ignored in a result file, because the next run must not repeat them."""
+"""Settings of one run only, which are ignored in its result file."""
 _FORMER_NAMES = {
     "training.wire": "training.reduce_dtype",
     "training.fp32_sums": None,
@@ -42,14 +42,14 @@ def arguments_of(path: Path, recipe: str | None) -> tuple[str, list[str]]:
     if recipe is not None and stated not in (None, recipe):
         named = visible(stated, _MOST_SHOWN)
         raise ValueError(
-            f"{path} is for the recipe {named}, but the command line names {recipe}: name {named} or no recipe there"
+            f"{path} is for the recipe {named}, but the command line names {recipe}: name {named} instead, or leave it out"
         )
     if recipe is None and stated is None:
         raise ValueError(
             f'{path} names no recipe: write it there (recipe = "tiny_cpu"), or put it before --config '
             f"{shlex.quote(str(path))} on the command line"
         )
-    # In a TOML file, the value may be of any type.
+    # Convert the recipe, because a value in a TOML file may be of any type.
     chosen = recipe or str(stated)
     if chosen not in RECIPES:
         raise ValueError(
@@ -73,7 +73,7 @@ def _read(path: Path) -> Iterator[tuple[str, object]]:
         content = read_bounded(path, _MOST_BYTES, "expected TOML")
         try:
             return _flat("", tomllib.loads(content.decode()))
-        # ValueError also for an integer of thousands of digits, RecursionError for a deeply nested file.
+        # An integer of thousands of digits also raises ValueError. A deeply nested file raises RecursionError.
         except (ValueError, RecursionError) as error:
             raise ValueError(f"{path} is not valid TOML: {shown(error)}") from None
     try:
@@ -93,7 +93,7 @@ def _read(path: Path) -> Iterator[tuple[str, object]]:
 def _flat(prefix: str, table: Mapping[str, object]) -> Iterator[tuple[str, object]]:
     for key, value in table.items():
         name = f"{prefix}{key}"
-        # The value of this setting is itself a table, whose keys are names of ops.
+        # Keep this table whole: it is the value of one setting, and its keys are names of ops.
         if isinstance(value, dict) and name != "training.implementations":
             yield from _flat(f"{name}.", value)
         else:
@@ -109,7 +109,7 @@ def option_of(name: str, value: object) -> list[str]:
     if isinstance(value, Mapping):
         return [option, *(str(part) for pair in value.items() for part in pair)]
     if name == "training.implementations":
-        # The value is the text of a Python dict of strings.
+        # In a result file, the value is the text of a Python dict of strings.
         return [option, *re.findall(r"'([^']*)'", str(value))]
     # In tyro, boolean options take no value: they are written --section.field or --section.no-field.
     if str(value) == "False":

@@ -1,7 +1,7 @@
 """Recipes: named, complete configurations. Each setting can be overridden on the command line.
 
-The GPU recipes use the hyperparameters and the precision of published results with the same global batch size, which
-the rules allow.
+The GPU recipes use the hyperparameters and the precision of published results that have the same global batch
+size. The rules allow this.
 """
 
 import re
@@ -135,7 +135,7 @@ _ON_GPUS = (
     _on_gpus("h100_384x8", 12288, 1, _lamb(3.1e-3, 500, (0.8, 0.925), 0.0166629, 300, -100), 12_000_000),
     # NVIDIA, v5.0.
     _on_gpus("b200_1x8", 768, 1, _lamb(9.6e-4, 3680, _NVIDIA, 0.1), precision="fp8"),
-    # NVIDIA, v3.0, on H100: the v5.0 result with this batch on 64 GB200 does not state where its warm-up starts.
+    # NVIDIA, v3.0, on H100. The v5.0 result with this batch on 64 GB200 is not used: it does not state its start of warm-up.
     _on_gpus("gb200_18x4", 4608, 1, _NVIDIA_4608, precision="fp8"),
     # H3C, v2.0.
     _on_gpus("dgxa100_1x1", 92, 2, _lamb(3.5e-4, 47540)),
@@ -190,7 +190,7 @@ def shape_of(name: str) -> tuple[int, int] | None:
 
 def described(name: str) -> str:
     config, (nodes, gpus) = RECIPES[name](), shape_of(name) or (1, 1)
-    # Recipes of BERT-Large have no docstring.
+    # Recipes of BERT-Large have no docstring, so describe them by their shape.
     what = RECIPES[name].__doc__ or f"BERT-Large on Wikipedia, {counted(nodes, 'node')} x {counted(gpus, 'GPU')}"
     what = what.splitlines()[0].rstrip(".")
     return f"{what}; global batch {config.training.global_batch_size:,}, {config.training.precision}"

@@ -37,7 +37,7 @@ class RunPlan:
     Attributes:
         settings: values of the settings in `PLANNED`, in the form used on a command line.
         hyperparameters: source of the hyperparameters.
-        step_seconds: seconds of each phase in `PHASES`, and of the rest of a step as ``other``.
+        step_seconds: seconds per step in each phase of `PHASES`, and as ``other`` outside of them.
         train_seconds: seconds from ``run_start`` to ``run_stop``.
     """
 
@@ -62,7 +62,7 @@ class RunPlan:
             if value != self.settings[name]:
                 raise ValueError(
                     f"{name} is {value}, but {config.plan} plans {shown(self.settings[name])}: leave the setting out, or "
-                    "plan again"
+                    "make another plan"
                 )
 
     def is_for(self, world_size: int, local_size: int) -> bool:
@@ -75,14 +75,14 @@ class RunPlan:
             planned = f"{counted(self.nodes, 'node')} of {counted(self.ranks_per_node, 'rank')}"
             here = counted(world_size, "rank") + (f", {local_size} a node" if local_size else "")
             raise ValueError(
-                f"{path} is a plan for {planned}, but the run has {here}: make another plan, or start the planned ranks"
+                f"{path} is a plan for {planned}, but the run has {here}: make another plan, or start the planned number"
             )
 
 
 def settings_of(config: Config) -> dict[str, str]:
     """Return the configuration's values of the settings in `PLANNED`, in the form used on a command line."""
     values = dict(flattened("config", config))
-    # Comparing text is exact, because a printed float reads back as the same number.
+    # Comparing floats as text is exact, because a printed float reads back as the same number.
     return {name: str(values[f"config.{name}"]) for name in PLANNED}
 
 

@@ -20,7 +20,7 @@ SHARDED = ("sharded", "sharded_world")
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """The architecture; the defaults are BERT-Large."""
+    """Architecture of the model, by default BERT-Large."""
 
     num_hidden_layers: int = 24
     hidden_size: int = 1024
@@ -41,8 +41,8 @@ class ModelConfig:
             _at_least(1, f"model.{name}", getattr(self, name))
         refuse(
             self.hidden_size % self.num_attention_heads > 0,
-            f"model.hidden_size is {self.hidden_size}, expected a multiple of model.num_attention_heads "
-            f"{self.num_attention_heads}",
+            f"model.hidden_size is {self.hidden_size}, which model.num_attention_heads "
+            f"{self.num_attention_heads} does not divide: change one of them",
         )
         refuse(
             self.vocab_size > 65535, f"model.vocab_size is {self.vocab_size}, expected at most 65535: ids have 16 bits"
@@ -115,11 +115,11 @@ class TrainingConfig:
     """Seed of the sample order and of dropout. None: a random seed from the system's entropy (rules, section 5.1)."""
     device: Literal["cpu", "cuda"] = "cpu"
     precision: Precision = "fp32"
-    """Precision of matrix products; parameters are fp32. fp8: the encoder's products in FP8, all others in bf16."""
+    """Precision of matrix products; parameters are fp32. fp8: the encoder's products in FP8, all other products in bf16."""
     fault_seconds: float = 60.0
-    """End the run on all ranks if a rank sends no heartbeat for this many seconds, or if all others wait for a rank that
-    stays in a phase too long. The limit of a phase is ten times its longest duration so far (the first time: ten times
-    fault_seconds), and at least fault_seconds."""
+    """End the run on all ranks if a rank sends no heartbeat for this many seconds, or if all other ranks wait for a
+    rank that stays in a phase too long. The limit of a phase is ten times its longest duration so far (the first time:
+    ten times fault_seconds), and at least fault_seconds."""
     cuda_graphs: bool = True
     """On a GPU: pad micro-batches to a few sizes, capture the step for each size before the clock starts, and replay
     it, which saves thousands of kernel launches. Turn it off for debugging, and for profiles of single operators."""
@@ -152,12 +152,12 @@ class TrainingConfig:
     """Type in which sites send the change of their weights. int8: 256 elements share a scale. The rounding error of each
     change is added to the next one."""
     site_learning_rate: float = 0.7
-    """Share of the sites' mean change by which the weights move."""
+    """Learning rate between sites: factor on the mean change of the sites' weights."""
     site_momentum: float = 0.5
     """Nesterov momentum of the sites' mean change."""
     recompute: Recompute = "none"
     """What the backward pass recomputes to save memory, with equal results. selective: attention, GELU and layer norms of
-    all encoder layers except the last. full: the whole of these layers."""
+    all encoder layers except the last. full: these layers completely."""
     implementations: dict[str, str] = field(default_factory=dict)
     """Names of ops, each followed by the implementation to use, for example ``varlen_attention flash_attn``.
     ``python -m kernels`` lists the implementations. The run fails if an implementation cannot be used."""
@@ -183,7 +183,7 @@ class TrainingConfig:
             self.site_learning_rate <= 0,
             f"training.site_learning_rate is {self.site_learning_rate}: expected more than 0",
         )
-        # A bucket holds at least one fp32 element. Its size is rounded up so that all ranks get equal, aligned shards.
+        # The minimum is one fp32 element. Bucket sizes are rounded up later, so that all ranks get equal, aligned shards.
         _at_least(4, "training.bucket_bytes", self.bucket_bytes)
         # The comparison is negated so that NaN is refused as well.
         refuse(
@@ -208,7 +208,7 @@ class TrainingConfig:
         for name, value, refused in (
             ("device", self.device, ("cpu",)),
             ("reduction", self.reduction, ("flat", "sharded_world")),
-            ("reduce_dtype", self.reduce_dtype, ("bf16",)),  # switches would round each partial sum to bf16
+            ("reduce_dtype", self.reduce_dtype, ("bf16",)),  # a switch would round partial sums to bf16
         ):
             refuse(
                 self.sharp and value in refused,

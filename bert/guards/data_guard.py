@@ -30,10 +30,10 @@ class DataGuard:
         self._inodes = {inode for folder in folders for inode in _inodes(folder)}
         self._armed = True
         self._violation = ""
-        sys.addaudithook(self._hook)  # hooks cannot be removed, so this one becomes idle
+        sys.addaudithook(self._hook)  # audit hooks cannot be removed, so `release` disables it
 
     def require_untouched(self) -> None:
-        """Raise ``DataTouchedEarlyError`` if a data file was opened, or if a library has a data file open or mapped now."""
+        """Raise ``DataTouchedEarlyError`` if a data file was opened from Python, or is open or mapped now."""
         for path in [self._violation] if self._violation else (path for path in _open_now() if self._is_data(path)):
             raise DataTouchedEarlyError(f"data were opened before run_start: {os.path.realpath(path)}")
 
@@ -64,7 +64,7 @@ class DataGuard:
 
 def _inodes(folder: Path) -> Iterator[tuple[int, int]]:
     """Yield the device and inode of each data file in a folder and its subfolders. Links to files are followed."""
-    # Ignore errors here, such as broken links: the reader of the data will report them.
+    # Ignore errors such as broken links, because the code that reads the data reports them.
     for path in folder.rglob("*"):
         if path.name not in METADATA:
             with contextlib.suppress(OSError):

@@ -25,7 +25,7 @@ class Interruption:
 
     def __init__(self) -> None:
         self.number: int | None = None
-        """Number of the last signal, or None if no signal has arrived."""
+        """Number of the last signal, or None if none has arrived."""
         self._deferred = False
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._handle)
@@ -37,7 +37,7 @@ class Interruption:
     def _handle(self, number: int, _frame: FrameType | None) -> None:
         again = self.number is not None
         self.number = number
-        # Before training, there is no step after which all ranks could stop together.
+        # Before training, stop at once, because there is no step after which all ranks could stop together.
         if again or not self._deferred:
             raise Interrupted(number)
 

@@ -38,7 +38,7 @@ _MAKERS = {
     "tiny_cpu": "`./run_and_time.sh tiny_cpu` makes its data (docs/tiny_cpu.md)",
     "own_text_cpu": "`python -m dataloading from-text` makes data and vocabulary of your text (docs/own_text.md)",
 }
-"""Command that makes the missing inputs of recipes that do not use the benchmark's data."""
+"""How to make missing inputs, for recipes that do not use the benchmark's data."""
 
 
 @dataclass(frozen=True)
@@ -70,20 +70,20 @@ def check(config: Config, world_size: int, local_size: int = 0) -> Inputs:
         if not is_elastic:
             plan.require_ranks(world_size, local_size, config.plan)
         elif not plan.is_for(world_size, local_size):
-            plan = None  # the hosts have changed: the plan's settings still apply, but its prediction does not
+            plan = None  # other hosts: the plan's settings still apply, but not its prediction
     # The hosts are not known yet, so assume one host for all ranks. ``join_mesh`` checks the real hosts.
     require_whole_copies(config.parallel, 1, world_size)
-    if not is_elastic:  # a restarted run may divide its batch by the sizes in the checkpoint
+    if not is_elastic:  # a restarted run may rebalance its batch, and is checked later
         check_shares(config, world_size // config.parallel.copy_ranks)
     (train, evaluation), vocabulary, normalization = _open_inputs(config, [config.data.train, config.data.evaluation])
     check_loader(config.data.loader)
     if not (is_elastic or job()):
         refuse_foreign_checkpoints(config)
     if config.dry_run and config.resume is not None:
-        # A run reads the checkpoint after its ranks have joined. A dry run joins no ranks, so it reads it here, alone.
+        # A run checks the checkpoint after its ranks have joined. A dry run joins no ranks, so it does so here.
         find(config.resume, config, train, Mesh(0, 1, 0, torch.device("cpu")))
     _check_places(config)
-    # The run number is only a proposal until the log is created.
+    # The run number is only a proposal, because another run may take it before the log is created.
     files = choose_files(result_folder(config), config.log.run)
     ignored_id, schedule = _ignored_id(config, vocabulary), _schedule(config)
     return Inputs(train, evaluation, vocabulary.sha256, normalization, ignored_id, *files, schedule, plan)
@@ -92,11 +92,11 @@ def check(config: Config, world_size: int, local_size: int = 0) -> Inputs:
 def check_evaluation(config: Config) -> tuple[Dataset, int | None]:
     """Open the evaluation set and check everything that could stop an evaluation of the initial checkpoint.
 
-    Also return the id of [UNK] if the evaluation leaves it out. Raises ``ValueError`` if a check fails. Needs neither the
-    training set nor a folder for results.
+    Returns the set, and the id of [UNK] if the evaluation leaves it out. Raises ``ValueError`` if a check fails. Needs no
+    training set and no folder for results.
     """
     if config.data.initial_checkpoint is None:
-        raise ValueError("data.initial_checkpoint is not set: name the file or folder whose weights to evaluate")
+        raise ValueError("data.initial_checkpoint is not set: set it to the file or folder to evaluate")
     (evaluation,), vocabulary, _ = _open_inputs(config, [config.data.evaluation])
     return evaluation, _ignored_id(config, vocabulary)
 
@@ -154,7 +154,7 @@ def _open_inputs(config: Config, folders: Sequence[Path]) -> tuple[list[Dataset]
     if vocabulary.size != config.model.vocab_size:
         raise ValueError(
             f"{config.data.vocab} has {vocabulary.size} entries, but model.vocab_size is {config.model.vocab_size}: "
-            "set data.vocab or model.vocab_size"
+            "set data.vocab or model.vocab_size so that they match"
         )
     for dataset in datasets:
         dataset.check_files()
@@ -162,7 +162,7 @@ def _open_inputs(config: Config, folders: Sequence[Path]) -> tuple[list[Dataset]
         if dataset.info.max_seq_length > config.model.max_position_embeddings:
             raise ValueError(
                 f"{dataset.folder} holds sequences of up to {dataset.info.max_seq_length} tokens, but "
-                f"model.max_position_embeddings is {config.model.max_position_embeddings}"
+                f"model.max_position_embeddings is {config.model.max_position_embeddings}: raise it, or use shorter samples"
             )
         if not dataset.masked_counts.any():
             raise ValueError(f"{dataset.folder}: no token is masked, so there is nothing to predict: prepare it again")
@@ -175,7 +175,7 @@ def _open_inputs(config: Config, folders: Sequence[Path]) -> tuple[list[Dataset]
         choose(config.training.implementations)
     except ValueError as error:
         raise ValueError(f"training.implementations: {error}") from None
-    # A dry run on a machine without GPUs skips this check. PyTorch itself warns of an outdated driver.
+    # Skip this check if PyTorch sees no GPU, as in a dry run elsewhere. If the driver is outdated, PyTorch itself warns.
     if config.training.device == "cuda" and torch.cuda.is_available() and (lacks := missing_build_tools()):
         raise ValueError(f"training.device is cuda, but {'; '.join(lacks)}")
     return datasets, vocabulary, normalization
@@ -199,7 +199,7 @@ def _require_presence(config: Config, folders: Sequence[Path]) -> None:
 
 
 def _common_normalization(stated: Mapping[str, Normalization | None]) -> Normalization | None:
-    """Return the normalization that the inputs state, or None if none does. Raises ``ValueError`` if two inputs differ."""
+    """Return the normalization that inputs state, or None if no input states it. Raises ``ValueError`` if inputs differ."""
     known = {name: normalization for name, normalization in stated.items() if normalization is not None}
     if len(set(known.values())) > 1:
         named = "; ".join(f"{name}: {normalization}" for name, normalization in known.items())
@@ -239,7 +239,7 @@ def _schedule(config: Config) -> EvaluationSchedule:
             f"evaluations: set it to {most}, or evaluation.interval_samples {interval:,} to a multiple of {together:,}"
         )
     schedule = EvaluationSchedule(interval, batch)
-    # The last step may exceed the sample limit.
+    # A run trains whole global batches, so its last step may exceed the sample limit.
     end = -(-training.sample_limit // batch) * batch
     if config.evaluation.target is None and schedule.samples(end // interval) != end:
         raise ValueError(

@@ -23,11 +23,11 @@ def require_private_cache() -> str | None:
     home = Path(os.environ.get("TRITON_HOME") or Path.home())
     folder = Path(os.environ.get(CACHE_VARIABLE) or home / ".triton" / "cache")
     try:
-        folder.mkdir(parents=True, exist_ok=True)  # a missing folder could be created by another user
+        folder.mkdir(parents=True, exist_ok=True)  # another user could create a missing folder
         if is_private(folder):
             return None
     except OSError:
-        pass  # the folder is not usable, so use a temporary one
+        pass  # the folder cannot be used, so use a temporary one
     own = tempfile.mkdtemp(prefix="triton-")
     atexit.register(shutil.rmtree, own, ignore_errors=True)
     os.environ[CACHE_VARIABLE] = own

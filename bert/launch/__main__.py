@@ -26,7 +26,7 @@ from console.program import accept_any_text, answer_version
 from console.text import did_you_mean
 
 ANSWERED = 10
-"""Exit status of --prepare if the settings contain --help, --print-config or --dry-run, so that no run is to follow."""
+"""Exit status of --prepare if its settings contain --help, --print-config or --dry-run, after which no run starts."""
 _MODES = ("--prepare", "--verdict")
 _OPTIONS = ("--help", "--version", *_MODES)
 _USAGE = "./run_and_time.sh [RECIPE] [RUNS] [-- settings]"
@@ -66,15 +66,15 @@ def parse_command(words: Sequence[str]) -> Command:
     elif settings and (close := did_you_mean(settings[0], _OPTIONS)) and settings[0] not in _OPTIONS:
         raise ValueError(f"there is no option {settings[0]}{close}")
     runs = parse_whole_number("RUNS", named[1], 1) if len(named) > 1 else 1
-    # Without a recipe on the command line, a settings file or a plan names it; otherwise it is tiny_cpu.
+    # Default to tiny_cpu, unless --config or --plan gives a file, which names the recipe.
     in_file = any(without_option(name, settings)[0] for name in ("--config", "--plan"))
     return Command(mode, [*(named[:1] or ([] if in_file else ["tiny_cpu"])), *settings], runs)
 
 
 def read_nodes(*, starts: bool) -> Nodes:
-    """Read NNODES, NODE_RANK, MASTER_ADDR and MASTER_PORT. If ``starts`` is set, this node starts processes and needs all.
+    """Return the nodes that NNODES, NODE_RANK, MASTER_ADDR and MASTER_PORT describe.
 
-    Raises ``ValueError`` for a wrong or missing value.
+    Raises ``ValueError`` for a wrong value or, if this node ``starts`` processes, for a missing value.
     """
     count, rank = whole_number("NNODES", 1, 1), whole_number("NODE_RANK", 0, 0)
     if rank >= count:
@@ -148,13 +148,13 @@ def _make_demo_data(config: Config) -> None:
     own = RECIPES["tiny_cpu"]().data
     if config.data.train != own.train and config.data.evaluation != own.evaluation:
         return
-    from dataloading.__main__ import demo  # a slow import, which other recipes do not need
+    from dataloading.__main__ import demo  # slow, and not needed for other recipes
 
     announce("data of tiny_cpu: prose of the standard library")
     folder, lock = own.train.parent, None
-    with suppress(OSError):  # data in a folder that nobody can write to are only verified
+    with suppress(OSError):  # without write access, existing data are only verified
         folder.parent.mkdir(exist_ok=True)
-        lock = lock_file(folder.with_suffix(".lock"), patience_s=math.inf)  # another start may make the data now
+        lock = lock_file(folder.with_suffix(".lock"), patience_s=math.inf)  # another process may be making the data
     try:
         demo(folder, own.vocab)
     finally:

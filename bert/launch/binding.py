@@ -1,8 +1,8 @@
 """Binding of the processes of a node to the cores nearest to their GPUs: ``python -m bert.launch.binding``.
 
 GPU i is the i-th NVIDIA display device in the order of PCI addresses, or the i-th number in CUDA_VISIBLE_DEVICES.
-Processes that share a NUMA node split its cores. If the node of a GPU is unknown or has no allowed core, if the GPUs are of
-several kinds, or if there are none, all processes split the allowed cores. The hardware threads of a core stay together.
+Processes that share a NUMA node split its cores. If the NUMA node of a GPU is unknown or has no allowed core, if the GPUs
+are of several kinds, or if there are none, all processes split the allowed cores. Hardware threads of a core stay together.
 Linux allocates memory on the NUMA node of the process that touches it first. NCCL chooses the network cards.
 """
 
@@ -24,7 +24,7 @@ from console.text import counted
 
 @dataclass(frozen=True)
 class Binding:
-    """The CPUs (hardware threads) of one process, on ``cores`` cores. ``gpu`` is "" if it is unknown."""
+    """CPUs (hardware threads) of one process, on ``cores`` cores, and its ``gpu``, which is "" if unknown."""
 
     cpus: frozenset[int]
     cores: int
@@ -47,7 +47,7 @@ def binding(rank: int, ranks: int, allowed: Collection[int], sysfs: Path, visibl
     threads = ({cpu} | _cpu_list(topology / f"cpu{cpu}/topology/thread_siblings_list") & cpus for cpu in sorted(cpus))
     cores = list(dict.fromkeys(map(frozenset, threads)))
     mine = cores[position * len(cores) // sharers : (position + 1) * len(cores) // sharers]
-    mine = mine or [cores[position % len(cores)]]  # fewer cores than processes: they share cores
+    mine = mine or [cores[position % len(cores)]]  # with fewer cores than processes, processes share cores
     return Binding(frozenset().union(*mine), len(mine), gpus[rank] if rank < len(gpus) else "")
 
 
@@ -91,7 +91,7 @@ def _gpus(sysfs: Path, visible: str) -> list[str]:
     devices = sorted((sysfs / "bus/pci/devices").glob("*"))
     displays = [device for device in devices if _content(device / "class").startswith("0x03")]
     gpus = [device for device in displays if _content(device / "vendor") == "0x10de"]
-    # If GPUs differ, CUDA numbers the fastest one 0, so the order of the addresses is not CUDA's order.
+    # If GPUs differ, CUDA numbers the fastest one 0, so the order of PCI addresses is not CUDA's order.
     if len({_content(gpu / "device") for gpu in gpus}) > 1:
         return []
     names = [gpu.name for gpu in gpus]
@@ -103,7 +103,7 @@ def _gpus(sysfs: Path, visible: str) -> list[str]:
 
 
 def _cpus_near(sysfs: Path, gpu: str) -> frozenset[int]:
-    node = _content(sysfs / f"bus/pci/devices/{gpu}/numa_node")  # -1: the firmware does not say
+    node = _content(sysfs / f"bus/pci/devices/{gpu}/numa_node")  # -1 if the firmware does not state the node
     return _cpu_list(sysfs / f"devices/system/node/node{node}/cpulist")
 
 

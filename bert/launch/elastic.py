@@ -62,11 +62,11 @@ def join(hosts: str, endpoint: str, arguments: Sequence[str]) -> NoReturn:
         "rdzv-id": folder,
         # The store is in the process of `serve_rendezvous` and not on one of the hosts, so that any host may be lost.
         "rdzv-conf": f"is_host=0,last_call_timeout={last_call}",
-        # Otherwise torchrun leaves a log folder on each host, whose path contains rdzv-id.
+        # Otherwise torchrun leaves its log folder on each host; its path contains rdzv-id.
         "log-dir": os.devnull,
         **({"local-addr": address} if (address := os.environ.get("ADDRESS")) else {}),
     }
-    # In PyTorch 2.13, hosts hang when a host joins later if the ranks share the agents' store.
+    # Keep the ranks from using the agents' store: in PyTorch 2.13, hosts would hang when another host joins later.
     shared = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "OMP_NUM_THREADS": str(layout.threads)}
     os.execve(sys.executable, [*torchrun(options), *settings], torchrun_environment() | shared)
 

@@ -59,7 +59,7 @@ def layout_of(config: Config) -> Layout:
         processes = visible_gpus()
     else:
         # Two processes with one thread each are as fast as one process with two threads on idle cores, and up to three
-        # times as fast beside other programs, because threads wait for each other many times in a step.
+        # times as fast if other programs run too, because threads wait for each other many times in a step.
         can_share = training.global_batch_size % (2 * training.gradient_accumulation_steps) == 0
         processes = min(cores, 2) if is_small and can_share else 1
     threads = max(1, cores // processes)

@@ -43,7 +43,7 @@ class Series:
 
     config: Config
     arguments: Sequence[str]
-    """Arguments of `bert.train` that give ``config``."""
+    """Arguments of `bert.train`, from which ``config`` was parsed."""
     runs: int
     nodes: Nodes
     layout: Layout
@@ -57,7 +57,7 @@ class Series:
         """Check the run and print its predicted memory and step time (--prepare, --dry-run). Return the exit status."""
         command = [sys.executable, "-m", "cluster.dry_run", *self.arguments]
         trains_here = self.config.training.device == "cpu" or has_gpus()
-        # The number of GPUs matters only on a machine that trains. Elsewhere, the plan or the recipe states the ranks.
+        # On a machine without the GPUs that the run needs, the plan or the recipe states the number of ranks.
         if not os.environ.get("WORLD_SIZE") and (trains_here or os.environ.get("NPROC") or self.nodes.count > 1):
             return supervisor.run(command, os.environ | {"WORLD_SIZE": str(self.world_size)})
         return supervisor.run(command)
@@ -79,7 +79,7 @@ class Series:
                 ended = self.train_once(claim, supervisor)
                 if claim.exists():
                     results.append(Path(os.fsdecode(claim.read_bytes().removesuffix(b"\n"))))
-                elif not ended and not self.nodes.rank:  # after a signal to all ranks, torchrun's status is 0
+                elif not ended and not self.nodes.rank:  # torchrun's status is 0 after a signal to all ranks
                     say_at_once(f"error: run {number} has left no log")
                     ended = 1
                 status = ended or status
@@ -89,14 +89,14 @@ class Series:
                     cause = f"signal {ended - 128} has ended run {number}"
                     say_at_once(f"warning: {cause}: no further runs are started")
                     break
-        if results:  # only on the first node, whose rank 0 writes the logs
+        if results:  # only the first node has logs, because rank 0 writes them
             status = judge(results, supervisor) or status
         return supervisor.status or status
 
     def _check(self, claim: Path, supervisor: Supervisor) -> int:
         """Check this node and the run's inputs. Return the exit status.
 
-        The check is one process, which reports a fault once, and before ranks wait for each other.
+        A single process checks, so that a fault is reported once, and before ranks wait for each other.
         """
         if self.nodes.count > 1 and self.nodes.rank == 0:
             try:
@@ -118,7 +118,7 @@ class Series:
         def stop(process: int, number: int, earlier: int) -> None:
             ranks = [process] if self.world_size == 1 else _children(process)
             graceful = signal.SIGINT if number == signal.SIGINT else signal.SIGTERM
-            if claim.exists() or self.nodes.rank:  # only the first node knows whether there is a log
+            if claim.exists() or self.nodes.rank:  # other nodes do not know whether there is a log
                 say_at_once("ending now" if earlier else "stopping after this step; again to end now")
                 # Signal only the ranks, which then complete the log. torchrun would kill them.
                 _send(graceful if earlier < 2 else signal.SIGKILL, ranks or [process])
@@ -132,7 +132,7 @@ class Series:
         command = [*self._launcher(claim.parent), *self.arguments, *cleared]
         status = supervisor.run(command, variables, stop=stop, quiet=quiet)
         if status > 128:
-            await_orphans()  # ranks notice within seconds that their launcher is gone, and complete the log
+            await_orphans()  # ranks notice within seconds that torchrun is gone, and complete the log
         return status
 
     def _launcher(self, folder: Path) -> list[str]:

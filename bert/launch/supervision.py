@@ -16,7 +16,7 @@ _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _SET_PDEATHSIG, _SET_CHILD_SUBREAPER = 1, 36
 """Options of prctl(2), from linux/prctl.h."""
 _PATIENCE_S = 60.0
-"""Time in seconds to wait for processes that must end by themselves after their launcher was killed."""
+"""Time in seconds to wait for processes that end by themselves after their launcher was killed."""
 
 Stop = Callable[[int, int, int], None]
 """Function that ends a program. Its arguments are the process id, the signal number and the number of earlier signals."""
@@ -46,7 +46,7 @@ class Supervisor:
         self._stop: Stop = end
         self._is_unwinding = False
         for number in _SIGNALS:
-            if signal.getsignal(number) is not signal.SIG_IGN:  # nohup ignores SIGHUP
+            if signal.getsignal(number) is not signal.SIG_IGN:  # under nohup, SIGHUP stays ignored
                 signal.signal(number, self._handle)
 
     def receive_signals(self) -> None:
@@ -70,7 +70,7 @@ class Supervisor:
         output = subprocess.DEVNULL if quiet else None
         # If the program is killed, its processes become children of this process, which can then wait for them.
         _prctl(_SET_CHILD_SUBREAPER, 1)
-        signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)  # until the process is known to the signal handler
+        signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)  # until `_process` is set for the signal handler
         try:
             self._process = subprocess.Popen(
                 command, env=environment, stdout=output, process_group=0, preexec_fn=_in_child
@@ -120,7 +120,7 @@ def say_at_once(line: str) -> None:
 
 
 def announce(text: str) -> None:
-    """Print a line about progress. If nobody reads the output, drop all further output, also of programs started later."""
+    """Print a line about progress. If nobody reads the output, drop further output, even of programs started later."""
     try:
         say(f"==> {text}")
     except OSError:

@@ -61,13 +61,13 @@ class LineFile:
         self._write(self._chain.close_stretch(at_end) + b"\n")
 
     def close(self) -> None:
-        """Write the final digest, sync the file to the disk and close it. Does nothing if the file is closed already."""
+        """Write the final digest, sync the file to disk and close it. Does nothing if it is closed already."""
         if self._file.closed:
             return
         try:
             if self._chain.lines:
                 self.write_digest(at_end=True)
-            # Sync only at the end, because during the timed run each line would wait for the disk.
+            # Sync only at the end. Otherwise each line of the timed run would wait for the disk.
             os.fsync(self._file.fileno())
         finally:
             self._file.close()
@@ -100,7 +100,7 @@ class MLLog:
         self._file = None if path is None else LineFile(path)
         self._clock_ms = clock_ms or _steady_clock()
         self._run = LoggedRun()
-        self._is_aborting = False  # an aborted run need not be complete
+        self._is_aborting = False  # then some rules of a complete run do not apply
         self._lock = threading.RLock()  # reentrant, because `abort` logs records while it holds the lock
 
     def __enter__(self) -> Self:
@@ -196,7 +196,7 @@ class MLLog:
                 self.eval_stop(samples_of(run.open["eval_start"].metadata) or 0)
             if "block_start" in run.open:
                 self.block_stop(run.counted_samples)
-            # Every log needs both records, even if the run never trained.
+            # Every log needs these two records, even if the run never trained.
             for key, value in (("train_samples", run.counted_samples), ("eval_samples", 0)):
                 if key not in run.first:
                     self.event(key, value)
@@ -243,7 +243,7 @@ class MLLog:
 
 def _check_initialized(run: LoggedRun) -> None:
     """Raise ``RuleViolation`` if a record required before the clock starts is missing or violates the division's rules."""
-    # Keys that may also be logged later are not due yet.
+    # Skip keys that may also be logged later, because they are not due yet.
     due = (rule.key for rule in rules.KEYS.values() if rule.written and {*rule.phases} <= {"before", "init"})
     missing = [key for key in due if key not in run.first and key != "init_stop"]
     if missing:

@@ -58,7 +58,7 @@ def create_log(folder: Path, wanted: int | None) -> tuple[MLLog, ResultFiles]:
         files = choose_files(folder, wanted)
         return MLLog(files.result), files
     for files in _free(folder):
-        with suppress(FileExistsError):  # another run has just taken this number, so try the next one
+        with suppress(FileExistsError):  # if another run has just taken this number, try the next one
             return MLLog(files.result), files
     raise AssertionError("numbers do not end")
 

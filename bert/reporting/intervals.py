@@ -16,9 +16,9 @@ from bert.step import Statistics
 from compliance.log.metrics import StepRecord, Straggler
 
 SLOW_RATIO = 1.2
-"""A rank is slow if its own work takes more than this many times the median."""
+"""A rank is slow if its own work takes more than this many times the median of its pipeline stage."""
 SLOW_INTERVALS = 3
-"""Number of consecutive intervals in which a rank must be slow before a warning names it."""
+"""Number of consecutive intervals after which a warning says that a rank is slow, or is no longer slow."""
 
 MOST_BAD_INTERVALS = 10
 """A run ends after this many consecutive log intervals in which no step had finite gradients. Skipped steps do not
@@ -29,19 +29,19 @@ class Stragglers:
     """Detector of ranks that slow down the other ranks, based on the time of each rank's own work.
 
     All arguments have one entry per rank: ``hosts`` holds the host names, ``stages`` the pipeline stages, and ``places``
-    descriptions of the ranks' places in the mesh, for messages. Ranks are compared only with ranks of the same stage,
+    texts about the ranks' positions in the mesh, for messages. Ranks are compared only with ranks of the same stage,
     because only these ranks have the same amount of work.
     """
 
     def __init__(self, hosts: Sequence[str], stages: Sequence[int], places: Sequence[str]) -> None:
         self._hosts, self._stages, self._places = hosts, stages, places
         self._in_a_row = [0] * len(hosts)
-        """For each rank, the number of consecutive intervals in which it was slow but not named, or fast but named."""
+        """For each rank, the number of consecutive intervals that contradict `_named`."""
         self._named = [False] * len(hosts)
-        """For each rank, whether the last warning about it says that it is slow."""
+        """For each rank, whether the last warning says that it is slow."""
 
     def add(self, seconds: Sequence[float]) -> list[tuple[str, Straggler]]:
-        """Add one interval's seconds per step of each rank, and return the ranks whose state has changed.
+        """Add each rank's seconds per step in one interval, and return the ranks that became slow or stopped being slow.
 
         Each returned rank comes with the text of its warning.
         """
@@ -94,7 +94,7 @@ class Intervals:
 
     def resume(self) -> None:
         """Restart the measurement, so that the time since the last report does not count as step time."""
-        self._stopwatch.reset()  # an evaluation may have waited for other sites
+        self._stopwatch.reset()  # drop waits for other sites during an evaluation
         self._since = time.perf_counter()
 
     def report(self, at: Position, stop: bool) -> bool:
@@ -108,10 +108,10 @@ class Intervals:
         # Read the clock after the fetch, which waits for the device to finish the steps.
         now = time.perf_counter()
         steps, seconds = at.steps - self._steps, now - self._since
-        # Read this before ``take``, which resets it.
+        # Read ``exchanged`` first, because ``take`` resets it.
         exchanged_ms = 1000 * self._stopwatch.exchanged / steps
         phases = {f"{name}_ms": 1000 * spent / steps for name, spent in self._stopwatch.take().items()}
-        # The mean over sites may be fractional, because sites take steps separately. Count a step that any site skipped.
+        # Sites may skip different steps, so the mean over sites may be fractional. Round it up.
         skipped = math.ceil(round(means["skipped_steps"], 3))
         self._skipped += skipped
         # The learning rate schedule counts steps from 0 and does not count skipped steps.
@@ -134,7 +134,7 @@ class Intervals:
                 site_bytes=0 if self._sites is None else self._sites.take_bytes(),
             )
         )
-        # The report itself counts towards the next interval.
+        # The time of this report counts towards the next interval.
         self._since, self._steps = now, at.steps
         # The next fetch sends this value to all ranks, which saves a separate collective.
         self._own_seconds = (phases["data_wait_ms"] + phases["forward_backward_ms"] - exchanged_ms) / 1000

@@ -46,9 +46,9 @@ class StepLines:
 
     @property
     def eta(self) -> str:
-        """Time left until the end or, with a target, a range predicted from a rising accuracy or else an upper bound."""
+        """Time left, as text. With a target, a range predicted from rising accuracies, or an upper bound."""
         steps = self.records.steps
-        # There is no rate before this run has trained any samples.
+        # The rate is unknown before this run has trained samples.
         if not steps or steps[-1].samples == self.resumed_samples:
             return "-"
         samples = steps[-1].samples
@@ -60,7 +60,7 @@ class StepLines:
         return clock_span(*time_left(found, self.schedule, samples, rate, self.max_samples))
 
     def write(self, record: Record) -> None:
-        self.records.add(record)  # first, because the time left depends on it
+        self.records.add(record)  # before `_text`, which uses the records
         self.put(self._text(record))
 
     def close(self) -> None:
@@ -141,7 +141,7 @@ class TensorBoard:
         self._writer = SummaryWriter(str(folder), flush_secs=10)
 
     def write(self, record: Record) -> None:
-        # Other kinds of records have no values to plot over samples.
+        # Skip other kinds of records, which have no values to plot over samples.
         if isinstance(record, StepRecord | EvaluationRecord):
             for group, names in _GROUPS.items():
                 for name in names:
@@ -221,7 +221,7 @@ class Reporter:
 def compare_with_plan(plan: RunPlan, intervals: Sequence[StepRecord]) -> PlanRecord:
     """Return the measured times (medians over all log intervals, which outliers hardly affect) and the planned times."""
     planned_ms = {f"planned_{part}_ms": 1000 * seconds for part, seconds in plan.step_seconds.items()}
-    # Compute the rest of each interval first, because medians of parts do not add up to the median of the whole.
+    # Compute ``other`` for each interval before its median, because medians of parts do not add up to the median of the sum.
     others = [each.step_ms - sum(getattr(each, f"{part}_ms") for part in PHASES) for each in intervals]
     return PlanRecord(
         step_ms=median(each.step_ms for each in intervals),

@@ -144,7 +144,7 @@ def test_one_command_makes_a_model_and_continues_after_an_interruption(
         [filler.vocabulary.size],
         pytest.approx(1),
     )
-    with pytest.raises(ValueError, match="the text has 49 tokens, the model 48 positions"):
+    with pytest.raises(ValueError, match="the text has 49 tokens, but the model has 48 positions"):
         filler("[MASK] " + "the " * 46, 1)
     capsys.readouterr()
     fill_mask(out / "model", asked, top=2)

@@ -259,7 +259,7 @@ def test_a_signal_ends_the_run_after_the_interval_with_a_checkpoint(start: Start
     assert (done.status, done.checkpoints) == (128 + number, ["step_00000002"])
     assert (folder / ".lock").is_file(), "other runs are kept out"
     assert done.output[-3] == "end: aborted after 32 samples and 9.0 s"
-    assert done.output[-1].startswith("to go on: python -m bert.train tiny_cpu --model.num-hidden-layers 2 ")
+    assert done.output[-1].startswith("to continue: python -m bert.train tiny_cpu --model.num-hidden-layers 2 ")
     assert done.output[-1].endswith("--training.gradient-accumulation-steps 2 --checkpoint.folder TMP/c --resume TMP/c")
     again = start(resume=folder, training__seed=None, training__gradient_accumulation_steps=4, training__max_steps=3)
     assert ("seed", 7, {}) in again.log
@@ -333,7 +333,7 @@ def test_a_dry_run_only_says_that_it_is_ready(start: Start, monkeypatch: pytest.
     done = start(print, "--dry-run")
     assert (done.status, done.output, done.result.exists()) == (0, ready, False)
     if not torch.cuda.is_available():
-        warning = "warning: training.device is cuda, but PyTorch sees no GPU here: this machine could not run it"
+        warning = "warning: training.device is cuda, but PyTorch sees no GPU here: this run needs a machine with GPUs"
         assert start(print, "--dry-run", training__device="cuda").output == [warning, *ready]
         monkeypatch.setenv("MLPERF_BERT_CLAIM", "file")  # the run would follow here
         with pytest.raises(ValueError, match="is cuda, but PyTorch sees no GPU here"):

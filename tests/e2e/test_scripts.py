@@ -110,7 +110,7 @@ OPENS = "a[$(>opened)]"
         ("bash -c 'source launch/venv.sh; prepare_torch ../../..'", {}, "TORCH is '"),
         ("bash -c 'source launch/venv.sh; prepare_torch 2.11.0/../..'", {}, "TORCH is '"),
         ("launch/docker.sh", {"ENGINE": "nowhere"}, "there is no nowhere here"),
-        ("launch/docker.sh", {"ENGINE": "true", "IMAGE": "--privileged"}, "IMAGE is '--privileged', expected an image"),
+        ("launch/docker.sh", {"ENGINE": "true", "IMAGE": "--privileged"}, "IMAGE is '--privileged', expected the name"),
         ("launch/docker.sh", {"ENGINE": "true", "DATA": "-v"}, "DATA is '-v', expected a folder"),
         ("launch/docker.sh", {"ENGINE": "true", "DATA": "a:b"}, "DATA is 'a:b', expected a folder"),
         ("launch/docker.sh", {"ENGINE": "true", "RESULTS": "linked"}, "RESULTS is 'linked', expected a folder"),

@@ -180,18 +180,18 @@ A = literal(b"a", 0)
 HOSTILE = [
     (MAGIC, "(the mark at its end is missing)"),
     (bytes(99), "(the mark at its end is missing)"),
-    (bytes(40) + MAGIC, "a block at bytes 0 to 0, expected at least four bytes before 0"),
-    (index((b"w", entry(*[1] * 9))), "a tensor of 9 dimensions with 16 bytes at 0"),
-    (index((b"w", entry(2**40))), "a tensor of 1 dimension with 16 bytes at 0"),
-    (index((b"w", entry(size=2**62))), "a tensor of 0 dimensions with 4,611,686,018,427,387,904 bytes at 0"),
-    (index((b"w", entry(offset=2**62))), "with 16 bytes at 4,611,686,018,427,387,904"),
-    (index((b"w", entry(2, 2, offset=85))), "x.data-00000-of-00001: 100 bytes, but w is at 85 to 101"),
-    (index((b"w", entry(2, 2, shard=1))), "a tensor in data file 1 of 1"),
-    (table(block((b"", field(1, 1) + field(2, 1)), GOOD)), "written on a big-endian machine"),
-    (table(block((b"", b""), GOOD)), "0 data files"),
-    (table(block((b"", field(1, 10**5)), GOOD)), "100000 data files"),
+    (bytes(40) + MAGIC, "a block is at bytes 0 to 0, expected at least four bytes before 0"),
+    (index((b"w", entry(*[1] * 9))), "a tensor cannot have 9 dimensions and 16 bytes at 0"),
+    (index((b"w", entry(2**40))), "a tensor cannot have 1 dimension and 16 bytes at 0"),
+    (index((b"w", entry(size=2**62))), "a tensor cannot have 0 dimensions and 4,611,686,018,427,387,904 bytes at 0"),
+    (index((b"w", entry(offset=2**62))), "and 16 bytes at 4,611,686,018,427,387,904"),
+    (index((b"w", entry(2, 2, offset=85))), "x.data-00000-of-00001: has 100 bytes, but w is at bytes 85 to 101"),
+    (index((b"w", entry(2, 2, shard=1))), "a tensor in data file 1, but the last is 0"),
+    (table(block((b"", field(1, 1) + field(2, 1)), GOOD)), "it was written on a big-endian machine"),
+    (table(block((b"", b""), GOOD)), "it states 0 data files, expected 1 to 99999"),
+    (table(block((b"", field(1, 10**5)), GOOD)), "it states 100000 data files"),
     (table(block((b"", field(1, 10**5 - 1)))), "x.data-00000-of-99999: No such file or directory"),
-    (table(bytes(4)), "no header"),
+    (table(bytes(4)), "it has no header"),
     (index(GOOD, GOOD), "the key b'w' follows b'w': expected ascending keys"),
     (index((LONG, GOOD[1]), (LONG, GOOD[1])), "www...: expected ascending keys"),
     (index((LONG + b"w", GOOD[1])), "a record of 1,025 + 18 bytes does not fit the block at byte 0"),
@@ -199,21 +199,21 @@ HOSTILE = [
     (index((b"\xff", GOOD[1])), "'utf-8' codec can't decode byte 0xff"),
     (index(tail=record(1, b"w")), "a record of 1 + 18 bytes does not fit"),
     (index(tail=b"\0\1\1w"), "a record of 1 + 1 bytes does not fit"),
-    (index(tail=b"\x80" * 10 + record(0, b"w")), "a number at byte 5 that does not end"),
-    (table(block(restarts=2)), "a block of 8 bytes with 2 restart points"),
-    (index((b"w", b"\x0b")), "a field of wire type 3"),
-    (index((b"w", b"\x12\x02w")), "a field of 2 bytes where 1 are left"),
-    (flipped(index(GOOD), 1), "the block at byte 0 does not have its checksum"),
-    (table(block(HEADER, GOOD), kind=2), "a block of compression type 2: expected 0 (none) or 1 (Snappy)"),
-    (table(block(), handles=[(21, 8)]), "a block at bytes 21 to 29, expected at least four bytes before 26"),
-    (table(block(), handles=[(0, 3)]), "a block at bytes 0 to 3, expected"),
-    (packed(bytes(8), 2**22 + 1), "a compressed block of 4,194,305 bytes, expected at most 4,194,304"),
-    (packed(A + copy(2, 64, 1) * 9), "a compressed block that gives 65 bytes, expected 10 and at least 4"),
-    (packed(literal(bytes(10), 0) + A), "gives 11 bytes, expected 10"),
-    (packed(literal(bytes(3), 0), 3), "gives 3 bytes, expected 3 and at least 4"),
-    (packed(b"\xfc\xff\xff\xff\xff"), "gives 0 bytes, expected 10"),
-    (packed(A + copy(2, 4, 2)), "a compressed block that copies from 2 bytes back after 1"),
-    (packed(A + copy(2, 4, 0)), "a compressed block that copies from 0 bytes back after 1"),
+    (index(tail=b"\x80" * 10 + record(0, b"w")), "the number at byte 5 does not end"),
+    (table(block(restarts=2)), "a block of 8 bytes cannot hold 2 restart points"),
+    (index((b"w", b"\x0b")), "a field has wire type 3, expected 0, 1, 2 or 5"),
+    (index((b"w", b"\x12\x02w")), "a field takes 2 bytes, but only 1 remain"),
+    (flipped(index(GOOD), 1), "the block at byte 0 does not match its checksum"),
+    (table(block(HEADER, GOOD), kind=2), "a block has compression type 2, expected 0 (none) or 1 (Snappy)"),
+    (table(block(), handles=[(21, 8)]), "a block is at bytes 21 to 29, expected at least four bytes before 26"),
+    (table(block(), handles=[(0, 3)]), "a block is at bytes 0 to 3, expected"),
+    (packed(bytes(8), 2**22 + 1), "a compressed block states 4,194,305 bytes, expected at most 4,194,304"),
+    (packed(A + copy(2, 64, 1) * 9), "a compressed block yields 65 bytes, expected 10 and at least 4"),
+    (packed(literal(bytes(10), 0) + A), "yields 11 bytes, expected 10"),
+    (packed(literal(bytes(3), 0), 3), "yields 3 bytes, expected 3 and at least 4"),
+    (packed(b"\xfc\xff\xff\xff\xff"), "yields 0 bytes, expected 10"),
+    (packed(A + copy(2, 4, 2)), "a compressed block copies from 2 bytes back after only 1"),
+    (packed(A + copy(2, 4, 0)), "a compressed block copies from 0 bytes back after only 1"),
     (packed(literal(bytes(64), 1) + copy(2, 64, 64) * (2**16 - 1), 2**22), "the key b'' follows b''"),
 ]
 
@@ -241,8 +241,8 @@ def test_an_index_at_its_limits_is_read(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(tensorflow, "_MOST_TENSORS", 3)
     for more, handles, refused in (
         ([], 3, ""),
-        ([(b"x", wide)], 1, "more than 3 tensors"),
-        ([], 4, "a block of more than 3 records"),
+        ([(b"x", wide)], 1, "it has more than 3 tensors"),
+        ([], 4, "a block has more than 3 records"),
     ):
         data = block(HEADER, (b"v", wide), GOOD, *more)
         places = [(0, len(data)), *[(len(sealed(data)), len(block()))] * (handles - 1)]
@@ -268,11 +268,11 @@ def test_all_forms_of_literals_and_copies_are_decompressed(tmp_path: Path):
 @pytest.mark.parametrize(
     ("value", "message"),
     [
-        (entry(2**32, 2**32), "of shape .* has 16 bytes, expected 4 an element and at most 1,0"),
+        (entry(2**32, 2**32), "of shape .* has 16 bytes, expected 4 per element and at most 1,0"),
         (entry(0, 2**39, 2**39, size=0), r"of shape \(0, .*\) has 0 bytes"),
         (entry(5, size=16), r"of shape \(5,\) has 16 bytes"),
         (entry(2, 2, dtype=7), r"is of TensorFlow's type number 7, expected 1 \(float32\)"),
-        (entry(2, 2), "does not have the checksum that the index states; fetch"),
+        (entry(2, 2), "does not match its checksum in the index; fetch"),
         (field(2, 7), "is of TensorFlow's type number 0"),
         (entry(2, 2, extra=field(7, b"")), "is a partitioned variable"),
     ],
@@ -312,6 +312,6 @@ def test_a_damaged_checkpoint_leaves_nothing_behind(folder: Path, tmp_path: Path
     vocab = tmp_path / "vocab.txt"
     vocab.write_text("[PAD]\n[UNK]\n[CLS]\n[SEP]\n[MASK]\n" + "".join(f"{index}\n" for index in range(25)))
     for to, out in (("safetensors", tmp_path / "out" / "w.safetensors"), ("hugging-face", tmp_path / "out" / "folder")):
-        with pytest.raises(ValueError, match="cls/seq_relationship/output_bias does not have the checksum"):
+        with pytest.raises(ValueError, match="cls/seq_relationship/output_bias does not match its checksum"):
             convert(damaged, to, out, 2, vocab)  # pyright: ignore[reportArgumentType]
     assert list((tmp_path / "out").iterdir()) == []

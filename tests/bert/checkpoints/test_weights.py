@@ -133,7 +133,7 @@ def change(path: Path, changes: Changes) -> None:
         ({"weights.safetensors": None}, r": no such file"),
         ({"pooler.bias": None}, " lacks pooler.bias: expected BERT's encoder and pooler with the masked-LM"),
         ({"pooler.bias": torch.zeros(4)}, r": pooler.bias has the shape \(4,\), but the other weights imply \(8,\)"),
-        ({"pooler.bias": torch.ones(8, dtype=torch.int32)}, " holds pooler.bias as torch.int32: expected weights"),
+        ({"pooler.bias": torch.ones(8, dtype=torch.int32)}, " holds pooler.bias as torch.int32, expected fp32"),
         ({"pooler.bias": torch.ones(8).to(torch.float8_e4m3fn)}, " holds pooler.bias as torch.float8"),
         ({"pooler.bias": torch.full((8,), torch.nan)}, ": pooler.bias has NaN or infinity in fp32"),
         ({"pooler.bias": torch.full((8,), 1e300, dtype=torch.float64)}, ": pooler.bias has NaN or infinity in fp32"),
@@ -206,7 +206,7 @@ def test_export_needs_the_vocabulary_of_the_model(tmp_path: Path, capsys: pytest
     save_weights(drawn_model(padded, 0), tmp_path / "ours.safetensors", stated)
     (tmp_path / "words").rename(tmp_path / "vocab.txt")
     convert(tmp_path / "ours.safetensors", "hugging-face", tmp_path / "padded")
-    rows = f"the word embedding table has 2 rows of padding more than {tmp_path}/vocab.txt has tokens"
+    rows = f"the word embedding table has 2 rows more than {tmp_path}/vocab.txt has tokens: they are padding"
     assert capsys.readouterr().out.splitlines()[0] == rows
     (tmp_path / "tokenizer_config.json").write_text('{"do_lower_case": true}')
     with pytest.raises(
@@ -314,7 +314,7 @@ NO_NAME = "is not the name of a safetensors file; expected the index of safetens
     [
         (
             {DECODER: torch.ones(30, 8)},
-            r"decoder\.weight differs from bert\.embeddings.*, but a BERT ties the two: choose",
+            r"decoder\.weight differs from bert\.embeddings.*, but a BERT uses one tensor for both: choose",
         ),
         ({DECODER: torch.ones(0, 8)}, r"decoder\.weight differs from bert\.embeddings"),
         ({DECODER: NAN, WORD: NAN}, r"model\.safetensors: .*\.weight has NaN or infinity"),
@@ -324,7 +324,7 @@ NO_NAME = "is not the name of a safetensors file; expected the index of safetens
         ({"config.json": " " * 2_000_000 + "{}"}, "config.json: 2,000,002 bytes, expected at most"),
         ({"config.json": "[]"}, "config.json"),
         ({"config.json": "{}"}, "num_attention_heads"),
-        ({"config.json": {"num_attention_heads": 3}}, "is 8, expected a multiple of model.num_attention_heads 3"),
+        ({"config.json": {"num_attention_heads": 3}}, "is 8, which model.num_attention_heads 3 does not divide"),
         ({"config.json": {"num_attention_heads": True}}, "num_attention_heads"),
         ({"config.json": TWO | {"hidden_size": "8"}}, "hidden_size"),
         ({"config.json": TWO | {"hidden_size": 16}}, "config.json states hidden_size 16, but the weights in .* have 8"),
@@ -334,7 +334,7 @@ NO_NAME = "is not the name of a safetensors file; expected the index of safetens
         ({"config.json": TWO | {"hidden_act": "relu"}}, "hidden_act"),
         ({"config.json": TWO | {"hidden_act": ["\x1b"]}}, "hidden_act"),
         ({"config.json": TWO | {"hidden_act": "gelu_10"}}, "hidden_act"),
-        ({"config.json": TWO | {"is_decoder": True}}, "is_decoder is True, expected an encoder"),
+        ({"config.json": TWO | {"is_decoder": True}}, "is_decoder is True, but only encoders"),
         ({"config.json": TWO | {"is_decoder": 1}}, "is_decoder"),
         ({"config.json": TWO | {"add_cross_attention": True}}, "add_cross_attention is True"),
         ({"config.json": TWO | {"quantization_config": {"quant_method": "fp8"}}}, "quantization_config is"),

@@ -98,7 +98,7 @@ def test_unknown_tokens_are_left_out_by_the_setting(
         ("--expect 1.001", "--expect is 1.001: expected a share from 0 to 1"),
         ("--expect 0.3 --tolerance -0.1", "--tolerance is -0.1: expected"),
         ("--data.evaluation nowhere", "nowhere"),
-        ("--data.initial-checkpoint None", "data.initial_checkpoint is not set: name the file"),
+        ("--data.initial-checkpoint None", "data.initial_checkpoint is not set: set it to the file"),
         ("--model.hidden-size 64", "model.hidden_size is 64"),
         ("--evaluation.batchsize 64", "--evaluation.batchsize"),
     ],

@@ -56,7 +56,7 @@ FIRST = "ends the run before its first evaluation, after"
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"resume": "nowhere"}, "no whole checkpoint in nowhere: set resume to a folder of checkpoints"),
+        ({"resume": "nowhere"}, "no complete checkpoint in nowhere: set resume to a folder of checkpoints"),
         ({"data__train": "nowhere"}, r"missing: data.train nowhere\. `./run_and_time.sh tiny_cpu` makes its data"),
         ({"model__vocab_size": 300}, "vocab.txt has 200 entries, but model.vocab_size is 300: set data.vocab or model"),
         ({"model__max_position_embeddings": 47}, "sequences of up to 48 .*max_position_embeddings is 47"),

@@ -58,7 +58,7 @@ def test_a_command_line_gives_the_mode_the_arguments_and_the_runs(words: str, co
         ("tiny_cpu --prepare", "--prepare must be the first argument"),
         ("--verdict", "--verdict: no result file given"),
         ("--verdict 'a\nb'", r"--verdict: there is no file 'a\\nb'"),
-        ("-- --config", "--config: expected a value"),
+        ("-- --config", "--config needs a value"),
     ],
 )
 def test_a_wrong_command_line_is_refused(words: str, complaint: str) -> None:

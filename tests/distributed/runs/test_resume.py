@@ -130,5 +130,5 @@ def test_broken_checkpoints_are_reported_and_skipped(small_run: SmallRun, tmp_pa
     shutil.rmtree(folder / "step_00000008")
     with Ranks(arguments, 2) as started:
         assert started.ends() == [2, 2]
-    assert f"error: no whole checkpoint in {folder}: " in started.output
+    assert f"error: no complete checkpoint in {folder}: " in started.output
     assert "Traceback" not in started.output
