@@ -16,7 +16,7 @@ CACHE_VARIABLE = "TRITON_CACHE_DIR"
 
 
 def require_private_cache() -> str | None:
-    """Use a temporary cache and return a warning if other users can write to Triton's usual cache folder.
+    """Use a temporary cache and return a warning if Triton's usual cache folder is unusable or other users can write to it.
 
     In a container, the home folder is often /tmp, where another user may have created ``.triton``.
     """
@@ -26,12 +26,13 @@ def require_private_cache() -> str | None:
         folder.mkdir(parents=True, exist_ok=True)  # another user could create a missing folder
         if is_private(folder):
             return None
-    except OSError:
-        pass  # the folder cannot be used, so use a temporary one
+        why = f"other users can write to {folder}"
+    except OSError as error:
+        why = f"{folder} cannot be used ({error.strerror})"
     own = tempfile.mkdtemp(prefix="triton-")
     atexit.register(shutil.rmtree, own, ignore_errors=True)
     os.environ[CACHE_VARIABLE] = own
-    return f"other users can write to {folder}: compiled kernels are not kept; set {CACHE_VARIABLE} to another folder"
+    return f"{why}: compiled kernels are not kept; set {CACHE_VARIABLE} to another folder"
 
 
 def missing_build_tools() -> list[str]:

@@ -84,6 +84,9 @@ def test_triton_does_not_use_a_cache_that_others_can_write_to(visible: Path, mon
     own = Path(os.environ[triton.CACHE_VARIABLE])
     assert own.stat().st_mode & 0o777 == 0o700
     assert list(own.iterdir()) == []
+    (visible / "file").touch()
+    monkeypatch.setenv(triton.CACHE_VARIABLE, str(visible / "file" / "cache"))
+    assert (triton.require_private_cache() or "").startswith(f"{visible}/file/cache cannot be used (Not a directory): ")
 
 
 def test_missing_build_tools_of_triton_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
