@@ -126,7 +126,7 @@ def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> 
                 item.warn(pytest.PytestWarning(f"try {number} failed: {failed[0].splitlines()[-1]}"))
             fcntl.flock(lock, fcntl.LOCK_EX if number else fcntl.LOCK_SH)
             reports = runtestprotocol(item, log=False, nextitem=nextitem)
-            fcntl.flock(lock, fcntl.LOCK_UN)  # explicitly, because forked processes inherit the file
+            fcntl.flock(lock, fcntl.LOCK_UN)  # closing is not enough, because forked processes inherit the file
             if not any(report.failed for report in reports):
                 break
     for report in reports:

@@ -34,7 +34,7 @@ PATIENCE_S = 600.0
 """Timeout of tests, in seconds. It is long because a busy machine is many times slower than an idle one."""
 
 _SHARED = "MLPERF_BERT_TEST_SERVERS"
-"""Environment variable with the id of the process that started pytest's workers, and its servers' folder."""
+"""Environment variable that holds the id of the process that started pytest's workers, and the servers' folder."""
 OWN = ("benchmarks", "bert", "cluster", "compliance", "console", "dataloading", "kernels", "tests")
 _FORKED_PYTHON = """#!{python} -IS
 # Runs programs of this repository as forks of the server in tests/programs.py, and anything else by {python}.

@@ -73,7 +73,7 @@ def test_there_are_no_import_cycles() -> None:
     for module, targets in edges.items():
         deeper = {target for target in targets if any(other.startswith(target + ".") for other in targets)}
         edges[module] = targets - deeper
-    TopologicalSorter(edges).prepare()  # raises CycleError
+    TopologicalSorter(edges).prepare()  # raises CycleError if there is a cycle
 
 
 def test_subpackages_do_not_import_each_other_in_a_cycle() -> None:

@@ -115,7 +115,7 @@ def test_captured_steps_reject_dropout_that_cannot_be_repeated() -> None:
 
 
 @pytest.mark.parametrize("name", RECOMPUTED_OPS)
-def test_implementations_that_repeat_their_dropout_mask_are_marked(name: str) -> None:
+def test_implementations_are_marked_repeatable_if_they_repeat_their_dropout_mask(name: str) -> None:
     args, kwargs = example_inputs(name, torch.device("cpu"), torch.float32)
     for implementation in OPS[name].implementations.values():
         if implementation.name in ("pytorch", "reference"):

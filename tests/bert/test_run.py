@@ -340,7 +340,7 @@ def test_a_dry_run_says_that_it_is_ready_and_writes_no_log(start: Start, monkeyp
             start(print, "--dry-run", training__device="cuda")
 
 
-def test_site_steps_need_several_sites(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_site_steps_need_several_sites_unless_the_run_is_elastic(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     ways = {"training__site_steps": 2, "evaluation__interval_samples": 32, "training__max_steps": 2}
     with pytest.raises(ValueError, match=r"site_steps is 2, but all ranks are at one site: set MLPERF_BERT_SITE"):
         start(**ways)

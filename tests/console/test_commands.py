@@ -1,4 +1,4 @@
-"""Programs with several commands: error messages for a wrong command line."""
+"""Programs with several commands: error messages for an invalid command line."""
 
 import re
 import sys
@@ -77,7 +77,7 @@ def end(how: str) -> int:
     raise {"wrong": errors[0], "full": errors[1], "absent": errors[2], "odd": ModuleNotFoundError(name="json.x")}[how]
 
 
-def test_main_returns_the_commands_status_or_2_after_one_line(
+def test_main_returns_the_commands_status_or_2_after_an_error_of_one_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     program = Commands()

@@ -50,7 +50,7 @@ def test_control_and_invisible_characters_are_escaped_and_long_text_is_cut() -> 
 
 
 @given(ANY_TEXT)
-def test_any_text_is_one_harmless_line(text: str) -> None:
+def test_any_text_is_shown_as_one_harmless_line(text: str) -> None:
     shown = visible(text)
     assert_harmless(shown)
     assert "\n" not in shown

@@ -21,7 +21,7 @@ from console.documents import FileKind, read_typed
 def _no_file_stays_open() -> Iterator[None]:
     before = set(Path("/proc/self/fd").iterdir())
     yield
-    assert set(Path("/proc/self/fd").iterdir()) <= before  # less if files of earlier tests were closed
+    assert set(Path("/proc/self/fd").iterdir()) <= before  # fewer if files of earlier tests were closed
 
 
 def test_a_file_is_on_disk_before_it_gets_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

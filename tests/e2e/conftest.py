@@ -19,7 +19,7 @@ COMMITTED_RESULTS = "cpu_2cores"
 
 
 def left_behind(folder: str, names: list[str]) -> set[str]:
-    """Return which names to omit, because a clone lacks them. Keep ``__pycache__``, which has code compiled by Numba."""
+    """Return the names to omit, which a clone lacks too. ``__pycache__`` is kept: it has code compiled by Numba."""
     at_top, in_results = Path(folder) == REPOSITORY, Path(folder) == REPOSITORY / "results"
     return {
         name

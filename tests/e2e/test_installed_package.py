@@ -98,7 +98,9 @@ def test_a_program_without_its_packages_names_the_extra_to_install(installed: Pa
         ("compliance doctor --quick", "recipe "),
     ],
 )
-def test_a_program_that_needs_no_extra_works(installed: Path, tmp_path: Path, command: str, shown: str) -> None:
+def test_programs_that_need_no_extra_run_from_the_installed_wheel(
+    installed: Path, tmp_path: Path, command: str, shown: str
+) -> None:
     done = run(installed, tmp_path, *(word.replace("REPOSITORY", str(REPOSITORY)) for word in command.split()))
     assert done.returncode in ((0, 1) if "doctor" in command else (0,)), done.stderr
     assert "Traceback" not in done.stderr

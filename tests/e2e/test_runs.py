@@ -1,4 +1,4 @@
-"""``run_and_time.sh`` on one node: two runs at once, missing GPUs, and binding to cores."""
+"""``run_and_time.sh`` on one node: two simultaneous runs, missing GPUs, and binding to cores."""
 
 import os
 import re

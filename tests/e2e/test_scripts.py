@@ -242,7 +242,7 @@ def test_simultaneous_starts_install_the_packages_once(bare: Path) -> None:
     assert calls(bare) == ["venv", "pip"]
 
 
-def test_system_torch_keeps_its_numpy_and_setuptools(bare: Path) -> None:
+def test_the_setting_system_torch_keeps_the_installed_numpy_and_setuptools(bare: Path) -> None:
     for name, number in {"torch": "2.11.0a0+nv26.3", "numpy": "1.26.4", "setuptools": "81.0.0"}.items():
         folder = bare / f"base/{name}-{number}.dist-info"
         folder.mkdir(parents=True)

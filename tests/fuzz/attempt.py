@@ -22,9 +22,9 @@ from console.text import visible
 from tests.conftest import patient
 from tests.fuzz.damage import damaged
 
-_SECONDS = 2.0  # of processor time, which other load does not change
-_PATIENCE_S = 60.0  # by the clock, because a reader that waits takes no processor time
-_MEMORY_BYTES, _MEMORY_PER_BYTE = 500 << 20, 2000  # besides 64 MiB for any file
+_SECONDS = 2.0  # processor time, which does not depend on other load
+_PATIENCE_S = 60.0  # clock time, because a reader that waits takes no processor time
+_MEMORY_BYTES, _MEMORY_PER_BYTE = 500 << 20, 2000  # the limit per byte is in addition to 64 MiB
 _LONGEST_MESSAGE = 500
 _CHANGES = ("os.rename", "os.remove", "os.rmdir", "os.mkdir", "os.symlink", "os.link", "os.truncate", "os.chmod")
 _OF_OFFICIAL_TOOLS = f"{gettempdir()}/compliance-"

@@ -66,7 +66,9 @@ def check(folder: Path, config: Config) -> Normalization | None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["BertForMaskedLM", "BertModel"])
-def test_missing_heads_stay_random_in_the_open_division(tmp_path: Path, small_run: SmallRun, kind: str) -> None:
+def test_missing_heads_remain_random_in_the_open_division_and_are_refused_in_the_closed(
+    tmp_path: Path, small_run: SmallRun, kind: str
+) -> None:
     folder = save_pretrained(tmp_path / "theirs", small_run.folder / "vocab.txt", kind)
     config = config_of(small_run)
     assert check(folder, config) == Normalization(), "as its tokenizer's settings state"

@@ -138,7 +138,7 @@ def test_a_run_resumed_in_fp8_gets_scales_that_fit_its_weights(make: Make) -> No
     restore(again.step, state, CPU)
     assert again.step.fp8.scale_S.tolist() == state.fp8_scales
     of_sites = {training_state.SITE_MOMENTUM: training_state.Digest(1, "")}
-    restore(run.step, replace(state, files=state.files | of_sites), CPU)  # ignored without sites
+    restore(run.step, replace(state, files=state.files | of_sites), CPU)  # a run without sites ignores this file
     assert torch.equal(run.step.flat.weights_P, again.step.flat.weights_P)
 
 
@@ -201,7 +201,7 @@ def test_a_full_disk_gives_a_warning_and_unexpected_errors_end_the_run(
     assert content() == before
 
 
-def test_the_lock_removes_unfinished_checkpoints(make: Make, capsys: pytest.CaptureFixture[str]) -> None:
+def test_locking_a_folder_removes_unfinished_checkpoints(make: Make, capsys: pytest.CaptureFixture[str]) -> None:
     run = make()
     assert run.save(1) == []
     (run.folder / "step_00000001").rename(run.folder / ".step_00000001.fedcba9876543210.partial")
@@ -267,7 +267,7 @@ def test_the_checkpoints_with_the_highest_steps_are_kept(make: Make) -> None:
     assert find(run.folder, run.config, run.train, CPU).step == 100_000_000
 
 
-def test_resuming_with_other_settings_or_data_is_refused(make: Make, small_run: SmallRun) -> None:
+def test_resuming_with_different_settings_or_data_is_refused(make: Make, small_run: SmallRun) -> None:
     run = make()
     assert run.save(4) == []
     for change, message in (

@@ -147,7 +147,7 @@ def test_damaged_and_incompatible_weights_are_refused(saved: Path, changes: Chan
         load_initial_weights(drawn_model(CONFIG, 1), saved)
 
 
-def test_a_model_of_another_architecture_is_refused(saved: Path):
+def test_weights_of_a_different_architecture_are_refused(saved: Path):
     for name, value, message in (
         ("vocab_size", 31, "of 30 tokens, but model.vocab_size is 31: make the samples with that model"),
         ("num_attention_heads", 4, "num_attention_heads 2, but model.num_attention_heads is 4: set --model"),

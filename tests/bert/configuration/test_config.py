@@ -1,6 +1,6 @@
 """Settings from the command line, from a file or from the beginning of a result file.
 
-Wrong settings are rejected before any work, in a message that names the setting to change.
+Invalid settings are rejected before any work, in a message that names the setting to change.
 """
 
 import re
@@ -23,7 +23,7 @@ from tests.conftest import REPOSITORY
 
 
 def test_options_change_settings() -> None:
-    """Names may have hyphens or underscores."""
+    """Option names may have hyphens or underscores."""
     given = "--optimizer.base-learning-rate=0.001 --training.global_batch_size 64 --data.loader dali"
     recipe, config = tiny_cpu(), parse(f"tiny_cpu {given} --training.implementations dense_gelu reference".split())
     training = replace(recipe.training, global_batch_size=64, implementations={"dense_gelu": "reference"})
@@ -122,7 +122,9 @@ LIMITS: list[tuple[str, tuple[object, ...], tuple[object, ...]]] = [
 
 
 @pytest.mark.parametrize(("name", "accepted", "refused"), LIMITS)
-def test_the_limits_of_settings_are_exact(name: str, accepted: tuple[object], refused: tuple[object]) -> None:
+def test_settings_accept_exactly_the_values_within_their_limits(
+    name: str, accepted: tuple[object], refused: tuple[object]
+) -> None:
     section, field = name.split(".")
     own: Any = getattr(tiny_cpu(), section)
     for value in accepted:
@@ -138,7 +140,7 @@ def test_the_sample_limit_and_the_site_delay_follow_from_settings() -> None:
     assert [replace(training, site_steps=steps).site_delay for steps in (1, 2, 5)] == [0, 1, 2]
 
 
-def test_the_list_describes_every_recipe(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_option_list_describes_every_recipe(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--list"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines] == list(RECIPES)
@@ -149,7 +151,9 @@ def test_the_list_describes_every_recipe(capsys: pytest.CaptureFixture[str]) -> 
     assert lines[-1].endswith("on 8 nodes of 8 A100 with 40 GB each; global batch 1,024, bf16")
 
 
-def test_an_error_names_its_rank(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_errors_of_ranks_other_than_0_name_the_rank(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     for rank, name in (("0", "error: "), ("1", "error: rank 1: ")):
         for variable, value in (("RANK", rank), ("WORLD_SIZE", "2"), ("LOCAL_RANK", rank), ("LOCAL_WORLD_SIZE", "2")):
             monkeypatch.setenv(variable, value)
@@ -263,7 +267,7 @@ def test_an_invalid_settings_file_is_refused(name: str, content: str | None, mes
     assert "\n" not in str(caught.value)
     assert str(tmp_path / name) in str(caught.value)
     assert len(str(caught.value)) < 500
-    if "seed" in message or "target" in message:  # set on the command line, they do not name the file
+    if "seed" in message or "target" in message:  # on the command line, these settings cause an error without the file
         with pytest.raises(ValueError, match=message) as caught:
             parse(["tiny_cpu", *arguments_of(tmp_path / name, None)[1]])
         assert name not in str(caught.value)

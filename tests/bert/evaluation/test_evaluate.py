@@ -72,7 +72,9 @@ def test_the_command_prints_the_accuracy_and_fails_if_it_is_outside_the_toleranc
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_dry_run_counts_the_samples(settings: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_dry_run_prints_the_number_of_evaluation_samples(
+    settings: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
     assert evaluate.main([*settings, "--dry-run", "--expect", "0.5"]) == 0
     assert capsys.readouterr().out == "tiny_cpu: ready, 50 samples would be evaluated\n"
     assert evaluate.main(["--help"]) == 0

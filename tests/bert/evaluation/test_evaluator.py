@@ -46,7 +46,7 @@ def evaluator(dataset: Dataset, size: int, rank: int = 0, ranks: int = 1, ignore
 
 
 @pytest.mark.parametrize("size", [1, 3, 64])
-def test_accuracy_is_counted_exactly_and_captured_in_few_graphs(
+def test_accuracy_is_exact_and_the_evaluation_is_captured_in_few_graphs(
     dataset: Dataset, model: BertForPreTraining, small_run: SmallRun, size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Counts are exact for every batch size. Capturing reads no data and does not change the model."""
@@ -107,7 +107,9 @@ def test_tokens_with_the_ignored_id_are_excluded_from_the_accuracy(
         assert (found.correct, found.count) == (int((counted == token).sum()), len(counted))
 
 
-def test_a_set_without_known_tokens_is_refused(small_run: SmallRun, model: BertForPreTraining, tmp_path: Path) -> None:
+def test_an_evaluation_set_whose_masked_tokens_are_all_unknown_is_refused(
+    small_run: SmallRun, model: BertForPreTraining, tmp_path: Path
+) -> None:
     dataset = with_unknown(small_run, tmp_path / "none", every=1)
     assert evaluator(dataset, 16)(model, PLAIN).count > 0
     with pytest.raises(ValueError, match=r"none: every masked token is \[UNK\], so the vocabulary does not fit"):

@@ -160,7 +160,7 @@ def test_incompatible_or_incomplete_data_are_refused(small_run: SmallRun, tmp_pa
     assert "none: no token is masked" in refusal(small_run, tmp_path / "r", data__evaluation=tmp_path / "none")
 
 
-def test_an_existing_result_file_is_not_overwritten(small_run: SmallRun, tmp_path: Path) -> None:
+def test_the_number_of_an_existing_result_file_is_refused(small_run: SmallRun, tmp_path: Path) -> None:
     result = tmp_path / "tiny_cpu" / "bert" / "result_3.txt"
     result.parent.mkdir(parents=True)
     result.touch()

@@ -1,4 +1,4 @@
-"""What a process finds before it joins the other ranks: launchers' variables, its host, the meeting point and limits."""
+"""What a process reads before it joins the other ranks: launchers' variables, its host, the meeting point and limits."""
 
 import os
 import platform
@@ -66,7 +66,7 @@ SHELL = {"SLURM_STEP_ID": "4294967290"}
         (SRUN | {"SLURM_NNODES": "3"}, (7, 8, 3, 0), True),
         (SRUN | {"SLURM_NNODES": "0"}, (7, 8, 3, 0), True),
         (SRUN | {"SLURM_STEP_NUM_TASKS": "16", "SLURM_STEP_NUM_NODES": "4", "SLURM_NTASKS": "?"}, (7, 16, 3, 4), True),
-        ({"SLURM_STEP_ID": "0", "SLURM_PROCID": "0"}, (0, 1, 0, 1), False),  # a single task is no rank
+        ({"SLURM_STEP_ID": "0", "SLURM_PROCID": "0"}, (0, 1, 0, 1), False),  # the only task of a step is no rank
         ({"SLURM_STEP_ID": "0", "SLURM_PROCID": "0", "MASTER_ADDR": "h0"}, (0, 1, 0, 1), True),
         (SRUN | SHELL, (0, 1, 0, 0), False),
         (SRUN | SHELL | {"MASTER_ADDR": "h0"}, (7, 8, 3, 4), True),
@@ -95,7 +95,7 @@ def test_a_slurm_task_with_a_terminal_is_a_single_process_unless_master_addr_is_
     assert Launch.from_environment().world_size == 8
 
 
-def test_the_end_of_a_launcher_that_outlives_its_processes_is_reported(monkeypatch: Patch) -> None:
+def test_the_death_of_a_launcher_that_should_outlive_its_ranks_is_reported(monkeypatch: Patch) -> None:
     environment._parent.cache_clear()
     Launch.from_environment()  # records the parent process
     parent = os.getppid()

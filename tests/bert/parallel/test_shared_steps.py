@@ -1,4 +1,4 @@
-"""Steps of several ranks: weights arrive before use, and stages, FP8 casts, CUDA graphs and sites agree."""
+"""Steps of several ranks: weights arrive before use, and stages, CUDA graphs and sites do not change the results."""
 
 import threading
 from dataclasses import replace

@@ -77,7 +77,7 @@ def test_a_failed_rank_ends_all_ranks_with_its_status_and_only_its_error_is_prin
 
     def fail(mesh: Mesh) -> None:
         def note(text: str) -> None:
-            os.write(1, f"{mesh.rank} was told {len(text)}\n".encode())  # print may write in pieces
+            os.write(1, f"{mesh.rank} was told {len(text)}\n".encode())  # unlike print, writes a line at once
 
         own = Watchdog(mesh, LONG, note)
         match mesh.rank:

@@ -140,7 +140,7 @@ OF_AN_EVALUATION = "evaluation/masked_lm_accuracy evaluation/eval_s"
 
 
 @pytest.mark.slow
-def test_tensorboard_gets_the_numbers_of_records_over_samples(tmp_path: Path) -> None:
+def test_tensorboard_gets_each_records_values_with_its_samples_as_step(tmp_path: Path) -> None:
     sink = TensorBoard(tmp_path)
     for record in (STEP, EVALUATION, END):
         sink.write(record)

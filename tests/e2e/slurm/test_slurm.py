@@ -77,7 +77,7 @@ def test_a_job_of_two_tasks_trains_and_writes_a_report(cluster: Cluster, checkou
 def test_tasks_start_in_the_order_of_the_host_file(
     cluster: Cluster, checkout: Path, small_run: SmallRun, tmp_path: Path
 ) -> None:
-    """``cluster place`` writes nodes in the reverse of Slurm's order, and tasks start in that order."""
+    """Here, ``cluster place`` writes nodes in the reverse of Slurm's order. Tasks must start in the written order."""
     view, hosts = made_up(hosts=2, ranks=1), tmp_path / "hosts.txt"
     named = tuple(replace(host, name=name) for host, name in zip(view.hosts, ("n2", "n1"), strict=True))
     write_view(replace(view, hosts=named, collectives=(), outliers=()), tmp_path / "cluster.json")
@@ -111,7 +111,7 @@ def test_a_requeued_job_repeats_only_the_interrupted_run(cluster: Cluster, check
     (checkout / folder / "result_2.txt").write_text("of somebody else\n")
     cluster.run("scontrol", "requeue", job)
     cluster.wait_for(lambda: cluster.job(job)["JobState"] == "PENDING")
-    cluster.run("scontrol", "update", f"JobId={job}", "StartTime=now")  # Slurm would wait two minutes
+    cluster.run("scontrol", "update", f"JobId={job}", "StartTime=now")  # otherwise Slurm would wait two minutes
     assert cluster.finish(job)["ExitCode"] == "1:0", output(checkout, job)
     assert "restart 1: 1 of 2 run(s) are done" in output(checkout, job)
     assert (checkout / folder / "result_0.txt").read_bytes() == first
