@@ -117,7 +117,7 @@ IDENTITIES: list[tuple[list[tuple[object, ...]], object]] = [
     ([("a", "", 0, 2), ("a", "", 1, 2), ("b", "", 0, 2), ("b", "", 1, 2)], ((0, 1), (2, 3))),  # in block order
     ([("a", "", 0, 2), ("b", "", 0, 2), ("a", "", 1, 2), ("b", "", 1, 2)], ((0, 2), (1, 3))),  # in cyclic order
     ([("localhost", "1", 0, 1), ("localhost", "2", 0, 1)], ((0,), (1,))),
-    ([(f"h{rank}", "", 0, 1, site) for rank, site in enumerate("abab")], ((0,), (2,), (1,), (3,))),  # grouped by site
+    ([(f"h{rank}", "", 0, 1, site) for rank, site in enumerate("abab")], ((0,), (2,), (1,), (3,))),  # site after site
     ([("a", "", 0, 1)] * 2, "host a runs ranks 0, 1 with local ranks 0, 0: start one launcher a host"),
     ([("a", "", 1, 2), ("a", "", 0, 2)], "host a runs ranks 0, 1 with local ranks 1, 0: number each host's ranks in"),
     ([("a", "", 0, 0), ("a", "", 1, 0), ("b", "", 0, 0)], "hosts with different numbers of ranks (a 2, b 1): start"),
