@@ -37,7 +37,7 @@ settings.load_profile("patient")
 
 
 def at_most(examples: int) -> settings:
-    """Return settings for a property whose examples are slow. The profile ``quick`` has even fewer."""
+    """Return settings for a property test with slow examples. The profile ``quick`` runs at most 10."""
     return settings(max_examples=min(examples, settings().max_examples))
 
 
@@ -62,7 +62,7 @@ def _restored_process() -> Iterator[None]:
             op.prefer({})
 
 
-SLOW_ROOMS = ("e2e", "distributed", "benchmarks", "kernels/triton", "convergence")
+SLOW_FOLDERS = ("e2e", "distributed", "benchmarks", "kernels/triton", "convergence")
 """Test folders in which all tests are slow, the slowest first."""
 TRIES = 3
 """Maximum number of tries of a test marked ``measured``."""
@@ -73,9 +73,9 @@ MAX_SEQ_LENGTH = 48
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark slow tests and run them first, so that no worker starts a long test when other workers are idle."""
     for item in items:
-        if _room_of(item.path) < len(SLOW_ROOMS):
+        if _folder_number(item.path) < len(SLOW_FOLDERS):
             item.add_marker("slow")
-    items.sort(key=lambda item: _room_of(item.path))
+    items.sort(key=lambda item: _folder_number(item.path))
     # Sort these tests again, because a plugin may have shuffled them: a documented command needs files of earlier ones.
     in_order = [
         (place, item)
@@ -95,16 +95,18 @@ def pytest_collection_finish() -> None:
 
 
 @cache
-def _room_of(path: Path) -> int:
+def _folder_number(path: Path) -> int:
     file = f"{path.relative_to(REPOSITORY / 'tests').as_posix()}/"
-    return next((place for place, room in enumerate(SLOW_ROOMS) if file.startswith(f"{room}/")), len(SLOW_ROOMS))
+    return next(
+        (place for place, folder in enumerate(SLOW_FOLDERS) if file.startswith(f"{folder}/")), len(SLOW_FOLDERS)
+    )
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """Skip folders of slow tests if they are deselected, because importing them takes half of the collection's time."""
     if config.option.markexpr != "not slow" or collection_path.is_file():
         return None
-    return True if _room_of(collection_path) < len(SLOW_ROOMS) else None
+    return True if _folder_number(collection_path) < len(SLOW_FOLDERS) else None
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -124,7 +126,7 @@ def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> 
                 item.warn(pytest.PytestWarning(f"try {number} failed: {failed[0].splitlines()[-1]}"))
             fcntl.flock(lock, fcntl.LOCK_EX if number else fcntl.LOCK_SH)
             reports = runtestprotocol(item, log=False, nextitem=nextitem)
-            fcntl.flock(lock, fcntl.LOCK_UN)  # explicitly, because forked processes inherit the file
+            fcntl.flock(lock, fcntl.LOCK_UN)  # closing is not enough, because forked processes inherit the file
             if not any(report.failed for report in reports):
                 break
     for report in reports:

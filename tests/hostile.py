@@ -9,7 +9,7 @@ NAME = (
 )
 """File name with newlines, CI commands, escape sequences, bidirectional controls, markup and invalid UTF-8."""
 LONG = NAME + "y" * (255 - len(NAME.encode("utf-8", "surrogateescape")))
-"""The same name, extended to the maximum length of a file name."""
+"""``NAME`` extended to the maximum length of a file name."""
 
 
 def assert_harmless(text: str) -> None:

@@ -34,7 +34,7 @@ PATIENCE_S = 600.0
 """Timeout of tests, in seconds. It is long because a busy machine is many times slower than an idle one."""
 
 _SHARED = "MLPERF_BERT_TEST_SERVERS"
-"""Environment variable with the id of the process that started pytest's workers, and its servers' folder."""
+"""Environment variable that holds the id of the process that started pytest's workers, and the servers' folder."""
 OWN = ("benchmarks", "bert", "cluster", "compliance", "console", "dataloading", "kernels", "tests")
 _FORKED_PYTHON = """#!{python} -IS
 # Runs programs of this repository as forks of the server in tests/programs.py, and anything else by {python}.
@@ -123,7 +123,7 @@ class Program:
 
 
 def write_forked_python(folder: Path, imported: str = "packages") -> None:
-    """Write programs ``python`` and ``torchrun`` to a folder. Both ask a server to fork instead of starting anew."""
+    """Write programs ``python`` and ``torchrun`` to a folder. Both ask a server to fork instead of starting Python."""
     (folder / "python").symlink_to(_forked_python(imported))
     write_script(folder / "torchrun", '#!/bin/bash\nexec "${0%/*}/python" -m torch.distributed.run "$@"\n')
 
@@ -287,7 +287,7 @@ def _import_own() -> None:
     from bert.train import parse
 
     parse(["tiny_cpu"])  # fills tyro's cache, which takes 0.2 s
-    del sys.modules["bert.train"]  # a fork may run it as __main__
+    del sys.modules["bert.train"]  # runpy would warn in a fork that runs it
     inspect.getmodule(bert.run.run.__code__)  # fills inspect's cache of modules' files
 
 
@@ -299,8 +299,8 @@ def _run(request: dict[str, Any]) -> None:
     os.sched_setaffinity(0, request["cores"])
     sys.modules["torch"].set_num_threads(int(os.environ.get("OMP_NUM_THREADS", 1)))
     sys.executable = request["executable"]
-    tempfile.tempdir = None  # the server has cached its own
-    # The streams of the server would write to its files.
+    tempfile.tempdir = None  # the cached folder is the server's
+    # Open new streams on the request's descriptors, with its buffering.
     sys.stdin = open(0, closefd=False)  # noqa: SIM115
     lines, encoding = 1 if request["unbuffered"] else -1, sys.stdout.encoding
     sys.stdout = open(1, "w", lines, encoding, sys.stdout.errors, closefd=False)  # noqa: SIM115

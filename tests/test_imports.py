@@ -53,13 +53,13 @@ def test_modules_import_only_what_their_packages_may() -> None:
             assert any(f"{name}.".startswith(f"{each}.") for each in allowed), f"{module} imports {name}"
 
 
-def test_torch_stays_out_of_data_preparation_and_compliance() -> None:
+def test_data_preparation_and_compliance_do_not_import_torch() -> None:
     outside = [module for module in MODULES if module.startswith(("dataloading", "compliance"))]
     users = {module for module in outside if "torch" in {name.partition(".")[0] for name in imported(module)}}
     assert users == {f"dataloading.batches.{name}" for name in ("loader", "loader_choice", "dali")}
 
 
-def test_kernels_import_torch_and_triton_only() -> None:
+def test_kernels_import_only_torch_triton_and_flash_attn() -> None:
     allowed = {"torch", "triton", "kernels", "flash_attn", *sys.stdlib_module_names}
     of_kernels = {module for module in MODULES if module.partition(".")[0] == "kernels"}
     for module in of_kernels - {PROGRAM_OF_KERNELS}:
@@ -73,18 +73,18 @@ def test_there_are_no_import_cycles() -> None:
     for module, targets in edges.items():
         deeper = {target for target in targets if any(other.startswith(target + ".") for other in targets)}
         edges[module] = targets - deeper
-    TopologicalSorter(edges).prepare()  # raises CycleError
+    TopologicalSorter(edges).prepare()  # raises CycleError if there is a cycle
 
 
 def test_subpackages_do_not_import_each_other_in_a_cycle() -> None:
-    """A room is a direct subpackage or module of a package. Imports that are only for type checking count too."""
+    """Direct subpackages and modules of a package are compared. Imports that are only for type checking count too."""
     edges: dict[str, set[str]] = {}
     for module in MODULES:
         package, *place = module.split(".")
         if place:
-            rooms = {".".join(name.split(".")[:2]) for name in own_imports(module) if name.startswith(f"{package}.")}
-            room = f"{package}.{place[0]}"
-            edges[room] = edges.get(room, set()) | rooms - {room}
+            targets = {".".join(name.split(".")[:2]) for name in own_imports(module) if name.startswith(f"{package}.")}
+            source = f"{package}.{place[0]}"
+            edges[source] = edges.get(source, set()) | targets - {source}
     TopologicalSorter(edges).prepare()
 
 

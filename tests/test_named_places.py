@@ -46,7 +46,7 @@ def is_there(dotted: str) -> bool:
     return False
 
 
-def test_files_and_modules_that_texts_name_exist() -> None:
+def test_files_and_modules_mentioned_in_texts_exist() -> None:
     missing: list[str] = []
     for file in texts():
         for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), 1):

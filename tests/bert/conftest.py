@@ -12,16 +12,16 @@ from dataloading.batches.loader import NumpyLoader
 
 SECONDS: tuple[tuple[type, str, float], ...] = (
     (NumpyLoader, "__next__", 0.5),
-    (TrainingStep, "forward_backward", 1.5),  # of a micro-batch
+    (TrainingStep, "forward_backward", 1.5),  # per micro-batch
     (TrainingStep, "update", 1.0),
     (Evaluator, "__call__", 7.0),
 )
 
 
 class Clock:
-    """Clock that moves only in the parts of a run in ``SECONDS``. ``begin`` starts a run.
+    """Clock that advances only in the methods listed in ``SECONDS``. Call ``begin`` before each run.
 
-    Each update of the weights after the warm-up first calls ``at_update`` with the step and its number.
+    After the warm-up, each update of the weights first calls ``at_update`` with the training step and its number.
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -38,7 +38,7 @@ class Clock:
         def slowed(each: Any, *arguments: Any, **options: Any) -> Any:
             self.now += seconds
             self._steps += name == "__next__"
-            if name == "update" and self._steps:  # not in the warm-up
+            if name == "update" and self._steps:  # the warm-up loads no batches
                 self._at_update(each, self._steps)
             return original(each, *arguments, **options)
 

@@ -1,4 +1,4 @@
-"""What must hold for any checkpoint, settings, plan and view, whoever wrote it. Fuzzing tries it."""
+"""Checks that must hold for any checkpoint, settings file, plan or view, whoever wrote it. The fuzzer runs them."""
 
 import hashlib
 import json
@@ -31,7 +31,7 @@ CONFIGURATION = {
 
 
 def take_checkpoint(path: Path) -> None:
-    """Weights that are written as a file of our own are read as the same weights. The file is a part of a checkpoint."""
+    """Check that the weights of a checkpoint with the file ``path`` are unchanged when written and read again."""
     if path.name == "config.json":
         path.with_name("model.safetensors").write_bytes(theirs())
     elif path.name == "model.safetensors.index.json":
@@ -74,7 +74,7 @@ def take_view(path: Path) -> view.View:
 
 
 def sealed(content: bytes) -> bytes:
-    """Give a plan or a view the digest of its content."""
+    """Return a plan or a view with the correct digest of its content."""
     with suppress(ValueError, TypeError, KeyError, RecursionError):
         document = json.loads(content)
         body = msgspec.json.format(json.dumps(document["content"]).encode(), indent=-1)

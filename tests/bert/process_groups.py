@@ -1,9 +1,9 @@
 """Fake process groups that record one rank's calls, so that tests can compare the calls of all ranks.
 
-The groups behave like NCCL in PyTorch. A synchronous collective runs on the current stream. Messages run on streams of
-communicators: a single message on that of the pair of ranks, a batch of messages on that of the group. Waiting for a
-message makes the current stream wait for its stream. A communicator is created at its first use, for which the
-processes of its ranks wait for one another.
+The groups behave like NCCL in PyTorch. A synchronous collective runs on the current stream. A message runs on the stream
+of a communicator: a single message on the stream of the pair of ranks, a batch of messages on the group's stream. Waiting
+for a message makes the current stream wait for the message's stream. A communicator is created at its first use, for
+which the processes of its ranks wait for one another.
 """
 
 from collections.abc import Sequence

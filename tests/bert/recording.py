@@ -88,7 +88,7 @@ def _detached(value: Any) -> Any:
 
 
 class Recording(CudaCapturer):
-    """``CudaCapturer`` with fakes in place of its calls of PyTorch."""
+    """``CudaCapturer`` that calls fakes in place of PyTorch's CUDA functions."""
 
     def __init__(self, note: Callable[[str], object] = lambda _: None) -> None:
         """``note`` is called with "run" and "capture" before either happens."""
@@ -140,7 +140,7 @@ def _recorded(graph: Graph, **_: object) -> Iterator[None]:
         raise CaptureError("values are read on the host")
 
     def waited(work: dist.Work, *limits: Any, wait: Any = dist.Work.wait) -> bool:
-        with _disable_current_modes():  # gloo moves results here; a replay repeats the wait too
+        with _disable_current_modes():  # gloo writes results in this wait, so a replay repeats it
             return wait(work, *limits)
 
     with (
@@ -176,7 +176,7 @@ def recordable_attention() -> Iterator[None]:
         stack.enter_context(patch.dict(implementations, reference=dense))
         stack.enter_context(
             patch.object(varlen_attention, "definition", dense_attention)
-        )  # for the op on a fused tensor
+        )  # used by varlen_self_attention
         for name in ("varlen_attention", "varlen_self_attention"):
             stack.enter_context(OPS[name].using("reference"))
         yield

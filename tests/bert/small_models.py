@@ -105,7 +105,7 @@ def take_steps(step: TrainingStep, batches: Iterable[Sequence[Batch]]) -> dict[s
 
 
 def assert_same(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
-    """Compare tensors to the last bit."""
+    """Check that tensors are equal to the last bit."""
     assert found.keys() == expected.keys()
     assert [name for name, tensor in found.items() if not torch.equal(tensor, expected[name])] == []
 
@@ -120,10 +120,10 @@ def gradients(model: torch.nn.Module) -> dict[str, Tensor]:
 
 
 def assert_near(found: Mapping[str, Tensor], expected: Mapping[str, Tensor], tolerance: float = 1e-12) -> None:
-    """Compare the largest error of each tensor with its largest entry.
+    """Check that each tensor's largest error is within ``tolerance`` of its largest entry.
 
-    The floor is for tensors that are 0 in exact arithmetic, such as a key bias's gradient: they hold only rounding
-    errors.
+    The largest entry counts as at least 0.01, because tensors that are 0 in exact arithmetic, such as a key bias's
+    gradient, hold only rounding errors.
     """
     assert found.keys() == expected.keys()
     for name, tensor in found.items():

@@ -88,7 +88,9 @@ def test_replayed_steps_equal_eager_steps(small_run: SmallRun, precision: Litera
 
 
 @pytest.mark.parametrize("capturer", [None, Recording()], ids=["run", "captured"])
-def test_fp8_starts_with_the_scales_of_its_first_weights(small_run: SmallRun, capturer: CudaCapturer | None) -> None:
+def test_fp8_scales_after_the_warm_up_fit_the_initial_weights(
+    small_run: SmallRun, capturer: CudaCapturer | None
+) -> None:
     """Scales fit the initial weights and real gradients, although the warm-up trains and uses empty batches."""
     step = step_of("fp8", capturer=capturer)
     step.warm_up(global_batches(small_run, 1)[0], 3, SHAPE_BUCKETS)
@@ -111,7 +113,7 @@ def test_warming_up_restores_all_state(small_run: SmallRun, capturer: CudaCaptur
     assert step.statistics.fetch() == (dict.fromkeys(step.statistics.NAMES, 0.0), False)
 
 
-def test_captured_graphs_share_buffers_largest_first() -> None:
+def test_graphs_are_captured_largest_first_and_share_buffers() -> None:
     """Batches are copied to shared buffers, where values of a larger batch may remain. A graph must ignore them."""
     seen: list[Batch] = []
 
@@ -175,10 +177,10 @@ def test_ops_are_chosen_and_run_before_the_first_capture(small_run: SmallRun, ca
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="PyTorch sees no GPU here")
-def test_captured_steps_on_a_gpu_agree_with_eager_steps_and_do_not_wait(small_run: SmallRun) -> None:
+def test_captured_steps_on_a_gpu_agree_with_eager_steps_and_do_not_synchronize(small_run: SmallRun) -> None:
     """Repeat the CPU tests with real graphs, and check that the loop never synchronizes.
 
-    The results are only close, because sums are added in another order.
+    The results are only close, because terms are added in a different order.
     """
     device = torch.device("cuda")
     results = []
@@ -259,7 +261,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
     return FakeCuda(monkeypatch)
 
 
-def test_draws_work_after_a_failed_capture(cuda: FakeCuda) -> None:
+def test_random_numbers_can_be_drawn_after_a_failed_capture(cuda: FakeCuda) -> None:
     def synchronize() -> None:
         if cuda.draws_fail:
             raise RuntimeError("operation not permitted when stream is capturing")
@@ -275,8 +277,8 @@ def test_draws_work_after_a_failed_capture(cuda: FakeCuda) -> None:
     assert cuda.waits == [(cuda.used[0], cuda.default), (cuda.default, cuda.used[0])]
 
 
-def test_only_replays_that_are_alive_together_need_several_streams(cuda: FakeCuda) -> None:
-    """A stream keeps memory. But PyTorch 2.13 frees the memory of a graph's stream with the graph."""
+def test_only_replays_that_exist_at_the_same_time_need_different_streams(cuda: FakeCuda) -> None:
+    """Streams keep memory, so they are reused. But PyTorch 2.13 frees a stream's memory with any graph captured on it."""
     for _ in range(3):
         replay_of(DEVICE, nothing)()
     assert cuda.streams == 1

@@ -78,8 +78,8 @@ def test_the_model_agrees_with_hugging_face(dtype: torch.dtype):
     assert_near(gradients(ours), renamed(gradients(theirs)), tolerance)
 
 
-def test_grouping_into_batches_does_not_matter():
-    """One batch, single sequences and another order give the same summed losses, counts and gradients."""
+def test_grouping_into_batches_does_not_change_losses_or_gradients():
+    """One batch, single sequences and a different order give the same summed losses, counts and gradients."""
     block, results = samples(), []
     for groups in ([list(range(6))], [[i] for i in range(6)], [[4, 0, 5], [2, 1, 3]]):
         model = random_model().eval()
@@ -150,8 +150,8 @@ def trained(batch: Batch, implementation: str = "auto") -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("implementation", ["auto", "reference"])
 @pytest.mark.parametrize("shape_bucket", SHAPE_BUCKETS)
-def test_a_padded_batch_trains_as_the_batch_that_it_holds(shape_bucket: ShapeBucket, implementation: str) -> None:
-    """What stands in empty token slots does not matter."""
+def test_padding_a_batch_changes_neither_losses_nor_gradients(shape_bucket: ShapeBucket, implementation: str) -> None:
+    """The ids in empty token slots do not matter."""
     padded = batch_of(SAMPLES, shape_bucket=shape_bucket)
     assert padded.shape_bucket == shape_bucket
     padded.input_ids[TOKENS:] = 11

@@ -38,8 +38,7 @@ def test_segments_are_parameters_and_thirds_of_the_fused_weight():
 
 @pytest.mark.parametrize("recipe", ["tiny_cpu", "h100_1x8", "dgxa100_1x8"])
 @pytest.mark.parametrize("ranks", [1, 24, 4096])
-def test_everything_that_a_kernel_reads_is_aligned(recipe: str, ranks: int):
-    """Parameters, gradients, and every rank's shard of each bucket start at multiples of 16 elements."""
+def test_parameters_gradients_and_shards_are_aligned_to_16_elements(recipe: str, ranks: int):
     with torch.device("meta"):
         model = BertForPreTraining(RECIPES[recipe]().model)
     flat = FlatParameters.of(model, ranks)
@@ -51,7 +50,7 @@ def test_everything_that_a_kernel_reads_is_aligned(recipe: str, ranks: int):
     assert 0 <= len(flat.weights_P) - sum(parameter.numel() for parameter in model.parameters()) < 1000
 
 
-def test_padding_stays_zero_and_has_no_part_in_any_norm():
+def test_padding_remains_zero_and_does_not_change_the_gradient_norm():
     """The sizes of this model are not multiples of the alignment, so parameters need padding."""
     model = BertForPreTraining(ModelConfig(2, 6, 2, 10, 31, 7))
     initialize_(model, torch.Generator().manual_seed(0))

@@ -1,4 +1,4 @@
-"""From own text to a model in one command: interrupted and continued, refused, and what it says about the model.
+"""The command that trains a model on a user's own text: interruption, invalid arguments, and its report on the model.
 
 The recipe derives settings from the data, and explicit settings override them.
 """
@@ -60,7 +60,10 @@ def text(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def in_process(clock: Clock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Callable[..., object]]:
-    """Train in this process and start no other program. For each run, append a function to call before each update."""
+    """Train in this process and start no other program.
+
+    For each run, append a function to the returned list. It is called before each update.
+    """
     acts: list[Callable[..., object]] = []
     cached = cache(lambda *words: parse(words))  # parsing takes longer than these runs
 
@@ -74,7 +77,7 @@ def in_process(clock: Clock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
             status = train(cached(*words), words)
         gc.collect()  # otherwise data of this run are still open when the next one begins
         for each in Path("/proc/self/fd").iterdir():
-            if each.exists() and each.readlink() == tmp_path / "out/checkpoints/.lock":  # as at the end of a process
+            if each.exists() and each.readlink() == tmp_path / "out/checkpoints/.lock":  # unlock, as at a process's end
                 os.close(int(each.name))
         supervisor.status = status if status > 128 else 0
         return status
@@ -82,7 +85,7 @@ def in_process(clock: Clock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(Supervisor, "run", run)
     monkeypatch.setattr("bert.own_text.parse", lambda words: cached(*words))
     monkeypatch.setattr("bert.run.drop_lost_output", lambda _: None)
-    monkeypatch.setattr("bert.launch.series.await_orphans", lambda: None)  # other tests' processes are children, too
+    monkeypatch.setattr("bert.launch.series.await_orphans", lambda: None)  # it would await other tests' processes
     for name in ("NPROC", "OMP_NUM_THREADS"):
         monkeypatch.setenv(name, "1")
     return acts
@@ -92,7 +95,7 @@ def in_process(clock: Clock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 def test_one_command_makes_a_model_and_continues_after_an_interruption(
     text: Path, tmp_path: Path, in_process: list[Callable[..., object]], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A step of 32 samples takes 3 s, so 15 s are enough for 160 samples, or 145 beside evaluations."""
+    """A step of 32 samples takes 3 s, so 15 s are enough for 145 samples and an evaluation: for 4 whole steps."""
     out, own = tmp_path / "out", OwnText(vocab_size=100, max_seq_length=48, dupe_factor=2)
     lines, texts = text.read_text().splitlines(keepends=True), tuple(tmp_path / f"text{n}.txt" for n in range(5))
     for number, path in enumerate(texts):
@@ -114,7 +117,7 @@ def test_one_command_makes_a_model_and_continues_after_an_interruption(
     assert sorted((out / "run.toml").read_text().splitlines()) == sorted(lines)
     said = capsys.readouterr().out.splitlines()
     assert said[-1] == f"to continue, run the same command again ({out})"
-    assert "end: aborted after 128 samples and 12.0 s" in said  # the trial: at 6 s, 9 s had not passed
+    assert "end: aborted after 128 samples and 12.0 s" in said  # the trial, at its first report after 9 s
     assert said.count("==> short trial, to measure the speed") == 1
     with pytest.raises(ValueError, match=r"out was made from other text or with other settings: name another --out"):
         own_text(texts, out, 0.26, None, own)
@@ -172,7 +175,7 @@ def test_one_command_makes_a_model_and_continues_after_an_interruption(
     ],
 )
 @pytest.mark.usefixtures("clock")
-def test_a_wrong_command_is_refused_and_leaves_no_files(
+def test_an_invalid_command_is_refused_and_leaves_no_files(
     text: Path, words: str, message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(text.parent)
@@ -182,7 +185,7 @@ def test_a_wrong_command_is_refused_and_leaves_no_files(
     assert list(text.parent.iterdir()) == [text]
 
 
-def test_a_model_to_start_from_brings_its_vocabulary(tmp_path: Path) -> None:
+def test_starting_from_a_model_selects_its_vocabulary_unless_one_is_set(tmp_path: Path) -> None:
     own, data = OwnText(), RECIPES["tiny_cpu"]().data
     assert _starting_point(None, own) == (None, own)
     assert _starting_point("tiny_cpu", own) == (data.initial_checkpoint, replace(own, vocab=data.vocab))
@@ -223,8 +226,10 @@ LINE = " ".join(letter * 9 for letter in "abcdefg")
         ([f"{word} b c d eight" for word in "efgh"], [(f"{word} b c d [MASK]", "eight") for word in "efg"]),
     ],
 )
-def test_examples_are_text_with_a_gap(texts: list[str], examples: list[tuple[str, str]], tmp_path: Path) -> None:
-    """Each has a whole word in its gap, and fills at most a line. At most three that differ are shown."""
+def test_examples_are_held_out_texts_with_one_word_masked(
+    texts: list[str], examples: list[tuple[str, str]], tmp_path: Path
+) -> None:
+    """An example has a gap for one whole word and fits on a line. At most three different examples are shown."""
     assert list(examples_of(*held_out(tmp_path / "made", texts))) == examples
 
 
@@ -238,7 +243,9 @@ def test_examples_are_text_with_a_gap(texts: list[str], examples: list[tuple[str
         ((), 1, 0.0, "It was too short to tell what longer training would bring."),
     ],
 )
-def test_the_outlook_follows_the_accuracy(accuracies: tuple[float, ...], best: int, times: float, said: str) -> None:
+def test_the_outlook_depends_on_the_course_of_the_accuracy(
+    accuracies: tuple[float, ...], best: int, times: float, said: str
+) -> None:
     records = [
         EvaluationRecord(step, 100 * step, masked_lm_accuracy=accuracy, count=10_000)
         for step, accuracy in enumerate(accuracies, 1)
@@ -300,18 +307,18 @@ def test_with_an_initial_checkpoint_its_model_is_used_and_each_sample_is_seen_on
 
 
 def test_evaluations_take_at_most_a_tenth_of_the_training_time() -> None:
-    """There are at most 20 evaluations. To evaluate a sample takes 0.4 of the time to train on one."""
+    """There are at most 20 evaluations. Evaluating a sample takes 0.4 times as long as training on one."""
     assert [affordable_samples(2201, held_out) for held_out in (20, 25, 26, 1000)] == [2041, 2001, 2000, 2000]
 
 
-def test_without_data_no_settings_are_derived_and_the_check_names_the_data(tmp_path: Path) -> None:
+def test_without_data_no_settings_are_derived_and_the_check_reports_missing_data(tmp_path: Path) -> None:
     config = parse(arguments(tmp_path))
     with pytest.raises(ValueError, match=r"missing: data\.train .*from-text"):
         check(config, 1)
 
 
 def save_text_model(path: Path, own: Path, normalization: Normalization) -> Path:
-    """Save random weights as a run saves them that was trained on text with this normalization."""
+    """Save random weights with the metadata of a model that was trained on text with this normalization."""
     vocabulary = Vocabulary.read(own / "vocab.txt")
     model = drawn_model(parse(arguments(own)).model, seed=0)
     save_weights(model, path, text_metadata(vocabulary.sha256, normalization))
@@ -329,8 +336,8 @@ def test_the_normalization_of_data_and_checkpoint_must_agree(own: Path, tmp_path
 
 
 @pytest.mark.slow
-def test_an_exported_tokenizer_splits_text_like_ours(own: Path, tmp_path: Path) -> None:
-    """The weights state the normalization."""
+def test_an_exported_tokenizer_splits_text_like_this_programs_tokenizer(own: Path, tmp_path: Path) -> None:
+    """The metadata of the weights state the normalization."""
     from transformers import AutoTokenizer
 
     vocabulary = Vocabulary.read(own / "vocab.txt")

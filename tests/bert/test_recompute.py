@@ -92,8 +92,8 @@ def no_graph(name: str, implementation: str, *args: Any) -> bool:
     return "CUDA graph" in " ".join(op.unsupported_reasons(op.implementations[implementation], *args))
 
 
-def test_a_captured_step_gets_no_dropout_that_cannot_be_repeated() -> None:
-    """Implementations whose dropout cannot be repeated are rejected, even by name, but only for recomputed ops."""
+def test_captured_steps_reject_dropout_that_cannot_be_repeated() -> None:
+    """Implementations whose dropout cannot be repeated are rejected for recomputed ops, even if a setting names them."""
     with FakeTensorMode():
         usual = attention_call(64)
         with only_capturable():
@@ -115,7 +115,7 @@ def test_a_captured_step_gets_no_dropout_that_cannot_be_repeated() -> None:
 
 
 @pytest.mark.parametrize("name", RECOMPUTED_OPS)
-def test_implementations_that_repeat_their_dropout_mask_are_marked(name: str) -> None:
+def test_implementations_are_marked_repeatable_if_they_repeat_their_dropout_mask(name: str) -> None:
     args, kwargs = example_inputs(name, torch.device("cpu"), torch.float32)
     for implementation in OPS[name].implementations.values():
         if implementation.name in ("pytorch", "reference"):

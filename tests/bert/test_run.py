@@ -79,7 +79,7 @@ Start = Callable[..., Done]
 
 @pytest.fixture
 def start(small_run: SmallRun, tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
-    """Return a function that trains."""
+    """Return a function that trains once and returns the run's status, output and files."""
     guards: list[DataGuard] = []
     monkeypatch.setattr(bert.run, "DataGuard", lambda folders: guards.append(DataGuard(folders)) or guards[-1])
     monkeypatch.setattr(bert.run, "require_private_cache", None)  # only Triton on a GPU needs it
@@ -106,7 +106,7 @@ def start(small_run: SmallRun, tmp_path: Path, clock: Clock, monkeypatch: pytest
 
 
 def step_line(step: int, tokens_per_s: int, eta: str) -> str:
-    """A step takes 0.5 + 2 x 1.5 + 1 s, so 16 sequences a step are 3.6 a second, and 11.1 % of the time is a wait."""
+    """A step waits 0.5 s (11.1 %) for data and computes for 2 x 1.5 + 1 s, so 16 sequences a step are 3.6 a second."""
     return (
         f"step {step:>6}  samples {16 * step:>9}   4500.0 ms       3.6 seq/s {tokens_per_s:>10} tok/s  wait 11.1 %  loss #  "
         f"lr {5e-5 * (step - 1):.2e}  eta {eta}"
@@ -117,10 +117,10 @@ def eval_line(step: int, rest: str = "target 0.9000") -> str:
     return f"eval {step:>6}  samples {16 * step:>9}  accuracy #  ( #/173)  {rest}  7.00 s"
 
 
-def test_a_run_resumed_from_a_checkpoint_ends_like_the_whole_run(
+def test_a_resumed_run_ends_with_the_weights_of_the_whole_run(
     start: Start, small_run: SmallRun, tmp_path: Path
 ) -> None:
-    """The run that continues has the same steps, and ends with the same weights to the last bit."""
+    """The resumed run repeats the whole run's last steps, and ends with the same weights to the last bit."""
     ways = {"checkpoint__folder": tmp_path / "c", "checkpoint__every_steps": 4, "save_checkpoint": tmp_path / "whole"}
     done = start(**ways)
     config = parse(small_run.arguments(tmp_path, **SETTINGS))
@@ -132,8 +132,8 @@ def test_a_run_resumed_from_a_checkpoint_ends_like_the_whole_run(
     assert (done.status, done.checkpoints) == (1, ["step_00000004"])
     assert done.output == [
         "log in TMP/r/tiny_cpu/bert/result_0.txt",
-        "at most 6 steps of 16 sequences, 2 evaluations of 50: about 0:34",  # 4 s x (6 + 0.4 x 100 / 16)
-        step_line(2, rates[0], "at most 0:16"),  # 56 samples of 88 at 32 in 9 s
+        "at most 6 steps of 16 sequences, 2 evaluations of 50: about 0:34",  # 6 + 0.4 x 100 / 16 steps of 4 s
+        step_line(2, rates[0], "at most 0:16"),  # 88 - 32 samples remain, at 32 in 9 s
         step_line(3, rates[1], "at most 0:11"),
         eval_line(3),
         step_line(4, rates[2], "at most 0:09"),
@@ -162,7 +162,7 @@ def test_a_run_resumed_from_a_checkpoint_ends_like_the_whole_run(
 
 
 def test_the_log_states_the_settings_and_the_counts(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A rank's own work, by which stragglers are found, is without exchanges with ranks of the same copy."""
+    """A rank's own time, by which stragglers are found, excludes exchanges with other ranks of its model copy."""
     own_seconds = []
     monkeypatch.setattr(Stragglers, "add", lambda _, seconds: own_seconds.append(seconds) or [])
     done = start(
@@ -229,10 +229,8 @@ def test_a_target_that_is_just_reached_ends_the_run(start: Start, tmp_path: Path
     assert (stated.samples, stated.correct) == (best.samples, best.correct)
 
 
-def test_the_watchdog_is_told_the_phases_in_order(
-    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Two steps warm up, and evaluation data are read before the first step. Only a slow disk is waited for at the end."""
+def test_a_run_enters_its_phases_in_order(start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two warm-up steps and reading ahead come first. "checkpoint_write" is ignored: it occurs only if the disk is slow."""
     done: list[str] = []
     for owner, name in ((PhaseTracker, "enter"), (Evaluator, "read_ahead")):
         real = getattr(owner, name)
@@ -253,7 +251,7 @@ def test_the_time_limit_ends_the_run_at_the_first_report_after_it(start: Start) 
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_ends_the_run_after_the_interval_with_a_checkpoint(start: Start, tmp_path: Path, number: int) -> None:
+def test_a_signal_ends_the_run_with_a_checkpoint_after_the_interval(start: Start, tmp_path: Path, number: int) -> None:
     folder = tmp_path / "c"
     done = start(lambda _, step: step == 1 and signal.raise_signal(number), checkpoint__folder=folder)
     assert (done.status, done.checkpoints) == (128 + number, ["step_00000002"])
@@ -276,7 +274,7 @@ def test_a_signal_ends_the_run_after_the_interval_with_a_checkpoint(start: Start
     assert [record.key for record in log.records][-4:] == ["block_stop", "train_samples", "eval_samples", "run_stop"]
 
 
-def test_gradients_that_stay_bad_end_the_run_and_are_not_in_a_checkpoint(start: Start, tmp_path: Path) -> None:
+def test_gradients_that_remain_nan_end_the_run_and_are_not_checkpointed(start: Start, tmp_path: Path) -> None:
     def spoil(step: TrainingStep, number: int) -> None:
         if number > 3:
             step.flat.gradients_P[5] = math.nan
@@ -298,8 +296,10 @@ def test_gradients_that_stay_bad_end_the_run_and_are_not_in_a_checkpoint(start: 
     ]
 
 
-def test_a_restarted_run_resumes_by_itself(start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Either the count of restarts or the job of the checkpoints shows a restart. Under torchrun, an orderly end is 0."""
+def test_a_restarted_run_resumes_without_the_setting_resume(
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torchrun's count of restarts, or checkpoints of the same job, show a restart. Under torchrun, a regular end is 0."""
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job")
     first = start(training__max_steps=3, checkpoint__folder=tmp_path / "c", checkpoint__every_steps=2)
     assert first.status == 0
@@ -318,7 +318,7 @@ def test_a_restarted_run_resumes_by_itself(start: Start, tmp_path: Path, monkeyp
         assert ("gradient_accumulation_steps", 2, {}) in done.log
 
 
-def test_random_seeds_have_31_bits_and_the_claim_names_the_log(
+def test_random_seeds_have_31_bits_and_the_claim_file_names_the_log(
     start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MLPERF_BERT_CLAIM", str(tmp_path / "a claim"))
@@ -328,28 +328,30 @@ def test_random_seeds_have_31_bits_and_the_claim_names_the_log(
     assert (tmp_path / "a claim").read_text() == f"{done.result}\n"
 
 
-def test_a_dry_run_only_says_that_it_is_ready(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_dry_run_says_that_it_is_ready_and_writes_no_log(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     ready = ["tiny_cpu: ready, results would go to TMP/r/tiny_cpu/bert/result_0.txt"]
     done = start(print, "--dry-run")
     assert (done.status, done.output, done.result.exists()) == (0, ready, False)
     if not torch.cuda.is_available():
         warning = "warning: training.device is cuda, but PyTorch sees no GPU here: this run needs a machine with GPUs"
         assert start(print, "--dry-run", training__device="cuda").output == [warning, *ready]
-        monkeypatch.setenv("MLPERF_BERT_CLAIM", "file")  # the run would follow here
+        monkeypatch.setenv("MLPERF_BERT_CLAIM", "file")  # a run would follow the dry run
         with pytest.raises(ValueError, match="is cuda, but PyTorch sees no GPU here"):
             start(print, "--dry-run", training__device="cuda")
 
 
-def test_site_steps_need_several_sites(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_site_steps_need_several_sites_unless_the_run_is_elastic(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     ways = {"training__site_steps": 2, "evaluation__interval_samples": 32, "training__max_steps": 2}
     with pytest.raises(ValueError, match=r"site_steps is 2, but all ranks are at one site: set MLPERF_BERT_SITE"):
         start(**ways)
     monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
-    ways["training__gradient_accumulation_steps"] = 3  # shares may be uneven, too
+    ways["training__gradient_accumulation_steps"] = 3  # elastic runs may divide the batch unevenly
     assert start(**ways).output[0] == "one site: its ranks sum the gradients of every step until another site joins"
 
 
-def test_data_are_released_between_two_barriers(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_run_start_is_logged_between_two_barriers_before_data_are_released(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """No rank may open data before rank 0 has logged run_start, so rank 0 writes it between two barriers."""
     told: list[str] = []
     event, release = MLLog.event, DataGuard.release
@@ -376,7 +378,7 @@ def test_data_are_released_between_two_barriers(start: Start, monkeypatch: pytes
         (BUG, call.failed("RuntimeError: a bug", error=BUG)),
     ],
 )
-def test_an_error_ends_all_ranks_with_its_status_and_a_fault_is_in_the_log(
+def test_an_error_ends_all_ranks_with_its_status_and_a_fault_is_written_to_the_log(
     error: Exception, failed: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(bert.run, "Watchdog", watchdog := Mock())
@@ -394,7 +396,7 @@ def test_an_error_ends_all_ranks_with_its_status_and_a_fault_is_in_the_log(
 
 
 @pytest.mark.usefixtures("clock")
-def test_a_rank_stopped_for_other_hosts_first_waits_for_its_own_signal(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_stops_for_another_host_first_waits_for_its_own_signal(monkeypatch: pytest.MonkeyPatch) -> None:
     """The replaced ``all_reduce_`` returns the sum over two ranks. The other rank has received a signal."""
     interruption = Interruption()
     assert not bert.run._stopped_for_others(interruption, CPU), "no rank has got a signal"
@@ -407,7 +409,7 @@ def test_a_rank_stopped_for_other_hosts_first_waits_for_its_own_signal(monkeypat
     assert not bert.run._stopped_for_others(interruption, CPU)
 
 
-def test_micro_batches_without_a_cuda_graph_are_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_micro_batches_without_a_cuda_graph_cause_a_warning(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with MLLog(tmp_path / "log.txt") as log:
         bert.run._note_uncaptured(0, CPU, log)
         bert.run._note_uncaptured(1234, CPU, log)

@@ -63,7 +63,9 @@ def test_settings_that_contradict_a_plan_are_refused(file: Path, tmp_path: Path)
         parse(["h100_1x8", "--plan", str(file)])
 
 
-def test_a_plan_with_a_wrong_value_is_refused_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_plan_with_an_invalid_value_is_refused_in_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     write_plan(planned(reduction="--help"), tmp_path / "plan.json")
     assert main(["--plan", str(tmp_path / "plan.json")]) == 2
     [line] = capsys.readouterr().err.splitlines()
@@ -88,7 +90,7 @@ def interval(step: int, **milliseconds: float) -> StepRecord:
 def test_a_run_warns_of_the_phase_that_differs_most_from_its_plan(
     reduce_ms: float, forward_backward_ms: float, said: str | None, tmp_path: Path
 ) -> None:
-    """A difference of 20 % is not worth a warning. The first interval is an outlier, as the loader starts in it."""
+    """A difference of 20 % causes no warning. The first interval, in which the loader starts, is an outlier."""
     lines: list[str] = []
     sinks = [
         MetricsWriter(tmp_path / "metrics.jsonl", RunRecord()),
@@ -118,7 +120,7 @@ def test_a_run_warns_of_the_phase_that_differs_most_from_its_plan(
     assert lines[5:-1] == ([f"warning at step 80: a step took {said}"] if said else [])
 
 
-def test_a_run_without_intervals_has_nothing_to_compare_with_its_plan() -> None:
+def test_a_run_without_intervals_prints_no_comparison_with_its_plan() -> None:
     lines: list[str] = []
     sink = StepLines(lines.append, 0.36, 1000, EvaluationSchedule(100, 32))
     Reporter([sink], (planned(), Path("p.json"))).end(0, EndRecord("aborted", 8.0, 0))

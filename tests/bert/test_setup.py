@@ -1,4 +1,4 @@
-"""What is built before a run."""
+"""The data loader that is built before a run."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +15,7 @@ from tests.bert.small_models import CPU
 from tests.conftest import SmallRun
 
 
-def test_one_rank_of_a_host_warns_if_a_loader_cannot_start(
+def test_one_rank_of_each_host_warns_if_the_preferred_loader_cannot_start(
     small_run: SmallRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = parse(small_run.arguments(tmp_path))

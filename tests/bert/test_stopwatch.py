@@ -7,7 +7,7 @@ from bert.execution.stopwatch import DeviceStopwatch, Stopwatch
 from tests.bert.conftest import Clock
 
 
-def test_an_exchange_is_part_of_its_phase_and_a_nested_phase_is_not(clock: Clock) -> None:
+def test_an_exchange_counts_in_its_phase_and_a_nested_phase_does_not(clock: Clock) -> None:
     stopwatch, phases = Stopwatch(), []
     for phase in ("forward_backward", "update"):
         with stopwatch.time(phase):
@@ -69,7 +69,7 @@ class Mark:
         return end_event.passed - self.passed
 
 
-def test_a_phase_inside_another_counts_once_captured_or_not() -> None:
+def test_a_nested_phase_counts_once_whether_captured_or_not() -> None:
     device = Device()
     stopwatch = device.stopwatch()
     device.capturing = True
@@ -94,7 +94,7 @@ def test_a_phase_inside_another_counts_once_captured_or_not() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="PyTorch sees no GPU here")
-def test_phases_of_a_cuda_graph_are_told_apart() -> None:
+def test_phases_inside_a_cuda_graph_are_measured_separately() -> None:
     stopwatch = DeviceStopwatch()
     matrix = torch.randn(4096, 4096, device="cuda")
 

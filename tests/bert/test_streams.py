@@ -1,4 +1,4 @@
-"""Streams beside the step's stream copy batches to the GPU and send gradients."""
+"""Separate streams copy batches to the GPU and exchange gradients while a step computes."""
 
 from typing import Any
 
@@ -40,7 +40,7 @@ def three_steps() -> None:
             copy.input_ids.add_(1)
 
 
-def test_batches_are_copied_beside_the_step(timeline: Timeline):
+def test_batches_are_copied_on_a_separate_stream_that_waits_for_no_step(timeline: Timeline):
     three_steps()
     main, side = timeline.streams
     assert timeline.operators[side] > timeline.operators[main] == 3
@@ -56,7 +56,7 @@ def test_batches_are_copied_beside_the_step(timeline: Timeline):
     ids=["arrival", "memory"],
 )
 @pytest.mark.usefixtures("timeline")
-def test_batches_that_are_read_too_early_or_too_late_are_noticed(
+def test_batches_that_are_read_too_early_or_freed_too_early_are_detected(
     owner: type, name: str, message: str, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(owner, name, lambda *_: None)

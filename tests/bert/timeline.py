@@ -129,7 +129,7 @@ class Timeline(TorchDispatchMode):
         super().__init__()
         self.rank = rank
         self.host = Stream(self, "host")
-        """Stream of the host's waits for other ranks. All work that the host submits later comes after them."""
+        """Stream of the host's waits for other ranks. All work that the host submits later comes after these waits."""
         self.main = self.current = Stream(self, "main")
         self.streams = [self.main]
         self.collectives: list[Collective] = []
@@ -156,7 +156,7 @@ class Timeline(TorchDispatchMode):
             "Event": lambda **_: Event(self),
             "current_stream": lambda _=None: self.current,
             "stream": self.on,
-            "synchronize": None,  # the host must not wait for the device
+            "synchronize": None,  # a call would fail: the host must not wait for the device
             "is_initialized": lambda: True,
             "is_current_stream_capturing": lambda: self.current.capture is not None,
             "graph_pool_handle": lambda: None,

@@ -1,4 +1,4 @@
-"""Programs with several commands: error messages for a wrong command line."""
+"""Programs with several commands: error messages for an invalid command line."""
 
 import re
 import sys
@@ -54,10 +54,10 @@ WRONG = {
     "show --bold": "Missing from program show: --folder PATH (required)",
     "show --no-bold": "Missing from program show: --folder PATH (required)",
 }
-"""Complaints by command line. Without --folder, which is required, tyro would not suggest another option."""
+"""Error message for each command line. tyro reports the missing --folder, which is required, and no unknown option."""
 
 
-def test_a_wrong_command_line_is_named_with_a_suggestion(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_invalid_command_line_gives_an_error_with_a_suggestion(capsys: pytest.CaptureFixture[str]) -> None:
     for line, said in WRONG.items():
         with pytest.raises(ValueError, match=f"^{re.escape(said)}$"):
             app.run("program", line.split())
@@ -77,7 +77,7 @@ def end(how: str) -> int:
     raise {"wrong": errors[0], "full": errors[1], "absent": errors[2], "odd": ModuleNotFoundError(name="json.x")}[how]
 
 
-def test_main_returns_the_commands_status_or_2_after_one_line(
+def test_main_returns_the_commands_status_or_2_after_an_error_of_one_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     program = Commands()
@@ -94,14 +94,14 @@ def test_main_returns_the_commands_status_or_2_after_one_line(
     ):
         monkeypatch.setattr("sys.argv", ["program", *arguments])
         assert (program.main("program"), *capsys.readouterr()) == (status, out, err)
-    with pytest.raises(ModuleNotFoundError):  # a module that is missing in a package that is not
+    with pytest.raises(ModuleNotFoundError):  # the package is installed, but lacks a module
         program.run("program", ["end", "--how", "odd"])
     with pytest.raises(SystemExit, match="0"):
         program.run("program", ["--version"])
     assert capsys.readouterr().out == f"{version_line()}\n"
 
 
-def test_the_parser_for_programs_without_tyro_raises_what_is_wrong() -> None:
+def test_the_parser_for_programs_without_tyro_raises_errors_with_a_suggestion() -> None:
     parser = RaisingParser()
     parser.add_argument("--text")
     with pytest.raises(ValueError, match=r"^there is no option --txet; did you mean --text\?$"):
@@ -110,10 +110,12 @@ def test_the_parser_for_programs_without_tyro_raises_what_is_wrong() -> None:
         parser.parse_args(["--text"])
 
 
-def test_a_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_missing_extra_is_reported_with_the_command_that_installs_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert needed("bert") == "bert is not installed by pip: run this command in the root of a clone"
     monkeypatch.setattr("sys.argv", ["program"])
-    require_extra("plots", "absent")  # imported by another program
+    require_extra("plots", "absent")  # imported, not run as a program
     monkeypatch.setattr("sys.argv", ["-m", "words"])
     require_extra("plots", "json", "re")
     with pytest.raises(SystemExit, match="2"):
@@ -122,7 +124,7 @@ def test_a_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytes
     assert capsys.readouterr() == ("", said)
 
 
-def test_a_signal_during_parsing_is_not_reported_as_a_wrong_option() -> None:
+def test_a_signal_during_parsing_is_not_reported_as_an_invalid_option() -> None:
     for status, kind, said in ((143, SystemExit, "143"), (2, ValueError, r"^$")):
         with pytest.raises(kind, match=said):
             parsed(lambda status=status: sys.exit(status))

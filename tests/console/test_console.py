@@ -50,7 +50,7 @@ def test_control_and_invisible_characters_are_escaped_and_long_text_is_cut() -> 
 
 
 @given(ANY_TEXT)
-def test_any_text_is_one_harmless_line(text: str) -> None:
+def test_any_text_is_shown_as_one_harmless_line(text: str) -> None:
     shown = visible(text)
     assert_harmless(shown)
     assert "\n" not in shown
@@ -127,7 +127,7 @@ def test_untrusted_text_in_log_messages_and_warnings_is_escaped() -> None:
         *(pytest.param(f"bert.{name} tiny_cpu", "torch", marks=pytest.mark.slow) for name in ("train", "evaluate")),
     ],
 )
-def test_ctrl_c_during_the_imports_is_one_line(arguments: str, imported: str, tmp_path: Path) -> None:
+def test_ctrl_c_during_the_imports_prints_one_line(arguments: str, imported: str, tmp_path: Path) -> None:
     """The process kills itself by SIGINT, so that a shell sees status 130 and stops its script."""
     (tmp_path / f"{imported}.py").write_text("raise KeyboardInterrupt")
     # Unset TRITON_INTERPRET, which the tests of kernels set and which disables compiling.
@@ -135,7 +135,9 @@ def test_ctrl_c_during_the_imports_is_one_line(arguments: str, imported: str, tm
     assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, "", "interrupted\n")
 
 
-def test_signals_end_a_program_in_order_and_only_once(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_signal_ends_a_program_with_its_status_and_later_signals_are_ignored(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     numbers = (signal.SIGHUP, signal.SIGTERM, signal.SIGINT)
     before = {number: signal.signal(number, signal.SIG_DFL) for number in numbers}
     try:
@@ -155,7 +157,7 @@ def test_signals_end_a_program_in_order_and_only_once(capsys: pytest.CaptureFixt
     assert capsys.readouterr().err == "interrupted\nValueError: wrong\n"
 
 
-def test_other_errors_keep_their_traceback_and_importing_programs_their_hook(tmp_path: Path) -> None:
+def test_unexpected_errors_keep_their_traceback_and_importing_keeps_sys_excepthook(tmp_path: Path) -> None:
     assert python("-c", "import dataloading, sys; assert sys.excepthook is sys.__excepthook__").returncode == 0
     (tmp_path / "tyro.py").write_text("raise RuntimeError('broken')")
     done = python("-m", "dataloading", PYTHONPATH=tmp_path)
@@ -171,7 +173,7 @@ def test_other_errors_keep_their_traceback_and_importing_programs_their_hook(tmp
         ["compliance", "summary", "results/cpu_2cores/bert"],
     ],
 )
-def test_a_pipe_that_its_reader_closes_early_is_no_error(program: list[str], small_run: SmallRun) -> None:
+def test_a_pipe_that_its_reader_closes_early_causes_no_error_message(program: list[str], small_run: SmallRun) -> None:
     """A program prints no error if its reader closes the pipe early, as in ``python -m kernels | head -1``."""
     command = [sys.executable, "-m", *(part.format(run=small_run.folder) for part in program)]
     with subprocess.Popen(
@@ -191,9 +193,9 @@ def test_output_to_a_stream_that_the_caller_has_closed_is_dropped() -> None:
         assert (done.returncode, done.stdout, done.stderr) == (status, "", "")
 
 
-def test_output_that_a_full_device_refuses_is_noted_once_and_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_output_that_a_full_device_refuses_is_reported_once_and_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     notes: list[str] = []
-    read, write = os.pipe2(os.O_NONBLOCK)  # a terminal without room is no failure
+    read, write = os.pipe2(os.O_NONBLOCK)  # a full pipe that does not block is no failure
     with Path("/dev/full").open("w") as output, Path("/dev/full").open("w") as errors, os.fdopen(write, "w") as crowded:
         for streams in ((output, errors), (crowded, errors)):
             for name, stream in zip(("stdout", "stderr"), streams, strict=True):

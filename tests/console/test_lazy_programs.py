@@ -11,7 +11,7 @@ LARGE = "torch triton numpy numba h5py scipy tokenizers safetensors google_crc32
 """Packages that take from a tenth of a second to several seconds to import."""
 DATALOADING = "extract prepare demo index shuffle convert wikipedia verify dump"
 COMPLIANCE = "check report summary system convergence doctor package watch"
-COMMANDS = {  # run with --help unless they have an option; "" stands for no command
+COMMANDS = {  # --help is added unless there is an option; "" is the program without a command
     "dataloading": ("", *DATALOADING.split()),
     "compliance": ("", *COMPLIANCE.split()),
     "cluster": ("", "devices", "predict", "calibrate", "probe", "show", "whatif"),
@@ -33,7 +33,7 @@ print(json.dumps(sorted(sys.modules)))
 
 
 @pytest.mark.parametrize("module", COMMANDS)
-def test_version_and_help_need_nothing_large(module: str) -> None:
+def test_version_and_help_import_no_large_packages(module: str) -> None:
     done = python("-c", RUN, module, *COMMANDS[module])
     assert done.returncode == 0, done.stderr
     version, *shown, held = done.stdout.splitlines()

@@ -11,7 +11,7 @@ from console.processes import run
 from tests.programs import is_alive, wait_for
 
 
-def test_a_program_gives_its_output_or_the_reason_why_there_is_none() -> None:
+def test_running_a_program_gives_its_output_or_the_reason_of_its_failure() -> None:
     says = r"import sys; sys.stdout.buffer.write(b'a\xff\n'); print('why', file=sys.stderr)"
     done = run([sys.executable, "-c", says])
     assert (done.answer, done.errors, done.trouble) == ("a\udcff\n", "why\n", "")

@@ -17,7 +17,7 @@ CommitOf = Callable[[Path], str]
 
 @pytest.fixture
 def commit_of(monkeypatch: pytest.MonkeyPatch) -> Iterator[CommitOf]:
-    """Return a function that returns the commit of a program in a given folder."""
+    """Return a function that returns the commit that a program finds if ``folder`` is its repository."""
 
     def commit(folder: Path) -> str:
         monkeypatch.setattr(version, "REPOSITORY", folder)
@@ -28,7 +28,9 @@ def commit_of(monkeypatch: pytest.MonkeyPatch) -> Iterator[CommitOf]:
     version.commit.cache_clear()
 
 
-def test_a_checkout_names_its_commit(commit_of: CommitOf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_version_of_a_git_checkout_has_its_commit_and_local_changes(
+    commit_of: CommitOf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "file").write_text("one")
     git(tmp_path, "init", "--quiet")
     git(tmp_path, "add", "file")
@@ -43,7 +45,9 @@ def test_a_checkout_names_its_commit(commit_of: CommitOf, tmp_path: Path, monkey
     assert version.version_line() == f"mlperf-bert 1.2.3 (commit {revision[:7]} with local changes)"
 
 
-def test_an_image_names_its_commit(commit_of: CommitOf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_version_in_a_container_image_has_its_commit(
+    commit_of: CommitOf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "launch").mkdir()
     for name in ("pyproject.toml", "launch/environment.sh"):
         shutil.copy(REPOSITORY / name, tmp_path / name)

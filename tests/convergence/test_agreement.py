@@ -41,7 +41,7 @@ RANKS, BATCH, LENGTH, SEED = 2, 16, 128, 7
 STEPS, LAYERS = int(os.environ.get("AGREEMENT_STEPS", "3")), int(os.environ.get("AGREEMENT_LAYERS", "1"))
 OPTIMIZER = OptimizerConfig(1e-3, learning_rate_training_steps=400, num_warmup_steps=30, start_warmup_step=-1)
 GOALS = {"loss": 1e-6, "weight matrix": 5e-7, "bias or norm": 3e-5, "gradient norm": 1e-6}
-"""Largest relative difference from float64, by kind of number. If the fp32 runs differ more, that counts."""
+"""Limit of the relative difference from float64, by kind of number, unless the independent runs differ even more."""
 
 
 def test_the_program_trains_as_an_independent_implementation_does(tmp_path: Path) -> None:
@@ -67,7 +67,7 @@ def test_the_program_trains_as_an_independent_implementation_does(tmp_path: Path
 
 
 def differences(one: Trained, other: Trained) -> dict[str, dict[str, float]]:
-    """Return relative differences by kind, and by step or weight. A weight's is the norm of the difference."""
+    """Return relative differences by kind, and by step or weight. Differences of a weight are norms of tensors."""
     weights: dict[bool, dict[str, float]] = {True: {}, False: {}}
     for name, weight in other.weights.items():
         # Softmax ignores key biases, so their gradients are only rounding errors.

@@ -19,7 +19,7 @@ COMMITTED_RESULTS = "cpu_2cores"
 
 
 def left_behind(folder: str, names: list[str]) -> set[str]:
-    """Return which names to omit, because a clone lacks them. Keep ``__pycache__``, which has code compiled by Numba."""
+    """Return the names to omit, which a clone lacks too. ``__pycache__`` is kept: it has code compiled by Numba."""
     at_top, in_results = Path(folder) == REPOSITORY, Path(folder) == REPOSITORY / "results"
     return {
         name
@@ -66,7 +66,7 @@ def real_checkout(tmp_path_factory: pytest.TempPathFactory, demo_data: Path) -> 
 
 @pytest.fixture(scope="module")
 def checkout(real_checkout: Path) -> Path:
-    """Return a copy of the repository with a fast ``python``, which asks a server to fork instead of starting anew.
+    """Return a copy of the repository with a fast ``python``: it asks a server to fork instead of starting Python.
 
     A test that looks for processes by parent or name needs ``real_checkout`` or ``launching_checkout``.
     """
@@ -105,7 +105,7 @@ def checkout_with_all_data(checkout: Path, demo_data: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def checkout_with_results(checkout: Path) -> Path:
-    """Return a copy of the repository with the committed results as results of tiny_cpu, as if it had run."""
+    """Return a copy of the repository with a copy of the committed results as results of tiny_cpu."""
     results = checkout / "results"
     (results / "systems").mkdir()
     shutil.copytree(results / COMMITTED_RESULTS, results / "tiny_cpu")

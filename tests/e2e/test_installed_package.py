@@ -1,4 +1,4 @@
-"""The wheel has the checker and the prediction, and a program names the extra of packages that are not installed."""
+"""The installed wheel can check results and predict times. Programs that lack packages name the extra to install."""
 
 import os
 import shutil
@@ -54,15 +54,15 @@ def test_every_file_of_the_packages_is_in_the_wheel(wheel: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_wheel_does_not_disturb_the_kernels_of_hugging_face(wheel: Path, tmp_path: Path) -> None:
-    """transformers imports the kernels of Hugging Face, also in the root of a clone with -P, as the documentation does."""
+def test_transformers_imports_hugging_faces_kernels_beside_the_installed_wheel(wheel: Path, tmp_path: Path) -> None:
+    """transformers imports Hugging Face's kernels, even in the root of a clone if Python has the option -P."""
     venv.create(tmp_path, symlinks=True)
     install = [sys.executable, "-m", "pip", "--python", str(tmp_path / "bin/python"), "install", "-qq", "--no-deps"]
     theirs = subprocess.run([*install, "--retries=0", "kernels==0.17.2"], capture_output=True, text=True, timeout=600)
     if theirs.returncode:
         pytest.skip(f"pip cannot install Hugging Face's kernels: {theirs.stderr[-300:]}")
     subprocess.run([*install, wheel], check=True, timeout=600)
-    # transformers would use only one minor version of kernels, which changes with its own.
+    # Skip the version check: each version of transformers accepts only one minor version of Hugging Face's kernels.
     use = (
         "import transformers.utils.import_utils as found; found.is_kernels_available = lambda: True; "
         "import transformers.integrations.hub_kernels; from transformers import BertModel"
@@ -80,11 +80,11 @@ def test_the_wheel_does_not_disturb_the_kernels_of_hugging_face(wheel: Path, tmp
         *("cluster plan h100_1x8", "cluster scale h100_1x8", "cluster probe --out view.json"),
     ],
 )
-def test_a_program_without_its_extra_names_it(installed: Path, command: str) -> None:
+def test_a_program_without_its_packages_names_the_extra_to_install(installed: Path, command: str) -> None:
     done = run(installed, REPOSITORY, *command.split())
     assert done.returncode != 0
     assert " is not installed: pip install '.[train]'" in done.stderr
-    if not command.startswith("kernels"):  # kernels must not import console, which prints errors
+    if not command.startswith("kernels"):  # kernels may not import console, which prints one line
         assert (done.returncode, done.stderr.count("\n")) == (2, 1)
         assert done.stderr.startswith("error: ")
 
@@ -98,7 +98,9 @@ def test_a_program_without_its_extra_names_it(installed: Path, command: str) -> 
         ("compliance doctor --quick", "recipe "),
     ],
 )
-def test_a_program_that_needs_no_extra_works(installed: Path, tmp_path: Path, command: str, shown: str) -> None:
+def test_programs_that_need_no_extra_run_from_the_installed_wheel(
+    installed: Path, tmp_path: Path, command: str, shown: str
+) -> None:
     done = run(installed, tmp_path, *(word.replace("REPOSITORY", str(REPOSITORY)) for word in command.split()))
     assert done.returncode in ((0, 1) if "doctor" in command else (0,)), done.stderr
     assert "Traceback" not in done.stderr
@@ -108,7 +110,7 @@ def test_a_program_that_needs_no_extra_works(installed: Path, tmp_path: Path, co
 @pytest.mark.parametrize(
     "command", ["compliance doctor --recipe tiny_cpu", "cluster plan h100_1x8", "cluster scale h100_1x8"]
 )
-def test_an_installed_program_asks_for_a_clone(installed: Path, tmp_path: Path, command: str) -> None:
+def test_an_installed_program_that_needs_a_clone_says_so(installed: Path, tmp_path: Path, command: str) -> None:
     done = run(installed, tmp_path, *command.split())
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
     assert "in the root of a clone" in done.stderr

@@ -52,11 +52,11 @@ def test_a_slurm_job_mounts_folders_in_its_container(checkout: Path, tmp_path: P
     job |= {"CONTAINER": "a.sif", "MOUNTS": "/a:/b --writable", "PATH": f"{tmp_path}:{os.environ['PATH']}"}
     done = start("bash", "launch/slurm.sub", "tiny_cpu", cwd=checkout, **job)
     assert done.returncode == 9
-    assert "/workspace/bert/results,/a:/b --writable\n--pwd\n" in done.stdout  # part of an argument, not an option
+    assert "/workspace/bert/results,/a:/b --writable\n--pwd\n" in done.stdout  # --writable is no option of its own
 
 
 def objects(file: str) -> list[dict[str, Any]]:
-    """Return the objects of a file in ``launch/``. The newest version of Kubernetes must know all but a JobSet."""
+    """Return the objects of a file in ``launch/``. All but a JobSet are validated for the newest Kubernetes."""
     found = list(yaml.safe_load_all((REPOSITORY / "launch" / file).read_text(encoding="utf-8")))
     for thing in found:
         if thing["kind"] != "JobSet":
@@ -65,7 +65,7 @@ def objects(file: str) -> list[dict[str, Any]]:
 
 
 def jobset() -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
-    """Return the network policy, the JobSet, and the Job of pods that its controller makes."""
+    """Return the network policy, the JobSet, and the Job that JobSet's controller makes from it."""
     policy, whole = objects("jobset.yaml")
     (replicated,) = whole["spec"]["replicatedJobs"]
     name = f"{whole['metadata']['name']}-{replicated['name']}-0"
@@ -90,7 +90,7 @@ def test_the_service_and_the_policy_select_the_pods_of_the_job() -> None:
 
 
 def test_the_jobset_has_the_same_pods_as_the_job() -> None:
-    """Their names, services and anti-affinity rules may differ."""
+    """Only names, services and anti-affinity rules of the pods may differ."""
     policy, whole, job = jobset()
     kubernetes_validate.validate(job, kubernetes_validate.latest_version(), strict=True)
     ours = {"podSelector": {"matchLabels": {NAME_OF_JOBSET: whole["metadata"]["name"]}}}
@@ -113,14 +113,14 @@ def test_the_jobset_has_the_same_pods_as_the_job() -> None:
 
 @pytest.mark.slow
 def test_the_jobset_has_only_fields_that_jobset_knows() -> None:
-    """Kubeflow publishes models of JobSet's types. They drop unknown fields."""
+    """Kubeflow publishes Python models of JobSet's types, which drop unknown fields."""
     models = pytest.importorskip("kubeflow_trainer_api.models", reason="kubeflow-trainer-api is not installed")
     _, whole, _ = jobset()
     assert models.JobsetV1alpha2JobSet.from_dict(whole).to_dict() == whole
 
 
 @pytest.mark.parametrize("file", ["kubernetes.yaml", "jobset.yaml"])
-def test_pods_fit_the_image_and_pass_the_restricted_profile(file: str) -> None:
+def test_pods_match_the_image_and_pass_the_restricted_security_profile(file: str) -> None:
     job = jobset()[2] if file == "jobset.yaml" else objects(file)[2]
     spec, (pod, container, env) = job["spec"], the_container(job)
     assert spec["completionMode"] == "Indexed"

@@ -20,7 +20,7 @@ def two_nodes(checkout: Path, *settings: str) -> list[subprocess.Popen[str]]:
     return [begin(script, *run, cwd=checkout, NODE_RANK=str(node), **shared) for node in (0, 1)]
 
 
-def test_of_two_nodes_started_by_hand_only_the_first_reports(checkout: Path, tmp_path: Path) -> None:
+def test_only_the_first_of_two_nodes_started_by_hand_reports(checkout: Path, tmp_path: Path) -> None:
     nodes = two_nodes(checkout, REACHED_AT_ONCE, "--log.results", str(tmp_path))
     outputs = [node.communicate(timeout=PATIENCE_S)[0] for node in nodes]
     assert [node.returncode for node in nodes] == [0, 0], outputs

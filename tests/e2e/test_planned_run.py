@@ -15,7 +15,7 @@ STEPS = 20
 
 
 def make_sums_slow(path: Path) -> None:
-    """Add a second to every collective but all-gather, so that the plan is two pipeline stages, which need none."""
+    """Add a second to every collective but all-gather, so that the plan is two pipeline stages without them."""
     view = read_view(path)
     collectives = (
         replace(each, points=tuple((size, seconds + 1, busy) for size, seconds, busy in each.points))
@@ -26,7 +26,7 @@ def make_sums_slow(path: Path) -> None:
     write_view(replace(view, collectives=tuple(collectives)), path)
 
 
-def test_a_probe_gives_a_plan_and_a_run_follows_it(checkout: Path, tmp_path: Path) -> None:
+def test_a_run_follows_the_plan_made_from_a_probe(checkout: Path, tmp_path: Path) -> None:
     python, view, plan = checkout / ".venv/bin/python", tmp_path / "cluster.json", tmp_path / "plan.json"
     probed, _ = torchrun(2, ["probe", "--out", str(view), "--seconds", "1"], module="cluster").communicate(PATIENCE_S)
     assert view.exists(), probed

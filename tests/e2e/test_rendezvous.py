@@ -60,7 +60,7 @@ def test_a_run_ends_with_verdict_and_report_and_opens_no_pickle_in_stores(real_c
     agent = launcher(real_checkout)
     assert agent
     ranks = agent.children()
-    for rank in ranks:  # otherwise ranks could end before the stores are read
+    for rank in ranks:  # so that ranks do not end before the stores are read
         rank.suspend()
     for store in stores(agent):
         for key in store.list_keys():

@@ -106,7 +106,7 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def measured(pages: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    """Return the measurements for each colour scheme, and for each "NAME WIDTH" of a report."""
+    """Return the measurements by colour scheme, and by the name and width of a report, joined by a space."""
     frames = "".join(
         f'<iframe name="{name} {width}" width="{width}" height="900" srcdoc="{escape(text)}"></iframe>'
         for name, text in pages.items()

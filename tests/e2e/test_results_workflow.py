@@ -22,7 +22,7 @@ WORKFLOW = yaml.safe_load((REPOSITORY / ".github/workflows/results.yml").read_te
 
 def run_step(root: Path, tools: Path, base: str) -> subprocess.CompletedProcess[str]:
     """Run the workflow's step in a repository, on the changes since ``base``, with the programs in ``tools``."""
-    assert STEP["shell"] == "bash"  # GitHub's runner then runs this command
+    assert STEP["shell"] == "bash"  # for bash, GitHub's runner uses the command below
     command = ["bash", "--noprofile", "--norc", "-eo", "pipefail", "-c", STEP["run"]]
     environment = os.environ | {"BASE": base, "RUNNER_TEMP": str(tools), "PATH": f"{tools}:{os.environ['PATH']}"}
     return subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, errors="surrogateescape")
@@ -120,7 +120,7 @@ def test_a_hostile_file_name_prints_no_command_for_the_runner(pull_request: Pull
 
 
 def change_names(names: Path) -> None:
-    """Add files with the names in ``names``, divided by NUL, to a pull request. The script must run none of them."""
+    """Add files with the names in ``names``, separated by NUL, to a pull request. The script must run none of them."""
     root, tools = names.with_name("repository"), names.with_name("tools")
     if not tools.exists():
         tools.mkdir()
@@ -145,7 +145,7 @@ def change_names(names: Path) -> None:
     assert_harmless(done.stdout)
 
 
-def test_an_unknown_base_commit_fails(pull_request: PullRequest) -> None:
+def test_a_pull_request_with_an_unknown_base_commit_fails_unchecked(pull_request: PullRequest) -> None:
     done = pull_request.check("01234567" * 5)
     assert done.returncode != 0
     assert pull_request.checked == []

@@ -1,4 +1,4 @@
-"""``run_and_time.sh`` on one node: two runs at once, missing GPUs, and binding to cores."""
+"""``run_and_time.sh`` on one node: two simultaneous runs, missing GPUs, and binding to cores."""
 
 import os
 import re
@@ -13,7 +13,9 @@ from tests.e2e.test_scripts import REACHED_AT_ONCE, SHORT, begin, start
 from tests.programs import PATIENCE_S
 
 
-def test_two_runs_at_once_in_one_folder_get_different_numbers(checkout: Path, demo_data: Path, tmp_path: Path) -> None:
+def test_two_simultaneous_runs_in_one_folder_get_different_numbers(
+    checkout: Path, demo_data: Path, tmp_path: Path
+) -> None:
     """Both runs have to make the data first. They evaluate on few samples, to save time."""
     shutil.rmtree(checkout / "data", ignore_errors=True)
     folder = tmp_path / "my results" / "tiny_cpu" / "bert"

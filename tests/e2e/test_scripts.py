@@ -45,7 +45,7 @@ def bare(tmp_path: Path) -> Path:
 
 
 def environment(**changes: str) -> dict[str, str]:
-    """Return the environment of a shell outside any launcher. CLEAR_CACHES=0, because other tests use the page cache."""
+    """Return the environment of a shell outside any launcher, with CLEAR_CACHES=0, as other tests use the page cache."""
     unset = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "NPROC", "NNODES", "NODE_RANK", "OMP_NUM_THREADS", "PYTHON")
     return {name: value for name, value in os.environ.items() if name not in unset} | {"CLEAR_CACHES": "0"} | changes
 
@@ -106,7 +106,7 @@ OPENS = "a[$(>opened)]"
 @pytest.mark.parametrize(
     ("command", "env", "complaint"),
     [
-        # The script uses the version in the path of a folder that it removes.
+        # TORCH becomes part of the path of a folder that the script removes.
         ("bash -c 'source launch/venv.sh; prepare_torch ../../..'", {}, "TORCH is '"),
         ("bash -c 'source launch/venv.sh; prepare_torch 2.11.0/../..'", {}, "TORCH is '"),
         ("launch/docker.sh", {"ENGINE": "nowhere"}, "there is no nowhere here"),
@@ -122,7 +122,9 @@ OPENS = "a[$(>opened)]"
         ("bash launch/slurm.sub tiny_cpu", SLURM | {"CONTAINER": "a.sif", "MOUNTS": "/etc"}, "MOUNTS is '/etc'"),
     ],
 )  # fmt: skip
-def test_scripts_refuse_wrong_input_in_one_line(bare: Path, command: str, env: dict[str, str], complaint: str) -> None:
+def test_scripts_refuse_invalid_input_in_one_line(
+    bare: Path, command: str, env: dict[str, str], complaint: str
+) -> None:
     (bare / "linked").symlink_to("a:b")
     program, *arguments = shlex.split(command)
     assert complaint in one_error(start(program, *arguments, cwd=bare, PYTHON="./python", **env))
@@ -144,7 +146,7 @@ def test_scripts_refuse_wrong_input_in_one_line(bare: Path, command: str, env: d
         (f"launch/elastic.sh --meet {OPENS}", {}, "PORT is 'a["),
     ],
 )  # fmt: skip
-def test_the_launcher_refuses_wrong_input_in_one_line(
+def test_the_launcher_refuses_invalid_input_in_one_line(
     checkout: Path, tmp_path: Path, command: str, env: dict[str, str], complaint: str
 ) -> None:
     program, *arguments = shlex.split(command)
@@ -177,7 +179,9 @@ def test_a_taken_master_port_is_refused_in_one_line_before_a_run(checkout: Path,
         ("launch/data.sub", "  sbatch --array=1-16 --cpus-per-task=32 --mem-per-cpu=1G launch/data.sub FOLDER..."),
     ],
 )
-def test_help_prints_the_scripts_head_and_help_and_version_need_no_packages(bare: Path, script: str, says: str) -> None:
+def test_help_prints_the_header_comment_and_help_and_version_need_no_packages(
+    bare: Path, script: str, says: str
+) -> None:
     done = start("bash", script, "--help", cwd=bare)
     assert (done.returncode, done.stderr) == (0, "")
     assert any(line.startswith(says) for line in done.stdout.splitlines())
@@ -201,10 +205,10 @@ def test_tensorboard_is_installed_if_a_setting_needs_it(checkout: Path, bare: Pa
 def test_run_tests_exits_with_the_status_of_pytest(checkout: Path, tmp_path: Path) -> None:
     assert start(checkout / "run_tests.sh", "-n0", "no_such_test.py", cwd=tmp_path).returncode == 4
     slow = ("-n0", "--collect-only", "tests/e2e/test_report_page.py")
-    assert start(checkout / "run_tests.sh", "--quick", *slow, cwd=tmp_path).returncode == 5  # pytest selected no tests
+    assert start(checkout / "run_tests.sh", "--quick", *slow, cwd=tmp_path).returncode == 5  # no tests selected
 
 
-def test_the_venv_is_installed_again_only_for_new_pins_extras_and_lost_packages(bare: Path) -> None:
+def test_the_venv_is_installed_again_only_for_new_pins_new_extras_and_lost_packages(bare: Path) -> None:
     assert prepare(bare).returncode == 0
     assert calls(bare) == ["venv", "pip"]
     assert prepare(bare).stdout == ""
@@ -218,7 +222,7 @@ def test_the_venv_is_installed_again_only_for_new_pins_extras_and_lost_packages(
     prepare(bare, "test")
     assert calls(bare) == ["venv", "pip", "pip", "pip"]
     (packages / "flash_attn").mkdir()  # a package that the user has added
-    assert prepare(bare).stdout == ""  # the packages for a run are a part of the installed ones
+    assert prepare(bare).stdout == ""  # the installed packages include those for a run
     assert calls(bare) == ["venv", "pip", "pip", "pip"]
     (packages / "torch").rmdir()
     assert "==> python3.11/site-packages/torch is gone from .venv: installing it again" in prepare(bare).stdout
@@ -230,7 +234,7 @@ def test_the_venv_is_installed_again_only_for_new_pins_extras_and_lost_packages(
     assert calls(bare)[6:] == ["venv", "pip"]
 
 
-def test_starts_at_the_same_moment_install_once(bare: Path) -> None:
+def test_simultaneous_starts_install_the_packages_once(bare: Path) -> None:
     (bare / "python").write_text((bare / "python").read_text().replace("echo pip", "sleep 0.5; echo pip"))
     command = ["bash", "-c", "source launch/venv.sh; prepare_venv"]
     both = [subprocess.Popen(command, cwd=bare, env=environment(PYTHON="./python")) for _ in range(2)]
@@ -238,7 +242,7 @@ def test_starts_at_the_same_moment_install_once(bare: Path) -> None:
     assert calls(bare) == ["venv", "pip"]
 
 
-def test_system_torch_keeps_its_numpy_and_setuptools(bare: Path) -> None:
+def test_the_setting_system_torch_keeps_the_installed_numpy_and_setuptools(bare: Path) -> None:
     for name, number in {"torch": "2.11.0a0+nv26.3", "numpy": "1.26.4", "setuptools": "81.0.0"}.items():
         folder = bare / f"base/{name}-{number}.dist-info"
         folder.mkdir(parents=True)
@@ -274,7 +278,7 @@ def test_every_pin_except_pytorch_has_the_digests_of_its_wheels(bare: Path) -> N
         (None, "there is no ./python"),
     ],
 )
-def test_an_unfit_interpreter_is_refused_in_one_line(bare: Path, python: str | None, complaint: str) -> None:
+def test_an_unsuitable_interpreter_is_refused_in_one_line(bare: Path, python: str | None, complaint: str) -> None:
     (bare / "python").unlink()
     if python:
         write_script(bare / "python", python)

@@ -22,7 +22,7 @@ from tests.programs import PATIENCE_S, wait_for, wait_for_text
 def training(
     launching_checkout: Path, tmp_path: Path, request: pytest.FixtureRequest
 ) -> Iterator[subprocess.Popen[str]]:
-    """Start a series of two runs with a number of processes, and wait for the first step. Results go to ``tmp_path``."""
+    """Start two runs of ``request.param`` processes, and wait for the first step. Results go to ``tmp_path``."""
     settings = (*SHORT, NEVER_REACHED, "--log.results", str(tmp_path))
     shared = {"NPROC": str(request.param), "OMP_NUM_THREADS": "1", "RANKS_PYTHON": sys.executable}
     process = begin(launching_checkout / "run_and_time.sh", "tiny_cpu", "2", "--", *settings, cwd=tmp_path, **shared)
@@ -68,7 +68,7 @@ def test_a_killed_launcher_ends_its_ranks_and_the_series(training: subprocess.Po
     output, _ = training.communicate(timeout=PATIENCE_S)
     assert training.returncode == 1, output
     assert "run 2 of 2" not in output
-    if not alone:  # a single process has no launcher, so it was killed itself
+    if not alone:  # a single process has no launcher, so the rank itself was killed
         assert is_aborted(tmp_path)
         assert f"launcher, process {launcher.pid}, is gone" in (tmp_path / "tiny_cpu/bert/result_0.txt").read_text()
     assert not processes_of(tmp_path)

@@ -1,7 +1,7 @@
-"""Fuzz the readers of strangers' files for long: ``python -m tests.fuzz [--minutes N] [--jobs N] [TARGET ...]``.
+"""Fuzz the readers of strangers' files for minutes: ``python -m tests.fuzz [--minutes N] [--jobs N] [TARGET ...]``.
 
-With the package atheris, coverage guides the inputs; otherwise Hypothesis draws them at random. Either way it keeps failing
-inputs in .hypothesis, tries them first the next time, and finds the smallest. A target stops at its first failure.
+With the package atheris, coverage guides the inputs; otherwise Hypothesis draws them at random. Failing inputs are kept in
+.hypothesis, tried first in the next run, and reduced to the smallest. A target stops at its first failure.
 """
 
 import argparse
@@ -18,7 +18,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-ROOMS = ["bert", "cluster", "compliance", "console", "dataloading"]
+PACKAGES = ["bert", "cluster", "compliance", "console", "dataloading"]
 COMPILED = "dataloading.preparation.pretraining_data"
 
 
@@ -26,7 +26,7 @@ def fuzz(name: str, seconds: float, *, guided: bool) -> None:
     """Fuzz one target in this process, which ends with an exception at the first failure."""
     if guided:
         atheris = import_module("atheris")
-    with atheris.instrument_imports(include=ROOMS, exclude=[COMPILED]) if guided else nullcontext():
+    with atheris.instrument_imports(include=PACKAGES, exclude=[COMPILED]) if guided else nullcontext():
         from hypothesis.database import DirectoryBasedExampleDatabase
 
         from tests.fuzz import attempt
@@ -48,18 +48,18 @@ def fuzz(name: str, seconds: float, *, guided: bool) -> None:
             )
             atheris.Fuzz()  # ends the process
         while time.monotonic() < end:
-            attempt.trial(target, folder, database=database, max_examples=200)()  # other inputs in each run
+            attempt.trial(target, folder, database=database, max_examples=200)()  # different inputs in each round
             print(attempt.tried, "tried", flush=True)
 
 
 def report(name: str, seconds: float) -> bool:
-    """Fuzz one target in other processes, print its result, and return whether all inputs were read or refused well."""
+    """Fuzz one target in other processes, print its result, and return whether no input failed."""
     guided, one = find_spec("atheris") is not None, [sys.executable, "-um", "tests.fuzz", "--only", name]
     done = subprocess.run([*one, "--seconds", f"{seconds}", *["--guided"] * guided], capture_output=True, text=True)
     counts = re.findall(r"(\d+) tried", done.stdout)
     # libFuzzer writes an exception to its standard output.
     said = re.sub(r"\d+ tried\n", "", done.stdout) + done.stderr if done.returncode else ""
-    if said and guided:  # the input is known: find the smallest
+    if said and guided:  # reduce the failing input, which was saved
         said = subprocess.run([*one, "--seconds", "1"], capture_output=True, text=True).stderr or said
     print(f"{name}: {int(counts[-1]) if counts else 0:,} inputs{', FAILED' if said else ''}", flush=True)
     print("\n".join(line[:1000] for line in said.splitlines()[-40:]), end="\n" if said else "", flush=True)
@@ -84,7 +84,7 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    if "--only" in sys.argv:  # a process of `report`
+    if "--only" in sys.argv:  # started by `report`
         fuzz(sys.argv[2], float(sys.argv[4]), guided="--guided" in sys.argv)
     else:
         sys.exit(main())

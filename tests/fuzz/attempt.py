@@ -1,4 +1,7 @@
-"""One attempt: a reader reads a damaged file within limits of time and memory, or refuses it by a good message."""
+"""One attempt: a reader reads a damaged file within limits of time and memory, or refuses it by a short message.
+
+The message names the file.
+"""
 
 import os
 import resource
@@ -19,9 +22,9 @@ from console.text import visible
 from tests.conftest import patient
 from tests.fuzz.damage import damaged
 
-_SECONDS = 2.0  # of processor time, which other load does not change
-_PATIENCE_S = 60.0  # by the clock, because a reader that waits takes no processor time
-_MEMORY_BYTES, _MEMORY_PER_BYTE = 500 << 20, 2000  # besides 64 MiB for any file
+_SECONDS = 2.0  # processor time, which does not depend on other load
+_PATIENCE_S = 60.0  # clock time, because a reader that waits takes no processor time
+_MEMORY_BYTES, _MEMORY_PER_BYTE = 500 << 20, 2000  # the limit per byte is in addition to 64 MiB
 _LONGEST_MESSAGE = 500
 _CHANGES = ("os.rename", "os.remove", "os.rmdir", "os.mkdir", "os.symlink", "os.link", "os.truncate", "os.chmod")
 _OF_OFFICIAL_TOOLS = f"{gettempdir()}/compliance-"
@@ -58,7 +61,7 @@ def made(make: Callable[[Path], object], name: str = "") -> bytes:
 
 
 def rewritten(read: Callable[[Path], Any], write: Callable[[Any, Path], object]) -> Callable[[Path], None]:
-    """Return a reader of files whose content is written again, and must then be read as the same content."""
+    """Return a function that reads a file, writes its content again, and checks that it reads equal content from that."""
 
     def reread(path: Path) -> None:
         found = read(path)
@@ -69,11 +72,11 @@ def rewritten(read: Callable[[Path], Any], write: Callable[[Any, Path], object])
 
 
 def trial(target: Target, folder: Path | str, **changed: Any) -> Any:
-    """Return a test of Hypothesis, with settings, that lets a target read damaged files in ``folder``."""
+    """Return a Hypothesis test that lets a target read damaged files in ``folder``. ``changed`` overrides its settings."""
     seeds, path = target.seeds(), Path(folder, target.file)
     path.write_bytes(seeds[0])
     path.with_name("out").unlink(missing_ok=True)
-    target.read(path)  # the first time, modules are imported and caches are filled
+    target.read(path)  # without limits: imports modules and fills caches
 
     @settings(patient, **changed)
     @given(damaged(seeds))
@@ -120,7 +123,7 @@ _watched, _written = "", list[str]()
 
 @contextmanager
 def _limits(folder: Path) -> Iterator[None]:
-    """Stop the block after twice its processor time, or if it waits, and notice what it writes outside of ``folder``."""
+    """Stop the block if it takes too long, and raise ``AssertionError`` if it has written outside of ``folder``."""
     global _watched
 
     def stop(*_: object) -> NoReturn:

@@ -60,7 +60,7 @@ def _below(left: list[int], end: int) -> int:
 
 
 def _word(pick: Pick, content: bytes, _: bytes) -> bytes:
-    """Replace, remove or repeat a word, or remove everything from it to another."""
+    """Replace, remove or repeat a word, or remove everything from it to another word."""
     words = [match.span() for match in _WORD.finditer(content, 0, _LARGEST)] or [(0, len(content))]
     (start, end), (first, last) = (words[pick(len(words))] for _ in range(2))
     new = (content[first:last], b"", *[_WORDS[pick(len(_WORDS))]] * 5)[pick(7)]

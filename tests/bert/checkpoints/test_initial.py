@@ -1,4 +1,4 @@
-"""Weights at both ends of a run: a Hugging Face folder as its initial checkpoint, and the weights that it leaves behind."""
+"""Initial weights that a run reads from a Hugging Face folder, and the trained weights that it saves."""
 
 import math
 import re
@@ -29,8 +29,8 @@ MODEL = replace(OF_SMALL_RUN, hidden_dropout=0.0, attention_dropout=0.0, layer_n
 
 
 def save_pretrained(folder: Path, vocab: Path | None, kind: str = "BertForPreTraining", rows: int = VOCAB_SIZE) -> Path:
-    """Write a folder as ``transformers`` does, with its fast tokenizer, which has no vocab.txt."""
-    import transformers  # imported here because it loads more slowly than most test files
+    """Save a model with ``transformers``. Its fast tokenizer writes tokenizer.json and no vocab.txt."""
+    import transformers  # a slow import that most tests do not need
 
     torch.manual_seed(5)
     config = transformers.BertConfig(
@@ -66,7 +66,9 @@ def check(folder: Path, config: Config) -> Normalization | None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["BertForMaskedLM", "BertModel"])
-def test_missing_heads_stay_random_in_the_open_division(tmp_path: Path, small_run: SmallRun, kind: str) -> None:
+def test_missing_heads_remain_random_in_the_open_division_and_are_refused_in_the_closed(
+    tmp_path: Path, small_run: SmallRun, kind: str
+) -> None:
     folder = save_pretrained(tmp_path / "theirs", small_run.folder / "vocab.txt", kind)
     config = config_of(small_run)
     assert check(folder, config) == Normalization(), "as its tokenizer's settings state"
@@ -108,7 +110,7 @@ def test_padding_rows_of_the_word_table_are_dropped(tmp_path: Path, small_run: S
         (r'"wor\\nd3": \1', r"tokenizer\.json: the token 'wor.*' holds a line feed"),
     ],
 )
-def test_a_folder_with_another_or_a_broken_vocabulary_is_refused_in_one_line(
+def test_a_folder_with_a_different_or_broken_vocabulary_is_refused_in_one_line(
     pretrained: Path, small_run: SmallRun, tmp_path: Path, token: str, message: str
 ) -> None:
     folder = shutil.copytree(pretrained, tmp_path / "theirs")
@@ -124,7 +126,7 @@ SMALL = ModelConfig(1, 16, 2, 32, 50, 16)
 
 
 class Leaving:
-    """A run that only saves weights. The bias of its decoder is the number of the last evaluation."""
+    """A run that only saves weights. Its decoder bias holds the number of the last evaluation."""
 
     def __init__(self, path: Path, *, keeps_best: bool, is_resumed: bool = False) -> None:
         self.path, self.model = path, drawn_model(SMALL, seed=0)
@@ -143,7 +145,7 @@ class Leaving:
         return int(open_source(self.path).weights["decoder_bias"].read()[0])
 
 
-def test_a_run_without_a_target_keeps_its_best_weights_also_after_it_was_resumed(tmp_path: Path) -> None:
+def test_a_run_without_a_target_keeps_its_best_weights_even_after_resuming(tmp_path: Path) -> None:
     run = Leaving(tmp_path / "weights.safetensors", keeps_best=True)
     for number, correct, kept in ((1, 0, 1), (2, 300, 2), (3, 300, 2), (4, 299, 2)):
         run.evaluated(number, correct)

@@ -28,7 +28,7 @@ WHOLE = ["tf1", "tf1_snappy", "tf1_sharded"]
 
 
 def sealed_index(index: bytes) -> bytes:
-    """Give the blocks of an index with one block of tensors the checksums of their content."""
+    """Return an index, which has one block of tensors, with the correct checksum of every block."""
     content, numbers, place = bytearray(index), [], 0
     with suppress(ValueError):
         for _ in range(4):
@@ -42,7 +42,7 @@ def sealed_index(index: bytes) -> bytes:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Copy the fixtures' folder and add the data file that belongs to tf1_snappy's index."""
+    """Return a copy of the checkpoints' folder with the data file that belongs to tf1_snappy's index."""
     folder = tmp_path_factory.mktemp("bundles")
     for path in BUNDLES.glob("tf*"):
         shutil.copy(path, folder)
@@ -72,7 +72,7 @@ def test_all_weights_written_by_tensorflow_are_read(folder: Path, name: str, mon
         assert open_source(folder / name, 2).kind == kind
     monkeypatch.setattr(TensorBundle, "array", lambda *_: np.full((8, 8), np.inf, np.float32))
     diverged = r"data-0000\d-of-0000\d: bert/encoder/layer_1/.*/kernel has NaN or infinity"
-    with pytest.raises(ValueError, match=diverged):  # checksums do not help against a model that has diverged
+    with pytest.raises(ValueError, match=diverged):  # a diverged model has NaN or infinity, but valid checksums
         found.weights["layers.1.query_key_value.weight"].read()
     with pytest.raises(ValueError, match=r"how many attention heads .* set --num-attention-heads"):
         open_source(folder / name)
@@ -128,7 +128,7 @@ def sealed(content: bytes, kind: int = 0) -> bytes:
 
 
 def table(data: bytes, kind: int = 0, handles: list[tuple[int, int]] | None = None) -> bytes:
-    """Return an index file with one data block. ``handles`` replaces the (possibly invalid) references to blocks."""
+    """Return an index file with one data block. ``handles`` replaces its references to blocks and may be invalid."""
     blocks = [sealed(data, kind), sealed(block())]
     places = [(0, len(data))] if handles is None else handles
     index = block(*((bytes([97 + i]), number(offset) + number(size)) for i, (offset, size) in enumerate(places)))
@@ -144,18 +144,18 @@ LONG = b"w" * 1024
 
 
 def record(shared: int, fresh: bytes) -> bytes:
-    """Return a record of a good tensor that shares the beginning of its name with the previous record."""
+    """Return a valid tensor's record. Its name is the previous name's first ``shared`` bytes and ``fresh``."""
     return number(shared) + number(len(fresh)) + number(len(GOOD[1])) + fresh + GOOD[1]
 
 
 def literal(text: bytes, extra: int) -> bytes:
-    """Return a literal of Snappy's format. Its length is in the tag, or in ``extra`` bytes."""
+    """Return a Snappy literal. If ``extra`` is 0, the tag holds the length; otherwise ``extra`` bytes hold it."""
     size = len(text) - 1
     return (bytes([59 + extra << 2]) + size.to_bytes(extra, "little") if extra else bytes([size << 2])) + text
 
 
 def copy(form: int, size: int, distance: int) -> bytes:
-    """Return one of the three forms of a copy in Snappy's format."""
+    """Return a Snappy copy of form 1, 2 or 3."""
     if form == 1:
         return bytes([distance >> 8 << 5 | size - 4 << 2 | 1, distance & 255])
     return bytes([size - 1 << 2 | form]) + distance.to_bytes((2, 4)[form - 2], "little")
@@ -172,7 +172,7 @@ def index(*records: tuple[bytes, bytes], tail: bytes = b"") -> bytes:
 
 
 def packed(content: bytes, size: int = 10) -> bytes:
-    """Return an index with a compressed block that states the size of its content."""
+    """Return an index with a compressed block that claims to have ``size`` bytes of content."""
     return table(number(size) + content, kind=1)
 
 
@@ -228,7 +228,7 @@ def test_a_hostile_index_is_refused(tmp_path: Path, index: bytes, message: str):
 
 
 def test_an_index_at_its_limits_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Names, dimensions and positions may be as large as the limits. Fields that are not known are skipped."""
+    """Names, dimensions and offsets may be as large as the limits. Unknown fields are skipped."""
     fixed = number(6 << 3 | 5) + struct.pack("<I", 2**32 - 1) + number(9 << 3 | 1) + bytes(8)
     wide = entry(*[1] * 7, 2**40 - 1, offset=84)
     made = index((b"v", wide), (LONG[:1000], entry(2, 2, extra=fixed)), tail=record(1000, b"x" * 24))
@@ -292,7 +292,7 @@ def test_a_tensor_too_large_for_a_bert_is_not_read(tmp_path: Path):
             assert TensorBundle(prefix).readable("w") == Entry(1, (rows,), 0, 0, 4 * rows, 0, is_partitioned=False)
 
 
-def test_the_number_of_heads_follows_from_64_columns_a_head(tmp_path: Path):
+def test_the_number_of_heads_is_the_hidden_size_divided_by_64(tmp_path: Path):
     tensors = to_hugging_face(drawn_model(ModelConfig(1, 128, 2, 16, 30, 12), 0).state_dict())
     entries = {}
     for name, tensor in tensors.items():
@@ -304,7 +304,7 @@ def test_the_number_of_heads_follows_from_64_columns_a_head(tmp_path: Path):
     assert open_source(prefix).model == ModelConfig(1, 128, 2, 16, 30, 12)
 
 
-def test_a_damaged_checkpoint_leaves_nothing_behind(folder: Path, tmp_path: Path):
+def test_converting_a_damaged_checkpoint_leaves_no_files(folder: Path, tmp_path: Path):
     damaged = shutil.copytree(folder, tmp_path / "in") / "tf1"
     entry = TensorBundle(damaged).entries["cls/seq_relationship/output_bias"]
     data = damaged.with_name("tf1.data-00000-of-00001")

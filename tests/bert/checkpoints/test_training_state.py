@@ -1,6 +1,6 @@
 """Checkpoints of a run in one process: written in the background, never partially, and resumed bit for bit.
 
-Also the division of a global batch among a changed number of ranks, and the lines about the change.
+Also how a changed number of ranks divides the global batch, and the messages about that change.
 """
 
 import errno
@@ -60,7 +60,7 @@ class Run:
     folder: Path
 
     def take(self, *steps: int) -> dict[str, Tensor]:
-        """Train some steps, where the number of a step determines its samples, and return the statistics."""
+        """Train the steps with these numbers, each on its own samples, and return the statistics."""
         samples = self.samples.train
         return take_steps(self.step, ([batch_of(samples.slice(8 * step, 8 * step + 8))] for step in steps))
 
@@ -93,7 +93,7 @@ Make = Callable[..., Run]
 
 
 def test_training_continues_while_a_checkpoint_is_written(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The wait is a phase of its own, "checkpoint_write", for which the watchdog records the longest duration."""
+    """Waiting for the previous write is a phase of its own, "checkpoint_write", whose longest duration is recorded."""
     run, begun, go, write = make(), threading.Event(), threading.Event(), writer.write_safetensors
     held = lambda *given: begun.set() or (go.wait(PATIENCE_S) and write(*given))  # noqa: E731
     monkeypatch.setattr(writer, "write_safetensors", held)
@@ -138,16 +138,18 @@ def test_a_run_resumed_in_fp8_gets_scales_that_fit_its_weights(make: Make) -> No
     restore(again.step, state, CPU)
     assert again.step.fp8.scale_S.tolist() == state.fp8_scales
     of_sites = {training_state.SITE_MOMENTUM: training_state.Digest(1, "")}
-    restore(run.step, replace(state, files=state.files | of_sites), CPU)  # a run without sites does not read it
+    restore(run.step, replace(state, files=state.files | of_sites), CPU)  # a run without sites ignores this file
     assert torch.equal(run.step.flat.weights_P, again.step.flat.weights_P)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp8"])
 @pytest.mark.slow
-def test_a_resumed_run_takes_the_same_steps(make: Make, precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_resumed_run_takes_the_same_steps_as_an_uninterrupted_run(
+    make: Make, precision: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Resume with dropout, with bf16 weight copies as on a GPU, and in FP8 with all scales and cast weights.
 
-    The checkpoint is of step 3, but of optimizer step 2, because one step was skipped.
+    The checkpoint of step 3 counts only 2 optimizer steps, because one step was skipped.
     """
     monkeypatch.setattr(weight_gradients, "accumulates_products", lambda _, precision: precision == "bf16")
     changes = {"training__precision": precision, "model__num_hidden_layers": 3, "model__hidden_dropout": 0.1}
@@ -162,7 +164,7 @@ def test_a_resumed_run_takes_the_same_steps(make: Make, precision: str, monkeypa
     saved = state_of(run.step)
     further = run.take(3, 4, 5)
     again = make(seed=1, **changes)
-    again.take(8, 9)  # change the state that is to be replaced
+    again.take(8, 9)  # so that restoring has to replace changed state
     state = find(run.folder, again.config, again.train, CPU)
     assert (state.step, state.samples, state.optimizer_steps, state.seed) == (3, 24, 2, SEED)
     assert (state.fp8_scales is None) == (precision != "fp8")
@@ -171,7 +173,9 @@ def test_a_resumed_run_takes_the_same_steps(make: Make, precision: str, monkeypa
     assert_same(again.take(3, 4, 5), further)
 
 
-def test_a_checkpoint_that_cannot_be_written_leaves_only_a_warning(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_gives_a_warning_and_unexpected_errors_end_the_run(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """If the disk fails, the run continues. Any other error is a bug, which ends the run."""
     run, errors = make(), [OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), RuntimeError("a bug")]
     assert run.save(1) == []
@@ -187,7 +191,7 @@ def test_a_checkpoint_that_cannot_be_written_leaves_only_a_warning(make: Make, m
 
     run.take(0)
     monkeypatch.setattr(writer, "write_safetensors", fail)
-    [told] = run.save(1)  # must keep the earlier checkpoint of step 1
+    [told] = run.save(1)  # fails, and must keep the earlier checkpoint of step 1
     assert told.startswith(f"warning at step 1: no checkpoint was written: {run.folder}")
     assert told.endswith(os.strerror(errno.ENOSPC))
     run.checkpoints.poll(Position(1, 0))
@@ -197,7 +201,7 @@ def test_a_checkpoint_that_cannot_be_written_leaves_only_a_warning(make: Make, m
     assert content() == before
 
 
-def test_the_lock_removes_unfinished_checkpoints(make: Make, capsys: pytest.CaptureFixture[str]) -> None:
+def test_locking_a_folder_removes_unfinished_checkpoints(make: Make, capsys: pytest.CaptureFixture[str]) -> None:
     run = make()
     assert run.save(1) == []
     (run.folder / "step_00000001").rename(run.folder / ".step_00000001.fedcba9876543210.partial")
@@ -217,7 +221,9 @@ def test_the_lock_removes_unfinished_checkpoints(make: Make, capsys: pytest.Capt
     assert capsys.readouterr().out == said
 
 
-def test_a_checkpoint_gets_its_name_when_all_its_files_are_on_disk(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_checkpoint_gets_its_name_only_after_all_its_files_are_on_disk(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A partial checkpoint never has the final name, even after a crash of the machine."""
     run, sync, synced = make(), files.sync, []
 
@@ -261,7 +267,7 @@ def test_the_checkpoints_with_the_highest_steps_are_kept(make: Make) -> None:
     assert find(run.folder, run.config, run.train, CPU).step == 100_000_000
 
 
-def test_resuming_with_other_settings_or_data_is_refused(make: Make, small_run: SmallRun) -> None:
+def test_resuming_with_different_settings_or_data_is_refused(make: Make, small_run: SmallRun) -> None:
     run = make()
     assert run.save(4) == []
     for change, message in (
@@ -280,8 +286,8 @@ def test_resuming_with_other_settings_or_data_is_refused(make: Make, small_run: 
 
 
 def test_checkpoints_of_another_run_are_kept(make: Make, capsys: pytest.CaptureFixture[str]) -> None:
-    """Two runs may share a folder if locks do not work. The setting keep does not count broken checkpoints."""
-    for steps in (1, 8):  # broken from the start: step 1 may be removed, and step 8 does not count
+    """Two runs may share a folder if locks do not work. ``checkpoint.keep`` does not count broken checkpoints."""
+    for steps in (1, 8):  # broken checkpoints: step 1 may be removed, and step 8 does not count as kept
         (make().folder / f"step_{steps:08}").mkdir(parents=True)
     first, second = make(checkpoint__keep=1), make(checkpoint__keep=1)
     for steps in (2, 4, 6):
@@ -316,7 +322,9 @@ def hosts(count: int, ranks: int = 1) -> list[str]:
 
 
 @given(st.integers(1, 4096), st.integers(1, 64), st.integers(1, 8), st.lists(st.integers(1, 64), max_size=4))
-def test_micro_batches_never_exceed_the_largest_fitting(batch: int, first: int, steps: int, then: list[int]) -> None:
+def test_micro_batches_never_exceed_the_largest_size_that_fits(
+    batch: int, first: int, steps: int, then: list[int]
+) -> None:
     batch = max(batch, first * steps, *then, 1)
     made = config(batch, steps)
     allocation = Allocation.of(hosts(first), made)
@@ -325,16 +333,16 @@ def test_micro_batches_never_exceed_the_largest_fitting(batch: int, first: int, 
         made = training_state.rebalance_batch(made, allocation, ranks)
         allocation = Allocation.of(hosts(ranks), made, allocation)
         assert made.training.global_batch_size == batch
-        assert batch >= ranks * allocation.accumulation  # each micro-batch has a sequence or more
+        assert batch >= ranks * allocation.accumulation  # each micro-batch has at least one sequence
         assert allocation.fitting == max(fitting, allocation.sequences)
         assert allocation.sequences <= fitting or fitting == 1
-        if allocation.accumulation > 1 and allocation.sequences <= fitting:  # fewer micro-batches would not fit
+        if allocation.accumulation > 1 and allocation.sequences <= fitting:  # one micro-batch fewer would not fit
             assert -(-batch // (ranks * (allocation.accumulation - 1))) > fitting
         fitting = allocation.fitting
 
 
-def test_rebalancing_keeps_the_global_batch_when_ranks_are_lost_and_come_back() -> None:
-    """A pipeline keeps whole rounds: 3 micro-batches are no whole round of 2 stages."""
+def test_rebalancing_adds_micro_batches_if_ranks_are_lost_and_removes_them_if_ranks_return() -> None:
+    """A pipeline of 2 stages needs an even number of micro-batches, so it takes 4 instead of 3."""
     made = config(448, 2)
     first = Allocation.of(hosts(4, 8), made)
     fewer = Allocation.of(hosts(3, 8), training_state.rebalance_batch(made, first, 24), first)
@@ -347,7 +355,7 @@ def test_rebalancing_keeps_the_global_batch_when_ranks_are_lost_and_come_back() 
     assert training_state.rebalance_batch(made, first, 3).training.gradient_accumulation_steps == 4
 
 
-def test_lost_gained_and_moved_hosts_are_named_with_the_new_shares() -> None:
+def test_changes_list_lost_gained_and_moved_hosts_and_the_new_batch_shares() -> None:
     first = Allocation.of(hosts(4, 2), config(32), sites=["a"] * 8)
     assert training_state.changes(first, first) == []
     then = Allocation.of(["h0", "h0", "h1", "h9", "h9", "\x1b[2J"], config(32, 2), first, ["b"] * 6)

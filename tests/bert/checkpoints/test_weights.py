@@ -46,7 +46,7 @@ def write_vocabulary(path: Path, words: int = 25) -> str:
 
 
 def test_saved_weights_load_unchanged(tmp_path: Path):
-    """Save parameters that are views of one buffer over an existing file, and compare with the safetensors library."""
+    """Overwrite a file with parameters that are views of one buffer. The safetensors library writes equal bytes."""
     path = tmp_path / "new folder" / "weights.safetensors"
     source, target = drawn_model(CONFIG, 0), drawn_model(CONFIG, 1)
     save_weights(target, path)
@@ -67,7 +67,7 @@ def theirs(saved: Path, tmp_path: Path) -> Path:
 
 
 def from_pretrained(folder: Path) -> Any:
-    import transformers  # imported here and below because it loads more slowly than most test files
+    import transformers  # a slow import that most tests do not need
 
     load: Any = transformers.BertForPreTraining.from_pretrained
     model, report = load(folder, output_loading_info=True)
@@ -110,7 +110,7 @@ Changes = Mapping[str, Tensor | str | int | dict[str, Any] | None]
 
 
 def change(path: Path, changes: Changes) -> None:
-    """Replace or remove tensors of a file. In its folder, replace files, cut them to a length, or remove them."""
+    """Replace or remove tensors in the file ``path``, or replace, truncate or remove files in its folder."""
     for name, value in changes.items():
         file = path.with_name(name)
         if isinstance(value, Tensor) or (value is None and not file.exists()):
@@ -141,13 +141,13 @@ def change(path: Path, changes: Changes) -> None:
         ({"embeddings.segment": torch.ones(8)}, r": 2 layers and tables of shapes .*\(8,\)\], expected a BERT"),
     ],
 )
-def test_damaged_and_unfit_weights_are_refused(saved: Path, changes: Changes, message: str):
+def test_damaged_and_incompatible_weights_are_refused(saved: Path, changes: Changes, message: str):
     change(saved, changes)
     with pytest.raises(ValueError, match=rf"weights\.safetensors.*{message}"):
         load_initial_weights(drawn_model(CONFIG, 1), saved)
 
 
-def test_a_model_of_another_architecture_is_refused(saved: Path):
+def test_weights_of_a_different_architecture_are_refused(saved: Path):
     for name, value, message in (
         ("vocab_size", 31, "of 30 tokens, but model.vocab_size is 31: make the samples with that model"),
         ("num_attention_heads", 4, "num_attention_heads 2, but model.num_attention_heads is 4: set --model"),
@@ -178,7 +178,7 @@ def test_an_exported_folder_fills_masks_as_the_model_does(tmp_path: Path):
     model = drawn_model(FOUR_HEADS, 3).eval()
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.mul_(20)  # so that the predicted words differ
+            parameter.mul_(20)  # so that words get clearly different scores
     digest = write_vocabulary(tmp_path / "vocab.txt")
     save_weights(model, tmp_path / "ours.safetensors", {"vocabulary_sha256": digest})
     convert(tmp_path / "ours.safetensors", "hugging-face", tmp_path / "theirs")
@@ -216,8 +216,8 @@ def test_export_needs_the_vocabulary_of_the_model(tmp_path: Path, capsys: pytest
     given = NormalizationOptions(do_lower_case=True, strip_accents=True)
     convert(tmp_path / "ours.safetensors", "hugging-face", tmp_path / "given", normalization=given)
     (tmp_path / "tokenizer_config.json").unlink()
-    save_weights(drawn_model(CONFIG, 0), tmp_path / "ours.safetensors")  # without a digest
-    for words in (24, 26):  # a table of 30 rows is not padded to a multiple of 8
+    save_weights(drawn_model(CONFIG, 0), tmp_path / "ours.safetensors")  # without the vocabulary's digest
+    for words in (24, 26):  # 30 is not a multiple of 8, so no row can be padding
         write_vocabulary(tmp_path / "vocab.txt", words)
         with pytest.raises(ValueError, match=f"{words + 5} tokens, but the model's word embedding table has 30 rows"):
             convert(tmp_path / "ours.safetensors", "hugging-face", out)
@@ -225,7 +225,7 @@ def test_export_needs_the_vocabulary_of_the_model(tmp_path: Path, capsys: pytest
 
 
 @pytest.mark.slow
-def test_every_format_gives_the_same_weights(tmp_path: Path):
+def test_conversion_gives_the_same_weights_from_every_format(tmp_path: Path):
     """Convert from TensorFlow to both other formats, and from Hugging Face's folder or file to this program's format."""
     write_vocabulary(tmp_path / "words")
     convert(BUNDLES / "tf1", "hugging-face", tmp_path / "theirs", 2, tmp_path / "words")
@@ -244,7 +244,7 @@ def test_every_format_gives_the_same_weights(tmp_path: Path):
 
 @pytest.mark.slow
 def test_folders_with_a_decoder_half_precision_or_old_names_load(theirs: Path, tmp_path: Path):
-    """Variants of the folder: an explicit decoder, half precision, or old parameter names. Read weights are fp32."""
+    """transformers saves one folder. The other has a decoder, half precision and old names. Weights load as fp32."""
     from_pretrained(theirs).save_pretrained(tmp_path / "again")
     path = tmp_path / "again" / "model.safetensors"
     renamed = {
@@ -267,7 +267,7 @@ def renamed(path: Path, rename: Callable[[str], str]) -> None:
 
 @pytest.mark.parametrize("prefix", ["module.", "_orig_mod.", "module._orig_mod.", "_orig_mod.module.module."])
 def test_prefixes_that_torch_compile_and_ddp_add_are_removed(saved: Path, theirs: Path, prefix: str):
-    """The bare folder also lacks "bert.", as a wrapped ``BertModel`` does."""
+    """Names in the folder ``bare`` also lack "bert.", like the names of a wrapped ``BertModel``."""
     bare = shutil.copytree(theirs, theirs.with_name("bare"))
     for path, rename in (
         (saved, lambda name: prefix + name),
@@ -282,7 +282,7 @@ def test_prefixes_that_torch_compile_and_ddp_add_are_removed(saved: Path, theirs
 
 @pytest.fixture
 def sharded(theirs: Path) -> Path:
-    """Return the folder of ``theirs`` as transformers saves it in several files."""
+    """Return a folder in which transformers has saved the model of ``theirs`` in several files."""
     from_pretrained(theirs).save_pretrained(folder := theirs.with_name("sharded"), max_shard_size="3KB")
     assert len(list(folder.glob("model-0*"))) > 2
     return folder
@@ -300,7 +300,7 @@ def test_weights_in_several_files_equal_the_single_file(sharded: Path, tmp_path:
     renamed(last, lambda name: f"module.{name}")
     assert source.digest() != before
     shutil.copy(tmp_path / "theirs" / "model.safetensors", sharded)
-    assert open_source(sharded).digest() == expected.digest()  # transformers prefers the single file, too
+    assert open_source(sharded).digest() == expected.digest()  # the single file is preferred, as in transformers
 
 
 WORD, DECODER = "bert.embeddings.word_embeddings.weight", "cls.predictions.decoder.weight"
@@ -351,7 +351,7 @@ NO_NAME = "is not the name of a safetensors file; expected the index of safetens
         ({INDEX: " " * 2_000_000}, "2,000,000 bytes, expected at most"),
     ],
 )
-def test_wrong_hugging_face_folders_are_refused(request: pytest.FixtureRequest, changes: Changes, message: str):
+def test_invalid_hugging_face_folders_are_refused(request: pytest.FixtureRequest, changes: Changes, message: str):
     folder = request.getfixturevalue("sharded" if {LAST, INDEX} & changes.keys() else "theirs")
     change(folder / "model.safetensors", changes)
     with pytest.raises(ValueError, match=message):
@@ -380,7 +380,7 @@ def test_convert_overwrites_nothing(saved: Path, tmp_path: Path):
             convert(saved, "safetensors", tmp_path / kind, 2)
 
 
-def test_convert_prints_the_model(
+def test_convert_prints_the_models_kind_sizes_and_digest(
     saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     def run(*arguments: object) -> int:

@@ -1,6 +1,6 @@
 """Settings from the command line, from a file or from the beginning of a result file.
 
-Wrong settings are rejected before any work, in a message that names the setting to change.
+Invalid settings are rejected before any work, in a message that names the setting to change.
 """
 
 import re
@@ -23,7 +23,7 @@ from tests.conftest import REPOSITORY
 
 
 def test_options_change_settings() -> None:
-    """Names may have hyphens or underscores."""
+    """Option names may have hyphens or underscores."""
     given = "--optimizer.base-learning-rate=0.001 --training.global_batch_size 64 --data.loader dali"
     recipe, config = tiny_cpu(), parse(f"tiny_cpu {given} --training.implementations dense_gelu reference".split())
     training = replace(recipe.training, global_batch_size=64, implementations={"dense_gelu": "reference"})
@@ -92,8 +92,8 @@ SHARDED = "--training.reduction sharded --training.shard-gradients"
         ),
     ],
 )
-def test_a_wrong_setting_is_named_in_one_line(arguments: str, message: str) -> None:
-    """Settings with an empty message just fit."""
+def test_an_invalid_setting_is_refused_in_one_line(arguments: str, message: str) -> None:
+    """Cases with an empty message are valid: their settings just fit."""
     with pytest.raises(ValueError, match=message) if message else nullcontext() as caught:
         parse(arguments.split())
     assert caught is None or "\n" not in str(caught.value)
@@ -125,7 +125,9 @@ LIMITS: list[tuple[str, tuple[object, ...], tuple[object, ...]]] = [
 
 
 @pytest.mark.parametrize(("name", "accepted", "refused"), LIMITS)
-def test_the_limits_of_settings_are_exact(name: str, accepted: tuple[object], refused: tuple[object]) -> None:
+def test_settings_accept_exactly_the_values_within_their_limits(
+    name: str, accepted: tuple[object], refused: tuple[object]
+) -> None:
     section, field = name.split(".")
     own: Any = getattr(tiny_cpu(), section)
     for value in accepted:
@@ -141,7 +143,7 @@ def test_the_sample_limit_and_the_site_delay_follow_from_settings() -> None:
     assert [replace(training, site_steps=steps).site_delay for steps in (1, 2, 5)] == [0, 1, 2]
 
 
-def test_the_list_describes_every_recipe(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_option_list_describes_every_recipe(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--list"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines] == list(RECIPES)
@@ -152,7 +154,9 @@ def test_the_list_describes_every_recipe(capsys: pytest.CaptureFixture[str]) -> 
     assert lines[-1].endswith("on 8 nodes of 8 A100 with 40 GB each; global batch 1,024, bf16")
 
 
-def test_an_error_names_its_rank(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_errors_of_ranks_other_than_0_name_the_rank(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     for rank, name in (("0", "error: "), ("1", "error: rank 1: ")):
         for variable, value in (("RANK", rank), ("WORLD_SIZE", "2"), ("LOCAL_RANK", rank), ("LOCAL_WORLD_SIZE", "2")):
             monkeypatch.setenv(variable, value)
@@ -162,7 +166,9 @@ def test_an_error_names_its_rank(monkeypatch: pytest.MonkeyPatch, capsys: pytest
         )
 
 
-def test_an_older_pytorch_is_refused_first(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_old_pytorch_is_refused_before_other_errors(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     for version in ("2.11.0a0+a6c236b9fd.nv26.03", "3.0.0"):
         monkeypatch.setattr(torch, "__version__", version)
         require_torch()
@@ -172,15 +178,13 @@ def test_an_older_pytorch_is_refused_first(monkeypatch: pytest.MonkeyPatch, caps
         assert capsys.readouterr().err.startswith(f"error: PyTorch is {version} here, expected 2.11 or newer: ")
 
 
-def test_the_oldest_pytorch_is_the_same_everywhere() -> None:
-    """pyproject.toml, the check at the start of a run and CI name the same oldest version."""
+def test_pyproject_program_and_ci_name_the_same_oldest_pytorch() -> None:
     oldest = ".".join(map(str, OLDEST_TORCH))
     assert f'"torch>={oldest}.0a0"' in (REPOSITORY / "pyproject.toml").read_text()
     assert f"TORCH={oldest}.0 ./run_tests.sh -m oldest_torch" in (REPOSITORY / ".ci/run").read_text()
 
 
-def test_settings_from_toml(tmp_path: Path) -> None:
-    """The command line takes precedence over the file."""
+def test_settings_are_read_from_toml_and_the_command_line_overrides_them(tmp_path: Path) -> None:
     file = tmp_path / "mine.toml"
     file.write_text(
         'recipe = "tiny_cpu"\ndry_run = false\n[training]\nmax_samples = 6400\nautotune = false\n'
@@ -203,7 +207,7 @@ def test_settings_from_toml(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("recipe", ["tiny_cpu", "own_text_cpu", "h100_8x8"])
-def test_a_result_file_configures_its_run_once_more(recipe: str, tmp_path: Path) -> None:
+def test_a_result_file_reproduces_the_settings_of_its_run(recipe: str, tmp_path: Path) -> None:
     config = RECIPES[recipe]()
     training = replace(config.training, implementations={"dense_gelu": "reference"}, seed=5, cuda_graphs=False)
     config = replace(config, training=training, log=replace(config.log, run=3, platform="a b", cache_cleared=True))
@@ -216,7 +220,7 @@ def test_a_result_file_configures_its_run_once_more(recipe: str, tmp_path: Path)
     assert dict(flattened("config", found)) == dict(flattened("config", expected))
 
 
-def test_a_result_file_with_settings_renamed_or_removed_since_configures_its_run() -> None:
+def test_an_old_result_file_with_renamed_or_removed_settings_is_read() -> None:
     config, recipe = parse(["--config", str(REPOSITORY / "results/cpu_2cores/bert/result_0.txt")]), tiny_cpu()
     assert flattened("", config) == flattened("", replace(recipe, log=replace(recipe.log, system="cpu_2cores")))
 
@@ -258,7 +262,7 @@ HEADER = "# config.recipe: tiny_cpu\n# config."
         ("result_0.txt", None, r"result_0\.txt: No such file"),
     ],
 )
-def test_a_wrong_settings_file_is_refused(name: str, content: str | None, message: str, tmp_path: Path) -> None:
+def test_an_invalid_settings_file_is_refused(name: str, content: str | None, message: str, tmp_path: Path) -> None:
     if content is not None:
         (tmp_path / name).write_text(content)
     with pytest.raises(ValueError, match=message) as caught:
@@ -266,7 +270,7 @@ def test_a_wrong_settings_file_is_refused(name: str, content: str | None, messag
     assert "\n" not in str(caught.value)
     assert str(tmp_path / name) in str(caught.value)
     assert len(str(caught.value)) < 500
-    if "seed" in message or "target" in message:  # the same settings on the command line do not name the file
+    if "seed" in message or "target" in message:  # on the command line, these settings cause an error without the file
         with pytest.raises(ValueError, match=message) as caught:
             parse(["tiny_cpu", *arguments_of(tmp_path / name, None)[1]])
         assert name not in str(caught.value)

@@ -1,4 +1,4 @@
-"""Checks of every recipe at its number of GPUs that work without GPUs."""
+"""Every recipe is checked for its number of GPUs. The checks need no GPUs."""
 
 import math
 import os
@@ -21,7 +21,7 @@ GPU_RECIPES = sorted(set(RECIPES) - {"tiny_cpu", "own_text_cpu", "bert_3_9b_8x8"
 
 
 def gpus(recipe: str) -> int:
-    """Return a recipe's number of GPUs. Its name ends in the number of nodes x GPUs per node."""
+    """Return a recipe's number of GPUs. Its name ends in NODESxGPUS_PER_NODE, such as 8x8."""
     nodes, per_node = recipe.rpartition("_")[2].split("x")
     return int(nodes) * int(per_node)
 
@@ -55,7 +55,7 @@ def arguments(recipe: str, wikipedia: Path, results: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("recipe", GPU_RECIPES)
-def test_a_recipe_fits_only_its_number_of_gpus(recipe: str, wikipedia: Path, tmp_path: Path) -> None:
+def test_a_recipe_fits_its_number_of_gpus_and_not_5(recipe: str, wikipedia: Path, tmp_path: Path) -> None:
     config = parse(arguments(recipe, wikipedia, tmp_path))
     assert config.recipe == recipe
     inputs, training = check(config, gpus(recipe)), config.training
@@ -70,8 +70,8 @@ def test_a_recipe_fits_only_its_number_of_gpus(recipe: str, wikipedia: Path, tmp
     assert not any(tmp_path.iterdir())
 
 
-def test_the_largest_model_has_3_9_billion_parameters_and_fits_its_gpus() -> None:
-    """A layer has 12 D^2 + 13 D parameters, the embeddings, the pooler and the heads 2 D^2 + (V + P + 10) D + V + 2."""
+def test_the_largest_model_has_3_9_billion_parameters_and_8_copies_of_8_gpus() -> None:
+    """A layer has 12 D^2 + 13 D parameters. Embeddings, pooler and heads have 2 D^2 + (V + P + 10) D + V + 2."""
     config, words = RECIPES["bert_3_9b_8x8"](), 30522
     model = config.model
     for each, layers, width in ((model, 48, 2560), (ModelConfig(), 24, 1024)):
@@ -98,7 +98,7 @@ OTHERS = {
     "dgxa100_128x8": ((0.71, 0.88), 0.0166629, (256, -76), 7_000_000),
     "dgxa100_512x8": ((0.75, 0.9), 0.0166629, (290, -100), 12_000_000),
 }
-"""Settings that the page's table leaves out: betas, weight decay, warm-up steps and their start, maximum of samples."""
+"""Settings that the page's table omits: betas, weight decay, warm-up steps and their start, maximum number of samples."""
 
 
 def row(config: Config) -> str:
@@ -119,7 +119,7 @@ def test_the_table_in_the_documentation_lists_the_recipes_settings() -> None:
     assert table == [HEAD, "|---" * HEAD.count(" | ") + "|---|", *rows]
 
 
-def test_the_settings_that_the_page_leaves_out_are_the_known_ones() -> None:
+def test_settings_that_the_page_omits_equal_the_recorded_settings() -> None:
     found = {}
     for name in GPU_RECIPES:
         optimizer, training = RECIPES[name]().optimizer, RECIPES[name]().training

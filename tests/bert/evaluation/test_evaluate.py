@@ -19,7 +19,7 @@ from tests.distributed.ranks import Ranks
 
 @pytest.fixture(scope="module")
 def model() -> BertForPreTraining:
-    """Return a random model, which predicts some tokens correctly by chance. In bf16, its perplexity would differ."""
+    """Return a random model that predicts some tokens correctly by chance, and whose perplexity would differ in bf16."""
     model = drawn_model(OF_SMALL_RUN, 3)
     with torch.no_grad():
         model.embeddings.word.mul_(20)
@@ -47,7 +47,7 @@ def accuracy(small_run: SmallRun, model: BertForPreTraining) -> Accuracy:
 @pytest.mark.parametrize(
     ("difference", "tolerance", "status"), [(0, "1e-5", 0), (-0.005, "0.006", 0), (0.02, "0.01", 1), (None, "1", 0)]
 )
-def test_the_accuracy_is_printed_and_decides_the_status_by_expectation_and_tolerance(
+def test_the_command_prints_the_accuracy_and_fails_if_it_is_outside_the_tolerance(
     settings: list[str],
     tmp_path: Path,
     accuracy: Accuracy,
@@ -56,7 +56,7 @@ def test_the_accuracy_is_printed_and_decides_the_status_by_expectation_and_toler
     tolerance: str,
     status: int,
 ) -> None:
-    """The command needs no training data and leaves no files behind. It tells every tenth of its 25 batches."""
+    """The command needs no training data and leaves no files behind. It prints its progress every 10 %."""
     expected = "0" if difference is None else f"{accuracy.value + difference:.5f}"
     options = ["--expect", expected, "--tolerance", tolerance, "--data.train", str(tmp_path / "nowhere")]
     assert evaluate.main([*settings, *options]) == status
@@ -72,14 +72,16 @@ def test_the_accuracy_is_printed_and_decides_the_status_by_expectation_and_toler
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_dry_run_counts_the_samples(settings: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_dry_run_prints_the_number_of_evaluation_samples(
+    settings: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
     assert evaluate.main([*settings, "--dry-run", "--expect", "0.5"]) == 0
     assert capsys.readouterr().out == "tiny_cpu: ready, 50 samples would be evaluated\n"
     assert evaluate.main(["--help"]) == 0
     assert "--expect ACCURACY     the expected accuracy" in capsys.readouterr().out
 
 
-def test_unknown_tokens_are_left_out_by_the_setting(
+def test_the_setting_no_unknown_tokens_excludes_unknown_tokens(
     settings: list[str], small_run: SmallRun, capsys: pytest.CaptureFixture[str]
 ) -> None:
     labels = small_run.evaluation.masked_lm_ids
@@ -103,7 +105,7 @@ def test_unknown_tokens_are_left_out_by_the_setting(
         ("--evaluation.batchsize 64", "--evaluation.batchsize"),
     ],
 )
-def test_wrong_settings_are_refused_in_one_line(
+def test_invalid_settings_are_refused_in_one_line(
     settings: list[str], options: str, words: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert evaluate.main([*settings, *options.split()]) == 2

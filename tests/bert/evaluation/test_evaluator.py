@@ -46,7 +46,7 @@ def evaluator(dataset: Dataset, size: int, rank: int = 0, ranks: int = 1, ignore
 
 
 @pytest.mark.parametrize("size", [1, 3, 64])
-def test_accuracy_is_counted_exactly_and_captured_in_few_graphs(
+def test_accuracy_is_exact_and_the_evaluation_is_captured_in_few_graphs(
     dataset: Dataset, model: BertForPreTraining, small_run: SmallRun, size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Counts are exact for every batch size. Capturing reads no data and does not change the model."""
@@ -80,7 +80,7 @@ def test_accuracy_is_counted_exactly_and_captured_in_few_graphs(
 
 
 def with_unknown(small_run: SmallRun, folder: Path, every: int) -> Dataset:
-    """Write the evaluation set with [UNK] in place of every n-th masked token."""
+    """Return a copy of the evaluation set in which every ``every``-th masked token is [UNK]."""
     labels = small_run.evaluation.masked_lm_ids.copy()
     labels[::every] = UNKNOWN
     write_small_dataset(folder, replace(small_run.evaluation, masked_lm_ids=labels), small_run.folder / "vocab.txt")
@@ -89,7 +89,7 @@ def with_unknown(small_run: SmallRun, folder: Path, every: int) -> Dataset:
 
 @pytest.mark.parametrize("warm", [False, True])
 @pytest.mark.parametrize("predicted", ["a known token", "[UNK]"])
-def test_unknown_tokens_are_left_out_if_they_do_not_count(
+def test_tokens_with_the_ignored_id_are_excluded_from_the_accuracy(
     small_run: SmallRun, model: BertForPreTraining, tmp_path: Path, predicted: str, warm: bool
 ) -> None:
     """The model predicts one token at every masked position, so its accuracy follows from the labels."""
@@ -107,7 +107,9 @@ def test_unknown_tokens_are_left_out_if_they_do_not_count(
         assert (found.correct, found.count) == (int((counted == token).sum()), len(counted))
 
 
-def test_a_set_without_known_tokens_is_refused(small_run: SmallRun, model: BertForPreTraining, tmp_path: Path) -> None:
+def test_an_evaluation_set_whose_masked_tokens_are_all_unknown_is_refused(
+    small_run: SmallRun, model: BertForPreTraining, tmp_path: Path
+) -> None:
     dataset = with_unknown(small_run, tmp_path / "none", every=1)
     assert evaluator(dataset, 16)(model, PLAIN).count > 0
     with pytest.raises(ValueError, match=r"none: every masked token is \[UNK\], so the vocabulary does not fit"):
@@ -115,8 +117,10 @@ def test_a_set_without_known_tokens_is_refused(small_run: SmallRun, model: BertF
 
 
 @pytest.mark.parametrize("world_size", [3, 64])
-def test_ranks_share_the_set_and_miss_nothing(dataset: Dataset, model: BertForPreTraining, world_size: int) -> None:
-    """The case of 64 ranks has ranks without samples."""
+def test_counts_of_all_ranks_add_up_to_those_of_one_rank(
+    dataset: Dataset, model: BertForPreTraining, world_size: int
+) -> None:
+    """The set has 50 samples, so some of 64 ranks have none."""
     whole, shares = evaluator(dataset, 16)(model, PLAIN), []
     for rank in range(world_size):
         evaluate = evaluator(dataset, 16, rank, world_size)
@@ -126,7 +130,9 @@ def test_ranks_share_the_set_and_miss_nothing(dataset: Dataset, model: BertForPr
     assert sum(share.count for share in shares) == whole.count
 
 
-def test_data_is_read_ahead_once(dataset: Dataset, model: BertForPreTraining, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_data_is_read_once_and_read_errors_are_raised_by_the_evaluation(
+    dataset: Dataset, model: BertForPreTraining, monkeypatch: pytest.MonkeyPatch
+) -> None:
     expected = evaluator(dataset, 16)(model, PLAIN)
     take, reads = dataset.take, []
 
@@ -151,8 +157,10 @@ def test_data_is_read_ahead_once(dataset: Dataset, model: BertForPreTraining, mo
         faulty(model, PLAIN)
 
 
-def test_predictions_in_bf16_count_exactly(dataset: Dataset, model: BertForPreTraining, small_run: SmallRun) -> None:
-    """With a bias of 16 on every logit, bf16 values are 0.125 apart, so most logits of a row would be equal."""
+def test_correct_predictions_are_counted_exactly_under_bf16_autocast(
+    dataset: Dataset, model: BertForPreTraining, small_run: SmallRun
+) -> None:
+    """A bias of 16 rounds most logits of a row to the same bf16 value, so rounded logits must not be compared."""
     with torch.no_grad():
         model.decoder_bias.fill_(16.0)
     batch, autocast = batch_of(small_run.evaluation), torch.autocast("cpu", torch.bfloat16)

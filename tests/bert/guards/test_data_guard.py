@@ -62,8 +62,8 @@ for number, touch in enumerate(sys.argv[2:]):
 """
 
 
-def test_touching_data_before_the_clock_fails_the_run(small_run: SmallRun, tmp_path: Path) -> None:
-    """The guard recognizes a shard also if it is opened by another path, such as a link."""
+def test_opening_data_before_the_clock_starts_raises_an_error(small_run: SmallRun, tmp_path: Path) -> None:
+    """The guard recognizes a shard even if it is opened by a different path, such as a link."""
     source, places = small_run.folder / "train", tmp_path / "places"
     shutil.copytree(source, places / "folder")
     (places / "linked_folder").symlink_to(source)

@@ -95,10 +95,10 @@ FIRST = "ends the run before its first evaluation, after"
         ({"training__implementations": "dense_gelu unknown"}, "training.implementations: "),
     ],
 )
-def test_wrong_settings_and_missing_inputs_are_refused_before_the_run(
+def test_invalid_settings_and_missing_inputs_are_refused_before_the_run(
     small_run: SmallRun, tmp_path: Path, change: dict[str, object], said: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Settings without a message just pass."""
+    """Cases with None in place of a message are valid."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(preflight, "missing_build_tools", lambda: ["no compiler", "no headers"])
     if said is None:
@@ -107,10 +107,10 @@ def test_wrong_settings_and_missing_inputs_are_refused_before_the_run(
         assert re.search(said, refusal(small_run, tmp_path / "r", **change))
 
 
-def test_a_plan_is_only_for_its_number_of_ranks(
+def test_a_plan_for_a_different_number_of_nodes_or_ranks_is_refused(
     small_run: SmallRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A run that was restarted on other hosts keeps the plan's settings, but not its predicted times."""
+    """An elastic run whose number of ranks has changed keeps the plan's settings, but not its predicted times."""
     arguments = small_run.arguments(tmp_path / "r")
     settings, seconds = settings_of(parse(arguments)), dict.fromkeys((*PHASES, "other"), 1.0)
     plan = RunPlan("tiny_cpu", "CPU", 1, 2, settings, "", seconds, 60.0)
@@ -142,7 +142,7 @@ def test_the_normalizations_of_the_inputs_must_agree(small_run: SmallRun, tmp_pa
             assert check(parse(small_run.arguments(tmp_path / "r", **places)), 1).normalization == stated
 
 
-def test_unfit_or_incomplete_data_are_refused(small_run: SmallRun, tmp_path: Path) -> None:
+def test_incompatible_or_incomplete_data_are_refused(small_run: SmallRun, tmp_path: Path) -> None:
     other = tmp_path / "vocab.txt"
     other.write_text((small_run.folder / "vocab.txt").read_text().replace("word7\n", "other\n"))
     assert "vocabulary" in refusal(small_run, tmp_path / "r", data__vocab=other)
@@ -160,14 +160,16 @@ def test_unfit_or_incomplete_data_are_refused(small_run: SmallRun, tmp_path: Pat
     assert "none: no token is masked" in refusal(small_run, tmp_path / "r", data__evaluation=tmp_path / "none")
 
 
-def test_an_existing_result_file_is_not_overwritten(small_run: SmallRun, tmp_path: Path) -> None:
+def test_the_number_of_an_existing_result_file_is_refused(small_run: SmallRun, tmp_path: Path) -> None:
     result = tmp_path / "tiny_cpu" / "bert" / "result_3.txt"
     result.parent.mkdir(parents=True)
     result.touch()
     assert "result_3.txt exists already" in refusal(small_run, tmp_path, log__run=3)
 
 
-def test_a_full_disk_is_refused(small_run: SmallRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_is_refused_if_a_disk_has_too_little_free_space(
+    small_run: SmallRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder, results, weights = tmp_path / "disk", tmp_path / "results", tmp_path / "weights" / "last.safetensors"
     config = parse(small_run.arguments(results))
     size = 4 * sum(parameter.numel() for parameter in BertForPreTraining(config.model).parameters())
@@ -194,7 +196,7 @@ def test_a_full_disk_is_refused(small_run: SmallRun, tmp_path: Path, monkeypatch
         free[place] += 1
     free[folder] = 6 * size
     fits(checkpoint__keep=1)
-    for number, needed in enumerate((6, 3, 3, 3), 1):  # checkpoints that are there need no more room
+    for number, needed in enumerate((6, 3, 3, 3), 1):  # existing checkpoints need no further space
         (folder / f"step_{number:08}").mkdir()
         free[folder] = needed * size
         fits(resume=folder)

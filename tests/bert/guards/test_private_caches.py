@@ -1,4 +1,4 @@
-"""Programs do not run compiled code that other users could have placed in a cache, and name what a compiler needs."""
+"""Programs run no compiled code from caches that other users can write to, and report missing build tools."""
 
 import os
 import pickle
@@ -54,12 +54,12 @@ def call(module: Path, cache: Path) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.slow
-def test_a_pickle_in_a_folder_of_others_is_not_read(visible: Path) -> None:
+def test_a_pickle_in_a_folder_that_others_can_write_to_is_not_read(visible: Path) -> None:
     module, cache, mark = visible / "module", visible / "cache", visible / "mark"
     module.mkdir()
     (module / "doubling.py").write_text(MODULE)
     assert call(module, cache).stdout == "8\n"
-    [index] = cache.rglob("*.nbi")  # the cache moves to a private folder
+    [index] = cache.rglob("*.nbi")  # Numba's index of cached code, a pickle
     index.write_bytes(pickle.dumps(Planted(mark)))
     for folder in (index.parent, cache):
         mode = folder.stat().st_mode
@@ -76,7 +76,7 @@ def test_triton_does_not_use_a_cache_that_others_can_write_to(visible: Path, mon
     monkeypatch.setenv("TRITON_HOME", str(visible))
     assert triton.require_private_cache() is None
     assert triton.CACHE_VARIABLE not in os.environ
-    monkeypatch.setenv(triton.CACHE_VARIABLE, "")  # so that monkeypatch restores it
+    monkeypatch.setenv(triton.CACHE_VARIABLE, "")  # lets monkeypatch undo the change that follows
     (visible / ".triton" / "cache").chmod(0o777)
     warning = triton.require_private_cache()
     assert warning is not None
@@ -89,7 +89,7 @@ def test_triton_does_not_use_a_cache_that_others_can_write_to(visible: Path, mon
     assert (triton.require_private_cache() or "").startswith(f"{visible}/file/cache cannot be used (Not a directory): ")
 
 
-def test_missing_build_tools_of_triton_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_build_tools_of_triton_are_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton")
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CC", raising=False)

@@ -1,4 +1,4 @@
-"""Launchers do not outlive the tests that start them."""
+"""A fixture that kills launchers when the test that started them ends."""
 
 from collections.abc import Iterator
 

@@ -28,7 +28,8 @@ RUNNING: list[subprocess.Popen[str]] = []
 
 
 class Started:
-    """A running program of `bert.launch`. ``train``, ``check``, ``compliance`` and ``dry_run`` replace its programs.
+    """A running program of `bert.launch`. ``train``, ``check``, ``compliance`` and ``dry_run`` are scripts that replace
+    the programs that it starts.
 
     ``ignored`` names a signal that is ignored when the launcher starts.
     """
@@ -47,7 +48,7 @@ class Started:
         (folder / "tmp").mkdir()
 
         def set_signals() -> None:
-            signal.signal(signal.SIGINT, signal.SIG_DFL)  # background jobs of shells ignore it
+            signal.signal(signal.SIGINT, signal.SIG_DFL)  # ignored if pytest is a background job
             if ignored:
                 signal.signal(signal.Signals[ignored], signal.SIG_IGN)
 
@@ -71,5 +72,5 @@ class Started:
 
     @property
     def calls(self) -> list[str]:
-        """Return the words of every program that the launcher has started, in order."""
+        """Return the command lines of the programs that the launcher has started, in order."""
         return self._calls.read_text().splitlines()[1:]

@@ -1,4 +1,4 @@
-"""Binding of processes to the cores nearest to their GPUs, on folders like /sys that describe made-up machines."""
+"""Binding of processes to the cores nearest to their GPUs, on simulated machines that folders like /sys describe."""
 
 import os
 import sys
@@ -12,7 +12,7 @@ from tests.bert.launch.started import Started
 from tests.sysfs import Machine
 
 FIRST, SECOND = {0, 1, 2, 3, 8, 9, 10, 11}, {4, 5, 6, 7, 12, 13, 14, 15}
-"""CPUs of the NUMA nodes."""
+"""CPUs of NUMA nodes 0 and 1."""
 HALVES = [{0, 1, 8, 9}, {2, 3, 10, 11}, {4, 5, 12, 13}, {6, 7, 14, 15}]
 
 
@@ -42,7 +42,7 @@ def machine(tmp_path: Path) -> Machine:
     return machine
 
 
-def test_processes_share_the_allowed_cores_of_their_visible_gpus_node(machine: Machine) -> None:
+def test_processes_split_the_allowed_cores_of_their_gpus_numa_node(machine: Machine) -> None:
     """If the order of the GPUs is unknown or a GPU is missing, all processes split the allowed cores."""
     for ranks, allowed, visible, expected in (
         (4, range(16), "", [*HALVES[2:], *HALVES[:2]]),
@@ -53,20 +53,20 @@ def test_processes_share_the_allowed_cores_of_their_visible_gpus_node(machine: M
         (2, range(16), "7,8", [FIRST, SECOND]),
         (5, range(16), "", [{0, 8}, {1, 2, 9, 10}, {3, 11}, {4, 5, 12, 13}, {6, 7, 14, 15}]),
         (4, range(5), "", [{4}, {4}, {0, 1}, {2, 3}]),  # processes may share a core
-        (4, range(4), "", [{0}, {1}, {2}, {3}]),  # no core of GPUs 0 and 1's node is allowed
+        (4, range(4), "", [{0}, {1}, {2}, {3}]),  # no allowed core is near GPUs 0 and 1, so GPUs are ignored
     ):
         assert cpus(machine, ranks, allowed, visible) == expected, (ranks, allowed, visible)
     assert binding(0, 4, range(16), machine.sys) == Binding(frozenset({4, 5, 12, 13}), 2, "0000:01:00.0")
     assert [binding(rank, 2, range(16), machine.sys, "3,9").gpu for rank in (0, 1)] == ["0000:82:00.0", ""]
     machine.gpu("pci0000:80/0000:80:03.0/0000:04:01.0", numa=1)
     assert cpus(machine, 5) == [{4, 12}, {5, 13}, {6, 7, 14, 15}, *HALVES[:2]], "three GPUs are on one node"
-    # If GPUs differ, CUDA numbers them by speed and not by address.
+    # CUDA numbers GPUs of different models by speed, so their addresses do not tell their order.
     machine.write("devices/pci0000:80/0000:80:01.0/0000:01:00.0/device", "0x1fb0")
     assert (cpus(machine, 2), binding(0, 2, range(16), machine.sys).gpu) == ([FIRST, SECOND], "")
 
 
 @pytest.mark.parametrize("node", ["-1", "7", ""])
-def test_processes_split_all_cores_if_the_node_of_a_gpu_is_unknown_or_has_none(machine: Machine, node: str) -> None:
+def test_processes_split_all_cores_if_a_gpus_numa_node_is_unknown_or_has_no_cores(machine: Machine, node: str) -> None:
     machine.write("devices/pci0000:80/0000:80:01.0/0000:01:00.0/numa_node", node)
     assert cpus(machine, 4) == HALVES
 
@@ -100,14 +100,14 @@ def bound(rank: int) -> Binding:
         ("bert.launch.binding tiny_cpu", TORCHRUN | {"OMP_NUM_THREADS": "9"}, 0),
         ("bert.launch tiny_cpu 1 --", MPIRUN, 1),
         ("bert.launch tiny_cpu 1 --", SRUN, 1),
-        # Without a place on its host, a rank runs as it is.
+        # With BIND=off or an invalid local rank, a rank runs unbound.
         *(
             ("bert.launch.binding tiny_cpu", TORCHRUN | changes, None)
             for changes in ({"BIND": "off"}, {"LOCAL_WORLD_SIZE": "0"}, {"LOCAL_RANK": "2"}, {"LOCAL_RANK": "-1"})
         ),
     ],
 )
-def test_a_rank_of_another_launcher_is_bound_and_replaced_by_bert_train(
+def test_a_rank_is_bound_to_its_cores_and_then_runs_bert_train(
     tmp_path: Path, program: str, variables: dict[str, str], rank: int | None
 ) -> None:
     done = Started(tmp_path, f"{program} --log.run 3", train=SHOWS, **variables).end()
@@ -117,7 +117,9 @@ def test_a_rank_of_another_launcher_is_bound_and_replaced_by_bert_train(
     assert (done.returncode, done.stdout) == (7, shown), done.stderr
 
 
-def test_the_binding_of_a_node_is_shown(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_binding_of_each_process_is_printed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     for name in TORCHRUN:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("NPROC", "2")

@@ -1,4 +1,4 @@
-"""Command lines and variables of the launcher, of hosts that may be lost, and of the processes of a host."""
+"""Command lines and variables of the launcher and of elastic runs, and the number of processes and threads of a host."""
 
 import os
 import shlex
@@ -43,7 +43,7 @@ def variables(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
         ("--prepare h100_1x8 -- --plan plan.json", Command("--prepare", ["h100_1x8", "--plan", "plan.json"])),
     ],
 )
-def test_a_command_line_gives_the_mode_the_arguments_and_the_runs(words: str, command: Command) -> None:
+def test_a_command_line_is_parsed_into_mode_arguments_and_runs(words: str, command: Command) -> None:
     assert parse_command(shlex.split(words)) == command
 
 
@@ -61,7 +61,7 @@ def test_a_command_line_gives_the_mode_the_arguments_and_the_runs(words: str, co
         ("-- --config", "--config needs a value"),
     ],
 )
-def test_a_wrong_command_line_is_refused(words: str, complaint: str) -> None:
+def test_an_invalid_command_line_is_refused(words: str, complaint: str) -> None:
     with pytest.raises(ValueError, match=complaint):
         parse_command(shlex.split(words))
 
@@ -72,7 +72,7 @@ def test_result_files_may_have_any_name(tmp_path: Path) -> None:
     assert parse_command(["--verdict", str(log)]) == Command("--verdict", [str(log)])
 
 
-def test_wrong_or_incomplete_variables_about_nodes_are_refused(variables: pytest.MonkeyPatch) -> None:
+def test_invalid_or_incomplete_variables_about_nodes_are_refused(variables: pytest.MonkeyPatch) -> None:
     assert read_nodes(starts=True) == Nodes()
     for name, value in TWO.items():
         variables.setenv(name, value)
@@ -91,7 +91,7 @@ def test_wrong_or_incomplete_variables_about_nodes_are_refused(variables: pytest
                 read_nodes(starts=True)
     variables.setenv("NODE_RANK", "")
     variables.delenv("MASTER_ADDR")
-    assert read_nodes(starts=False).count == 2  # another launcher starts the processes
+    assert read_nodes(starts=False).count == 2  # srun or mpirun starts the processes and needs neither
 
 
 @pytest.mark.parametrize(
@@ -115,17 +115,17 @@ def test_wrong_or_incomplete_variables_about_nodes_are_refused(variables: pytest
         ("--meet 'a[$(>opened)]'", "PORT is 'a["),
     ],
 )
-def test_elastic_refuses_wrong_arguments(words: str, complaint: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_elastic_refuses_invalid_arguments(words: str, complaint: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert elastic(shlex.split(words)) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("error: ")
     assert complaint in line
 
 
-def test_elastic_becomes_torchruns_agent_with_its_options(
+def test_elastic_executes_torchrun_with_the_options_of_an_elastic_run(
     variables: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The ranks get no defaults of torchrun's options, and the threads of the layout."""
+    """Ranks get the layout's number of threads, but no PET_ variable, which would set a default of torchrun."""
     started: list[tuple[str, list[str], dict[str, str]]] = []
 
     def execve(*given: Any) -> NoReturn:
@@ -154,7 +154,7 @@ def test_elastic_becomes_torchruns_agent_with_its_options(
     assert (capsys.readouterr().err, started) == (said, [])
 
 
-def test_nproc_and_omp_num_threads_set_the_layout_and_wrong_values_are_refused(variables: pytest.MonkeyPatch) -> None:
+def test_nproc_and_omp_num_threads_set_the_layout_and_invalid_values_are_refused(variables: pytest.MonkeyPatch) -> None:
     config = tiny_cpu()
     variables.setenv("OMP_NUM_THREADS", "5")
     assert layout_of(config).threads == 5
@@ -191,7 +191,7 @@ def odd_batch(config: Config) -> Config:
         (RECIPES["h100_1x8"](), 16, 0, Layout(1, 16)),
     ],
 )
-def test_the_default_layout_depends_on_the_device_the_cores_and_the_model(
+def test_the_default_layout_depends_on_device_cores_model_and_batch(
     config: Config, cores: int, gpus: int, expected: Layout, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)))

@@ -27,7 +27,7 @@ def log(tmp_path: Path) -> Path:
 
 
 def logs(log: Path, then: str = "exit 0") -> str:
-    """Return a script that claims to have written a log."""
+    """Return a script that reports ``log`` as its log, and then runs ``then``."""
     return f"echo '{log}' >\"$MLPERF_BERT_CLAIM\"; {then}"
 
 
@@ -40,7 +40,7 @@ def modules(calls: list[str]) -> list[str]:
     return [re.sub(r" .*--dry-run$", " check", call) if "--dry-run" in call else call.split()[0] for call in calls]
 
 
-def test_each_run_is_checked_and_the_verdict_comes_last(tmp_path: Path, log: Path) -> None:
+def test_a_dry_run_precedes_each_run_and_the_verdict_comes_last(tmp_path: Path, log: Path) -> None:
     started = start(tmp_path, "tiny_cpu 2", logs(log), OMP_NUM_THREADS="3")
     done = started.end()
     assert (done.returncode, done.stderr) == (0, "")
@@ -52,7 +52,7 @@ def test_each_run_is_checked_and_the_verdict_comes_last(tmp_path: Path, log: Pat
     assert done.stdout.splitlines() == [*said, "==> check, summary and report"]
 
 
-def test_runs_without_a_target_are_not_judged_by_rules(tmp_path: Path) -> None:
+def test_logs_of_runs_without_a_target_are_not_checked_against_the_rules(tmp_path: Path) -> None:
     log = write_experiment(tmp_path / "results/my system/bert", 0, (0.1,), status="aborted")
     started = start(tmp_path, "tiny_cpu", logs(log, "exit 130"))
     done = started.end()
@@ -64,9 +64,9 @@ def test_runs_without_a_target_are_not_judged_by_rules(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("scripts", "status", "said", "programs"),
     [
-        # A wrong input ends the series before anything is trained.
+        # Invalid input ends the series before anything is trained.
         ({"check": "echo error: wrong >&2; exit 2"}, 2, "error: wrong\n", "check"),
-        # A run that misses its target does not.
+        # A run that misses its target does not end the series.
         ({"train": "LOG exit 1"}, 1, "", "check train check train VERDICT"),
         ({"train": "LOG exit 3"}, 3, "", "check train check train VERDICT"),
         ({"train": "LOG exit 128"}, 128, "", "check train check train VERDICT"),
@@ -82,10 +82,10 @@ def test_runs_without_a_target_are_not_judged_by_rules(tmp_path: Path) -> None:
         ({"compliance": "[[ $3 != summary ]]"}, 1, "", "check train check train VERDICT"),
     ],
 )
-def test_wrong_input_and_killed_runs_end_the_series_and_missed_targets_do_not(
+def test_invalid_input_and_killed_runs_end_the_series_and_missed_targets_do_not(
     tmp_path: Path, log: Path, scripts: dict[str, str], status: int, said: str, programs: str
 ) -> None:
-    """The system is described already, so it is not described again."""
+    """The system's description exists already, so no case writes it."""
     description = tmp_path / "results/systems/my system.json"
     description.parent.mkdir()
     description.touch()
@@ -109,7 +109,7 @@ def test_wrong_input_and_killed_runs_end_the_series_and_missed_targets_do_not(
         (
             TWO_NODES | {"NODE_RANK": "1", "NPROC": "3", "OMP_NUM_THREADS": "2"},
             "--nproc-per-node 3 --nnodes 2 --node-rank 1 --master-addr h0 --master-port 29999",
-            "6 3 claim\nunset 2 0\n",  # only node 0 has a log
+            "6 3 claim\nunset 2 0\n",  # only node 0 writes a log, so node 1 misses none
         ),
         *(
             # srun starts one launcher for each node, or a user starts one by hand in the shell of salloc.
@@ -128,7 +128,7 @@ def test_wrong_input_and_killed_runs_end_the_series_and_missed_targets_do_not(
 def test_torchrun_starts_the_processes_of_a_node_without_elastic_agents(
     tmp_path: Path, variables: dict[str, str], options: str, said: str
 ) -> None:
-    """The check before a run knows all ranks, and that a run follows."""
+    """The dry run before a run gets WORLD_SIZE for all nodes, and MLPERF_BERT_CLAIM because a run follows."""
     check = 'echo "$WORLD_SIZE $LOCAL_WORLD_SIZE ${MLPERF_BERT_CLAIM:+claim}" >&2'
     shows = 'echo "${WORLD_SIZE-unset} $OMP_NUM_THREADS $(env | grep -c ^PET_)" >&2'
     started = start(tmp_path, "tiny_cpu", shows, check=check, **variables)
@@ -152,7 +152,7 @@ WITHOUT_GPUS = ":".join(each for each in os.environ["PATH"].split(":") if not Pa
         ("--prepare tiny_cpu -- --print-config", {}, 10, None),
         ("tiny_cpu 1 -- --dry-run", {}, 0, "1"),
         ("tiny_cpu 1 -- --print-config", {}, 0, None),
-        # If there are no GPUs here, the ranks are those of the recipe.
+        # Without GPUs and NPROC, a dry run for one node takes the number of ranks from the recipe.
         ("h100_1x8 1 -- --dry-run", {"NPROC": "", "PATH": WITHOUT_GPUS}, 0, "unset"),
         ("h100_1x8 1 -- --dry-run", {"NPROC": "4", "PATH": WITHOUT_GPUS}, 0, "4"),
         ("--prepare h100_1x8 --", {"NPROC": "", "NNODES": "2", "PATH": WITHOUT_GPUS}, 0, "2"),
@@ -200,14 +200,14 @@ def test_a_signal_prints_a_line_and_reaches_the_running_program(
     started = start(tmp_path, "tiny_cpu 2", **{"train": logs(log)} | scripts)
     interrupt(started, tmp_path, number)
     done = started.end()
-    assert (done.returncode, done.stderr.replace("Terminated\n", "")) == (status, said)  # bash says this itself
+    assert (done.returncode, done.stderr.replace("Terminated\n", "")) == (status, said)  # bash prints Terminated
     called = modules(started.calls)
     assert called.count("bert.train") == trained
     assert called.count("compliance") == (4 if said.startswith("stopping") else trained == 2)
     assert not list((tmp_path / "tmp").iterdir())
 
 
-def test_before_there_is_a_log_a_signal_kills_torchrun_and_ends_its_ranks_in_order(tmp_path: Path) -> None:
+def test_a_signal_before_there_is_a_log_kills_torchrun_and_terminates_its_ranks(tmp_path: Path) -> None:
     rank = f"trap 'touch {tmp_path}/ended; exit' TERM; {LOOP}".replace("FILE", f"{tmp_path}/waiting")
     started = start(tmp_path, "tiny_cpu", f"trap 'echo got TERM >&2; exit' TERM; ({rank}) & wait", NPROC="2")
     interrupt(started, tmp_path, signal.SIGTERM)
@@ -238,8 +238,8 @@ def test_the_verdict_waits_for_processes_whose_launcher_was_killed(tmp_path: Pat
     assert modules(started.calls).count("compliance") == 4
 
 
-def test_ignored_signals_stay_ignored(tmp_path: Path, log: Path) -> None:
-    """``nohup`` ignores SIGHUP."""
+def test_a_signal_that_was_ignored_at_the_start_does_not_stop_the_series(tmp_path: Path, log: Path) -> None:
+    """``nohup`` starts programs with SIGHUP ignored."""
     train = f"touch {tmp_path}/waiting; while [[ ! -e {tmp_path}/go ]]; do sleep 0.02; done; {logs(log)}"
     started = start(tmp_path, "tiny_cpu", train, ignored="SIGHUP")
     interrupt(started, tmp_path, signal.SIGHUP)
@@ -261,6 +261,6 @@ except Stopped:
 """
 
 
-def test_a_signal_inside_code_run_by_exec_ends_with_the_status_of_the_signal() -> None:
+def test_a_signal_during_exec_ends_the_program_with_the_signals_status() -> None:
     done = python("-c", STOPPED)
     assert (done.returncode, done.stderr) == (143, "interrupted\n")

@@ -36,7 +36,7 @@ def lines_of(log_file: Path) -> list[str]:
     return [line for line in log_file.read_text().splitlines() if not line.startswith(chain)]
 
 
-def test_a_record_names_the_caller_in_this_repository_and_the_time(tmp_path: Path) -> None:
+def test_a_record_states_the_callers_file_and_line_and_the_time(tmp_path: Path) -> None:
     frame = inspect.currentframe()
     assert frame
     MLLog(tmp_path / "result_0.txt").event("cache_clear", True)
@@ -54,7 +54,7 @@ def test_a_record_names_the_caller_in_this_repository_and_the_time(tmp_path: Pat
         ("cache_clear", False, {"b": "\ud800"}, MLLogger.event),
     ],
 )
-def test_a_line_is_that_of_the_official_logger(
+def test_a_line_equals_the_official_loggers_line(
     key: str, value: object, metadata: dict[str, object], write: Callable[..., None], log: MLLog, tmp_path: Path
 ) -> None:
     official: list[str] = []
@@ -65,7 +65,7 @@ def test_a_line_is_that_of_the_official_logger(
     [ours] = lines_of(tmp_path / "result_0.txt")
     [record] = read_log(tmp_path / "result_0.txt").records
     write(MLLogger(logger), key, value, metadata=record.metadata, time_ms=record.time_ms)
-    assert official[-1] == ours  # behind a warning that the test states the position
+    assert official[-1] == ours  # the last one, because a warning may precede it
 
 
 def test_a_log_without_lines_is_empty_and_may_be_closed_twice(tmp_path: Path) -> None:
@@ -74,7 +74,7 @@ def test_a_log_without_lines_is_empty_and_may_be_closed_twice(tmp_path: Path) ->
     assert (tmp_path / "empty.txt").read_bytes() == b""
 
 
-def test_plain_lines_stand_between_the_records(log: MLLog, tmp_path: Path) -> None:
+def test_records_are_read_although_plain_lines_stand_between_them(log: MLLog, tmp_path: Path) -> None:
     log.header({"recipe": "tiny_cpu", "config.optimizer.learning_rate": 0.001})
     log.line("step 1")
     log.event("cache_clear", True)
@@ -94,7 +94,7 @@ def test_plain_lines_that_would_break_the_log_are_refused(log: MLLog, tmp_path: 
     assert not lines_of(tmp_path / "result_0.txt")
 
 
-def test_other_ranks_write_nothing_and_check_nothing() -> None:
+def test_a_log_without_a_file_writes_and_checks_nothing() -> None:
     with MLLog(None) as log:
         log.header({"a": 1})
         log.line("x")
@@ -156,7 +156,7 @@ def test_times_in_the_log_do_not_decrease_if_the_clock_goes_back(tmp_path: Path)
 
 
 def test_abort_closes_every_interval(tmp_path: Path) -> None:
-    """Before the initialization, there is nothing to close. Leaving a block by an error aborts again."""
+    """Before init_start, there is nothing to close. An error in ``with log`` may follow a call of ``abort``."""
     acts: dict[str, Callable[[MLLog], object]] = {
         "cache_clear": lambda _: None,
         "init_stop run_start": lambda log: log.event("init_start"),
@@ -193,7 +193,7 @@ def test_abort_closes_every_interval(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full, a device that is always full")
-def test_a_full_disk_raises_its_os_error(tmp_path: Path) -> None:
+def test_a_full_disk_raises_an_os_error_with_the_logs_path(tmp_path: Path) -> None:
     path = tmp_path / "result_0.txt"
 
     def write() -> None:
@@ -242,7 +242,7 @@ def made(folder: Path, *names: str) -> Path:
     return folder
 
 
-def test_the_lowest_free_number_is_chosen_and_nothing_created(tmp_path: Path) -> None:
+def test_the_lowest_free_number_is_chosen_without_creating_a_file(tmp_path: Path) -> None:
     folder = made(tmp_path / "bert", "result_0.txt", "metrics_1.jsonl", "result_3.txt")
     (folder / "result_2.txt").symlink_to("nowhere")
     for _ in range(2):
@@ -252,7 +252,7 @@ def test_the_lowest_free_number_is_chosen_and_nothing_created(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("there", ["result_5.txt", "metrics_5.jsonl"])
-def test_a_wanted_number_that_is_taken_is_refused(tmp_path: Path, there: str) -> None:
+def test_a_run_number_that_is_taken_is_refused(tmp_path: Path, there: str) -> None:
     made(tmp_path, there)
     for take in (choose_files, create_log):
         with pytest.raises(ValueError, match=f"{there} exists already"):
@@ -260,7 +260,7 @@ def test_a_wanted_number_that_is_taken_is_refused(tmp_path: Path, there: str) ->
     assert (tmp_path / there).read_text() == "earlier\n"
 
 
-def test_runs_that_start_at_once_get_different_numbers(tmp_path: Path) -> None:
+def test_runs_that_start_simultaneously_get_different_numbers(tmp_path: Path) -> None:
     """In every round, all runs look at the folder before any of them creates its log."""
     folder = made(tmp_path, "result_0.txt", "result_2.txt")
     runs, rounds = 8, 5
@@ -282,8 +282,8 @@ def test_runs_that_start_at_once_get_different_numbers(tmp_path: Path) -> None:
     assert (folder / "result_0.txt").read_text() == (folder / "result_2.txt").read_text() == "earlier\n"
 
 
-def test_the_header_names_the_run_and_its_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Settings of NCCL matter only on GPUs."""
+def test_the_header_describes_the_run_and_its_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL's settings matter only on GPUs, so a CPU run's header omits them."""
     monkeypatch.setenv("NCCL_DEBUG", "INFO")
     mesh = Mesh(0, 4, 0, torch.device("cpu"), ((0, 1), (2, 3)), tensor=2)
     head = provenance(tiny_cpu(), mesh, 11)

@@ -1,4 +1,4 @@
-"""Tests of ranks do not see the launcher, if any, that has started them."""
+"""A fixture that hides the variables of a launcher, in case one has started the tests."""
 
 import os
 

@@ -1,4 +1,4 @@
-"""Ranks of a run as forks of the test's own process, which meet over gloo."""
+"""Ranks of a run as forks of the test's process. They meet over gloo."""
 
 import os
 from collections.abc import Callable, Sequence
@@ -27,16 +27,16 @@ def on_ranks(
 ) -> list[Any]:
     """Call ``action`` with the mesh of each rank in a fork of its own, and return the results.
 
-    By default, all ranks are on one host and at one site, and must end with the status 0. ``variables`` are those of the
+    By default, all ranks are on one host and at one site, and must end with the status 0. ``variables`` are added to the
     environment.
     """
 
     def work(rank: int) -> Any:
         os.environ[SITE] = sites[rank] if sites else ""
-        environment._parent.cache_clear()  # a fork has another parent
+        environment._parent.cache_clear()  # the fork's parent is not the cached one
         result = action(join_mesh("cpu"))
         if not statuses:
-            barrier()  # others may still connect to this rank
+            barrier()  # wait, because other ranks may still connect to this one
         return result
 
     return on_forks(hosts or ("h0",) * count, work, statuses, **variables)

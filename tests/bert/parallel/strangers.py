@@ -1,4 +1,4 @@
-"""Strangers that speak to the ports of a run: the watchdog's hub, and the store where the ranks meet."""
+"""Checks of what strangers may send to the ports of a run: to the watchdog's hub, and to the store where ranks meet."""
 
 import socket
 from contextlib import suppress
@@ -38,13 +38,13 @@ def answer(port: int, content: bytes, patience_s: float = 5.0) -> bytes:
 
 
 def disturb_hub(said: Path) -> None:
-    """Whatever a stranger says to the hub, it gets no answer, and a rank does."""
+    """Check that the hub does not answer a stranger, whatever it sends, and still answers a rank."""
     assert answer(hub(), said.read_bytes()) == b""
     assert answer(hub(), f"{TOKEN} 1 host\n".encode()) == encoded({"heard": True})
 
 
 def disturb_meeting(said: Path) -> None:
-    """A stranger speaks to the store, and sets the attempt's name there. The ranks go on, or say why they cannot meet."""
+    """Check that ranks meet, or explain why they cannot, although a stranger has written to their store."""
     content = said.read_bytes()
     answer(store().port, content, 0.01)
     own, complaint = PrefixStore(content.hex()[:9], store()), ""
@@ -55,13 +55,13 @@ def disturb_meeting(said: Path) -> None:
             agree_on_attempt(own, Launch(1, 2), 0.0)
     except ValueError as error:
         complaint = str(error)
-    if "could not meet" in complaint:  # PyTorch's store closes all connections after some messages
+    if "could not meet" in complaint:  # some messages make PyTorch's store close all connections
         store.cache_clear()
     assert "could not meet" in complaint or "not all ranks have arrived" in complaint
 
 
 def judge_lines(said: Path) -> None:
-    """Whatever two ranks report, they end with a status that a process can have, and never with 256, which ends as 0."""
+    """Check that whatever two ranks report, their exit status is below 256. A process that exits with 256 ends as 0."""
     judge = Judge(["", ""], 60.0, 6.0)
     for number, line in enumerate(said.read_bytes().split(b"\n")):
         judge.hear(judge.members[number % 2], line)

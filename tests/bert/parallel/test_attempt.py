@@ -20,7 +20,7 @@ PROCESSES = ThreadPoolExecutor(4)
 
 
 def agree(store: HashStore, order: list[int], world_size: int, seconds: float = PATIENCE_S) -> list[Future[str]]:
-    """Start processes of an attempt one after another, each in a thread. Their results are the attempt's name."""
+    """Start the processes of an attempt in ``order``, each in a thread that returns the attempt's name."""
     processes = []
     for rank in order:
         time.sleep(0.02)
@@ -29,8 +29,8 @@ def agree(store: HashStore, order: list[int], world_size: int, seconds: float = 
     return processes
 
 
-def test_each_attempt_has_one_name_of_its_own_once_all_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rank 0 of an attempt that fails names the ranks that are missing."""
+def test_processes_agree_on_a_new_name_for_each_attempt_once_all_have_arrived(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If an attempt fails, rank 0 names the missing ranks."""
     monkeypatch.setattr(rendezvous, "_LONGEST_PAUSE_S", 0.02)
     store, names = HashStore(), set[str]()
     first, rank_0 = agree(store, [2, 0], 4, seconds=0.5)
@@ -59,7 +59,7 @@ def test_ranks_meet_in_the_store_of_torchruns_agent_and_again_after_a_restart() 
         assert on_ranks(2, lambda mesh: (mesh.rank, mesh.sites), **place) == [(0, ()), (1, ())]
 
 
-def test_a_store_that_a_stranger_has_spoilt_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_errors_of_a_store_that_a_stranger_has_overwritten_are_explained(monkeypatch: pytest.MonkeyPatch) -> None:
     store = TCPStore("127.0.0.1", 0, 2, is_master=True, wait_for_workers=False)
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", str(store.port))

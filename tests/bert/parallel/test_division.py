@@ -20,7 +20,7 @@ from tests.bert.parallel.forked import on_ranks
 
 
 @pytest.mark.parametrize("count", range(1, 7))
-def test_no_other_division_has_a_lower_highest_cost_or_is_as_even(count: int) -> None:
+def test_a_division_has_the_lowest_maximum_cost_and_then_the_lowest_sum_of_squares(count: int) -> None:
     costs = [3.0, 1, 4, 1, 5, 9, 2, 6]
     ranges = divided(costs, count)
     assert [number for each in ranges for number in each] == list(range(8))
@@ -32,8 +32,8 @@ def test_no_other_division_has_a_lower_highest_cost_or_is_as_even(count: int) ->
         assert (max(sums), squares[0]) <= (max(others), squares[1])
 
 
-def test_the_last_stage_has_more_layers_as_its_last_one_and_the_heads_cost_less_than_another() -> None:
-    """The last layer has keys and values of all tokens, and the rest and the heads for 15 % of them."""
+def test_layers_are_divided_among_stages_by_cost_including_the_heads() -> None:
+    """The last layer needs only keys and values for all tokens. Its other products, and the heads, need 15 % of them."""
     for hidden, wide, words in ((1024, 4096, 30522), (512, 512, 65000)):
         for layers in (2, 6):
             *others, last = layer_costs(ModelConfig(layers, hidden, 8, wide, words))
@@ -45,7 +45,7 @@ def test_the_last_stage_has_more_layers_as_its_last_one_and_the_heads_cost_less_
     assert [list(stage.layers) for stage in stages_of(wordy, 2)] == [[0, 1, 2, 3], [4, 5]]
 
 
-def test_every_parameter_has_one_stage_that_updates_it() -> None:
+def test_exactly_one_stage_owns_each_parameter() -> None:
     stages = stages_of(ModelConfig(num_hidden_layers=5), 3)
     assert [(stage.is_first, stage.is_last) for stage in stages] == [(True, False), (False, False), (False, True)]
     for name in parameter_shapes(ModelConfig(num_hidden_layers=5)):
@@ -54,8 +54,8 @@ def test_every_parameter_has_one_stage_that_updates_it() -> None:
         assert [stage.owns(name) for stage in stages] == [place == index for index in range(3)], name
 
 
-def test_shards_are_consecutive_parts_of_every_block_and_go_together_again() -> None:
-    """If a block does not divide, its last shards are padded with zeros. Lengths are multiples, of words for example."""
+def test_shards_are_consecutive_parts_of_every_block_and_can_be_joined() -> None:
+    """If a block does not divide, its last shards are padded with zeros. Lengths of shards are multiples of ``multiple``."""
     for split, shards in (
         (Split((3,), 2, 0), [[1, 2], [3, 0]]),
         (Split((6,), 2, 0, blocks=3), [[1, 3, 5], [2, 4, 6]]),
@@ -72,7 +72,7 @@ def test_shards_are_consecutive_parts_of_every_block_and_go_together_again() -> 
         assert torch.equal(split.whole(torch.stack([shard.flatten() for shard in found])), whole)
 
 
-def test_products_are_divided_by_columns_then_rows_and_all_else_is_on_all_ranks() -> None:
+def test_products_and_the_word_table_are_divided_and_other_parameters_replicated() -> None:
     shapes = parameter_shapes(ModelConfig(2, 8, 2, 16, 30, 12))
     found = {name: split for name, shape in shapes.items() if (split := split_of(name, shape, 2))}
     inner = {
@@ -88,8 +88,8 @@ def test_products_are_divided_by_columns_then_rows_and_all_else_is_on_all_ranks(
 
 
 @pytest.mark.parametrize("broken", [None, 0, 9], ids=str)
-def test_the_loss_of_divided_words_is_the_loss_of_all_words(broken: int | None) -> None:
-    """Of 12 words in two shards of 8, the last shard has 4 words. Logits are whole numbers, and several are equal."""
+def test_the_loss_over_a_sharded_vocabulary_equals_the_unsharded_loss(broken: int | None) -> None:
+    """Two shards of 8 rows hold 12 words, so the second has 4 rows of padding. Logits are whole numbers, some equal."""
     generator = torch.Generator().manual_seed(5)
     hidden_MD, word_VD = (torch.randint(0, 3, (rows, 4), generator=generator).float() for rows in (39, 12))
     bias_V, labels_M = torch.zeros(12), torch.arange(-1, 12).repeat(3)

@@ -42,8 +42,8 @@ pytestmark = pytest.mark.oldest_torch
 CPU = torch.device("cpu")
 
 
-def test_stages_of_a_copy_are_near_and_data_groups_on_their_rails() -> None:
-    """Four hosts have four ranks each, in cyclic order. Rank 10 is the third one on the third host: 2, 6, 10 and 14."""
+def test_stages_of_a_copy_share_hosts_and_data_groups_follow_rails() -> None:
+    """Four hosts have four ranks each, in cyclic order. Rank 10 is on the third host, with ranks 2, 6 and 14."""
     nodes = tuple(tuple(range(host, 16, 4)) for host in range(4))
     all_ranks, rails = tuple(range(16)), (8, 9, 10, 11)
     for (tensor, pipeline), groups, place, shown in (
@@ -56,7 +56,7 @@ def test_stages_of_a_copy_are_near_and_data_groups_on_their_rails() -> None:
             "data 8 x pipeline 2 x tensor 1",
         ),
         ((2, 2), ((10, 14), (2, 10), rails, (10,), rails), (2, 4, True), "data 4 x pipeline 2 x tensor 2"),
-        # A copy takes two hosts, or all of them.
+        # A copy of the model takes two hosts, or all four.
         ((2, 4), ((10, 14), (2, 10, 3, 11), (8, 10), (10,), (8, 10)), (1, 2, False), "data 2 x pipeline 4 x tensor 2"),
         ((4, 4), ((2, 6, 10, 14), rails, (10,), (10,), (10,)), (0, 2, False), "data 1 x pipeline 4 x tensor 4"),
     ):
@@ -71,8 +71,8 @@ def test_stages_of_a_copy_are_near_and_data_groups_on_their_rails() -> None:
         )
 
 
-def test_places_and_sites_are_those_of_the_hosts() -> None:
-    """Hosts have ranks in cyclic order: 0 and 2, 1 and 3, and so on. Two sites have two hosts each."""
+def test_places_and_sites_of_ranks_follow_from_their_hosts() -> None:
+    """Two sites have two hosts each. The hosts of a site have ranks in cyclic order: 0 and 2, 1 and 3."""
     nodes, sites = ((0, 2), (1, 3), (4, 6), (5, 7)), ("east",) * 4 + ("west",) * 4
     mesh = Mesh(6, 8, 1, CPU, nodes, 1, 2, ("h",) * 8, sites)
     stages = [
@@ -94,7 +94,7 @@ def test_places_and_sites_are_those_of_the_hosts() -> None:
     assert changes(before, now) == ["host h1 is at site c; before b"]
 
 
-def test_ranks_that_do_not_divide_into_copies_are_refused_with_the_nearest() -> None:
+def test_ranks_that_do_not_divide_into_copies_are_refused_with_the_nearest_valid_sizes() -> None:
     for tensor, stages, hosts in ((2, 1, 4), (2, 2, 4), (2, 4, 4), (2, 8, 4), (2, 16, 4), (4, 1, 2)):
         require_whole_copies(ParallelConfig(tensor, stages), hosts, 8)
     copies = "do not divide into copies of the model: set it to"
@@ -102,7 +102,7 @@ def test_ranks_that_do_not_divide_into_copies_are_refused_with_the_nearest() -> 
         (2, 3, 4, 8, f"parallel.pipeline is 3, but with parallel.tensor 2, 4 hosts of 8 ranks {copies} 2 or 4"),
         (2, 5, 4, 8, f"parallel.pipeline is 5, but with parallel.tensor 2, 4 hosts of 8 ranks {copies} 2 or 4"),
         (2, 17, 4, 8, f"parallel.pipeline is 17, but with parallel.tensor 2, 4 hosts of 8 ranks {copies} 8 or 16"),
-        (1, 4, 2, 6, f"parallel.pipeline is 4, but 2 hosts of 6 ranks {copies} 2 or 3"),  # uneven hosts of a copy
+        (1, 4, 2, 6, f"parallel.pipeline is 4, but 2 hosts of 6 ranks {copies} 2 or 3"),  # 6 is no multiple of 4
         (1, 9, 1, 1, f"parallel.pipeline is 9, but 1 host of 1 rank {copies} 1"),
         (4, 1, 2, 6, "parallel.tensor is 4, but 2 hosts of 6 ranks do not divide into groups of that size: set it to 2, or "
          "start a multiple of 4 ranks on each host"),
@@ -136,7 +136,7 @@ IDENTITIES: list[tuple[list[tuple[object, ...]], object]] = [
 
 
 @pytest.mark.parametrize(("identities", "expected"), IDENTITIES)
-def test_ranks_of_a_host_are_found_by_name_and_boot(identities: list[tuple[Any, ...]], expected: object) -> None:
+def test_ranks_are_grouped_by_host_name_and_boot_id(identities: list[tuple[Any, ...]], expected: object) -> None:
     ranks = [Identity(*identity) for identity in identities]
     if isinstance(expected, tuple):
         assert group_by_host(ranks) == expected
@@ -145,8 +145,8 @@ def test_ranks_of_a_host_are_found_by_name_and_boot(identities: list[tuple[Any, 
         group_by_host(ranks)
 
 
-def test_ranks_meet_and_agree(tmp_path: Path) -> None:
-    """Two hosts with the ranks 0 and 2, 1 and 3, at two sites. Names of hosts are cut to 128 characters."""
+def test_ranks_join_and_their_collectives_agree(tmp_path: Path) -> None:
+    """Ranks 0 and 2 are on one host and site, ranks 1 and 3 on another. Host names are cut to 128 characters."""
 
     def agree(mesh: Mesh) -> list[Any]:
         rank, done = mesh.rank, Path(os.environ["DONE"])
@@ -157,7 +157,7 @@ def test_ranks_meet_and_agree(tmp_path: Path) -> None:
             done.touch()
         barrier()
         assert done.exists()
-        # PyTorch 2.11 has no groups whose ranks are in another order.
+        # PyTorch 2.11 always sorts a group's ranks. Later versions have the option ``sort_ranks``.
         order = (3, 1) if "sort_ranks" in inspect.signature(dist.new_group).parameters else (1, 3)
         pair = process_group(order if rank % 2 else (0, 2))
         assert pair is not None
@@ -202,14 +202,14 @@ def test_ranks_on_several_hosts_do_not_register_buffers_of_captured_collectives(
         monkeypatch.delenv("NCCL_GRAPH_REGISTER")
     monkeypatch.setattr(
         rendezvous, "rendezvous", Mock(side_effect=InterruptedError)
-    )  # before communicators are created
+    )  # stop before communicators are created
     with pytest.raises(InterruptedError):
         rendezvous.join_group(Launch(5, 8, 1, local_size), torch.device("cuda"), TIMEOUT, TIMEOUT)
     assert os.environ.get("NCCL_GRAPH_REGISTER") == expected
     assert "GLOO_SOCKET_IFNAME" not in os.environ
 
 
-def test_only_rails_ask_for_sums_in_switches(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_rail_groups_request_sums_in_the_network(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: dict[tuple[int, ...], Any] = {}
 
     def new_group(ranks: list[int], pg_options: Any = None, **_: object) -> dist.ProcessGroup:
@@ -224,12 +224,12 @@ def test_only_rails_ask_for_sums_in_switches(monkeypatch: pytest.MonkeyPatch) ->
     Communicators.create(mesh, in_network=True)
     found = {ranks: options and options.config.collnet_enable for ranks, options in asked.items()}
     assert found == {(0, 1, 2, 3): None, (2, 3): None, (0, 2): 1}
-    del config.collnet_enable  # as in releases that have no such option
+    del config.collnet_enable  # as in releases without this option
     with pytest.raises(ValueError, match=r"training\.sharp"):
         Communicators.create(mesh, in_network=True)
 
 
-def test_joining_makes_products_accumulate_in_fp32() -> None:
+def test_joining_makes_matrix_products_accumulate_in_fp32() -> None:
     """The device's setup overrides whatever precision was set before."""
     products = torch.backends.cuda.matmul
     products.allow_bf16_reduced_precision_reduction = products.allow_fp16_reduced_precision_reduction = True

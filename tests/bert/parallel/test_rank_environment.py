@@ -1,4 +1,4 @@
-"""What a process finds before it joins the other ranks: launchers' variables, its host, the meeting point and limits."""
+"""What a process reads before it joins the other ranks: launchers' variables, its host, the meeting point and limits."""
 
 import os
 import platform
@@ -46,7 +46,7 @@ MPIRUN = {
 TASK = {"SLURM_STEP_ID": "0", "SLURM_PROCID": "7"}
 SRUN = TASK | {"SLURM_NTASKS": "8", "SLURM_LOCALID": "3", "SLURM_NNODES": "2"}
 SHELL = {"SLURM_STEP_ID": "4294967290"}
-"""The step in which salloc runs the user's shell."""
+"""Slurm's number for the step in which salloc runs the user's shell."""
 
 
 @pytest.mark.parametrize(
@@ -66,7 +66,7 @@ SHELL = {"SLURM_STEP_ID": "4294967290"}
         (SRUN | {"SLURM_NNODES": "3"}, (7, 8, 3, 0), True),
         (SRUN | {"SLURM_NNODES": "0"}, (7, 8, 3, 0), True),
         (SRUN | {"SLURM_STEP_NUM_TASKS": "16", "SLURM_STEP_NUM_NODES": "4", "SLURM_NTASKS": "?"}, (7, 16, 3, 4), True),
-        ({"SLURM_STEP_ID": "0", "SLURM_PROCID": "0"}, (0, 1, 0, 1), False),  # a single task is no rank
+        ({"SLURM_STEP_ID": "0", "SLURM_PROCID": "0"}, (0, 1, 0, 1), False),  # the only task of a step is no rank
         ({"SLURM_STEP_ID": "0", "SLURM_PROCID": "0", "MASTER_ADDR": "h0"}, (0, 1, 0, 1), True),
         (SRUN | SHELL, (0, 1, 0, 0), False),
         (SRUN | SHELL | {"MASTER_ADDR": "h0"}, (7, 8, 3, 4), True),
@@ -82,8 +82,10 @@ def test_ranks_and_sizes_are_read_from_the_launchers_variables(
 
 
 @pytest.mark.parametrize("variable", ["SLURM_PTY_PORT", "SLURM_PTY_WIN_COL"])
-def test_a_shell_of_slurms_starts_a_single_process(monkeypatch: Patch, variable: str) -> None:
-    """Tasks of a step without a terminal, which was started from such a shell, are no single processes."""
+def test_a_slurm_task_with_a_terminal_is_a_single_process_unless_master_addr_is_set(
+    monkeypatch: Patch, variable: str
+) -> None:
+    """Tasks that inherit the shell's variables but have no terminal are ranks, not single processes."""
     set_all(monkeypatch, SRUN | {variable: "34889"})
     for has_terminal, world_size in ((True, 1), (False, 8)):
         monkeypatch.setattr(environment, "_has_terminal", lambda found=has_terminal: found)
@@ -93,14 +95,14 @@ def test_a_shell_of_slurms_starts_a_single_process(monkeypatch: Patch, variable:
     assert Launch.from_environment().world_size == 8
 
 
-def test_the_end_of_a_launcher_that_outlives_its_processes_is_reported(monkeypatch: Patch) -> None:
+def test_the_death_of_a_launcher_that_should_outlive_its_ranks_is_reported(monkeypatch: Patch) -> None:
     environment._parent.cache_clear()
-    Launch.from_environment()  # which notes the parent
+    Launch.from_environment()  # records the parent process
     parent = os.getppid()
     monkeypatch.setattr(os, "getppid", lambda: parent + 1)
     gone = f"its launcher, process {parent}, is gone: killed, perhaps because memory ran out"
     for variables, said in (
-        (TORCHRUN, ""),  # a shell may have set them
+        (TORCHRUN, ""),  # set by hand, without a launcher
         ({"TORCHELASTIC_RUN_ID": "none"}, gone),
         (MPIRUN, gone),
         (SRUN, gone),
@@ -112,7 +114,7 @@ def test_the_end_of_a_launcher_that_outlives_its_processes_is_reported(monkeypat
             assert lost_launcher() == ""
 
 
-def test_restarts_the_job_and_the_processor_are_read(monkeypatch: Patch) -> None:
+def test_the_restart_count_job_and_processor_name_are_read(monkeypatch: Patch) -> None:
     models = re.findall(r"^model name\s*:\s*(.*\S)", Path("/proc/cpuinfo").read_text(), re.M)
     assert processor_name() == (models or [platform.machine()])[0]
     assert (restarts(), may_start_again(), job()) == (0, False, "")
@@ -125,7 +127,7 @@ def test_restarts_the_job_and_the_processor_are_read(monkeypatch: Patch) -> None
         assert job() == said
 
 
-def test_a_rank_is_found_by_slurms_names_or_by_its_node(monkeypatch: Patch, tmp_path: Path) -> None:
+def test_a_ranks_host_is_named_by_slurm_or_by_its_node_number(monkeypatch: Patch, tmp_path: Path) -> None:
     write_script(
         tmp_path / "scontrol", '#!/bin/sh\n[ "$1 $2" = "show hostnames" ] && printf "%s0\\n%s1\\n" "$3" "$3"\n'
     )
@@ -145,8 +147,8 @@ def test_a_rank_is_found_by_slurms_names_or_by_its_node(monkeypatch: Patch, tmp_
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_an_address_that_cannot_be_resolved_is_named(monkeypatch: Patch, rank: int) -> None:
-    """A resolver that fails for a moment is asked again, but not for a name that no host can have."""
+def test_a_master_addr_that_cannot_be_resolved_is_refused(monkeypatch: Patch, rank: int) -> None:
+    """A temporary failure of the resolver is retried. A name that no host can have is refused at once."""
     set_all(monkeypatch, {"RANK": rank, "WORLD_SIZE": 2, "MASTER_ADDR": "a..b", "MASTER_PORT": free_port()})
     with pytest.raises(ValueError, match=r"MASTER_ADDR is 'a\.\.b', .*\(.*label empty"):
         join_mesh("cpu")
@@ -188,7 +190,9 @@ SITE_NAME = "set it to up to 32 letters, digits, and characters of '_.-', or uns
         ),
     ],
 )
-def test_a_wrong_environment_is_named(monkeypatch: Patch, variables: dict[str, str], complaint: str) -> None:
+def test_invalid_environment_variables_are_refused(
+    monkeypatch: Patch, variables: dict[str, str], complaint: str
+) -> None:
     set_all(monkeypatch, variables)
     with pytest.raises(ValueError, match=re.escape(complaint)) as refused:
         join_mesh("cpu")
@@ -214,8 +218,8 @@ def test_rank_0_refuses_a_port_that_another_program_has(monkeypatch: Patch, addr
         assert master_port() == last
 
 
-def test_a_rank_may_open_as_many_files_as_its_connections_take(monkeypatch: Patch) -> None:
-    """Every rank of gloo is connected to all others. Rank 0 must serve two connections of each rank."""
+def test_the_limit_of_open_files_is_raised_for_a_ranks_connections(monkeypatch: Patch) -> None:
+    """gloo connects each rank to all others. Rank 0 also serves two connections per rank, and fails below this limit."""
     no_limit = resource.RLIM_INFINITY
     for before, launch, after in (
         ((1024, 5000), Launch(1, 8), (1048, 5000)),

@@ -61,7 +61,7 @@ def error_of(reduction: Reduction, flat: FlatParameters, mesh: Mesh) -> float:
 
 @pytest.mark.parametrize("spread", [0.0, 1.0])
 def test_contributions_of_4096_ranks_are_added_in_fp32(spread: float) -> None:
-    """Add terms of both signs, and equal terms, whose bf16 sum would stop growing after 256 terms."""
+    """With spread 0, all terms are 1 and a bf16 sum would stop at 256. With spread 1, terms have both signs."""
     generator = torch.Generator().manual_seed(3)
     contributions_RW = (1 + 3 * spread * torch.randn(4096, 400, generator=generator)).bfloat16()
     whole_W = torch.full((402,), torch.nan)
@@ -87,7 +87,7 @@ def test_gradients_in_bf16_are_rounded_a_fixed_number_of_times() -> None:
             for strategy, dtype in product(get_args(ReductionStrategy), get_args(ReduceDtype)):
                 reduction = Reduction(flat, groups, strategy, dtype, bucket_bytes=50_000)
                 roundings = {"flat": 2, "sharded_world": 1}.get(strategy, 2 if local_size in (1, 4) else 3)
-                if strategy == "sharded" and local_size == 4:  # on one node, sums stay in fp32 shards
+                if strategy == "sharded" and local_size == 4:  # one node keeps sums in fp32 shards
                     roundings = 1
                 least, most = bounds[roundings if dtype == "bf16" else 0]
                 assert least <= error_of(reduction, flat, mesh) < most, (strategy, dtype, local_size)
@@ -96,7 +96,7 @@ def test_gradients_in_bf16_are_rounded_a_fixed_number_of_times() -> None:
 
 
 @pytest.mark.slow
-def test_sites_of_unequal_size_sum_between_them() -> None:
+def test_gradients_are_summed_over_sites_of_unequal_size() -> None:
     sites = ("one", "two", "two", "three", "three", "three")
 
     def check_sums(joined: Mesh) -> None:
@@ -104,7 +104,7 @@ def test_sites_of_unequal_size_sum_between_them() -> None:
         flat_groups, groups = Communicators.create(mesh, is_flat=True), Communicators.create(mesh)
         assert (flat_groups.between, flat_groups.shards) == (None, 6), "as without sites"
         assert groups.between is not None
-        # The largest site has three ranks, so there are three pieces, and every bucket divides for all six ranks.
+        # The largest site has three ranks, so there are three pieces. Every bucket divides into 6 x 3 x 3 shards.
         assert (groups.between.pieces, groups.shards) == (3, 6 * 3 * 3)
         assert list(groups.between.owned) == [[0, 1, 2], [0, 2], [1], [0], [1], [2]][mesh.rank]
         everyone = Communicators.create(mesh.own_site).everyone
@@ -120,8 +120,8 @@ def test_sites_of_unequal_size_sum_between_them() -> None:
 
 
 @pytest.mark.slow
-def test_the_fastest_strategy_is_taken_on_all_ranks() -> None:
-    """Only rank 3's simulated clock shows a strategy as slow. Its best round counts, and none begins after 3 s."""
+def test_all_ranks_choose_the_strategy_that_is_fastest_on_the_slowest_rank() -> None:
+    """Only rank 3's simulated clock is slow. A strategy's best round counts, and no round begins after 3 s."""
 
     def check_choices(joined: Mesh) -> None:
         all_reduce, clock = dist.all_reduce, [0.0]
@@ -163,7 +163,7 @@ def test_the_fastest_strategy_is_taken_on_all_ranks() -> None:
 
 @trains_in_forks
 def test_buckets_start_in_order_during_the_last_backward_pass() -> None:
-    """Buckets that are complete early wait for those before them. What a pass leaves out starts when it is over."""
+    """A bucket that is complete early waits for earlier buckets. Incomplete buckets start after the backward pass."""
 
     def check_order(mesh: Mesh) -> None:
         flat = flat_parameters(mesh.world_size)
@@ -181,7 +181,7 @@ def test_buckets_start_in_order_during_the_last_backward_pass() -> None:
         for last, part, early in (
             (False, parameters, 0),
             (True, parameters, count),
-            (True, parameters[1:], count - 1),  # the word table is in the last bucket only
+            (True, parameters[1:], count - 1),  # the missing word table is in the last bucket only
             (True, parameters[:-1], 0),
             (True, parameters, count),
         ):
@@ -202,7 +202,7 @@ def test_buckets_start_in_order_during_the_last_backward_pass() -> None:
 
 
 def test_buckets_cover_the_vector_from_its_end_in_equal_and_aligned_pieces() -> None:
-    """A bucket has a multiple of 16 elements for each shard, and at least one such multiple."""
+    """A bucket has a multiple of 16 elements per shard, and at least 16."""
     for (size, shards, bytes_), stops in {
         (1024, 8, 4): range(1024, 0, -128),
         (192, 2, 4 * 64): (192, 128, 64),
@@ -215,13 +215,13 @@ def test_buckets_cover_the_vector_from_its_end_in_equal_and_aligned_pieces() -> 
         assert bucket_slices(size, shards, bytes_) == expected
 
 
-def test_spans_cover_the_shard_and_know_their_segment() -> None:
+def test_spans_divide_a_shard_by_segment() -> None:
     spans = segment_spans((5, 1, 6), [(8, 10), (3, 7)])
     assert spans == [(2, 0, 2), (0, 2, 4), (1, 4, 5), (2, 5, 6)]
-    assert segment_spans((5,), [(6, 8)]) == []  # the shard has only padding
+    assert segment_spans((5,), [(6, 8)]) == []  # the shard holds only padding
 
 
-def test_a_stream_keeps_order_and_raises_the_errors_of_its_work() -> None:
+def test_a_communication_stream_runs_work_in_order_and_raises_its_errors() -> None:
     stream, order, held = CommunicationStream(torch.device("cpu")), [], threading.Event()
     stream.run(lambda: order.append(held.wait(30)))
     done = stream.run(lambda: order.append(2))

@@ -1,4 +1,4 @@
-"""Steps of ranks that share the optimizer's state: weights come in time, and casts, graphs and sites agree."""
+"""Steps of several ranks: weights arrive before use, and stages, CUDA graphs and sites do not change the results."""
 
 import threading
 from dataclasses import replace
@@ -22,8 +22,8 @@ from tests.distributed.shapes import MODEL, alone, config, global_batches, requi
 pytestmark = trains_in_forks
 
 
-def test_stages_take_the_step_of_one_rank() -> None:
-    """The slow test of many more shapes is in ``tests/distributed/test_shapes.py``."""
+def test_a_pipeline_of_two_stages_trains_like_one_rank() -> None:
+    """The slow tests in ``tests/distributed/test_shapes.py`` compare many more shapes."""
     shape = "1,2,1,flat,block,2,2,3,fp64"
     [one] = on_ranks(1, lambda mesh: train(mesh, alone(shape)))
     for found in on_ranks(2, lambda mesh: train(mesh, shape)):
@@ -31,9 +31,9 @@ def test_stages_take_the_step_of_one_rank() -> None:
 
 
 def hold_weights_back(step: TrainingStep) -> list[slice]:
-    """Let each bucket of weights arrive while the forward pass is one part before the part that needs it.
+    """Delay each bucket of weights until the forward pass has begun the part of the model before the one that needs it.
 
-    A part that waits for buckets that only a later part needs waits in vain. Returns the buckets that have been held.
+    If a part waited for a bucket that only a later part needs, the wait would time out. Returns the delayed buckets.
     """
     gather, held = step.gather, list[slice]()
     assert gather is not None
@@ -50,7 +50,7 @@ def hold_weights_back(step: TrainingStep) -> list[slice]:
         start()
 
     def arriving(bucket: slice) -> None:
-        if before := sum(end <= bucket.start for end in ends):  # the parts whose weights all lie before the bucket
+        if before := sum(end <= bucket.start for end in ends):  # number of parts whose weights precede it
             assert began[before - 1].wait(20), bucket
             held.append(bucket)
         arrive(bucket)
@@ -59,8 +59,8 @@ def hold_weights_back(step: TrainingStep) -> list[slice]:
     return held
 
 
-def test_each_part_of_the_model_waits_for_its_weights_and_for_no_others() -> None:
-    """A part that did not wait would use weights of the last step, and results would differ from an early gathering's."""
+def test_each_part_of_the_model_waits_only_for_its_own_weights() -> None:
+    """A part that did not wait would use the last step's weights, and the result would differ from early gathering."""
     chosen = config("1,1,1,sharded,block,2,1,3,fp32")
     steps = 3
 
@@ -104,7 +104,7 @@ def test_fp8_weights_are_casts_of_the_gathered_weights() -> None:
 
 
 def test_captured_steps_of_ranks_with_shards_equal_eager_steps() -> None:
-    """The first, the last and the other micro-batches of a step have graphs of their own, and so has the update."""
+    """A step has separate graphs for its first, middle and last micro-batches, and one for the update."""
     chosen = config("1,1,1,sharded,block,2,3,3,fp32")
     buckets = ShapeBucket(160, 8, 64, 32), ShapeBucket(170, 8, 64, 32)
     samples = synthetic_samples(np.full(64, 20), MODEL.vocab_size)
@@ -119,7 +119,7 @@ def test_captured_steps_of_ranks_with_shards_equal_eager_steps() -> None:
             assert (step.uncaptured_batches, capturer.replays) == (0, [])
         found = take_steps(step, (batches[:3], batches[3:]))
         if capturer is not None:
-            # Graphs are captured from the last micro-batch to the first. The fifth micro-batch is too large for its graph.
+            # Graphs 0 to 3: last, middle and first micro-batch, and update. The fifth micro-batch is too large for a graph.
             assert (capturer.replays, vars(step)["uncaptured_batches"]) == ([2, 1, 0, 3, 2, 0, 3], 1)
         step.gather_weights()
         return found | {"weights": step.flat.weights_P.clone()}
@@ -131,8 +131,8 @@ def test_captured_steps_of_ranks_with_shards_equal_eager_steps() -> None:
     on_ranks(2, compare)
 
 
-def test_sites_that_take_steps_by_themselves_settle_on_one_state() -> None:
-    """The moments are the means over the sites, and a site that has skipped a step counts as many as the other."""
+def test_sites_that_step_separately_settle_on_one_state() -> None:
+    """Moments become means over the sites. A site that has skipped a step takes over the other site's step count."""
     chosen = config("1,1,1,flat,block,1,1,3,fp32")
     chosen = replace(chosen, training=replace(chosen.training, site_steps=2))
 

@@ -20,8 +20,8 @@ SIZE, STEPS, APART, DELAY = 1500, 9, 4, 2
 SHARES = (1 / 6, 2 / 6, 3 / 6)
 
 
-def test_encoded_changes_are_rounded_to_their_type() -> None:
-    """In int8, the largest element of each block has the code 127 or -127, and the others are rounded to the nearest."""
+def test_encoded_weight_changes_are_rounded_to_the_chosen_dtype() -> None:
+    """In int8, a block's largest magnitude has the code 127 or -127, and other elements get the nearest code."""
     change_K = torch.cat([0.5 * torch.arange(-127, 129), torch.zeros(BLOCK), torch.full((BLOCK,), 3.0)])
     change_K[254:256] = torch.tensor([0.24, -0.26])
     expected_K = change_K.clone()
@@ -44,7 +44,7 @@ def start() -> Tensor:
 
 
 def own_step(site: int, step: int, weights: Tensor) -> Tensor:
-    """Return a step that depends on the weights, as a step of training does."""
+    """Return a change of the weights that depends on the weights, as in training."""
     noise = torch.randn(len(weights), generator=torch.Generator().manual_seed(100 * site + step), dtype=torch.float64)
     return 0.01 * (noise - weights.double() + site)
 
@@ -80,11 +80,11 @@ def independent(lr: float, momentum: float) -> tuple[Tensor, Tensor]:
 
 
 def exchanged(joined: Mesh) -> dict[str, tuple[Tensor, Tensor, int]]:
-    """Return weights, momentum and the bytes that all ranks have sent, for each type."""
+    """Return weights, momentum and the bytes that all ranks have sent, for each dtype of the exchange."""
     mesh = replace(joined, nodes=tuple((rank,) for rank in range(len(SITES))), sites=SITES)
     site = list(dict.fromkeys(SITES)).index(SITES[mesh.rank])
     config = replace(tiny_cpu().training, site_steps=APART, site_learning_rate=0.8, site_momentum=0.6)
-    if mesh.rank == 0:  # the exchange must not depend on how many groups each rank has
+    if mesh.rank == 0:  # ranks may have different numbers of process groups
         process_group([0], alone=True)
     found = {}
     for dtype in get_args(SiteDtype):
@@ -102,7 +102,7 @@ def exchanged(joined: Mesh) -> dict[str, tuple[Tensor, Tensor, int]]:
         assert stopwatch.take()[SITE_WAIT] > 0
         sent, momentum_P = exchange.take_bytes(), exchange.momentum().clone()
         found[dtype] = weights_P.clone(), momentum_P, sent
-        # What sites keep of an exchange is the momentum, and nothing that was rounded.
+        # Between exchanges, sites keep only the momentum, and no rounding errors.
         resumed_P = weights_P.clone()
         resumed = SiteExchange(resumed_P, chosen, mesh, stopwatch)
         resumed.restore_(momentum_P)
@@ -111,7 +111,7 @@ def exchanged(joined: Mesh) -> dict[str, tuple[Tensor, Tensor, int]]:
             assert not each.after_step(2 * APART)
             assert (each.settle(), each.settle()) == (True, False), "the exchange was still in progress"
         assert torch.equal(resumed_P, weights_P)
-        # Three sites send the sums of 3 x 512 elements of fp32 in a ring, there and back.
+        # Reduce-scatter and all-gather of 3 x 512 fp32 elements: each sends them 3 - 1 times over a ring of three sites.
         exchange.take_bytes()
         assert exchange.mean(torch.full((SIZE,), 6.0 * (1 + site))).unique().tolist() == [6 * (1 + 4 + 9) / 6]
         assert (exchange.take_bytes(), exchange.take_bytes()) == (2 * (3 - 1) * 3 * 512 * 4, 0)
@@ -127,7 +127,7 @@ def test_sites_of_unequal_size_agree_with_an_independent_computation() -> None:
         weights_P, momentum_P, sent = ranks[0][dtype]
         assert (weights_P - exact_P).norm() <= bound * exact_P.norm(), dtype
         assert (momentum_P - velocity_P).norm() <= 10 * bound * velocity_P.norm(), dtype
-        # Each of three pieces of 512 elements goes from three owners to the two others, in three exchanges.
+        # In each of three exchanges, each of three pieces has three owners, who send 512 elements to the two others.
         assert sent == 3 * 3 * 3 * 2 * {"fp32": 4 * 512, "bf16": 2 * 512, "int8": 512 + 2 * 4}[dtype]
         for others in ranks[1:]:
             assert all(map(torch.equal, others[dtype][:2], ranks[0][dtype][:2])), dtype

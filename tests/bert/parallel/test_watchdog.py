@@ -22,7 +22,7 @@ from tests.programs import wait_for
 
 HOSTS, SITES = ("h0", "h0", "h1", "h1"), ("a", "a", "b", "b")
 LONG = 120.0
-"""Seconds that no rank takes for anything."""
+"""Time limit in seconds that no rank reaches in these tests."""
 
 
 def stay() -> None:
@@ -30,8 +30,8 @@ def stay() -> None:
 
 
 @pytest.mark.slow
-def test_the_hub_knows_where_a_rank_is_and_how_long_it_may_stay_there() -> None:
-    """The limit is ten times the longest duration, or ten times 120 s before the phase has ended, and at least 120 s."""
+def test_the_hub_knows_a_ranks_phase_and_the_phases_time_limit() -> None:
+    """A phase may take ten times its longest duration, at least 120 s, or ten times 120 s before it has ended once."""
 
     def report(mesh: Mesh) -> list[str]:
         faults: list[str] = []
@@ -39,7 +39,7 @@ def test_the_hub_knows_where_a_rank_is_and_how_long_it_may_stay_there() -> None:
         found: list[Any] = []
 
         def note(limit_s: float | None) -> None:
-            """Wait until the hub has a limit for rank 1, and note where it thinks that the rank is."""
+            """Wait until the hub has this limit for rank 1, and record the rank's phase as the hub knows it."""
             if own._hub is not None:
                 member = own._hub._judge.members[1]
                 wait_for(lambda: member.beating and member.limit_s == limit_s)
@@ -70,14 +70,14 @@ def test_the_hub_knows_where_a_rank_is_and_how_long_it_may_stay_there() -> None:
 
 
 @pytest.mark.slow
-def test_a_rank_that_fails_ends_all_with_its_status_and_alone_shows_its_error(
+def test_a_failed_rank_ends_all_ranks_with_its_status_and_only_its_error_is_printed(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Rank 0 prints the verdict. Rank 3 fails too, but later."""
 
     def fail(mesh: Mesh) -> None:
         def note(text: str) -> None:
-            os.write(1, f"{mesh.rank} was told {len(text)}\n".encode())  # print may write its parts apart
+            os.write(1, f"{mesh.rank} was told {len(text)}\n".encode())  # unlike print, writes a line at once
 
         own = Watchdog(mesh, LONG, note)
         match mesh.rank:
@@ -100,7 +100,7 @@ def test_a_rank_that_fails_ends_all_with_its_status_and_alone_shows_its_error(
     assert sorted(said.out.splitlines()) == [f"{rank} was told {len(message)}" for rank in range(4)]
 
 
-def test_a_hub_that_is_lost_ends_the_ranks_and_one_of_each_host_says_so(capfd: pytest.CaptureFixture[str]) -> None:
+def test_losing_the_hub_ends_all_ranks_and_one_rank_of_each_host_reports_it(capfd: pytest.CaptureFixture[str]) -> None:
     def lose(mesh: Mesh) -> None:
         own = Watchdog(mesh, LONG)
         barrier()
@@ -115,7 +115,7 @@ def test_a_hub_that_is_lost_ends_the_ranks_and_one_of_each_host_says_so(capfd: p
 
 @pytest.mark.slow
 def test_a_hub_that_is_silent_ends_the_rank(capfd: pytest.CaptureFixture[str]) -> None:
-    """A turn of the rank counts as two beats at most, so the silence of more than 2 s is known as less than 2.5 s."""
+    """A rank adds at most two beats, 0.4 s, to the silence at a time, so it reports a silence of less than 2.5 s."""
 
     def stop(mesh: Mesh) -> None:
         hub = agreed_integer(os.getpid(), mesh)
@@ -132,7 +132,7 @@ def test_a_hub_that_is_silent_ends_the_rank(capfd: pytest.CaptureFixture[str]) -
 @pytest.mark.slow
 @pytest.mark.parametrize("count", [1, 2])
 def test_a_launcher_that_is_lost_ends_the_run(count: int, capfd: pytest.CaptureFixture[str]) -> None:
-    """A single rank ends in order, as after any other signal."""
+    """A single rank sends itself SIGTERM. If there are two ranks, the watchdog reports the loss and ends both."""
 
     def lose(mesh: Mesh) -> None:
         own = Watchdog(mesh, 5.0)
@@ -150,15 +150,15 @@ def test_a_launcher_that_is_lost_ends_the_run(count: int, capfd: pytest.CaptureF
     assert capfd.readouterr().err == ("" if count == 1 else said)
 
 
-def test_a_single_rank_has_nobody_to_tell() -> None:
+def test_the_watchdog_of_a_single_rank_reports_nothing() -> None:
     own = Watchdog(CPU, LONG)
     with own.expect_progress(PhaseTracker()):
         own.failed("nobody hears this")
     own.close()
 
 
-def test_a_rank_joins_again_until_the_hub_answers_or_its_patience_ends() -> None:
-    """Strangers at the port, or a hub that does not know the greeting, close the connection."""
+def test_a_rank_connects_again_until_the_hub_answers_or_the_time_is_over() -> None:
+    """A stranger that listens on the port, or a hub that does not know the greeting, closes the connection."""
     with socket.create_server(("127.0.0.1", 0)) as hub:
 
         def answer() -> None:
@@ -175,14 +175,16 @@ def test_a_rank_joins_again_until_the_hub_answers_or_its_patience_ends() -> None
             _join(hub.getsockname(), b"me", 0.0)
 
 
-def test_a_launcher_that_is_lost_before_the_ranks_have_joined_breaks_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The watch of the launcher reports through the connection to the hub, so it starts when there is one."""
+def test_a_launcher_lost_before_the_ranks_have_joined_causes_no_error_in_a_thread(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The thread that watches the launcher reports to the hub, so it must start after the rank has connected."""
     broken: list[BaseException | None] = []
     monkeypatch.setattr(threading, "excepthook", lambda fault: broken.append(fault.exc_value))
     monkeypatch.setattr(watchdog, "lost_launcher", lambda: "the launcher is gone")
 
     def join_late(*_: object) -> int:
-        time.sleep(0.2)  # several of the watch's beats
+        time.sleep(0.2)  # several heartbeats of the thread
         raise ConnectionError("no other rank came")
 
     monkeypatch.setattr(watchdog, "agreed_integer", join_late)

@@ -35,14 +35,14 @@ class Peer:
         return next(message for line in self._lines if wanted in (message := json.loads(line)))
 
     def is_sent_away(self) -> bool:
-        """Wait until the hub closes the connection, and return whether it has said nothing before."""
+        """Wait until the hub closes the connection, and return whether it had sent nothing."""
         with suppress(ConnectionError):
             return self._lines.read() == b""
         return True
 
 
 class Played:
-    """A hub, and first its rank 0."""
+    """A hub and its simulated ranks, at first only rank 0."""
 
     def __init__(self, count: int) -> None:
         listener = listen("127.0.0.1")
@@ -69,8 +69,8 @@ def play() -> Iterator[Callable[[int], Played]]:
         yield make
 
 
-def test_only_ranks_that_know_the_token_are_heard(play: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A greeting may come in pieces, but a rank that has reported does not greet again."""
+def test_only_ranks_that_know_the_token_are_accepted(play: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A greeting may arrive in pieces. A rank that has reported cannot connect a second time."""
     played = play(3)
     for greeting in (
         *(
@@ -96,7 +96,7 @@ def test_only_ranks_that_know_the_token_are_heard(play: Any, monkeypatch: pytest
     assert played.ranks[0].hear("verdict") == {"verdict": text, "status": 3, "rank": 1}
 
 
-def test_a_rank_that_was_not_answered_may_come_once_more_and_all_hear_that_the_run_is_over(play: Any) -> None:
+def test_a_rank_may_reconnect_before_it_reports_and_all_ranks_learn_that_the_run_is_over(play: Any) -> None:
     played = play(2)
     first = Peer(played.port, f"{TOKEN} 1 h0\n".encode())
     first.hear("heard")
@@ -108,7 +108,9 @@ def test_a_rank_that_was_not_answered_may_come_once_more_and_all_hear_that_the_r
     assert [rank.hear("over") for rank in played.ranks] == [{"over": True}] * 2
 
 
-def test_the_oldest_of_too_many_strangers_is_sent_away(play: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_oldest_unauthorized_connections_are_closed_if_there_are_too_many(
+    play: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(hub, "_STRANGERS", 3)
     played = play(2)
     crowd = [Peer(played.port) for _ in range(5)]
@@ -118,7 +120,7 @@ def test_the_oldest_of_too_many_strangers_is_sent_away(play: Any, monkeypatch: p
 
 
 @pytest.mark.slow
-def test_a_hub_without_descriptors_keeps_its_ranks_and_lets_others_in_later(play: Any) -> None:
+def test_a_hub_without_free_descriptors_keeps_its_ranks_and_accepts_others_later(play: Any) -> None:
     played = play(2)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with ExitStack() as stack:
@@ -135,7 +137,7 @@ def test_a_hub_without_descriptors_keeps_its_ranks_and_lets_others_in_later(play
 
 
 @pytest.mark.slow
-def test_a_hub_of_1200_ranks(play: Any) -> None:
+def test_a_hub_of_1200_ranks_reports_a_lost_rank_to_the_others(play: Any) -> None:
     count, lost = 1200, 1100
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard < 2 * count + 1000:

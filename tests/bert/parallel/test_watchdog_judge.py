@@ -37,9 +37,9 @@ class Played(Judge):
         return None
 
 
-def test_an_end_without_a_word_is_blamed_and_a_good_bye_is_not() -> None:
+def test_a_lost_rank_is_blamed_unless_it_said_that_it_leaves() -> None:
     ranks = Played(4)
-    ranks.greet(ranks.members[1], "h7")  # which has got no answer
+    ranks.greet(ranks.members[1], "h7")  # connects again, and has not reported since
     ranks.lose(ranks.members[1])
     ranks.say(2, left=True)
     ranks.lose(ranks.members[2])
@@ -56,8 +56,8 @@ def test_an_end_without_a_word_is_blamed_and_a_good_bye_is_not() -> None:
         assert ranks.end() == (1, Ending(f"{names}{more}: ended without a word, last in start", 3, 0))
 
 
-def test_silence_is_an_end_in_its_time_and_names_all_who_fell_silent_together() -> None:
-    """Ranks count as silent together within two beats."""
+def test_ranks_that_fell_silent_together_are_blamed_after_the_time_limit() -> None:
+    """Ranks that fall silent within two heartbeats of each other count as silent together."""
     ranks = Played(5)
     ranks.at(2, "forward_backward", 7, limit=1000)
     for rank, until in ((2, 0), (3, 12), (1, 13)):
@@ -68,7 +68,7 @@ def test_silence_is_an_end_in_its_time_and_names_all_who_fell_silent_together() 
     assert ranks.end() == (61 - 13, Ending(f"rank 2 on host h1, rank 3 on host h1: {text}", FAULT_STATUS, 2))
 
 
-def test_the_rank_that_stands_still_furthest_behind_is_named() -> None:
+def test_the_stalled_rank_that_is_furthest_behind_is_blamed() -> None:
     """Phases are ordered as in a step, each one before its exchange. An unknown phase comes last."""
     phases = "data_wait", "forward_backward", "reduce", "update", "site_wait", "statistics", "checkpoint", "evaluation"
     order = [(each, 5) for phase in phases for each in (phase, f"exchange in {phase}")]
@@ -81,7 +81,7 @@ def test_the_rank_that_stands_still_furthest_behind_is_named() -> None:
         assert ranks.end() == (61, Ending(text, FAULT_STATUS, 1))
 
 
-def test_no_rank_is_blamed_if_all_stand_still_in_the_same_phase() -> None:
+def test_no_rank_is_blamed_if_several_ranks_all_stall_in_the_same_phase() -> None:
     ranks = Played()
     for rank in range(3):
         ranks.at(rank, "reduce", 9)
@@ -94,8 +94,8 @@ def test_no_rank_is_blamed_if_all_stand_still_in_the_same_phase() -> None:
     )
 
 
-def test_a_rank_has_the_time_that_it_asks_for_and_starts_anew_when_it_moves() -> None:
-    """A rank may request a longer timeout, and a new phase restarts it. Ranks that wait for it are not blamed."""
+def test_a_rank_gets_the_timeout_that_it_requests_and_each_new_phase_restarts_it() -> None:
+    """A rank may request a longer timeout, and a new phase restarts it. Ranks that wait for that rank are not blamed."""
     ranks = Played()
     ranks.at(0, "reduce", 5)
     for entered in range(3):  # enter the same phase again, as for another micro-batch
@@ -106,7 +106,7 @@ def test_a_rank_has_the_time_that_it_asks_for_and_starts_anew_when_it_moves() ->
     assert ranks.end() == (1, Ending(f"{text}, and the others wait for it in reduce of step 5", FAULT_STATUS, 1))
 
 
-def test_before_training_only_signs_of_life_count() -> None:
+def test_a_rank_that_sends_heartbeats_is_not_blamed_before_it_trains() -> None:
     ranks = Played()
     ranks.at(0, "reduce", 1, limit=1000)
     assert ranks.end(1000) is None
@@ -115,7 +115,7 @@ def test_before_training_only_signs_of_life_count() -> None:
 def test_ranks_end_with_the_first_reported_status_unless_a_lost_rank_explains_the_error() -> None:
     """Under torchrun, a rank reports a second signal with status 0, because torchrun takes any other status for a crash.
 
-    Losing a rank causes errors on others, whose news may come first.
+    Losing a rank causes errors on other ranks, which may be reported before the loss.
     """
     for status, ends_with in ((0, 0), (130, 130), (255, 255), (256, 3), (-1, 3), (1 << 70, 3)):
         for lost in (False, True):
@@ -136,7 +136,7 @@ NAMES = st.sampled_from(["phase", "step", "entered", "limit", "left", "failed", 
 
 
 @given(st.lists(st.binary(max_size=200) | st.dictionaries(NAMES, VALUES | st.lists(VALUES, max_size=2)), max_size=8))
-def test_whatever_a_rank_says_no_other_rank_is_blamed(said: list[bytes | dict[str, object]]) -> None:
+def test_arbitrary_messages_of_a_rank_never_blame_another_rank(said: list[bytes | dict[str, object]]) -> None:
     ranks = Played()
     for line in said:
         ranks.hear(ranks.members[1], line if isinstance(line, bytes) else encoded(line))

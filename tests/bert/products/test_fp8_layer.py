@@ -30,7 +30,7 @@ def small_batch() -> Batch:
 
 
 def choose_definitions() -> None:
-    """Compute attention and norms by their definitions, which a CPU uses for all other ops anyway."""
+    """Compute attention and norms by the reference implementations, which a CPU uses for all other ops anyway."""
     names = "varlen_self_attention", "varlen_attention", "dropout_add_layer_norm", "embedding_layer_norm"
     choose(dict.fromkeys(names, "reference"))
 
@@ -60,8 +60,10 @@ def assert_same(found: Found, expected: Found) -> None:
 
 @pytest.mark.parametrize("autocast", [False, True])
 @pytest.mark.parametrize("recompute", ["none", "full"])
-def test_losses_gradients_and_magnitudes_are_those_of_separate_passes(autocast: bool, recompute: Recompute) -> None:
-    """On a CPU, attention is PyTorch's, which does not cast its output to FP8 itself. Recomputed layers pass no casts."""
+def test_fused_layers_give_the_losses_gradients_and_magnitudes_of_separate_passes(
+    autocast: bool, recompute: Recompute
+) -> None:
+    """On a CPU, PyTorch computes attention, so its output is cast separately. Recomputed layers pass no casts on."""
     batch = small_batch()
     plain = trained(CONFIG, batch, autocast, fused=False)
     assert_same(trained(CONFIG, batch, autocast, fused=True, recompute=recompute), plain)
@@ -69,7 +71,7 @@ def test_losses_gradients_and_magnitudes_are_those_of_separate_passes(autocast: 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("autocast", [False, True])
-def test_attention_that_makes_casts_changes_nothing_and_drops_the_same(autocast: bool) -> None:
+def test_attention_with_fused_casts_changes_neither_results_nor_dropout(autocast: bool) -> None:
     batch = small_batch()
     choose_definitions()
     plain = trained(DROPPING, batch, autocast, fused=False)
@@ -78,7 +80,9 @@ def test_attention_that_makes_casts_changes_nothing_and_drops_the_same(autocast:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("op", ["attention_cast_fp8", "attention_backward_cast_fp8"])
-def test_casts_are_separate_if_another_implementation_makes_them(monkeypatch: pytest.MonkeyPatch, op: str) -> None:
+def test_attention_and_casts_are_separate_if_their_implementations_differ(
+    monkeypatch: pytest.MonkeyPatch, op: str
+) -> None:
     batch = small_batch()
     choose_definitions()
     together = trained(DROPPING, batch, True, fused=True)
@@ -88,10 +92,10 @@ def test_casts_are_separate_if_another_implementation_makes_them(monkeypatch: py
 
 
 @pytest.mark.parametrize(("fused", "separate"), [(1.0, 2.0), (2.0, 1.0)])
-def test_a_layer_takes_the_form_of_attention_that_was_measured_to_be_faster(
+def test_a_layer_uses_the_form_of_attention_that_was_measured_to_be_faster(
     monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest, fused: float, separate: float
 ) -> None:
-    """Layers show both forms to the tuner, whichever they take. On a CPU, stand-ins take the place of Triton's kernels."""
+    """The tuner always measures attention with and without FP8 casts. On a CPU, fakes replace Triton's kernels."""
     ops, called = ("varlen_self_attention", "attention_cast_fp8", "attention_backward_cast_fp8"), list[str]()
 
     def call(op: str, *args: Any) -> Any:
@@ -124,7 +128,7 @@ def test_a_layer_takes_the_form_of_attention_that_was_measured_to_be_faster(
     assert len(losses) == 1
 
 
-def test_evaluation_computes_with_the_scales_of_training_and_leaves_the_state_alone() -> None:
+def test_evaluation_uses_the_scales_of_training_and_does_not_change_the_state() -> None:
     batch, losses = small_batch(), set()
     for fused in (False, True):
         model, state = fp8_model(CONFIG, fused)
@@ -145,7 +149,7 @@ def test_evaluation_computes_with_the_scales_of_training_and_leaves_the_state_al
 
 
 @pytest.mark.parametrize("attention", ["pytorch", "reference"])
-def test_a_backward_pass_after_the_update_is_refused(attention: str) -> None:
+def test_a_backward_pass_after_the_scales_were_updated_is_refused(attention: str) -> None:
     batch = small_batch()
     with OPS["varlen_self_attention"].using(attention):
         model, state = fp8_model(CONFIG, fused=True)

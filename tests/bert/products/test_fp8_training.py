@@ -51,7 +51,7 @@ def calibrated() -> tuple[BertForPreTraining, Fp8State, Batch]:
 
 
 def made(*sizes: tuple[int, int]) -> tuple[Fp8State, Fp8Products, list[Fp8Dense]]:
-    """Make dense layers of the given inputs and outputs."""
+    """Return FP8 state and products, and dense layers with the given numbers of inputs and outputs."""
     generator = torch.Generator().manual_seed(2)
     scales = Fp8Scales(1, torch.device("cpu"))
     products = Fp8Products(scales, WeightGradients(), fused=False)
@@ -86,7 +86,7 @@ def trained(
 
 
 def rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Round ``x`` to FP8 values in fp64 by an independent formula, with the power of two from a logarithm."""
+    """Round ``x`` to FP8 values in fp64 by an independent formula: a logarithm gives the scale, a power of two."""
     x = x.detach().double()
     scale = 2.0 ** torch.floor(torch.log2(largest_scaled(dtype) / x.abs().max()))
     return (x * scale).float().to(dtype).double() / scale
@@ -97,7 +97,7 @@ def distance(found: Tensor, expected: Tensor) -> float:
 
 
 @pytest.mark.parametrize("biased", [True, False])
-def test_a_dense_layer_multiplies_rounded_operands(biased: bool) -> None:
+def test_a_dense_layer_multiplies_operands_rounded_to_fp8(biased: bool) -> None:
     state, products, (dense,) = made((64, 64))
     x, upstream = input_and_upstream()
     parameters = (dense.weight, dense.bias) if biased else (dense.weight,)
@@ -108,7 +108,7 @@ def test_a_dense_layer_multiplies_rounded_operands(biased: bool) -> None:
         assert distance(one, exact) < 1e-5
 
 
-def test_a_feed_forward_half_multiplies_rounded_operands() -> None:
+def test_a_feed_forward_block_multiplies_operands_rounded_to_fp8() -> None:
     """The layer rounds fp32 values to FP8 and this test rounds fp64 values, so a few elements may round differently."""
     state, products, (wide, narrow) = made((64, 160), (160, 64))
     x, upstream = input_and_upstream()
@@ -127,7 +127,7 @@ def test_a_feed_forward_half_multiplies_rounded_operands() -> None:
         assert distance(one, exact) < 1e-3
 
 
-def test_only_sums_over_a_layers_width_use_fast_accumulation(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_products_that_sum_over_a_layers_width_use_fast_accumulation(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
 
     def scaled_mm(a: Tensor, b: Tensor, *, out_dtype: torch.dtype, use_fast_accum: bool, **_: object) -> Tensor:
@@ -145,7 +145,7 @@ def test_only_sums_over_a_layers_width_use_fast_accumulation(monkeypatch: pytest
     assert asked[3:] == [(64, True), (160, True), (tokens, False), (64, True), (tokens, False), (160, True)]
 
 
-def test_calibration_finds_the_scales() -> None:
+def test_calibration_sets_each_scale_by_its_tensors_largest_magnitude() -> None:
     """Each scale follows from the largest magnitude of its own tensor. More calibration changes almost nothing."""
     model, state, batch = calibrated()
     before = state.scale_S.clone()
@@ -164,7 +164,7 @@ def test_calibration_finds_the_scales() -> None:
     assert (steps != 0).float().mean() < 0.05
 
 
-def test_under_autocast_products_are_bf16_and_gradients_of_parameters_fp32() -> None:
+def test_under_autocast_products_are_bf16_and_parameter_gradients_are_fp32() -> None:
     model, state, batch = calibrated()
     products, plain = model.layers[0].products, drawn_model(CONFIG, 1)
     assert isinstance(products, Fp8Products)

@@ -49,7 +49,9 @@ def gradients(step: TrainingStep, run: SmallRun) -> list[Tensor]:
     return [view.clone() for view in step.flat.segments.views(step.flat.gradients_P)]
 
 
-def test_gradients_are_more_exact_than_those_of_autocast(small_run: SmallRun, as_on_a_gpu: pytest.MonkeyPatch) -> None:
+def test_gradients_that_bypass_autograd_are_more_exact_than_autocasts(
+    small_run: SmallRun, as_on_a_gpu: pytest.MonkeyPatch
+) -> None:
     accumulated = gradients(made(), small_run)
     as_on_a_gpu.undo()
     exact, plain = (gradients(made(precision), small_run) for precision in ("fp32", "bf16"))
@@ -63,7 +65,7 @@ def test_gradients_are_more_exact_than_those_of_autocast(small_run: SmallRun, as
 
 @pytest.mark.parametrize("precision", ["bf16", "fp8"])
 @pytest.mark.parametrize("accumulation", [1, 3])
-def test_steps_agree_with_those_of_autograd(
+def test_steps_that_bypass_autograd_agree_with_steps_of_autograd(
     small_run: SmallRun, as_on_a_gpu: pytest.MonkeyPatch, precision: Precision, accumulation: int
 ) -> None:
     """Losses, gradients, weights and an evaluation agree up to bf16 rounding."""
@@ -106,8 +108,8 @@ def test_the_first_micro_batch_overwrites_the_last_steps_gradients(small_run: Sm
 
 
 @pytest.mark.usefixtures("as_on_a_gpu")
-def test_steps_leave_copies_of_the_weights_and_only_gradients_that_are_overwritten(small_run: SmallRun) -> None:
-    """Copies equal the weights after a warm-up and after a step. Steps leave only gradients that will be overwritten."""
+def test_steps_update_the_weight_copies_and_leave_only_gradients_that_are_overwritten(small_run: SmallRun) -> None:
+    """Copies equal the weights after a warm-up and a step. A step zeroes all gradients that the next does not overwrite."""
     step = made()
     assert isinstance(step.optimizer, Lamb)
     step.warm_up(global_batch(small_run), 1)
@@ -125,7 +127,7 @@ def test_steps_leave_copies_of_the_weights_and_only_gradients_that_are_overwritt
     with step.autocast():
         loss = step.model(global_batch(small_run)[0]).masked_lm_loss
         for weight in product_weights(step.model, True):
-            if weight is not step.model.embeddings.word:  # the embeddings read the fp32 table
+            if weight is not step.model.embeddings.word:  # the embeddings still read the fp32 table
                 weight.data.fill_(torch.nan)
         assert torch.equal(step.model(global_batch(small_run)[0]).masked_lm_loss, loss)
     with torch.no_grad():
@@ -135,8 +137,8 @@ def test_steps_leave_copies_of_the_weights_and_only_gradients_that_are_overwritt
 
 
 @pytest.mark.usefixtures("as_on_a_gpu")
-def test_fp8_weights_of_a_step_equal_a_separate_cast(small_run: SmallRun) -> None:
-    """LAMB's own cast and a separate cast give the same FP8 weights, scales and magnitudes, also after a skipped step."""
+def test_fp8_weights_cast_by_lamb_equal_a_separate_cast(small_run: SmallRun) -> None:
+    """LAMB's own cast and a separate cast give the same FP8 weights, scales and magnitudes, even after a skipped step."""
     found, expected = made("fp8"), made("fp8")
     assert isinstance(expected.optimizer, Lamb)
     expected.optimizer.casts = ()
@@ -165,7 +167,7 @@ def fp8_numbers(step: TrainingStep) -> list[Tensor]:
 @pytest.mark.usefixtures("as_on_a_gpu")
 @pytest.mark.slow
 def test_recomputed_and_captured_steps_equal_plain_steps(small_run: SmallRun) -> None:
-    """Recomputation and CUDA graphs change no bit. The first micro-batch has its own graphs, as it overwrites."""
+    """The first micro-batch has its own graphs, because it overwrites gradients instead of adding to them."""
     # PyTorch's implementations draw dropout from its generator, which a captured recomputation cannot reset.
     choose(dict.fromkeys(RECOMPUTED_OPS, "reference"))
     with recordable_attention():
@@ -200,8 +202,8 @@ def test_every_parameters_hook_runs_once_when_its_gradient_is_complete(small_run
         assert torch.equal(gradient, left), f"{name} gets more after its hook"
 
 
-def test_a_weight_without_a_gradient_gets_one_from_autograd() -> None:
-    """Ranks that keep only gradient shards start with ``grad`` None. One pass creates an fp32 gradient, one adds to it."""
+def test_a_weight_whose_grad_is_none_gets_its_gradient_from_autograd() -> None:
+    """Ranks that keep only gradient shards start with ``grad`` None. The first pass creates an fp32 gradient."""
     dense, x = Dense(16, 8), torch.randn(5, 16, generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         dense.weight.normal_(generator=torch.Generator().manual_seed(1))

@@ -35,8 +35,8 @@ def display(*records: StepRecord | EvaluationRecord, **settings: Any) -> StepLin
     return made
 
 
-def test_lines_fit_a_narrow_terminal() -> None:
-    """A line that is exactly as wide as the terminal stays whole."""
+def test_lines_are_shortened_to_the_terminals_width() -> None:
+    """A line that is exactly as wide as the terminal is not shortened."""
     whole = {
         "  tok/s": "step     20  samples       640    100.0 ms     320.0 seq/s      28000 tok/s  wait  5.0 %  loss 5.5000  "
         "lr 1.00e-03  eta 0:18",
@@ -65,7 +65,7 @@ def test_lines_fit_a_narrow_terminal() -> None:
     assert lines == [evaluation, evaluation, without, without.replace("  (25/100)", "").replace("  0.50 s", "")]
 
 
-def test_the_time_left_is_a_range_if_the_accuracy_rises_and_else_an_upper_bound() -> None:
+def test_the_time_left_is_a_range_if_the_accuracy_rises_and_otherwise_an_upper_bound() -> None:
     resumed = display(replace(STEP, samples=320), resumed_samples=320)
     assert resumed.eta == "-"
     resumed.write(STEP)  # 320 samples took 2 s since resuming, and 5760 remain
@@ -79,7 +79,7 @@ def test_the_time_left_is_a_range_if_the_accuracy_rises_and_else_an_upper_bound(
     assert display(*rising[:3], later).eta == "at most 0:38"
     assert display(*rising, later).eta == "0:06 to 0:38"
     assert display(*rising, replace(later, samples=6400, time_s=64.0)).eta == "0:00 to 0:00"
-    assert display(*rising, later, target=None).eta == "0:38"  # without a target, the run ends at its end
+    assert display(*rising, later, target=None).eta == "0:38"  # without a target, all samples are trained
     assert display(replace(STEP, samples=656, time_s=6560.0), target=None, max_samples=650).eta == "0:00"
     flat = [replace(evaluation, masked_lm_accuracy=0.1) for evaluation in rising]
     assert display(*flat, later).eta == "at most 0:38"
@@ -90,7 +90,7 @@ def same_work() -> Stragglers:
     return Stragglers(["n0", "n0", "n1", "n1"], [0] * 4, [""] * 4)
 
 
-def test_a_rank_is_named_after_three_intervals_in_a_row_and_once_until_it_is_fast_again() -> None:
+def test_a_rank_is_reported_once_after_three_slow_and_once_after_three_fast_intervals() -> None:
     """A fast interval resets the count of slow intervals."""
     ranks, said = same_work(), []
     for number, seconds in enumerate([0.15] * 2 + [0.1] + [0.15] * 8 + [0.1] * 3 + [0.15] * 3, 1):
@@ -140,7 +140,7 @@ OF_AN_EVALUATION = "evaluation/masked_lm_accuracy evaluation/eval_s"
 
 
 @pytest.mark.slow
-def test_tensorboard_gets_the_numbers_of_records_over_samples(tmp_path: Path) -> None:
+def test_tensorboard_gets_each_records_values_with_its_samples_as_step(tmp_path: Path) -> None:
     sink = TensorBoard(tmp_path)
     for record in (STEP, EVALUATION, END):
         sink.write(record)

@@ -21,7 +21,7 @@ RESULTS = tuple(page.name for page in PAGES if page.name not in ("README.md", *T
 SHORT = " --training.max-samples 320 --evaluation.interval-samples 320 --evaluation.target 0.0001"
 """Settings with which a run trains 320 samples and reaches a target that needs one correct masked token."""
 SHORTENED = {
-    r"^\./run_tests\.sh$": "./run_tests.sh --collect-only --numprocesses 0 tests/test_imports.py",  # avoid recursion
+    r"^\./run_tests\.sh$": "./run_tests.sh --collect-only --numprocesses 0 tests/test_imports.py",  # avoid endless recursion
     r"^\./run_tests\.sh tests/kernels$": "./run_tests.sh --collect-only --numprocesses 0 tests/kernels/test_registry.py",
     r"^PIP_EXTRA_INDEX_URL=.* \./run_and_time\.sh$": "./run_and_time.sh --prepare",
     r"^\./run_and_time\.sh h100_1x8$": "./run_and_time.sh tiny_cpu 1 --",
@@ -41,11 +41,11 @@ SHORTENED = {
     r"cluster scale h100_8x8 .*": r"\g<0> --gpus-per-node 8192",
     r"^python -m tests\.kernels\.compiled$": r"env -u TRITON_INTERPRET \g<0>",
     r"^python benchmarks/gpu\.py": r"env -u TRITON_INTERPRET \g<0> --device cpu --tiny --out results/gpu",
-    r"--part (\w+),[\w,]+": r"--part \1",  # tests/benchmarks tests the other parts
+    r"--part (\w+),[\w,]+": r"--part \1",  # tests/benchmarks tests the parts that are cut off here
     r"benchmarks/data_stages/prepare\.py": r"\g<0> --rounds 1 --dupe-factor 2 --text README.md docs/data.md",
     r"benchmarks/training/cpu_step\.py": r"\g<0> --workload tiny --repeats 1",
 }
-"""Patterns in commands and their replacements, applied in order. ``.ci/run`` runs the README's first commands in full."""
+"""Patterns in commands and shorter replacements, applied in order. ``.ci/run`` runs the README's first commands in full."""
 FIRST = "./run_and_time.sh"
 """README command that ``tests/e2e/test_rendezvous.py`` runs, checking its output and files."""
 

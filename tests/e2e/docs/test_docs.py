@@ -16,17 +16,17 @@ from tests.e2e.docs.documented import FIRST, PAGES, SHORTENED, assert_works, com
 
 @pytest.mark.in_order
 @pytest.mark.parametrize("command", [line for line in commands("README.md") if line != FIRST])
-def test_a_command_of_the_readme_works(command: str, checkout: Path) -> None:
+def test_each_command_of_the_readme_succeeds(command: str, checkout: Path) -> None:
     assert_works(command, checkout)
 
 
-def test_links_between_the_pages_lead_somewhere() -> None:
+def test_links_between_the_pages_lead_to_existing_files() -> None:
     for page in [*PAGES, REPOSITORY / "CONTRIBUTING.md"]:
         for target in re.findall(r"\]\(([^)#]+)\)", page.read_text(encoding="utf-8")):
             assert target.startswith("https://") or (page.parent / target).exists(), f"{page.name} links to {target}"
 
 
-def test_the_commands_that_are_shortened_are_documented_ones() -> None:
+def test_every_pattern_of_shortened_commands_matches_a_documented_command() -> None:
     assert FIRST in commands()
     assert [pattern for pattern in SHORTENED if not any(re.search(pattern, line) for line in commands())] == []
 
@@ -35,12 +35,12 @@ LOGS = sorted(REPOSITORY.glob("results/cpu_2cores/bert/result_*"))
 
 
 @pytest.mark.parametrize("log", LOGS, ids=lambda log: log.name)
-def test_a_committed_result_is_valid(log: Path) -> None:
+def test_each_committed_result_is_valid(log: Path) -> None:
     verdict = check_file(log)
     assert verdict.passed, verdict.findings
 
 
-def test_the_times_to_train_on_the_pages_are_those_of_the_committed_logs() -> None:
+def test_the_times_to_train_on_the_pages_equal_the_committed_logs() -> None:
     runs = [read_log(log).run for log in LOGS]
     seconds = sorted(run.seconds or 0.0 for run in runs)[1:-1]
     mean = f"| {sum(seconds) / len(seconds):.1f} s |"
@@ -61,13 +61,13 @@ def test_the_times_to_train_on_the_pages_are_those_of_the_committed_logs() -> No
         ("prediction", lambda found: f"{100 * found['errors']['submitter: all']['median']:.1f} %"),
     ],
 )
-def test_a_figure_on_the_pages_is_that_of_the_committed_benchmark(file: str, figure: Callable[[Any], str]) -> None:
+def test_figures_on_the_pages_equal_the_committed_benchmarks(file: str, figure: Callable[[Any], str]) -> None:
     found = json.loads((REPOSITORY / f"benchmarks/results/cpu_2cores/{file}.json").read_bytes())
     for page in ("README.md", "benchmarks/results/README.md"):
         assert f"| {figure(found)} | [{file}.json]" in (REPOSITORY / page).read_text(encoding="utf-8"), page
 
 
-def test_the_table_of_prediction_errors_is_that_of_the_committed_benchmark() -> None:
+def test_the_table_of_prediction_errors_equals_the_committed_benchmark() -> None:
     found = json.loads((REPOSITORY / "benchmarks/results/cpu_2cores/prediction.json").read_bytes())["errors"]
     rows = []
     for each in found.values():

@@ -9,5 +9,5 @@ from tests.e2e.docs.documented import RESULTS, assert_works, commands
 
 @pytest.mark.in_order
 @pytest.mark.parametrize("command", commands(*RESULTS))
-def test_a_command_works(command: str, checkout_with_results: Path) -> None:
+def test_each_command_about_results_and_machines_succeeds(command: str, checkout_with_results: Path) -> None:
     assert_works(command, checkout_with_results)

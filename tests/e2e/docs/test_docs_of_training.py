@@ -9,5 +9,5 @@ from tests.e2e.docs.documented import TRAINING, assert_works, commands
 
 @pytest.mark.in_order
 @pytest.mark.parametrize("command", commands(*TRAINING))
-def test_a_command_works(command: str, checkout_with_all_data: Path) -> None:
+def test_each_command_about_training_succeeds(command: str, checkout_with_all_data: Path) -> None:
     assert_works(command, checkout_with_all_data)

@@ -42,7 +42,7 @@ def submit(cluster: Cluster, checkout: Path, *arguments: str, options: tuple[str
 
 
 def small(run: SmallRun, results: str = "results", samples: int = 10_000_000, **changes: object) -> list[str]:
-    """Return settings of a run with a very small model that by default goes on until it is stopped."""
+    """Return settings of a run with a very small model. By default, the run lasts until it is stopped."""
     settings = {"training__max_samples": samples, "evaluation__interval_samples": 1600} | changes
     return ["--", *run.arguments(Path(results), **settings)[1:]]
 
@@ -58,7 +58,7 @@ def training(cluster: Cluster, checkout: Path, number: int, folder: Path = RESUL
     cluster.wait_for(lambda: path.exists() and '"event": "step"' in path.read_text())
 
 
-def test_two_tasks_train_and_the_job_reports(cluster: Cluster, checkout: Path) -> None:
+def test_a_job_of_two_tasks_trains_and_writes_a_report(cluster: Cluster, checkout: Path) -> None:
     job = submit(cluster, checkout, "tiny_cpu", "2", "--", *SHORT, REACHED_AT_ONCE, CLEAR_CACHES="1")
     ended = cluster.finish(job)
     assert ended["ExitCode"] == "0:0", output(checkout, job)
@@ -74,10 +74,10 @@ def test_two_tasks_train_and_the_job_reports(cluster: Cluster, checkout: Path) -
     assert (checkout / RESULTS / "report.html").exists()
 
 
-def test_tasks_start_in_the_host_files_order(
+def test_tasks_start_in_the_order_of_the_host_file(
     cluster: Cluster, checkout: Path, small_run: SmallRun, tmp_path: Path
 ) -> None:
-    """``cluster place`` writes nodes in the reverse of Slurm's order, and tasks start in that order."""
+    """Here, ``cluster place`` writes nodes in the reverse of Slurm's order. Tasks must start in the written order."""
     view, hosts = made_up(hosts=2, ranks=1), tmp_path / "hosts.txt"
     named = tuple(replace(host, name=name) for host, name in zip(view.hosts, ("n2", "n1"), strict=True))
     write_view(replace(view, hosts=named, collectives=(), outliers=()), tmp_path / "cluster.json")
@@ -111,7 +111,7 @@ def test_a_requeued_job_repeats_only_the_interrupted_run(cluster: Cluster, check
     (checkout / folder / "result_2.txt").write_text("of somebody else\n")
     cluster.run("scontrol", "requeue", job)
     cluster.wait_for(lambda: cluster.job(job)["JobState"] == "PENDING")
-    cluster.run("scontrol", "update", f"JobId={job}", "StartTime=now")  # do not wait the two minutes that Slurm would
+    cluster.run("scontrol", "update", f"JobId={job}", "StartTime=now")  # otherwise Slurm would wait two minutes
     assert cluster.finish(job)["ExitCode"] == "1:0", output(checkout, job)
     assert "restart 1: 1 of 2 run(s) are done" in output(checkout, job)
     assert (checkout / folder / "result_0.txt").read_bytes() == first
@@ -151,7 +151,7 @@ def test_a_requeued_job_resumes_on_the_remaining_node(cluster: Cluster, checkout
     assert f"# shares of the global batch: {shares} with at most 1 x 8 sequences\n" in text
 
 
-def test_an_unknown_recipe_is_one_line_and_trains_nothing(cluster: Cluster, checkout: Path) -> None:
+def test_an_unknown_recipe_is_refused_in_one_line_and_trains_nothing(cluster: Cluster, checkout: Path) -> None:
     job = submit(cluster, checkout, "tiny_gpu", "1")
     assert cluster.finish(job)["ExitCode"] == "2:0", output(checkout, job)
     (error,) = (line for line in output(checkout, job).splitlines() if line.startswith("error: "))
@@ -176,7 +176,7 @@ def test_tasks_of_an_array_make_the_data_and_one_finishes_it(cluster: Cluster, c
 @pytest.mark.parametrize(
     ("signal_to", "state"), [((), "CANCELLED"), (("--batch", "--signal=TERM"), "FAILED")], ids=["scancel", "time limit"]
 )
-def test_a_job_that_is_ended_leaves_an_aborted_log(
+def test_a_job_that_is_cancelled_or_out_of_time_leaves_an_aborted_log(
     cluster: Cluster, checkout: Path, small_run: SmallRun, signal_to: tuple[str, ...], state: str
 ) -> None:
     """``scancel`` signals all tasks. Near the time limit, ``--signal=B:TERM@120`` signals only the batch script."""
