@@ -308,11 +308,11 @@ def test_a_restarted_run_resumes_without_the_setting_resume(
         monkeypatch.setenv(f"TORCHELASTIC_{name}", value)
         ways = {"checkpoint__folder": folder, "training__gradient_accumulation_steps": 4, "training__max_steps": 3}
         if name == "RUN_ID":
-            monkeypatch.delenv("TORCHELASTIC_RESTART_COUNT")
             with pytest.raises(ValueError, match="holds checkpoints of another run: set resume"):
                 start(**ways)
             continue
         done = start(**ways)
+        monkeypatch.delenv("TORCHELASTIC_RESTART_COUNT", raising=False)  # now only the job shows a restart
         assert done.output[-1].endswith("(resumed: no timed result)")
         assert ("d_batch_size", 8, {}) in done.log
         assert ("gradient_accumulation_steps", 2, {}) in done.log
