@@ -114,7 +114,7 @@ def parse(arguments: Sequence[str]) -> Settings:
     if chosen.device == "cpu" and not chosen.tiny:
         raise ValueError("--device cpu only tests the program: it needs --tiny")
     if chosen.tiny and not chosen.out:
-        raise ValueError("--tiny only tests the program: name a folder for its figures by --out")
+        raise ValueError("--tiny only tests the program, so its figures have no default folder: set --out")
     if not chosen.tiny and commit() == "unknown":
         raise ValueError("figures must name the commit, which is unknown without .git: set MLPERF_BERT_COMMIT to it")
     without = replacements([text for given in chosen.without for text in given.split(",")], chosen.device)

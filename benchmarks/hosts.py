@@ -100,7 +100,7 @@ def enter(namespace: str, host: str) -> None:
 
 
 def raise_priority() -> None:
-    """Raise the scheduling priority of this process and its children, in a new session that has its own autogroup."""
+    """Move this process to a new session, which has its own autogroup, and raise its priority. Children inherit both."""
     with contextlib.suppress(OSError):
         os.setsid()
     # Without permission to raise the priority, the benchmark still works, but its figures are noisier.
@@ -135,7 +135,7 @@ def run_ranks(
     # Status 1 is not a failure: it means that training missed its target, or that a probe found something slow.
     if not {*statuses} <= {0, 1}:
         said = "".join(path.read_text() for path in sorted(output.glob("rank_*.txt")))[-4000:]
-        raise SystemExit(f"error: the ranks ended with the exit statuses {statuses}:\n{said}")
+        raise SystemExit(f"error: exit statuses of the ranks (None: not ended after {limit_s} s): {statuses}\n{said}")
 
 
 def _rank(namespaces: Sequence[str], order: Sequence[int], rank: int, program: Callable[[], int], output: Path) -> None:

@@ -13,7 +13,7 @@ from dataloading.text.vocabulary import SPECIAL_TOKENS, Vocabulary
 
 
 def flags(settings: Mapping[str, object]) -> list[str]:
-    """Return settings as options of a command line, with hyphens instead of underscores."""
+    """Return settings as command-line options, with hyphens instead of underscores."""
     return [text for name, value in settings.items() for text in (f"--{name.replace('_', '-')}", str(value))]
 
 

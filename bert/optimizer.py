@@ -1,6 +1,6 @@
 """LAMB over the model's parameters: flat buffers, segments and learning rate schedule.
 
-Shape legend: P elements of all parameters, each parameter with its padding; N is P rounded up to equal shards.
+Shape legend: P is the number of elements of all parameters with their padding; N is P rounded up to equal shards.
 """
 
 import math
@@ -88,10 +88,10 @@ def places_of(shapes: Iterable[tuple[int, ...]]) -> list[slice]:
 
 
 def lamb_segments(model: BertForPreTraining, overwritten: Collection[nn.Parameter] = ()) -> LambSegments:
-    """Return the sizes of the reference's tensors, including padding, in the order of the model's parameters.
+    """Return the segments of the flat vector: each of the reference's tensors, with the padding after it, in model order.
 
     Biases and layer norms, the one-dimensional tensors, are neither decayed nor adapted. The fused query-key-value weight
-    counts as three tensors, as in the reference.
+    counts as three tensors, as in the reference. The gradients of the parameters ``overwritten`` are marked.
     """
     # Compare parameters by ``id``, here and below, because == would compare their elements.
     fused = {id(layer.query_key_value.weight) for layer in model.layers if isinstance(layer, EncoderLayer)}
@@ -113,8 +113,8 @@ def lamb_segments(model: BertForPreTraining, overwritten: Collection[nn.Paramete
 def learning_rate(config: OptimizerConfig, step: Tensor) -> Tensor:
     """Return the learning rate of an optimizer step in fp64. Steps count from 0, like the reference's ``global_step``.
 
-    The rate rises linearly from ``start_warmup_step`` over ``num_warmup_steps``. Then it follows a line from the base rate
-    at step 0 to 0 at ``learning_rate_training_steps``. The rate jumps if the two lines do not meet. The result has the
+    The rate rises linearly from ``start_warmup_step`` over ``num_warmup_steps``. Then it is the base rate times
+    1 - step / ``learning_rate_training_steps``, and at least 0. It jumps if the two lines do not meet. The result has the
     shape and device of ``step``.
     """
     steps = step.double()

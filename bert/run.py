@@ -201,11 +201,11 @@ def _note_uncaptured(batches: int, mesh: Mesh, log: MLLog) -> None:
 
 
 def _stopped_for_others(interruption: Interruption, mesh: Mesh) -> bool:
-    """Return whether only ranks on other hosts were stopped, so that this host must be restarted without them.
+    """Return whether other ranks were signalled and this rank was not, so that this host must be restarted without them.
 
-    After exit status 0, an elastic agent considers the whole run finished, and all agents stop. If all ranks must restart,
-    for example because a host joins, each agent signals its own ranks at a slightly different time. Therefore this
-    function waits some time for a signal to this rank before it returns True.
+    This rank must then not exit with status 0, after which its elastic agent would consider the whole run finished. If all
+    ranks must restart, for example because a host joins, agents signal their ranks at slightly different times. Therefore
+    this function waits some time for a signal to this rank before it returns True.
     """
     signals = torch.tensor([int(interruption.number is not None)], device=mesh.device)
     some = all_reduce_(signals).item() > 0

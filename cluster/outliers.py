@@ -128,7 +128,7 @@ def take_apart(
         for share_TN, of_E in zip(shares, (source_E, target_E), strict=True):
             step_TN = _medians(rest_TE, of_E, nodes)
             step_TN[:, np.bincount(of_E, minlength=nodes) < FEWEST_PARTNERS] = 0.0
-            # Time that all ends of a component have in common belongs to the component's level, not to the ends.
+            # Keep the median of a component's shares at 0, because time that all its nodes share is not due to any of them.
             step_TN -= _medians(step_TN, component_N, components)[:, component_N]
             share_TN += step_TN
             rest_TE -= step_TN[:, of_E]

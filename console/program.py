@@ -187,7 +187,7 @@ def _unframed(complaint: str) -> str:
 
 
 def bound(function: Callable[..., Result]) -> Callable[..., Callable[[], Result]]:
-    """Return a function of the same signature that only stores its arguments. Its result runs ``function`` later."""
+    """Return a function with the same parameters that does not run ``function``, but returns a call of it to run later."""
 
     @wraps(function)
     def bind(*arguments: Any, **named: Any) -> Callable[[], Result]:

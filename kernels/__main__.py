@@ -19,7 +19,7 @@ from kernels.tuning.examples import example_inputs
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Print the table and return the exit status: 2, with one line on stderr, for wrong input."""
+    """Print the table of implementations. Return 0, or 2 with one line on stderr for wrong input."""
     parser = RaisingParser(
         prog="python -m kernels", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -21,7 +21,7 @@ class Configuration:
     kernel: Any
     """The ``triton.jit`` function."""
     signature: dict[str, str]
-    """Type of every parameter, in order: ``*bf16``, ``i32``, ``constexpr``."""
+    """Type of every parameter by name, in order, such as ``*bf16``, ``i32`` or ``constexpr``."""
     constexprs: dict[str, object]
     """Values of the parameters of type ``constexpr``."""
     num_warps: int

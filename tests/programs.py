@@ -234,7 +234,7 @@ def _serve(imported: str, requests: socket.socket, owner: int) -> dict[str, Any]
         ready, *_ = select.select([requests, owner_end, *running, *running.values()], [], [])
         for fork, connection in list(running.items()):
             if fork in ready or connection in ready or owner_end in ready:
-                if fork not in ready:  # the client has closed the connection
+                if fork not in ready:  # its client, or this server's owner, has closed the connection
                     signal.pidfd_send_signal(fork, signal.SIGKILL)
                 ended = os.waitid(os.P_PIDFD, fork, os.WEXITED)
                 assert ended is not None

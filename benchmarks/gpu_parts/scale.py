@@ -33,7 +33,7 @@ class Scale:
     sequences: int
     """Sequences of one micro-batch."""
     repeats: int
-    """Number of timed steps. Kernels are timed three times as often."""
+    """Number of timed steps. Kernels are timed three times this number."""
     square: int
     """Rows and columns of the large matrix product."""
     copied: int

@@ -134,7 +134,7 @@ def _write_tokenizer(folder: Path, model: ModelConfig, vocabulary: Vocabulary, n
     # Without this, [MASK] in a text would be split at its brackets.
     tokenizer.add_special_tokens(list(special.values()))
     tokenizer.save(str(folder / "tokenizer.json"))
-    # This file is for ``Vocabulary.from_folder`` and for tokenizers that do not read tokenizer.json.
+    # vocab.txt is for ``Vocabulary.from_folder`` and for tokenizers that do not read tokenizer.json.
     (folder / "vocab.txt").write_bytes(vocabulary.content)
     settings = {
         "tokenizer_class": "BertTokenizer",

@@ -132,7 +132,7 @@ def _weights_file(folder: Path) -> Path:
     if prefixes:
         TensorBundle(prefixes[0])  # raises if the checkpoint is not supported, because the hint must not name it
     hint = f"; for a TensorFlow checkpoint name its prefix: {prefixes[0]}" if prefixes else ""
-    raise ValueError(f"{folder} holds no model.safetensors{hint}")
+    raise ValueError(f"{folder} holds no model.safetensors: name a checkpoint file or a Hugging Face folder{hint}")
 
 
 def _open_safetensors(path: Path, heads: int | None, whole: bool) -> CheckpointSource:

@@ -300,7 +300,7 @@ def _newest(folder: Path, config: Config, train: Dataset) -> RunState:
             if state.settings.get(name) != value:
                 raise ValueError(
                     f"{path} was made with {name} {state.settings.get(name)}, but this run has {value}: "
-                    "resume with the same setting"
+                    f"set {name} to the checkpoint's value"
                 )
         if config.training.seed not in (None, state.seed):
             raise ValueError(

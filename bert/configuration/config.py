@@ -129,7 +129,7 @@ class Config:
         ):
             refuse(
                 is_on,
-                f"{pipeline}, but {setting}, which stages do not support: change it, or set parallel.pipeline to 1",
+                f"{pipeline}, but {setting}. Stages do not support that: change this setting, or set parallel.pipeline to 1",
             )
 
     def _check_fp8(self) -> None:
@@ -149,7 +149,7 @@ class Config:
 
 
 def flattened(prefix: str, section: object) -> list[tuple[str, object]]:
-    """Return the names, which begin with ``prefix``, and the values of all settings in a section and its subsections.
+    """Return (name, value) of every setting in a section and its subsections. Each name begins with ``prefix``.
 
     Paths inside the repository are relative to its root.
     """

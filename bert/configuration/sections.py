@@ -45,7 +45,8 @@ class ModelConfig:
             f"{self.num_attention_heads} does not divide: change one of them",
         )
         refuse(
-            self.vocab_size > 65535, f"model.vocab_size is {self.vocab_size}, expected at most 65535: ids have 16 bits"
+            self.vocab_size > 65535,
+            f"model.vocab_size is {self.vocab_size}, expected at most 65535, because shards store ids in 16 bits",
         )
         for name in ("hidden_dropout", "attention_dropout"):
             _fraction(f"model.{name}", getattr(self, name))
@@ -202,7 +203,7 @@ class TrainingConfig:
         refuse(odd is not None, f"training.implementations holds {odd!r}: expected names of ops and implementations")
         refuse(
             self.shard_gradients and self.reduction not in SHARDED,
-            f"training.shard_gradients is on, but training.reduction is {self.reduction}, after which every rank needs all "
+            f"training.shard_gradients is on, but with training.reduction {self.reduction} every rank needs all "
             "gradients: set training.reduction to sharded or sharded_world, or leave shard_gradients out",
         )
         for name, value, refused in (

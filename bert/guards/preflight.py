@@ -131,8 +131,8 @@ def check_shares(config: Config, data_size: int, uneven: bool = False) -> None:
     require_sequences(batch, data_size, steps)
     if batch % (data_size * steps) and not uneven:
         raise ValueError(
-            f"training.global_batch_size {batch} does not divide over {data_size} ranks x {steps} accumulation steps: "
-            f"make it a multiple of {data_size * steps}"
+            f"training.global_batch_size {batch} does not divide over {data_size} copies of the model x {steps} "
+            f"accumulation steps: make it a multiple of {data_size * steps}"
         )
 
 

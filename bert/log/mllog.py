@@ -138,7 +138,7 @@ class MLLog:
         self.line(f"# resumed from: {checkpoint}")
         self._run.resumed_samples = self._run.counted_samples = samples
 
-    # Records with several parts; `samples` counts sequences trained since run_start
+    # Methods for particular records. `samples` is the number of sequences trained since run_start.
 
     def weights_initialization(self, num_hidden_layers: int) -> None:
         """Log the names of all weight tensors, as the reference implementation names them."""

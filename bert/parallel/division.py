@@ -85,7 +85,7 @@ class WholeVectors:
             yield name, whole[part].view(self._shapes[name])
 
     def gather(self, vector_P: Tensor) -> Tensor:
-        """Gather a whole vector from the ranks of a copy. Every rank must call it at the same time."""
+        """Return a whole vector, gathered from the ranks of a model copy. They must all call this at the same time."""
         if self._tensor is None and self._pipeline is None:
             return vector_P
         # First each rank of a stage gathers the stage's shards; then each parameter is broadcast to the other stages.

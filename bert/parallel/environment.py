@@ -88,7 +88,7 @@ def _is_slurm_task() -> bool:
 
 
 def _has_terminal() -> bool:
-    """Tell whether this process belongs to a terminal, even if its input and output do not."""
+    """Return whether this process has a controlling terminal, even if its input and output are redirected."""
     with suppress(OSError):
         os.close(os.open("/dev/tty", os.O_RDWR | os.O_NOCTTY))
         return True

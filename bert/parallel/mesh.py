@@ -236,7 +236,7 @@ def require_gpus(processes: int) -> None:
 
 
 def are_whole_copies(parallel: ParallelConfig, hosts: int, per_host: int) -> bool:
-    """Tell whether each host, with ``per_host`` ranks, holds whole copies of the model, or each copy takes whole hosts.
+    """Return True if each host, with ``per_host`` ranks, holds only whole model copies, or each copy takes whole hosts.
 
     Otherwise the ranks of a data group could have different positions on their hosts.
     """

@@ -68,7 +68,7 @@ class Fp8Scales:
     amax_S: Tensor
     """fp32, largest magnitude since the last update; for a weight, its largest magnitude at the last cast."""
     largest_S: Tensor
-    """fp32, limit of scale times amax for each tensor: the largest number of its format, divided by the headroom."""
+    """fp32, upper limit of scale times amax for each tensor: the largest number of its format, divided by the headroom."""
 
     def __init__(self, layers: int, device: torch.device) -> None:
         """Raises ``ValueError`` if ``device`` is a GPU without FP8 support."""
@@ -241,7 +241,7 @@ class Product:
     def backward(
         self, gradient_TN: Tensor, gradient_NT: Tensor, input_KT: Tensor, _kept: Sequence[Tensor], dtype: torch.dtype
     ) -> tuple[Tensor | None, ...]:
-        """Return the gradients of the input in ``dtype`` and of ``parameters``, given the quantized output gradient."""
+        """Return the input's gradient in ``dtype``, and the gradients of ``parameters``. The given gradient is quantized."""
         weight_gradient_NK = self.first.weight_gradient(gradient_NT, input_KT)
         return self.first.input_gradient(gradient_TN, dtype), weight_gradient_NK
 
@@ -272,7 +272,7 @@ class FeedForward:
     def backward(
         self, gradient_TD: Tensor, gradient_DT: Tensor, input_DT: Tensor, kept: Sequence[Tensor], dtype: torch.dtype
     ) -> tuple[Tensor | None, ...]:
-        """Return the gradients of the input in ``dtype`` and of ``parameters``, given the quantized output gradient."""
+        """Return the input's gradient in ``dtype``, and the gradients of ``parameters``. The given gradient is quantized."""
         product_TF, bias_F, wide_FT = kept
         narrow_weight_gradient_DF = self.last.weight_gradient(gradient_DT, wide_FT)
         wide_gradient_TF = self.last.input_gradient(gradient_TD, product_TF.dtype)
@@ -285,7 +285,7 @@ class FeedForward:
 
 
 Passes = Product | FeedForward
-"""Forward and backward passes of products whose input and output gradient are already quantized and transposed."""
+"""Forward and backward passes of products whose input, and output's gradient, are already quantized and transposed."""
 
 
 def apply_passes(

@@ -204,8 +204,8 @@ class Fp8Products(MatrixProducts):
 class FusedLayer(EncoderLayer):
     """FP8 encoder layer that takes plain hidden states, or hidden states with casts from the previous layer.
 
-    Each layer passes casts to the next one. With recomputation it does not, because only the tensors between layers are
-    kept, and the casts would double their memory. The last fused layer returns a plain tensor.
+    Without recomputation, each fused layer but the last also passes FP8 casts of its output to the next layer. With
+    recomputation it passes none: only the tensors between layers are kept, and casts would double their memory.
     """
 
     query_key_value: Fp8Dense
@@ -232,7 +232,7 @@ class FusedLayer(EncoderLayer):
         self, hidden: Tensor | HiddenStates, cu_seqlens: Tensor, max_seqlen: int, dropout_state: Tensor | None
     ) -> Any:
         """Return the hidden states [T, D] of all tokens, with their casts except after the last fused layer."""
-        # Evaluate as an ``EncoderLayer``, which records no magnitudes: training computes its scales from them.
+        # Evaluate as a plain layer, which records no magnitudes without gradients: training computes its scales from them.
         if not torch.is_grad_enabled():
             assert isinstance(hidden, Tensor)
             return super().compute(hidden, cu_seqlens, max_seqlen, dropout_state)

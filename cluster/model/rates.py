@@ -41,8 +41,8 @@ ACCESSES = {"attention": 8.0, "norm": 10.0, "gelu": 5.0, "embedding": 8.0, "loss
 """Assumed memory accesses per unit of the second cost term, by kind of computation. Only data-sheet rates use them."""
 
 SEQUENCE_BYTES, LAUNCHES = 599_294_086, 1406
-"""For BERT-Large: bytes of memory traffic of a sequence, without matrix products and averaged over Wikipedia's lengths,
-and kernel launches of a micro-batch. Both follow from `cluster.model.work` if an access moves 2 bytes, a product takes 6
+"""For BERT-Large: bytes of memory traffic of a sequence outside matrix products, averaged over Wikipedia's lengths, and
+kernel launches of a micro-batch. Both follow from `cluster.model.work` if an access moves 2 bytes, a product takes 6
 launches, and any other computation takes 8."""
 
 _ACCELERATORS = {

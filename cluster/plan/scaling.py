@@ -52,7 +52,7 @@ class ScalingPoint:
         return self.plan.seconds / 60
 
     def share(self, cause: str) -> float:
-        """Return the share of the time to train that one of `CAUSES` takes."""
+        """Return the fraction of the time to train that ``cause``, one of `CAUSES`, takes."""
         return self.seconds[cause] / self.plan.seconds
 
 

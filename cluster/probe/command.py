@@ -66,7 +66,9 @@ def probe(out: Path, seconds: float = 30.0, limit: float = 60.0) -> int:
         return agreed_integer(int(view is not None and len(view.outliers) > 0), mesh)
     except RuntimeError as error:
         reason = str(error).strip().split("\n")[0][:200]
-        raise ValueError(f"rank {launch.rank}: another rank was lost, or the device failed ({reason})") from None
+        raise ValueError(
+            f"rank {launch.rank}: another rank was lost, or the device failed ({reason}): read the other ranks' messages"
+        ) from None
     finally:
         leave_mesh()
 

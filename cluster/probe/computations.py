@@ -107,7 +107,7 @@ def measure_computations(mesh: Mesh, processors: int, seconds: float) -> list[Co
     trials = trials_of(mesh.device)
     for trial in trials:  # the first call allocates memory and chooses implementations
         trial.action()
-    # The ranks agree on the time spent, because all ranks must take the same turns.
+    # The ranks agree on the time spent, because all ranks must run equally many turns.
     seconds -= agreed_integer(round(1000 * (time.perf_counter() - start)), mesh) / 1000
     window = max(seconds / (_MOST_TURNS * len(trials)), _SLICE_S * mesh.world_size / processors)
     turns = max(1, round(seconds / (window * len(trials))))

@@ -49,7 +49,7 @@ class Paths:
     seconds_per_byte_TE: NDArray[np.float64]
 
     def joined(self, other: "Paths | None") -> "Paths":
-        """Return a measurement with the turns of both measurements, which have the same paths."""
+        """Return this measurement with the turns of ``other`` appended. Both must have the same paths."""
         assert other is not None
         latency_TE = np.concatenate([self.latency_TE, other.latency_TE])
         seconds_per_byte_TE = np.concatenate([self.seconds_per_byte_TE, other.seconds_per_byte_TE])

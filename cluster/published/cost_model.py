@@ -95,9 +95,9 @@ def log_samples_needed(p: Parameters, run: TimedRun, step: dict[str, float]) -> 
 def step_parts(p: Parameters, run: TimedRun) -> dict[str, float]:
     """Return the seconds of a step by part.
 
-    ``matrix`` is the time of matrix products, ``memory`` of memory traffic that they do not hide, ``power`` the slowdown by
-    the power limit, ``launch`` the constant cost of all micro-batches, ``inside`` and ``between`` what the reduction within
-    and between groups adds, and ``update`` LAMB on a device's shard.
+    ``matrix``: matrix products. ``memory``: the memory traffic that matrix products do not hide. ``power``: the slowdown by
+    the power limit. ``launch``: the constant cost of all micro-batches. ``inside``, ``between``: the time that the
+    reduction within and between groups adds. ``update``: LAMB on a device's shard.
     """
     machine, device = run.machine, run.machine.device
     sequences = run.batch / machine.accelerators

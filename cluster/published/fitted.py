@@ -74,7 +74,7 @@ FORWARD_SHARE = 1 / 3
 """Share of the forward pass in a step's computation: the backward pass of a product is two products of the same size."""
 
 SHARPNESS = 8
-"""Exponent of the smooth maximum that combines two limits. Two equal limits take 9 % longer than either alone."""
+"""Exponent of the smooth maximum of two times. The maximum of two equal times is 9 % more than either."""
 
 LARGEST_BATCH = 8 * REFERENCE_POINTS[-1][0]
 """Limit that catches typing errors. It is far above every batch size that has converged."""
@@ -88,7 +88,7 @@ OLD_ROUNDS = ("v0.5", "v0.6", "v0.7", "v1.0", "v1.1", "v2.0")
 
 @lru_cache
 def fitted_parameters() -> Parameters:
-    """Return the parameters of the shipped fit."""
+    """Return the parameters that the shipped file contains, as fitted to the published results."""
     return msgspec.json.decode(CALIBRATION.read_bytes())["parameters"]
 
 

@@ -61,7 +61,7 @@ def read_minutes(text: str, name: str, other: str = "") -> float:
 
 
 def read_measured(text: str) -> Measured:
-    """Read minutes, or the runs of a results folder, of its folder bert, or of one log.
+    """Parse a number of minutes, or read the runs of a results folder, its folder bert, or one log.
 
     Raises ``ValueError`` if no run is finished, if settings of the runs differ, or if a run is not of the benchmark.
     """

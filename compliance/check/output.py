@@ -24,7 +24,7 @@ from console.files import read_json
 from console.program import say, say_annotation
 from console.text import counted, json_document, visible
 
-MAX_NAMED = 5  # maximum number of failures that the total names
+MAX_NAMED = 5  # maximum number of failures that the last line, the total, lists by name
 
 SCHEMA = "https://docs.oasis-open.org/sarif/sarif/v2.1.0/errata01/os/schemas/sarif-schema-2.1.0.json"
 TOOL = "compliance"

@@ -222,8 +222,8 @@ def _samples(found: Reference, evaluation: int) -> int:
 
 def _first_evaluation(found: Reference, values: list[float], missing: int, bound: float) -> int | None:
     """Return the first evaluation for which the mean is at least `bound` if all missing runs converge there."""
-    # The mean rises with the evaluation. If only one run is missing and is the slowest, it is dropped, so possibly no
-    # evaluation reaches the bound.
+    # The later the missing runs converge, the higher is the mean. But a single missing run stops counting once it is the
+    # slowest, which the Olympic mean drops, so the mean may never reach the bound.
     first = bisect_left(
         range(MAX_EVALUATIONS + 1),
         True,

@@ -245,7 +245,11 @@ def _links(found: Gpus) -> Diagnosis:
         remedy = "run nvidia-smi nvlink --status; the fabric manager must run on machines with NVSwitch"
         return warn("GPU links", f"some pairs lack NVLink: {found.topology}", remedy)
     if ACROSS_NODES in found.connections:
-        return warn("GPU links", found.topology, "expect slow reductions, or train on the GPUs of one socket")
+        return warn(
+            "GPU links",
+            f"some pairs connect across sockets: {found.topology}",
+            "expect slow reductions, or train on the GPUs of one socket",
+        )
     return ok("GPU links", found.topology)
 
 

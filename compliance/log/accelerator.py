@@ -10,7 +10,7 @@ Form = Literal["SXM", "PCIe", "NVL"]
 
 
 def form(name: str) -> Form | None:
-    """Return the form factor in a name, if any. The driver's name for an SXM device contains only its memory type, HBM3."""
+    """Return the form factor in a name, if any. Drivers' names of some SXM devices contain HBM3 instead of SXM."""
     text = re.sub(r"[^A-Z0-9]+", " ", name[:MAX_NAME].upper())
     # Check for PCIe first, because the name of a PCIe card may also contain its memory type.
     if "PCIE" in text:

@@ -66,7 +66,7 @@ class ChainCheck:
         self._chain = Chain()
 
     def take(self, number: int, line: bytes) -> bool:
-        """Process line `number`, from 1. Return whether the line is the opening or a digest."""
+        """Process one line; `number` counts from 1. Return whether it is the opening line or a digest line."""
         if number == 1:
             self.opened = line == OPENING.encode()
         match = _DIGEST.fullmatch(line) if line.startswith(b"# digest") else None

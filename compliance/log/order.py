@@ -156,7 +156,7 @@ def _misplaced_evaluation(run: LoggedRun, record: Record, *, is_exact: bool) -> 
         samples = samples_of(record.metadata)
     else:
         samples = record.metadata.get("epoch_num")
-        # The next block may begin during an evaluation, so the accuracy belongs to the sequences at the evaluation's start.
+        # In other programs' logs, the next block may begin before the accuracy, which belongs to the evaluation's start.
         at = samples_of(opened.metadata) if opened else None
         remedy = "log each accuracy once, within its evaluation"
         if opened is None:

@@ -52,7 +52,8 @@ class PackageRequest:
         for option, name in (("--org", self.org), ("--system", self.system.stem)):
             if not NAME.fullmatch(name):
                 raise ValueError(
-                    f"{option}: {name!r} cannot name a folder of a submission, expected letters, digits, . _ + -"
+                    f"{option}: {name!r} cannot name a folder of a submission, expected a letter or digit, "
+                    "then letters, digits, . _ + -"
                 )
 
     @property
@@ -129,7 +130,9 @@ def tracked_source(root: Path = REPOSITORY) -> SourceTree:
     # Require .git, because in a folder inside another checkout git would list the other repository's files.
     commit = run_program(["git", "rev-parse", "HEAD"], folder=root, timeout_s=TIMEOUT_S)
     if not (root / ".git").exists() or commit.trouble:
-        raise ValueError(f"{root} is not a git checkout, so its source files are unknown. Package from a checkout")
+        raise ValueError(
+            f"{root} is not a checkout that git can read, so its source files are unknown. Package from one"
+        )
     # Files may be missing, because git also lists files whose deletion is not committed.
     names = [name for name in _git(root, "ls-files") if not name.startswith("results/")]
     names = [name for name in names if (root / name).exists() or (root / name).is_symlink()]
@@ -151,7 +154,7 @@ def _git(root: Path, *arguments: str) -> list[str]:
     """Return the file names that a git command prints, sorted. Raises ``ValueError`` if the command fails."""
     output = run_program(["git", *arguments, "-z"], folder=root, timeout_s=TIMEOUT_S)
     if output.trouble:
-        raise ValueError(f"{root}: {output.complaint}")
+        raise ValueError(f"{root}: git {arguments[0]} failed: {output.complaint}")
     return sorted(filter(None, output.answer.split("\0")))
 
 

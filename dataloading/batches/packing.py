@@ -99,10 +99,12 @@ class Packs:
 def pack_samples(
     lengths: NDArray[np.integer], capacity: int = 512, max_sequences: int | None = 3, seed: int | Sequence[int] = 0
 ) -> Packs:
-    """Assign every sample to exactly one pack. ``lengths`` [N] are in tokens; their histogram determines the strategy.
+    """Assign every sample to exactly one pack.
 
-    ``seed`` determines the random order of the packs and the random places of samples of equal length. Needs at most 70
-    bytes of memory per sample. Raises the same ``ValueError`` as ``pack_histogram``.
+    ``lengths`` [N] are in tokens. Their histogram determines which lengths share a pack.
+
+    ``seed`` determines the random order of the packs and the random places of samples of equal length. Uses at most 70
+    bytes of memory per sample. Raises ``ValueError`` if ``pack_histogram`` does.
     """
     strategy = pack_histogram(np.bincount(lengths, minlength=1), capacity, max_sequences)
     lengths = lengths.astype(np.min_scalar_type(capacity), copy=False)  # NumPy sorts 16-bit integers by fast radix sort

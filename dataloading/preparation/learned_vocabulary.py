@@ -19,10 +19,10 @@ _FREQUENT = 1 / 20_000
 def learn_vocabulary(lines: Iterable[str], size: int, normalization: Normalization) -> list[str]:
     """Learn at most ``size`` tokens. Return the special tokens, characters and longer pieces in id order.
 
-    Characters, most frequent first, take up to half of the vocabulary, or more if more of them are frequent, because a
-    word with an unknown character becomes [UNK]. Longer pieces fill the rest. If the text has too few, rarer characters
-    follow. A character counts separately at the beginning of a word and, with "##" before it, inside a word.
-    Raises ``ValueError`` if there is no room for any character.
+    The most frequent characters come first and take up to half of the vocabulary. All frequent ones are kept, even if they
+    need more than half, because a word with an unknown character becomes [UNK]. Longer pieces fill the rest. If the text
+    has too few pieces, rarer characters follow. A character counts separately at the beginning of a word and, with "##"
+    before it, inside a word. Raises ``ValueError`` if there is no room for any character.
     """
     room = size - len(SPECIAL_TOKENS)
     if room < 1:

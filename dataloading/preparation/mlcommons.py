@@ -107,7 +107,7 @@ class Inputs:
     others: tuple[tuple[str, str], ...] = ()
     """Files that cannot be used: the result that each is meant for, and a sentence with its name and the reason."""
     problems: tuple[str, ...] = ()
-    """Sentences about missing, ambiguous or unreadable files. If there are any, nothing is made."""
+    """Sentences about missing, ambiguous or unreadable files. Unless this is empty, the command makes nothing."""
 
     @property
     def uses_articles(self) -> bool:
@@ -314,9 +314,9 @@ def _with_folder(path: PurePath) -> str:
 
 
 def _read_list(path: Path, *, strict: bool) -> Iterator[tuple[PurePosixPath, str]]:
-    """Yield name and MD5 sum from each line of a list in md5sum's format.
+    """Yield the name and the MD5 sum from each line in md5sum's format.
 
-    Other lines are skipped. If ``strict``, lines with other text raise ``ValueError``.
+    Skips all other lines. If ``strict``, raises ``ValueError`` for a line in another format that is not empty.
     """
     lines = text_lines(read_bounded(path, _MAX_LIST_BYTES, "name a list that md5sum made"), path)
     for number, line in enumerate(lines, 1):

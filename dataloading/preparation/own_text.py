@@ -37,7 +37,7 @@ _MOST_PASSES = 10
 """Most passes over a short held-out text. Each pass has different masks."""
 _CHARACTERS_PER_TOKEN = 4
 _SHARD_CHARACTERS = 27 << 20
-"""Characters of text per shard, as in a part of the benchmark's text. A shard takes 30 bytes of memory per character."""
+"""Characters of text per shard, like a part of the benchmark's text. A shard takes 30 bytes of memory per character."""
 
 _SEED_OF_EVALUATION = 54321
 

@@ -269,7 +269,7 @@ class _Preparation:
         left_by_others = total_bytes([path for path in self.work.rglob("*") if path.is_file()])
         free, needed = shutil.disk_usage(self.work).free, max(0, int(most_bytes) - left_by_others)
         room = f"{decimal(needed)} are needed, and {decimal(free)} are free"
-        say(f"to make in {self.out}: {decimal(int(result_bytes))}; meanwhile {room}")
+        say(f"{self.out}: the results will take {decimal(int(result_bytes))}; while they are made, {room}")
         stages = ", ".join(f"{name} {clock(each)}" for name, each in seconds.items())
         time = f"{clock(sum(seconds.values()))} ({stages})"
         say(f"expected time with --jobs {self.request.jobs} on {counted(os.cpu_count() or 1, 'core')}: {time}")
@@ -289,7 +289,7 @@ class _Preparation:
         if target.exists() or target.is_symlink():
             if not _is_recorded(made_from, marker):
                 raise ValueError(f"{target} exists and was not made from these inputs and settings; {_ELSEWHERE}")
-            say(f"{target} exists already")
+            say(f"{target} exists and is kept")
         else:
             place = self._unfinished(result, made_from)
             make(place)

@@ -117,7 +117,7 @@ class RaggedColumn:
             place, found = self._objects(int(self._addresses[index])).get(int(self._numbers[index]), (0, 0))
         if found != size:
             raise ValueError(
-                f"{self.name}: row {index} refers to an object that is missing or of another size; {REMEDY}"
+                f"{self.name}: row {index} refers to an object that is missing or does not have the row's size; {REMEDY}"
             )
         end = place + size if stop is None else place + stop * self.dtype.itemsize
         return self._content[place + start * self.dtype.itemsize : end]

@@ -63,7 +63,7 @@ def open_tfrecord(path: Path, content: mmap.mmap) -> FlatShard:
 def _record_at(content: mmap.mmap, place: int) -> bytes:
     left = len(content) - place
     if left < _HEADER.size:
-        raise ValueError("the file ends within its header")
+        raise ValueError("the file ends within a record's header")
     length, crc = _HEADER.unpack_from(content, place)
     if _masked_crc(content[place : place + 8]) != crc:
         raise ValueError("the CRC of its length is wrong: damaged, or not a TFRecord file")
@@ -97,9 +97,9 @@ def _add_sample(lists: _Lists, builder: SampleBuilder) -> None:
     )
     segments, next_sentence = lists["segment_ids"][:length], lists["next_sentence_labels"]
     if not (np.isin(segments, (0, 1)).all() and np.isin(next_sentence, (0, 1)).all()):
-        raise ValueError("segment_ids or next_sentence_labels hold other values than 0 and 1")
+        raise ValueError("segment_ids or next_sentence_labels hold values other than 0 and 1")
     if masked and (not 0 < positions[0] <= positions[-1] < length or (positions[1:] <= positions[:-1]).any()):
-        raise ValueError("masked_lm_positions do not ascend within the sample")
+        raise ValueError("masked_lm_positions are not ascending numbers from 1 to the sample's last position")
     arrays = (ids, segments.astype(np.uint8), positions, labels)
     builder.add(*(array.tobytes() for array in arrays), next_sentence_label=int(next_sentence[0]))
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from console.files import open_regular, read_bounded
 from console.text import counted
 
-NO_TEXT = "no text found; expected one sentence a line, an empty line between documents"
+NO_TEXT = "no text found; expected one sentence a line and an empty line between documents"
 
 _MAX_TEXT_BYTES = 4 << 30
 """Largest size of a text. Processing needs 30 times as much memory. The benchmark's texts have 27 MB each."""

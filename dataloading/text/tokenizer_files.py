@@ -126,8 +126,8 @@ def _normalizer(path: Path) -> _Normalizer | None:
     kinds = [part.type if part else "nothing" for part in (normalizer, words)]
     if normalizer is None or kinds != ["BertNormalizer", "BertPreTokenizer"] or normalizer.clean_text is False:
         raise ValueError(
-            f"{path}: text is prepared by {shown(' and '.join(kinds))}; expected BertNormalizer, which cleans the text, and "
-            f"BertPreTokenizer. {_OTHERWISE}"
+            f"{path}: the normalizer and the pre-tokenizer are {shown(' and '.join(kinds))}; expected BertNormalizer with "
+            f"clean_text on, and BertPreTokenizer. {_OTHERWISE}"
         )
     return normalizer
 

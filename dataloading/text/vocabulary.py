@@ -62,7 +62,7 @@ class Vocabulary:
             "name a BERT vocabulary, one token a line; `python -m dataloading wikipedia` puts the benchmark's in place"
         )
         text = decode_text(read_bounded(path, _MAX_VOCABULARY_BYTES, remedy), path)
-        # A line ends at this character for Python and transformers, but not for TensorFlow, so the ids would be ambiguous.
+        # A lone carriage return ends a line for Python and transformers, but not for TensorFlow, so ids would be ambiguous.
         if alone := re.search(r"\r(?!\n)", text):
             number = text.count("\n", 0, alone.start()) + 1
             raise ValueError(f"{path}: line {number:,} holds a carriage return; end each line with a line feed")
@@ -118,7 +118,7 @@ class Vocabulary:
 
     @cached_property
     def sha256(self) -> str:
-        """SHA-256 of the tokens, one a line, however the lines of the file ended."""
+        """SHA-256 of the tokens, one a line. It does not depend on the file's line ends."""
         return hashlib.sha256(self._identity).hexdigest()
 
     @cached_property

@@ -31,7 +31,7 @@ no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU he
     ("arguments", "complaint"),
     [
         (["--device", "cpu"], "--device cpu only tests the program"),
-        (["--tiny"], "--tiny only tests the program: name a folder for its figures by --out"),
+        (["--tiny"], "--tiny only tests the program, so its figures have no default folder"),
         (["--part", "step,speed"], "--part: there is no part 'speed'; use all, or some of correctness, step"),
         (["--seconds", "nan"], "--seconds is nan; use a finite number above 0"),
         (["--seconds", "inf"], "--seconds is inf; use a finite number above 0"),

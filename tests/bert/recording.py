@@ -53,7 +53,7 @@ class Graph(TorchDispatchMode):
         if func.namespace == "c10d":
             boxes = [each for each in args if isinstance(each, torch.ScriptObject)]
             self.groups |= {dist.ProcessGroup.unbox(box) for box in boxes if "ProcessGroup" in str(box._type())}
-        # Record aliases, because the tensors themselves would keep autograd's graph and change what autograd copies.
+        # Record detached aliases: recorded tensors would keep autograd's graph alive and affect which gradients it copies.
         self._calls.append((func, *map(_detached, (args, kwargs, result))))
         self.live.add(self)
         return result

@@ -1,4 +1,4 @@
-"""Captured steps give the same weights, bit for bit, as eager steps. Values that change are not captured.
+"""Captured and eager steps give equal weights bit for bit. Values that change between steps are not frozen into graphs.
 
 A function captured by ``replay_of`` does not disturb later captures, draws or replays, even if its capture fails.
 """

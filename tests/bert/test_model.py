@@ -100,7 +100,7 @@ def test_grouping_into_batches_does_not_change_losses_or_gradients():
         assert_near(parts, results[0][2])
 
 
-def test_dropout_acts_in_training_and_not_in_evaluation():
+def test_dropout_acts_only_in_training_and_every_place_has_its_own_stream():
     model = random_model(replace(SMALL, hidden_dropout=0.1, attention_dropout=0.1))
     batch = batch_of(samples())
     losses = [model(batch).masked_lm_loss for _ in range(2)]

@@ -80,7 +80,7 @@ def test_a_view_is_read_back_unless_it_is_inconsistent(file: Path) -> None:
         write_view(replace(VIEW, links=(Link(0, 1, 1e-5, 0.0),)), file)
 
 
-def test_a_file_that_no_probe_wrote_is_refused(file: Path, refused: Refused) -> None:
+def test_a_view_of_another_version_or_with_edited_content_is_refused(file: Path, refused: Refused) -> None:
     written = json.loads(file.read_text())
     version = "mlperf-bert cluster view 1, expected mlperf-bert cluster view 4"
     for change, said in (({"version": 1}, version), ({"content": [1]}, "edited or damaged")):

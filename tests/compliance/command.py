@@ -10,7 +10,7 @@ from compliance import __main__ as program
 
 
 def run(*arguments: object) -> tuple[int, str]:
-    """Return the exit status and all output of `python -m compliance ARGUMENTS`, with UTF-8 output."""
+    """Run `python -m compliance ARGUMENTS` in this process. Return its exit status and all output, in UTF-8."""
     stream = io.TextIOWrapper(io.BytesIO(), encoding="utf-8", write_through=True)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "argv", ["compliance", *map(str, arguments)])

@@ -113,7 +113,7 @@ class ReferenceLamb:
     def _direction(self, name: str, gradient: Tensor) -> Tensor:
         beta_1, beta_2 = self._config.beta_1, self._config.beta_2
         momentum, variance = self._momenta[name], self._variances[name]
-        # In this form, beta and 1 - beta add up to 1 exactly, despite rounding.
+        # In this form, the weights of the old and of the new value add up to exactly 1, despite rounding.
         momentum += (1 - beta_1) * (gradient - momentum)
         variance += (1 - beta_2) * (gradient * gradient - variance)
         unbiased_momentum = momentum / (1 - beta_1**self._steps)
@@ -121,7 +121,7 @@ class ReferenceLamb:
         return unbiased_momentum / (unbiased_variance.sqrt() + self._config.epsilon)
 
     def _learning_rate(self) -> float:
-        """Return the next step's learning rate: warm-up, then linear decay to 0 on the absolute step."""
+        """Return the next step's learning rate: warm-up, then linear decay to 0, counted from step 0."""
         config = self._config
         # If start_warmup_step is -1, the first step's rate is above 0.
         warmed_up = self._steps - config.start_warmup_step

@@ -236,7 +236,7 @@ def _strided(x: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     "op", ["varlen_self_attention", "dropout_add_layer_norm", "dense_gelu", "embedding_layer_norm"]
 )
-def test_expanded_upstream_gradients_give_the_same_gradients(op: str) -> None:
+def test_expanded_and_contiguous_upstream_gradients_give_equal_gradients(op: str) -> None:
     """The gradient that ``sum`` passes back is an expanded tensor, whose strides are 0."""
     args, _ = example_inputs(op, CPU, FP32, Size((9, 4), 9, 5, 64, 2, 64, 40))
     leaves = [x for x in args if isinstance(x, Tensor) and x.requires_grad]

@@ -67,7 +67,7 @@ def split_of(name: str, shape: tuple[int, ...], ranks: int) -> Split | None:
             return Split(shape, ranks, 0, blocks=3)
         case ["layers", _, "intermediate", _]:  # columns of the product, and the same part of the bias
             return Split(shape, ranks, 0)
-        # Rows of the product. The bias is added after the sum over ranks, so it is replicated.
+        # Each rank multiplies some columns of the input. The bias is added after the sum over ranks, so it is replicated.
         case ["layers", _, "attention_output" | "output", "weight"]:
             return Split(shape, ranks, 1)
     return None

@@ -136,7 +136,10 @@ def _send(writer: asyncio.StreamWriter, message: dict[str, Any]) -> None:
 
 
 def listen(address: str = "") -> socket.socket:
-    """Listen on a free port, by default on all addresses; the other ranks know which address reaches rank 0."""
+    """Return a socket that listens on a free port.
+
+    By default it listens on all addresses, because only the other ranks know the address at which they reach rank 0.
+    """
     # Listen on both IPv4 and IPv6, because MASTER_ADDR may resolve to either.
     if not address and socket.has_dualstack_ipv6():
         return socket.create_server(("", 0), family=socket.AF_INET6, backlog=BACKLOG, dualstack_ipv6=True)

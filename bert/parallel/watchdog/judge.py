@@ -107,7 +107,7 @@ class Judge:
             return self._failed[0][1]
         present = [member for member in self.members if not member.left]
         if any(self._silence(member) > self._seconds for member in present):
-            # All ranks behind a cut link fall silent within one beat, so ranks whose report is just overdue are named too.
+            # Ranks behind a cut link fall silent within one beat, so ranks up to two beats below the limit are named too.
             silent = [member for member in present if self._silence(member) > self._seconds - 2 * self._beat_s]
             text = f"{_names(silent)}: not heard of for {self._silence(silent[0]):.0f} s, last in {silent[0].place}: "
             return Ending(text + "stopped, or cut off", rank=silent[0].rank)

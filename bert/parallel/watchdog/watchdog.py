@@ -1,8 +1,8 @@
-"""Watchdog of each rank: if a rank dies, stops or hangs, it ends the run on every rank, with one message.
+"""Watchdog on every rank: ends the whole run with one message if any rank dies, stops or hangs.
 
-Collectives only wait, or fail on the surviving ranks without naming the cause. A thread on every rank therefore connects to
-a hub on rank 0 (``bert.parallel.watchdog.hub``) and regularly reports the rank's position to the hub. A closed connection
-means that the process has ended. The hub decides which rank is to blame, and then all ranks end.
+Collectives alone would wait forever, or fail on the surviving ranks without naming the cause. A thread on every rank
+therefore connects to a hub on rank 0 (``bert.parallel.watchdog.hub``) and regularly reports the rank's position to the hub.
+A closed connection means that the process has ended. The hub decides which rank is to blame, and then all ranks end.
 """
 
 import contextlib

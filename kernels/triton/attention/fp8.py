@@ -115,7 +115,7 @@ def backward_reasons(*arguments: Any) -> list[str]:
 
 
 def configurations() -> list[Configuration]:
-    """Return the configurations of the attention kernels with FP8 casts, which all layers but the last use."""
+    """Return the configurations of attention kernels that also cast to FP8. Every layer but the last uses such kernels."""
     found = []
     for plain in launches.configurations():
         if "last layer" in plain.name or 90 not in plain.capabilities:  # FP8 needs compute capability 8.9

@@ -65,7 +65,7 @@ def test_a_recipe_fits_its_number_of_gpus_and_not_5(recipe: str, wikipedia: Path
         [training.global_batch_size // (gpus(recipe) * steps)] * steps
     )
     assert config.optimizer.learning_rate_training_steps * training.global_batch_size < training.max_samples
-    with pytest.raises(ValueError, match=rf"does not divide over 5 ranks .* make it a multiple of {5 * steps}"):
+    with pytest.raises(ValueError, match=rf"does not divide over 5 copies .* make it a multiple of {5 * steps}"):
         check(config, 5)  # no recipe's batch is divisible by 5
     assert not any(tmp_path.iterdir())
 

@@ -86,7 +86,10 @@ FIRST = "ends the run before its first evaluation, after"
             "176 samples: set evaluation.interval_samples to a divisor of 176",
         ),
         ({"evaluation__target": None}, None),
-        ({"training__gradient_accumulation_steps": 3}, "16 does not divide over 1 ranks x 3 .* a multiple of 3"),
+        (
+            {"training__gradient_accumulation_steps": 3},
+            "16 does not divide over 1 copies of the model x 3 .* a multiple of 3",
+        ),
         (
             {"parallel__pipeline": 2, "training__gradient_accumulation_steps": 2},
             "pipeline is 2, but 1 host of 1 rank do",

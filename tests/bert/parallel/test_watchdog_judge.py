@@ -112,7 +112,7 @@ def test_a_rank_that_sends_heartbeats_is_not_blamed_before_it_trains() -> None:
     assert ranks.end(1000) is None
 
 
-def test_ranks_end_with_the_first_reported_status_unless_a_lost_rank_explains_the_error() -> None:
+def test_ranks_end_with_the_first_reported_status_unless_a_rank_was_lost() -> None:
     """Under torchrun, a rank reports a second signal with status 0, because torchrun takes any other status for a crash.
 
     Losing a rank causes errors on other ranks, which may be reported before the loss.

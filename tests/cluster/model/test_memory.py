@@ -197,7 +197,7 @@ def test_each_setting_changes_its_part_of_the_fixed_memory() -> None:
     assert fixed_memory(work, apart, 4, 1)["moments"] == 8 * share.padded(2), "a node has no second copy to share with"
 
 
-def test_a_stage_stores_the_largest_micro_batches_in_flight() -> None:
+def test_the_micro_batches_that_a_stage_stores_at_once_are_assumed_to_be_the_largest() -> None:
     ways = {(1, 1, 8, 0): 1, (4, 1, 8, 0): 4, (4, 1, 8, 3): 1, (4, 1, 2, 0): 2, (4, 2, 8, 3): 2.5}
     for (stages, virtual, steps, place), at_once in ways.items():
         assert micro_batches_in_flight(Strategy(64, steps, pipeline=stages, virtual_stages=virtual), place) == at_once

@@ -137,7 +137,7 @@ def test_a_probe_prints_its_result_or_raises_a_one_line_error(
         raise RuntimeError("c" * 201 + "\nand more")
 
     monkeypatch.setattr(command, "_measure", lost)
-    said = r"^rank 0: another rank was lost, or the device failed \(c{200}\)$"
+    said = r"^rank 0: another rank was lost, or the device failed \(c{200}\): read the other"
     with pytest.raises(ValueError, match=said):
         command.probe(out, seconds=1.0, limit=1.0)
     for seconds, limit in ((0.99, 60.0), (60.0, 0.99)):

@@ -82,7 +82,7 @@ def test_a_results_folder_gives_the_machine_the_convergence_and_the_speed(tmp_pa
 
 
 def test_the_mean_drops_the_fastest_and_slowest_of_five_or_more_runs(tmp_path: Path) -> None:
-    """A run that missed the target is the slowest of five, so that the run of 17 evaluations counts."""
+    """A run that missed the target is dropped as the slowest of five, so the run of 17 evaluations counts in the mean."""
     write_runs(tmp_path / "failed", (16, 17, 16, 15, 20), failed=(4,))
     notes = measured(0, "3 of 5 runs, without the fastest and the slowest").notes
     found = measured(49 / 3, "", notes=(*notes, "result_4.txt: did not reach 0.720"))

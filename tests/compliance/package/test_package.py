@@ -223,7 +223,7 @@ def test_the_package_command_rejects_inconsistent_or_invalid_names(ten: Path, tm
         with pytest.raises(ValueError, match=f"{name} is empty, expected text: `python -m compliance system"):
             make_package(request(tmp_path, ten / "runs", **changes))
     for name in ("../up", "with a space", ".hidden", ""):
-        with pytest.raises(ValueError, match=r"org: .*expected letters, digits"):
+        with pytest.raises(ValueError, match=r"org: .*expected a letter or digit"):
             PackageRequest(name, Path("node.json"), Path("runs"), Path("out"))
 
 
@@ -254,7 +254,7 @@ def checkout(tmp_path: Path) -> Path:
 
 
 def test_the_packaged_source_has_only_tracked_files_that_a_submission_may_contain(checkout: Path) -> None:
-    with pytest.raises(ValueError, match="not a git checkout"):
+    with pytest.raises(ValueError, match="not a checkout that git can read"):
         tracked_source(checkout)
     git(checkout, "init", "--quiet")
     git(checkout, "add", "--force", ".")

@@ -76,7 +76,7 @@ def test_empty_lists_empty_paths_and_huge_folders_are_rejected(tmp_path: Path, m
     monkeypatch.chdir(folder := closed(tmp_path, runs=3))
     for arguments in (("check", ""), ("check", ".", ""), ("summary", ""), ("convergence", "")):
         status, text = run(*arguments)
-        assert (status, "empty argument" in text) == (2, True)
+        assert (status, "an argument is empty" in text) == (2, True)
     monkeypatch.setattr("compliance.folders.MAX_ENTRIES", 2)
     status, text = run("check", folder)
     assert (status, "more than 2 entries" in text) == (2, True)

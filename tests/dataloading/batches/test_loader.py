@@ -50,7 +50,8 @@ def test_batches_hold_concatenated_samples_or_only_empty_slots() -> None:
     }.items():
         assert batch.tensors[name].tolist() == expected.tolist(), name
     with pytest.raises(AssertionError):
-        batch_of(samples, None, ShapeBucket(17, 3, 16, 9))  # no unused row is left for empty masked slots
+        # Empty masked slots need an unused row, but the 17 tokens fill all 17 rows.
+        batch_of(samples, None, ShapeBucket(17, 3, 16, 9))
     empty = inert_batch(ShapeBucket(64, 2, 16, 9))
     assert (empty.shape_bucket, empty.global_counts.tolist()) == (ShapeBucket(64, 2, 16, 9), [1, 1])
     assert empty.cu_seqlens.tolist() == [0, 0, 0]

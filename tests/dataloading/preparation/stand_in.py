@@ -1,4 +1,4 @@
-"""Small replacements for MLCommons' downloads, with the real files' names and synthetic content, and runs on them."""
+"""Small stand-ins for MLCommons' downloads, with real names and synthetic content, and functions that prepare them."""
 
 import hashlib
 import multiprocessing

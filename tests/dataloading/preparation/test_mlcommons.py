@@ -100,7 +100,7 @@ def test_too_little_disk_space_is_an_error_after_the_estimates(
     ):
         room = "140.0 GB are needed, and 139.0 GB are free"
         assert run(*command, *more, fails=True).splitlines()[5:] == [
-            f"to make in {out}: 44.0 GB; meanwhile {room}",
+            f"{out}: the results will take 44.0 GB; while they are made, {room}",
             f"expected time with --jobs 2 on 4 cores: {seconds}",
             f"error: {out}: {room}; make room, or name another --out",
         ]

@@ -66,7 +66,7 @@ def test_both_downloads_give_all_data_of_the_recipes(run: Run, tmp_path: Path, m
     ]
     stages = "check 0:00, phase1.safetensors 0:00, evaluation 0:00, samples 0:00, train 0:00, verify 0:00"
     needed = [
-        f"to make in {out}: 1.4 MB; meanwhile 6.0 MB are needed, and 7.0 MB are free",
+        f"{out}: the results will take 1.4 MB; while they are made, 6.0 MB are needed, and 7.0 MB are free",
         f"expected time with --jobs 2 on 4 cores: 0:00 ({stages})",
     ]
     assert said[:6] == [*found, *needed]
@@ -95,7 +95,7 @@ def test_both_downloads_give_all_data_of_the_recipes(run: Run, tmp_path: Path, m
     assert len(sets["evaluation"].shards) == 1
 
     before = {path: path.stat().st_ino for path in out.rglob("*") if "preparation" not in path.parts}
-    exist = [f"{out / name} exists already" for name in (CHECKPOINT, "evaluation", "train")]
+    exist = [f"{out / name} exists and is kept" for name in (CHECKPOINT, "evaluation", "train")]
     assert run(*command, "--checksums", stand_in.checksums).splitlines() == [*found, *exist, *ended]
     assert {path: path.stat().st_ino for path in out.rglob("*") if "preparation" not in path.parts} == before
 

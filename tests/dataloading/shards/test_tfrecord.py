@@ -120,8 +120,8 @@ CHANGES: tuple[tuple[dict[str, list | None], str], ...] = (
     ({"input_ids": [2, -1, 300, 3, 9, 3, 0, 0]}, "input_ids: -1 to 300, expected 0 to 65535"),
     ({"masked_lm_ids": [7, 65536, 0]}, "masked_lm_ids: 7 to 65536, expected"),
     *(({"masked_lm_positions": at}, "masked_lm_") for at in ([1, 6, 0], [4, 4, 0], [4, 1, 0], [0, 4, 0])),
-    ({"segment_ids": [0, 0, 2, 0, 1, 1, 0, 0]}, "segment_ids or next_sentence_labels hold other values than 0 and 1"),
-    ({"next_sentence_labels": [2]}, "segment_ids or next_sentence_labels hold other values than 0 and 1"),
+    ({"segment_ids": [0, 0, 2, 0, 1, 1, 0, 0]}, "segment_ids or next_sentence_labels hold values other than 0 and 1"),
+    ({"next_sentence_labels": [2]}, "segment_ids or next_sentence_labels hold values other than 0 and 1"),
     *(({name: [0, 1]}, "its lists disagree") for name in ("next_sentence_labels", "masked_lm_ids", "segment_ids")),
     *(({"input_mask": mask}, "input_mask is not ones") for mask in ([1, 1, 1, 1, 1, 0, 1, 0], [2] + [1] * 7, [0] * 8)),
     ({"input_mask": [1.0] * 8}, "the feature input_mask is missing, empty or of another type"),
@@ -154,7 +154,7 @@ def test_a_flipped_bit_in_any_byte_and_truncated_records_are_detected(tmp_path: 
         if place != boundary:
             with pytest.raises(ValueError, match="file: ") as caught:
                 read(path, whole[:place])
-            assert ("ends within its header" in str(caught.value)) == (boundary < place < boundary + 12)
+            assert ("ends within a record's header" in str(caught.value)) == (boundary < place < boundary + 12)
     assert len(read(path, whole[:boundary])) == 1
 
 
