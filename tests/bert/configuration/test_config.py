@@ -72,7 +72,10 @@ SHARDED = "--training.reduction sharded --training.shard-gradients"
         ("dgxa100_1x8 --parallel.pipeline 16 --parallel.virtual-stages 4", "but 64 stages .* 24: set it to 6 or less"),
         (f"dgxa100_1x8 {FOUR_STAGES} 4", "training.cuda_graphs is on. Stages do not support that"),
         (f"h100_1x8 {FOUR_STAGES} 4", "training.precision is fp8. Stages do not support that"),
-        (f"dgxa100_1x8 {FOUR_STAGES} 4 {SHARDED} --training.no-cuda-graphs", "training.shard_gradients is on. Stages do not"),
+        (
+            f"dgxa100_1x8 {FOUR_STAGES} 4 {SHARDED} --training.no-cuda-graphs",
+            "training.shard_gradients is on. Stages do not",
+        ),
         (
             f"dgxa100_1x8 {FOUR_STAGES} 9 {INTERLEAVED}",
             "set training.gradient_accumulation_steps, now 9, to a multiple of 4",
