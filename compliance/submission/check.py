@@ -31,7 +31,13 @@ from compliance.log.rules import SUBMISSION_RUNS
 from compliance.official import process
 from compliance.official.package import Answer, ask, ask_about_folder
 from compliance.submission.comparison import FolderRun, compare_seeds, compare_settings, without_copies
-from compliance.submission.derived import metrics_findings, readme_findings, report_findings, scaling_findings
+from compliance.submission.derived import (
+    metrics_findings,
+    readme_findings,
+    report_findings,
+    scaling_findings,
+    settings_findings,
+)
 from compliance.submission.description import Description, against_logs, description_findings, read_description
 from console.text import counted, visible
 
@@ -229,6 +235,7 @@ def _derived_findings(
     )
     seconds = [run.logged.seconds if run.complete_verdict.passed else None for run in runs]
     yield from readme_findings(folder, seconds, convergence)
+    yield from settings_findings(folder, [*logged.values()])
 
 
 def _failed_runs(runs: Sequence[FolderRun], answer: Answer) -> Finding:

@@ -1,4 +1,4 @@
-"""Compare files that were derived from the logs with the logs: scaling.json, metrics, reports, and a package's README.md.
+"""Compare files that were derived from the logs with the logs: scaling.json, metrics, reports, and a package's tables.
 
 The official tools and people read these files in place of the logs, so a file that contradicts its logs is a fault.
 """
@@ -182,3 +182,21 @@ def readme_findings(
             yield Finding(
                 None, "", "result summarizer", f"{found}, expected the same", "correct the table in README.md"
             )
+
+
+def settings_findings(folder: BenchmarkFolder, runs: Sequence[LoggedRun]) -> Iterator[Finding]:
+    """Compare the settings that `python -m compliance package` wrote to benchmarks/bert/<system>/ with the logs."""
+    if not folder.submission:
+        return
+    described = folder.submission / "benchmarks" / "bert" / folder.system
+    for path in sorted(described.glob(f"{folder.system}_*.json"))[:MAX_DERIVED]:
+        try:
+            content = read_json(path, MAX_BYTES, "")
+        except ValueError:
+            continue
+        settings = content.get("logged") if isinstance(content, dict) else None
+        for key, value in settings.items() if isinstance(settings, dict) else ():
+            logged = [run.value(key) for run in runs]
+            if key in rules.KEYS and key != "seed" and logged and value not in logged:
+                found = f"{visible(path.name)} has {key} {shown(value)}, expected {shown(logged[0])} as in the logs"
+                yield Finding(None, key, "TR 9.1", found, "write the settings of these runs")

@@ -145,6 +145,10 @@ def readme(minutes: str, system: str = SYSTEM) -> Mutation:
     return write("README.md", f"| {system} | closed | bert | 10 | {minutes} | 1.000000 |\n")
 
 
+def settings(text: str) -> Mutation:
+    return write(f"benchmarks/bert/{SYSTEM}/{SYSTEM}_pytorch.json", text)
+
+
 CASES: dict[str, Case] = {
     "nothing": case(),
     # Faults of one log, and their effect on the submission
@@ -239,6 +243,9 @@ CASES: dict[str, Case] = {
     "minutes of another system": case(readme("0.5", "other")),
     "minutes of three runs": case(only_first(3), readme("1.4667")),
     "minutes of two runs": case(only_first(2), readme("1.4667")),
+    "settings of other runs": case(settings('{"logged": {"seed": 1, "unknown": 2, "global_batch_size": 4480}}')),
+    "settings in a list": case(settings('{"logged": ["global_batch_size"]}')),
+    "broken settings": case(settings("{")),
     # Rulesets. 16 evaluations are 2,400,384 samples, and the mean of the reference in 2.0.0 is 2,410,606.
     "points of an old round": case(plain, SCALED, in_logs(delete("opt_lamb_epsilon")), ruleset="1.0.0"),
     "a bare log without a seed": case(plain, only_first(3), in_logs(delete("seed"), 1), ruleset="auto"),
