@@ -86,7 +86,7 @@ def search(config: Config, work: Work, target: Target) -> Found:
         if _may_be_among_best(each.least_seconds, ranked):
             ranked += search.other_reductions(each)
     ranked.sort(key=lambda candidate: candidate.seconds)
-    # So far, times come from one step of the batch plan, which is enough to find slow ways. Average several for the others.
+    # So far, times come from one step of the sampler, which is enough to find slow ways. Average several for the others.
     limit = _REACH * max(each.seconds for each in ranked[:BEST])
     ranked = [search.refine(each) if each.seconds <= limit else each for each in ranked]
     ranked.sort(key=lambda candidate: candidate.seconds)
