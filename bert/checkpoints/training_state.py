@@ -24,7 +24,8 @@ from typing import Annotated, Literal
 
 import msgspec
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
 
 from bert.configuration.config import Config, flattened
 from bert.parallel.environment import job
@@ -240,7 +241,8 @@ def _on_rank0(act: Callable[[], str], mesh: Mesh) -> str:
 def restore(step: TrainingStep, state: RunState, mesh: Mesh) -> None:
     """Restore model and optimizer from the checkpoint that `find` has checked and returned as ``state``.
 
-    Every rank must call it at the same time.
+    Every rank must call it at the same time. Raises ``ValueError`` if the files are those of another model, as a checkpoint
+    of another version of this program may be.
     """
     reseed(state.seed, state.step, mesh)
     # Start from zeros, because checkpoints contain no values for the padding between parameters.
@@ -249,9 +251,7 @@ def restore(step: TrainingStep, state: RunState, mesh: Mesh) -> None:
     for name, vector_P in zip(names, vectors, strict=True):
         whole = vector_P.new_zeros(step.vectors.size)
         if mesh.is_main:
-            with safe_open(Path(state.path) / name, "pt") as file:
-                for key, part in step.vectors.parts(whole):
-                    part.copy_(file.get_tensor(key))
+            _read_into(step, Path(state.path) / name, whole)
         # Only rank 0 reads, so that the other ranks need no access to its file system.
         step.vectors.shard_(vector_P, broadcast_(whole))
     weights_P, momentum_P, variance_P, *site_momentum = vectors
@@ -262,6 +262,8 @@ def restore(step: TrainingStep, state: RunState, mesh: Mesh) -> None:
         step.optimizer.steps.fill_(state.optimizer_steps)
         step.model.dropout_state[1] = state.dropout_draws
         if step.fp8 is not None and state.fp8_scales is not None:
+            if len(state.fp8_scales) != step.fp8.scale_S.numel():
+                raise ValueError(f"{state.path}: {len(state.fp8_scales)} FP8 scales of another model; {_REMEDY}")
             step.fp8.set_scales_(torch.tensor(state.fp8_scales))
         step.refresh_copies_()
         if step.fp8 is not None and state.fp8_scales is None:  # the checkpoint is not from an fp8 run
@@ -331,3 +333,15 @@ def _state_file(path: Path) -> RunState:
         return msgspec.json.decode(read_bounded(name, _STATE_BYTES, _REMEDY), type=RunState)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise ValueError(f"{name} is not the state of a run ({error}); {_REMEDY}") from None
+
+
+def _read_into(step: TrainingStep, path: Path, whole: Tensor) -> None:
+    try:
+        with safe_open(path, "pt") as file:
+            for name, part in step.vectors.parts(whole):
+                found = file.get_tensor(name)
+                if found.shape != part.shape:  # ``copy_`` would broadcast a smaller tensor
+                    raise ValueError(f"{path} holds {name} of shape {tuple(found.shape)}, expected {tuple(part.shape)}")
+                part.copy_(found)
+    except (SafetensorError, OSError, RuntimeError) as error:
+        raise ValueError(f"{path} is not a whole safetensors file of this model ({error}); {_REMEDY}") from error

@@ -140,6 +140,8 @@ def test_a_run_resumed_in_fp8_gets_scales_that_fit_its_weights(make: Make) -> No
     of_sites = {training_state.SITE_MOMENTUM: training_state.Digest(1, "")}
     restore(run.step, replace(state, files=state.files | of_sites), CPU)  # a run without sites ignores this file
     assert torch.equal(run.step.flat.weights_P, again.step.flat.weights_P)
+    with pytest.raises(ValueError, match=r"step_00000002: 11 FP8 scales of another model; remove it, or resume from"):
+        restore(again.step, replace(state, fp8_scales=[1.0] * 11), CPU)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp8"])
@@ -301,10 +303,13 @@ def test_checkpoints_of_another_run_are_kept(make: Make, capsys: pytest.CaptureF
     broken = f"{first.folder}/step_00000008/state.json: No such file or directory; remove it, or resume from another"
     assert capsys.readouterr().out == f"warning: {broken}; resuming from {first.folder}/step_00000007\n"
     last = first.folder / "step_00000006"
-    assert find(last, first.config, first.train, CPU).step == 6
+    state = find(last, first.config, first.train, CPU)
+    assert state.step == 6
     for name in (FILES[0], FILES[2]):
         whole = load_file(last / name)
         save_file({each: tensor.reshape(-1)[:1] for each, tensor in whole.items()}, last / name)
+        with pytest.raises(ValueError, match=rf"{name} holds .* of shape \(1,\), expected \("):
+            restore(first.step, state, CPU)
         reason = f"{last}/{name} is missing or has changed since it was written; remove it, or resume from another"
         with pytest.raises(ValueError, match=rf"no complete checkpoint in {last}: .*out; {reason}"):
             find(last, first.config, first.train, CPU)
