@@ -14,7 +14,6 @@ import tyro
 
 from console.commands import run_program
 from console.files import atomic_path
-from console.interruption import end_in_order
 from console.program import say
 from console.text import counted
 from dataloading.options import AS_STATED, NormalizationOptions
@@ -72,5 +71,4 @@ def convert(
 
 
 if __name__ == "__main__":
-    end_in_order()  # unfinished files are removed after SIGTERM
     sys.exit(run_program(convert, "python -m bert.convert"))

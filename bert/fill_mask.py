@@ -8,7 +8,6 @@ from typing import Annotated
 import tyro
 
 from console.commands import run_program
-from console.interruption import end_in_order
 from console.program import say
 from dataloading.options import AS_STATED, NormalizationOptions
 
@@ -101,5 +100,4 @@ class GapFiller:
 
 
 if __name__ == "__main__":
-    end_in_order()  # unfinished files are removed after SIGTERM
     sys.exit(run_program(fill_mask, "python -m bert.fill_mask"))

@@ -27,7 +27,6 @@ from bert.derived_settings import affordable_samples
 from bert.train import parse
 from console.commands import run_program
 from console.files import read_bounded, sha256_of, write_atomically
-from console.interruption import end_in_order
 from console.program import say
 from dataloading.options import OwnText
 
@@ -197,5 +196,4 @@ def _train(out: Path, supervisor: "Supervisor") -> None:
 
 
 if __name__ == "__main__":
-    end_in_order()  # unfinished files are removed after SIGTERM
     sys.exit(run_program(own_text, "python -m bert.own_text"))

@@ -10,7 +10,7 @@ import tyro
 from tyro.extras import subcommand_cli_from_dict
 
 from console.extras import needed
-from console.interruption import abandon_stdout
+from console.interruption import abandon_stdout, end_in_order
 from console.program import accept_any_text, answer_version, bound, complain, parsed, unknown_option
 from console.text import did_you_mean
 
@@ -65,6 +65,7 @@ class Commands:
 
 def run_program(function: Callable[..., Any], program: str) -> int:
     """Call ``function`` with the options of a program without commands. Return the exit status, see `Commands.main`."""
+    end_in_order()
     return _status_of(lambda: _call(function, program))
 
 

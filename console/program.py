@@ -138,7 +138,7 @@ class RaisingParser(argparse.ArgumentParser):
 
 
 def unknown_option(function: Callable[..., Any], words: Sequence[str]) -> str:
-    """Return a complaint about the first option that the help of ``function`` does not show, or "" if there is none.
+    """Return a complaint about the first option that is not in the help of ``function``, or "" if all options are.
 
     tyro would first complain about missing arguments, even if one of them is there but misspelt.
     """

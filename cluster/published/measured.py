@@ -119,7 +119,7 @@ def _fault(log: Log) -> str:
 
 
 def _parts(log: Log) -> Mapping[str, float]:
-    """Return the seconds by part from the metrics beside a log; empty if there are none, or if their run time differs."""
+    """Return the seconds by part from the metrics beside a log, or {} without metrics that have the log's run time."""
     try:
         account = read_run(log.path.with_name(f"{log.path.stem.replace('result', 'metrics')}.jsonl"))
     except ValueError:

@@ -313,7 +313,7 @@ def _off_schedule(context: CheckedLog) -> Iterator[Finding]:
 
 
 def _irregular_evaluation(run: LoggedRun) -> tuple[int, int, int | None] | None:
-    """Return the first evaluation at an irregular distance from the previous one; None if there is none.
+    """Return the first evaluation whose distance from the previous one is irregular; None if all distances are regular.
 
     The result is its index, this distance, and the usual distance if that is near the rules' interval but not equal to it.
     Accepted submissions count a partial last batch, round the interval differently, or use the interval of a

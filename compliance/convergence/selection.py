@@ -46,7 +46,7 @@ def select(started_ms: Sequence[int], times: Sequence[float]) -> Selection:
 
 
 def submitted(started_ms: Sequence[int], times: Sequence[float]) -> list[int]:
-    """Return the indices of the runs to submit, ascending: up to ten runs all, otherwise those that `select` chooses."""
+    """Return the ascending indices of the runs to submit: all of up to ten runs, otherwise those that `select` chooses."""
     if len(times) <= SUBMISSION_RUNS:
         return [*range(len(times))]
     return sorted(select(started_ms, times).chosen)

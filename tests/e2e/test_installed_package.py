@@ -31,7 +31,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Unpack the wheel into a folder with links to all installed packages except those that only extras install."""
+    """Unpack the wheel into a folder that links to all installed packages, except packages that only extras install."""
     site = tmp_path_factory.mktemp("site")
     shutil.unpack_archive(wheel, site, "zip")
     for entry in Path(sysconfig.get_path("purelib")).iterdir():

@@ -31,7 +31,7 @@ def test_a_pipeline_of_two_stages_trains_like_one_rank() -> None:
 
 
 def hold_weights_back(step: TrainingStep) -> list[slice]:
-    """Delay each bucket of weights until the forward pass has begun the part of the model before the one that needs it.
+    """Deliver each bucket of weights only after the forward pass has begun the part just before the part that needs it.
 
     If a part waited for a bucket that only a later part needs, the wait would time out. Returns the delayed buckets.
     """

@@ -241,7 +241,7 @@ def test_a_locked_folder_is_an_error_except_with_part(run: Run, stand_in: StandI
     for shared in (False, True):
         lock = lock_file(out / "preparation" / "lock", shared=shared)
         assert run(*arguments(stand_in, out), fails=True).endswith(f"{busy}another --out\n")
-        # With the exclusive lock, the other process makes all parts. With a shared lock, it makes one part.
+        # A process with the exclusive lock makes all parts, and a process with a shared lock makes one part.
         said = run(*arguments(stand_in, out, "--part", "1/3")).splitlines()[-1]
         assert said.startswith("part 1/3 is done; another" if not shared else "part 1/3 is done; the process")
         os.close(lock)
