@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial, wraps
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn, TextIO, TypeVar
 
 from console.text import annotation, did_you_mean, json_document, visible
 from console.version import version_line
@@ -25,7 +25,12 @@ Result = TypeVar("Result")
 
 def say(text: object = "") -> None:
     """Print one line and flush. Line feeds in the text are escaped."""
-    print(visible(text), flush=True)
+    _print_line(visible(text), sys.stdout)
+
+
+def _print_line(text: str, stream: TextIO) -> None:
+    # ``print`` writes the end of a line separately, so in unbuffered programs another rank's line could come before it.
+    print(f"{text}\n", end="", file=stream, flush=True)
 
 
 def say_document(text: str) -> None:
@@ -45,7 +50,7 @@ def say_annotation(level: str, message: object, properties: Mapping[str, object]
 
 
 def complain(error: object, kind: str = "error") -> None:
-    print(visible(f"{kind}: {reason(error)}"), file=sys.stderr, flush=True)
+    _print_line(visible(f"{kind}: {reason(error)}"), sys.stderr)
 
 
 def reason(error: object) -> str:

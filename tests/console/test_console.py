@@ -207,3 +207,13 @@ def test_output_that_a_full_device_refuses_is_reported_once_and_dropped(monkeypa
     os.close(read)
     dropped = "failed (No space left on device): what it cannot take is dropped"
     assert notes == [f"standard output {dropped}", *[f"standard error {dropped}"] * 2]
+
+
+@pytest.mark.parametrize("function", ["say", "complain"])
+def test_lines_of_unbuffered_processes_do_not_mix(function: str, tmp_path: Path) -> None:
+    program = f"from console.program import {function}\nfor _ in range(2000): {function}('a' * 60)"
+    with (tmp_path / "out").open("ab") as out:
+        command = [sys.executable, "-u", "-c", program]
+        ranks = [subprocess.Popen(command, stdout=out, stderr=out, cwd=REPOSITORY) for _ in range(3)]
+        assert [rank.wait() for rank in ranks] == [0, 0, 0]
+    assert len({*(tmp_path / "out").read_text().splitlines()}) == 1
