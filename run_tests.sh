@@ -22,4 +22,5 @@ say "pytest with $workers workers"
 [[ ! ${selection[*]} ]] || export MALLOC_TRIM_THRESHOLD_=2000000000 MALLOC_MMAP_THRESHOLD_=1000000000
 export OMP_NUM_THREADS=1 # one thread per test, because tests run in parallel
 # Skip the plugins of packages that the tests do not use, which saves each worker half a second.
-exec .venv/bin/python -m pytest -p no:anyio -p no:typeguard --numprocesses "$workers" --dist loadfile --no-loadscope-reorder "${selection[@]}" "$@"
+exec .venv/bin/python -m pytest -p no:anyio -p no:typeguard --numprocesses "$workers" --max-worker-restart 0 \
+  --dist loadfile --no-loadscope-reorder "${selection[@]}" "$@"

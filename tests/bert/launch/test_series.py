@@ -4,6 +4,7 @@ import os
 import re
 import shutil
 import signal
+import sys
 from pathlib import Path
 
 import pytest
@@ -169,8 +170,7 @@ def test_prepare_and_dry_runs_start_only_the_dry_run_for_the_ranks_of_all_nodes(
     assert ("# config.recipe: tiny_cpu\n" in done.stdout) == ("print" in words)
 
 
-LOOP = "touch FILE; while :; do sleep 0.02; done"
-WAITS = f"trap 'echo got INT >&2; exit 5' INT; trap 'echo got TERM >&2; exit 6' TERM; {LOOP}"
+WAITS = f"exec {sys.executable} -IS {REPOSITORY}/tests/bert/launch/waiting.py FILE 1"
 STOPPING = "stopping after this step; again to end now\n"
 
 
@@ -183,13 +183,13 @@ def interrupt(started: Started, folder: Path, number: int) -> None:
 @pytest.mark.parametrize(
     ("scripts", "number", "status", "said", "trained"),
     [
-        ({"check": WAITS}, signal.SIGINT, 130, "interrupted\ngot TERM\n", 0),
-        ({"train": WAITS}, signal.SIGINT, 130, "interrupted\ngot TERM\n", 1),
-        ({"train": WAITS}, signal.SIGTERM, 143, "interrupted\ngot TERM\n", 1),
-        ({"train": f"LOG {WAITS}"}, signal.SIGINT, 130, f"{STOPPING}got INT\n", 1),
-        ({"train": f"LOG {WAITS}"}, signal.SIGTERM, 143, f"{STOPPING}got TERM\n", 1),
-        ({"train": f"LOG {WAITS}"}, signal.SIGHUP, 129, f"{STOPPING}got TERM\n", 1),
-        ({"compliance": WAITS}, signal.SIGINT, 130, "interrupted\ngot TERM\n", 2),
+        ({"check": WAITS}, signal.SIGINT, 130, "interrupted\ngot SIGTERM\n", 0),
+        ({"train": WAITS}, signal.SIGINT, 130, "interrupted\ngot SIGTERM\n", 1),
+        ({"train": WAITS}, signal.SIGTERM, 143, "interrupted\ngot SIGTERM\n", 1),
+        ({"train": f"LOG {WAITS}"}, signal.SIGINT, 130, f"{STOPPING}got SIGINT\n", 1),
+        ({"train": f"LOG {WAITS}"}, signal.SIGTERM, 143, f"{STOPPING}got SIGTERM\n", 1),
+        ({"train": f"LOG {WAITS}"}, signal.SIGHUP, 129, f"{STOPPING}got SIGTERM\n", 1),
+        ({"compliance": WAITS}, signal.SIGINT, 130, "interrupted\ngot SIGTERM\n", 2),
     ],
 )
 def test_a_signal_prints_a_line_and_reaches_the_running_program(
@@ -200,7 +200,7 @@ def test_a_signal_prints_a_line_and_reaches_the_running_program(
     started = start(tmp_path, "tiny_cpu 2", **{"train": logs(log)} | scripts)
     interrupt(started, tmp_path, number)
     done = started.end()
-    assert (done.returncode, done.stderr.replace("Terminated\n", "")) == (status, said)  # bash prints Terminated
+    assert (done.returncode, done.stderr) == (status, said)
     called = modules(started.calls)
     assert called.count("bert.train") == trained
     assert called.count("compliance") == (4 if said.startswith("stopping") else trained == 2)
@@ -208,7 +208,7 @@ def test_a_signal_prints_a_line_and_reaches_the_running_program(
 
 
 def test_a_signal_before_there_is_a_log_kills_torchrun_and_terminates_its_ranks(tmp_path: Path) -> None:
-    rank = f"trap 'touch {tmp_path}/ended; exit' TERM; {LOOP}".replace("FILE", f"{tmp_path}/waiting")
+    rank = f"trap 'touch {tmp_path}/ended; exit' TERM; touch {tmp_path}/waiting; while :; do sleep 0.02; done"
     started = start(tmp_path, "tiny_cpu", f"trap 'echo got TERM >&2; exit' TERM; ({rank}) & wait", NPROC="2")
     interrupt(started, tmp_path, signal.SIGTERM)
     done = started.end()
@@ -217,8 +217,8 @@ def test_a_signal_before_there_is_a_log_kills_torchrun_and_terminates_its_ranks(
 
 
 def test_the_third_signal_kills_the_run(tmp_path: Path, log: Path) -> None:
-    stubborn = f"trap 'echo got INT >&2' INT; {logs(log, '')} {LOOP}".replace("FILE", f"{tmp_path}/waiting")
-    started = start(tmp_path, "tiny_cpu", stubborn)
+    stubborn = WAITS.replace("FILE 1", f"{tmp_path}/waiting 3")
+    started = start(tmp_path, "tiny_cpu", logs(log, stubborn))
     wait_for((tmp_path / "waiting").exists, started.process)
     assert started.process.stderr
     lines = list[str]()
@@ -228,7 +228,7 @@ def test_the_third_signal_kills_the_run(tmp_path: Path, log: Path) -> None:
         lines.append(started.process.stderr.readline())
     started.process.send_signal(signal.SIGINT)
     assert started.end().returncode == 130
-    assert sorted(lines) == ["ending now\n", "got INT\n", "got INT\n", STOPPING]
+    assert sorted(lines) == ["ending now\n", "got SIGINT\n", "got SIGINT\n", STOPPING]
 
 
 def test_the_verdict_waits_for_processes_whose_launcher_was_killed(tmp_path: Path, log: Path) -> None:
