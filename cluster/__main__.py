@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 from tyro.conf import FlagCreatePairsOff, Positional
 
 from console.commands import Commands
-from console.interruption import end_in_order
 from console.program import complain, say, say_json
 from console.text import counted, did_you_mean
 
@@ -315,5 +314,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    end_in_order()
     sys.exit(main())

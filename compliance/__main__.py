@@ -12,7 +12,6 @@ from tyro.conf import FlagCreatePairsOff, Positional, arg
 from compliance.log.rules import AUTO, NEWEST_RULESET, RULESETS, Division
 from compliance.report import Format
 from console.commands import Commands
-from console.interruption import end_in_order
 from console.program import say, say_document, say_json
 
 Ruleset = Annotated[str, arg(metavar="RULESET", help=f"One of {', '.join(RULESETS)}.")]
@@ -222,7 +221,6 @@ def watch(
 
 
 def main() -> int:
-    end_in_order()  # in main(), because the installed command runs only this function
     installed = Path(sys.argv[0]).name
     return app.main(installed if installed == "mlperf-bert-compliance" else "python -m compliance")
 

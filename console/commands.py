@@ -65,7 +65,6 @@ class Commands:
 
 def run_program(function: Callable[..., Any], program: str) -> int:
     """Call ``function`` with the options of a program without commands. Return the exit status, see `Commands.main`."""
-    end_in_order()
     return _status_of(lambda: _call(function, program))
 
 
@@ -80,6 +79,7 @@ def _call(function: Callable[..., Any], program: str) -> Any:
 
 
 def _status_of(run: Callable[[], Any]) -> int:
+    end_in_order()
     accept_any_text()
     try:
         return run() or 0

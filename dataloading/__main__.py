@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Annotated
 import tyro
 
 from console.commands import Commands
-from console.interruption import end_in_order
 from console.program import complain, say
 from console.text import counted
 from dataloading.options import AS_STATED, ExtractionOptions, Layout, OwnText, PretrainingOptions
@@ -347,5 +346,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    end_in_order()
     sys.exit(main())

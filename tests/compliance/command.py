@@ -17,7 +17,7 @@ def run(*arguments: object) -> tuple[int, str]:
         patch.setattr(sys, "stdout", stream)
         patch.setattr(sys, "stderr", stream)
         patch.setattr(warnings, "showwarning", warnings.showwarning)
-        patch.setattr(program, "end_in_order", lambda: None)  # leave pytest's signal handlers in place
+        patch.setattr("console.commands.end_in_order", lambda: None)  # leave pytest's signal handlers in place
         status = program.main()
     stream.seek(0)
     return status, stream.read()

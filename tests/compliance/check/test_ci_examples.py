@@ -48,7 +48,6 @@ def test_hooks_and_workflow_use_the_installed_command() -> None:
 def test_the_usage_names_the_installed_command_or_the_module(
     program: str, shown: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("compliance.__main__.end_in_order", lambda: None)
     monkeypatch.setattr("sys.argv", [program, "check", "--help"])
     with pytest.raises(SystemExit):
         main()
