@@ -94,13 +94,6 @@ def clock(seconds: float) -> str:
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
-def clock_span(early: float | None, late: float | None) -> str:
-    """Format a range of the time left. One or both of its bounds may be unknown."""
-    if early is None:
-        return "-" if late is None else f"at most {clock(late)}"
-    return f"{clock(early)} or more" if late is None else f"{clock(early)} to {clock(late)}"
-
-
 def duration(seconds: float | None) -> str:
     """Format a measured time with three digits below a second, else with one or two places: 12.3 us, 5.3 s, 5.45 min."""
     if seconds is None:

@@ -24,7 +24,7 @@ from compliance.log.metrics import (
     WarningRecord,
 )
 from compliance.log.schedule import EvaluationSchedule
-from console.text import clock, clock_span, visible
+from console.text import clock, visible
 
 
 @dataclass
@@ -57,7 +57,7 @@ class StepLines:
             return clock(max(0, self.max_samples - samples) / rate)
         curve = [(evaluation.samples, evaluation.masked_lm_accuracy) for evaluation in self.records.evaluations]
         found = forecast(curve, self.target, self.schedule, None)
-        return clock_span(*time_left(found, self.schedule, samples, rate, self.max_samples))
+        return time_left(found, self.schedule, samples, rate, self.max_samples)
 
     def write(self, record: Record) -> None:
         self.records.add(record)  # before `_text`, which uses the records

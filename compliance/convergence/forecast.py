@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from compliance.log import rules
 from compliance.log.schedule import EvaluationSchedule
+from console.text import clock
 
 if TYPE_CHECKING:
     from compliance.convergence.outlook import Reference
@@ -101,16 +102,19 @@ def reach(points: Sequence[tuple[int, float]], power: float, target: float) -> f
 
 def time_left(
     found: Forecast, schedule: EvaluationSchedule, samples: int, rate: float, limit: int | None = None
-) -> tuple[float | None, float | None]:
-    """Return the seconds until the early and until the late end of a forecast; None for an unknown end.
+) -> str:
+    """Return the time until the early and until the late end of a forecast: "0:50 to 3:11", or "0:50 or more".
 
     `samples` is the number trained so far, and `rate` the samples per second including evaluations. At `limit` samples
     the run ends even without reaching the target.
     """
     longest = math.inf if limit is None else limit / rate
 
-    def seconds(index: int | None) -> float | None:
+    def left(index: int | None) -> str:
         at = math.inf if index is None else schedule.samples(index) / rate
-        return None if index is None and limit is None else max(0.0, min(at, longest) - samples / rate)
+        return clock(max(0.0, min(at, longest) - samples / rate))
 
-    return None if found.earliest is None else seconds(found.earliest), seconds(found.latest)
+    is_open = found.latest is None and limit is None
+    if found.earliest is None:
+        return "-" if is_open else f"at most {left(found.latest)}"
+    return f"{left(found.earliest)} or more" if is_open else f"{left(found.earliest)} to {left(found.latest)}"

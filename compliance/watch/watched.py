@@ -14,7 +14,7 @@ from compliance.log import rules
 from compliance.log.follower import Follower
 from compliance.log.rules import SUBMISSION_RUNS
 from compliance.watch.running import RunningLog
-from console.text import clock, clock_span
+from console.text import clock
 
 MAX_LOGS = 100
 """Maximum number of logs of a folder that are read. The newest logs are chosen."""
@@ -94,7 +94,7 @@ class Watch:
             words = f"evaluation {found.earliest} to {found.latest} ({first:,} to {last:,} samples)"
         trained = run.trained_by(now_ms)
         if trained is not None and run.rate:
-            words += f", in {clock_span(*time_left(found, schedule, trained, run.rate))}"
+            words += f", in {time_left(found, schedule, trained, run.rate)}"
         return f"{words}, {found.basis}"
 
     def outlooks(self) -> Iterator[str]:

@@ -1,5 +1,3 @@
-from typing import Any
-
 import pytest
 
 from compliance.convergence.forecast import MAX_SAMPLES, Forecast, forecast, reach, time_left
@@ -108,17 +106,17 @@ def test_extreme_curves_are_extrapolated_to_a_valid_count_or_none(
 @pytest.mark.parametrize(
     ("earliest", "latest", "limit", "expected"),
     [
-        (3, 5, None, (20.0, 40.0)),
-        (3, 5, 400, (20.0, 30.0)),  # the run ends at its sample limit
-        (3, None, None, (20.0, None)),
-        (3, None, 400, (20.0, 30.0)),
-        (None, None, 400, (None, 30.0)),
-        (None, None, None, (None, None)),
-        (1, 1, None, (0.0, 0.0)),
+        (3, 5, None, "0:20 to 0:40"),
+        (3, 5, 400, "0:20 to 0:30"),  # the run ends at its sample limit
+        (3, None, None, "0:20 or more"),
+        (3, None, 400, "0:20 to 0:30"),
+        (None, None, 400, "at most 0:30"),
+        (None, None, None, "-"),
+        (1, 1, None, "0:00 to 0:00"),
     ],
 )
 def test_the_time_left_ends_at_the_forecast_or_at_the_sample_limit(
-    earliest: int | None, latest: int | None, limit: int | None, expected: tuple[Any, Any]
+    earliest: int | None, latest: int | None, limit: int | None, expected: str
 ) -> None:
     found = Forecast(earliest, latest, "")
     assert time_left(found, EvaluationSchedule(100, 10), 100, 10.0, limit) == expected
