@@ -10,7 +10,6 @@ from typing import Annotated, Literal
 from tyro.conf import FlagCreatePairsOff, Positional, arg
 
 from compliance.log.rules import AUTO, NEWEST_RULESET, RULESETS, Division
-from compliance.report import Format
 from console.commands import Commands
 from console.program import say, say_document, say_json
 
@@ -78,24 +77,33 @@ def check(
 
 
 @app.command
-def report(folder: Folder, ruleset: AnyRuleset = AUTO, format: Format = "html", out: Path | None = None) -> int:
+def report(
+    folder: Folder,
+    ruleset: AnyRuleset = AUTO,
+    format: Literal["html", "markdown", "json", "csv"] = "html",
+    out: Path | None = None,
+) -> int:
     """Report on the logs and metrics in FOLDER, as an HTML page, Markdown, JSON or CSV.
 
     Args:
         format: html is written to FOLDER/report.html. The other formats are printed.
         out: Write the report to this file, not to FOLDER/report.html or standard output.
     """
-    from compliance.report.page import render_as, write_report
+    from compliance.artefact import write_whole
+    from compliance.report.page import render_as
     from compliance.report.results import load_results
     from compliance.report.summary import as_dict
 
+    results = load_results(folder, ruleset)
     if format == "html" or out is not None:
-        say(write_report(folder, ruleset, format, out))
+        path = out or folder / "report.html"
+        write_whole(path, render_as(results, format))
+        say(path)
     elif format == "json":
         # Text in a log may look like a command of a CI server (`::error::`). `say_json` escapes it.
-        say_json(as_dict(load_results(folder, ruleset)))
+        say_json(as_dict(results))
     else:
-        say_document(render_as(load_results(folder, ruleset), format))
+        say_document(render_as(results, format))
     return 0
 
 

@@ -7,11 +7,8 @@ from typing import Any, Literal, NamedTuple
 
 from rich.filesize import decimal
 
-from compliance.artefact import write_whole
 from compliance.log.metrics import RunRecord
-from compliance.log.rules import NEWEST_RULESET
-from compliance.report import Format
-from compliance.report.results import SITE_PART, STEP_PARTS, ReportedRun, Results, breakdown, load_results
+from compliance.report.results import SITE_PART, STEP_PARTS, ReportedRun, Results, breakdown
 from compliance.report.summary import as_csv, as_json, as_markdown, count, fraction, heading, rate, statements, table
 from console.html.charts import Axes, Bar, Guide, Line, Points, level, line_chart, run_chart, short_count
 from console.html.page import render_page
@@ -37,14 +34,7 @@ class Figure(NamedTuple):
     note: str = ""
 
 
-def write_report(folder: Path, ruleset: str = NEWEST_RULESET, format: Format = "html", out: Path | None = None) -> Path:
-    """Write the report of `folder` to `out`, by default report.<format> in the folder, and return the report's path."""
-    path = out or folder / f"report.{format}"
-    write_whole(path, render_as(load_results(folder, ruleset), format))
-    return path
-
-
-def render_as(results: Results, format: Format) -> str:
+def render_as(results: Results, format: str) -> str:
     renderers = {"html": render, "markdown": as_markdown, "json": as_json, "csv": as_csv}
     return renderers[format](results)
 

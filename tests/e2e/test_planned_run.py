@@ -6,7 +6,8 @@ from pathlib import Path
 
 from bert.configuration.run_plan import read_plan
 from cluster.view import read_view, write_view
-from compliance.report.page import write_report
+from compliance.report.page import render
+from compliance.report.results import load_results
 from tests.distributed.ranks import records, torchrun
 from tests.e2e.test_scripts import NEVER_REACHED, SHORT, one_error, start
 from tests.programs import PATIENCE_S
@@ -52,8 +53,7 @@ def test_a_run_follows_the_plan_made_from_a_probe(checkout: Path, tmp_path: Path
     said = [warning["text"] for warning in records(results, "warning")]
     is_far = abs(compared["step_ms"] / planned_ms - 1) > 0.2
     assert any(re.search(r"of .*plan\.json: mostly in \w+", text) for text in said) == is_far
-    report = write_report(results / "tiny_cpu/bert").read_text()
-    assert "Step of run 0 as planned and as measured" in report
+    assert "Step of run 0 as planned and as measured" in render(load_results(results / "tiny_cpu/bert"))
 
     refused = start(checkout / "run_and_time.sh", "tiny_cpu", "1", *settings, cwd=tmp_path, NPROC="1")
     assert "is a plan for 1 node of 2 ranks, but the run has 1 rank" in one_error(refused)

@@ -15,7 +15,6 @@ from msgspec import structs
 
 from compliance.log.findings import Finding
 from compliance.log.metrics import Metrics, RunRecord, WarningRecord, read_metrics
-from compliance.report import Format
 from compliance.report import page as report
 from compliance.report.results import Results, load_results
 from tests.compliance import command
@@ -214,8 +213,9 @@ def test_the_page_of_100_runs_is_small_and_quickly_rendered(tmp_path: Path, clos
 def test_a_report_is_written_to_the_runs_folder_or_to_the_file_of_the_option_out(one: Path, tmp_path: Path) -> None:
     assert command.run("report", one) == (0, f"{one}/report.html\n")
     assert (one / "report.html").read_text() == report.render(load_results(one, "auto"))
-    heads: dict[Format, str] = {"csv": "run,official", "json": "{\n", "markdown": "# BERT on node\n"}
-    for form, head in heads.items():
-        assert report.write_report(one, "auto", form, tmp_path / "a").read_text().startswith(head)
-    with pytest.raises(ValueError, match=r"a/report\.html cannot be written"):
-        report.write_report(one, out=tmp_path / "a" / "report.html")
+    for form, head in {"csv": "run,official", "json": "{\n", "markdown": "# BERT on node\n"}.items():
+        assert command.run("report", one, "--format", form, "--out", tmp_path / "a") == (0, f"{tmp_path}/a\n")
+        assert (tmp_path / "a").read_text().startswith(head)
+    status, said = command.run("report", one, "--out", tmp_path / "a" / "report.html")
+    assert status == 2
+    assert "a/report.html cannot be written" in said
