@@ -260,7 +260,7 @@ def _run_as_dict(results: Results, run: ReportedRun) -> dict[str, Any]:
 
 def _figures(results: Results, run: ReportedRun) -> dict[str, Any]:
     best_samples, best_accuracy = run.best
-    fields = {
+    return {
         "run": run.number,
         "official": run.verdict.official,
         "ours": run.verdict.ours,
@@ -279,12 +279,11 @@ def _figures(results: Results, run: ReportedRun) -> dict[str, Any]:
         "best_accuracy_error": run.best_error,
         "best_samples": best_samples,
     }
-    return _without_rules(results, fields)
 
 
 def as_csv(results: Results) -> str:
     """Return one CSV row per run, with the settings that differ. Unknown figures are empty."""
-    rows = [_figures(results, run) for run in results.runs]
+    rows = [_without_rules(results, _figures(results, run)) for run in results.runs]
     for name, values in results.differing.items():
         for row, value in zip(rows, values, strict=True):
             row[_no_formula(name)] = _no_formula(value)
