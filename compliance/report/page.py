@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 from rich.filesize import decimal
 
@@ -47,6 +47,9 @@ def render(results: Results) -> str:
         run_charts = [chart for chart in (_times(results), _convergence(results)) if chart]
         columns = (*columns, "in the score")
         cells = [(*row, _in_score(results, run)) for row, run in zip(cells, results.runs, strict=True)]
+    rates = _curve(results, "Sequences per second", "sequences_per_s")
+    losses = _curve(results, "Training loss", "loss")
+    bars, bar_key = _parts(results.runs)
     return render_page(
         TEMPLATE,
         results=results,
@@ -59,7 +62,10 @@ def render(results: Results) -> str:
         run_columns=columns,
         run_cells=cells,
         warnings=[(run.number, entry) for run in results.runs for entry in run.metrics.warnings],
-        time=_time_section(results),
+        curves=[curve for curve in (rates, losses) if curve],
+        bars=bars,
+        bar_key=bar_key,
+        planned=_against_plan(results.shown),
         part_classes=PART_CLASSES,
         duration=duration,
         description=description,
@@ -208,15 +214,6 @@ def _convergence(results: Results) -> Figure | None:
 def _in_score(results: Results, run: ReportedRun) -> str:
     dropped = results.dropped.get(run.number)
     return f"no, {dropped}" if dropped else "yes" if run in results.valid and results.dropped else "-"
-
-
-def _time_section(results: Results) -> dict[str, Any]:
-    """Return the curves, the bars with their legend, and the planned step. All are empty if no run has step records."""
-    rates = _curve(results, "Sequences per second", "sequences_per_s")
-    losses = _curve(results, "Training loss", "loss")
-    bars, key = _parts(results.runs)
-    curves = [curve for curve in (rates, losses) if curve]
-    return {"curves": curves, "bars": bars, "key": key, "planned": _against_plan(results.shown)}
 
 
 def _curve(results: Results, title: str, key: str) -> Figure | None:
