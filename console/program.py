@@ -14,11 +14,15 @@ from functools import partial, wraps
 from pathlib import Path
 from typing import Any, NoReturn, TextIO, TypeVar
 
-from console.text import annotation, did_you_mean, json_document, visible
+from console.text import did_you_mean, json_document, visible
 from console.version import version_line
 
 _MOST_SAID = 400
 """Maximum number of characters of tyro's complaint that are shown. It repeats values, which a file may make long."""
+
+# Escapes of GitHub's workflow commands.
+_IN_MESSAGE = str.maketrans({"%": "%25", "\r": "%0D", "\n": "%0A"})
+_IN_PROPERTY = _IN_MESSAGE | str.maketrans({":": "%3A", ",": "%2C"})
 
 Result = TypeVar("Result")
 
@@ -45,8 +49,14 @@ def say_json(document: object) -> None:
 
 
 def say_annotation(level: str, message: object, properties: Mapping[str, object]) -> None:
-    """Print an annotation, which is a command to a build server: see `console.text.annotation`."""
-    print(annotation(level, message, properties), flush=True)
+    """Print the command that lets GitHub's runner show `message` beside a line. No text can add another command.
+
+    `level` is error, warning or notice, and `properties` may have file, line and title. Specification: GitHub Docs,
+    "Workflow commands for GitHub Actions", and the runner's ActionCommand, which undoes only the escapes made here. The
+    function `visible` also escapes control characters.
+    """
+    given = ",".join(f"{name}={visible(str(value).translate(_IN_PROPERTY))}" for name, value in properties.items())
+    print(f"::{level}{' ' if given else ''}{given}::{visible(str(message).translate(_IN_MESSAGE))}", flush=True)
 
 
 def complain(error: object, kind: str = "error") -> None:

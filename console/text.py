@@ -12,7 +12,7 @@ import difflib
 import json
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 
 _INVISIBLE = re.compile("[\u034f\u115f\u1160\u17b4\u17b5\u180b-\u180f\u3164\ufe00-\ufe0f\uffa0\U000e0100-\U000e01ef]")
 """Invisible characters (Unicode's Default_Ignorable_Code_Point) that `str.isprintable` accepts."""
@@ -36,21 +36,6 @@ def visible(text: object, limit: int | None = None) -> str:
         shown = _INVISIBLE.sub(lambda match: _escape(match[0]), shown)
     shown = _COMMAND.sub(lambda match: f"{match[1] or ''}\\x{ord(match[0][-1]):02x}", shown)
     return shown if limit is None or len(shown) <= limit else f"{shown[: max(0, limit - 3)]}..."
-
-
-def annotation(level: str, message: object, properties: Mapping[str, object]) -> str:
-    """Return the command that lets GitHub's runner show `message` beside a line. No text can add another command.
-
-    `level` is error, warning or notice, and `properties` may have file, line and title. Specification: GitHub Docs,
-    "Workflow commands for GitHub Actions", and the runner's ActionCommand, which undoes only the escapes made here. The
-    function `visible` also escapes control characters.
-    """
-    given = ",".join(f"{name}={visible(str(value).translate(_IN_PROPERTY))}" for name, value in properties.items())
-    return f"::{level}{' ' if given else ''}{given}::{visible(str(message).translate(_IN_MESSAGE))}"
-
-
-_IN_MESSAGE = str.maketrans({"%": "%25", "\r": "%0D", "\n": "%0A"})
-_IN_PROPERTY = _IN_MESSAGE | str.maketrans({":": "%3A", ",": "%2C"})
 
 
 def json_document(document: object) -> str:
