@@ -107,10 +107,9 @@ def run_chart(bars: Sequence[Bar], axes: Axes, *, columns: bool) -> "Markup":
     levels = [*values, 0.0] if columns else [*values, min(values) * 0.995, max(values) * 1.005]
     frame = _Frame(axes, levels)
     width = SIDE / len(bars)
-    middles = [(index + 0.5) * width for index in range(len(bars))]
+    drawn = [(bar, (index + 0.5) * width, frame.y(bar.value)) for index, bar in enumerate(bars)]
     every = -(-len(bars) // MAX_BAR_NAMES)
-    frame.names = [(bar.name, middle) for bar, middle in list(zip(bars, middles, strict=True))[::every]]
-    drawn = [(bar, middle, frame.y(bar.value)) for bar, middle in zip(bars, middles, strict=True)]
+    frame.names = [(bar.name, middle) for bar, middle, _ in drawn[::every]]
     has_notes = len(bars) <= MAX_BAR_NOTES
     half = min(0.36 * width, 0.05 * SIDE)
     return render_part(CHART, frame=frame, lines=(), bars=drawn, columns=columns, half=half, has_notes=has_notes)
