@@ -4,7 +4,6 @@ The watch only reads the log and its metrics file as they grow. On a terminal it
 for each evaluation and each complaint.
 """
 
-import sys
 import time
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -22,6 +21,7 @@ from compliance.log import rules
 from compliance.log.logged_run import samples_of
 from compliance.watch.running import RunningLog
 from compliance.watch.watched import Watch, choose
+from console.program import say
 from console.text import clock, visible
 
 POLL_S = 1.0
@@ -42,25 +42,23 @@ def watch(path: Path, ruleset: str, timeout_s: float, stale_s: float, console: C
     for name, seconds in (("--timeout", timeout_s), ("--stale", stale_s)):
         if not seconds > 0:
             raise ValueError(f"{name} is {seconds:g}, expected more than 0 seconds")
-    # Do not wrap lines if the output is piped.
-    console = console or Console(highlight=False, soft_wrap=not sys.stdout.isatty())
     try:
         deadline, chosen = time.monotonic() + timeout_s, choose(path)
         if chosen is None:
-            _put(console, f"waiting for a running log at {path}")
+            say(f"waiting for a running log at {path}")
         while chosen is None and time.monotonic() < deadline:
             time.sleep(min(POLL_S, timeout_s))
             chosen = choose(path)
         if chosen is None:
-            _put(console, f"nothing to watch: no running log at {path} after {timeout_s:g} s")
+            say(f"nothing to watch: no running log at {path} after {timeout_s:g} s")
             return 1
-        return _follow(Watch(chosen, ruleset), stale_s, console)
+        return _follow(Watch(chosen, ruleset), stale_s, console or Console())
     except KeyboardInterrupt:
         return 130
 
 
 def _follow(watched: Watch, stale_s: float, console: Console) -> int:
-    run, known, lines = watched.run, None, EvaluationLines(watched, console)
+    run, known, lines = watched.run, None, EvaluationLines(watched)
     redrawn = Live(console=console, auto_refresh=False, vertical_overflow="crop") if console.is_terminal else None
     with redrawn or nullcontext() as live:
         while True:
@@ -80,43 +78,39 @@ def _follow(watched: Watch, stale_s: float, console: Console) -> int:
                 break
             time.sleep(POLL_S)
     if run.phase != "done":
-        _put(console, f"gave up: {watched.path} has not grown for {silent_s:.0f} s")
+        say(f"gave up: {watched.path} has not grown for {silent_s:.0f} s")
     # A run that claims success below its target has not succeeded.
     return 0 if run.status == "success" and (run.target is None or watched.has_reached) else 1
-
-
-def _put(console: Console, text: str) -> None:
-    console.print(visible(text), markup=False)
 
 
 class EvaluationLines:
     """Output for a non-terminal: a line for each evaluation, each complaint and the end."""
 
-    def __init__(self, watched: Watch, console: Console) -> None:
-        self._watched, self._console = watched, console
+    def __init__(self, watched: Watch) -> None:
+        self._watched = watched
         self._evaluations = self._complaints = 0
         self._phase = ""
 
     def show(self, now_ms: float) -> None:
         watched, run = self._watched, self._watched.run
         if run.phase != self._phase and run.phase in ("init", "run"):
-            _put(self._console, f"{watched.path}: {_phase_words(run, now_ms)}")
+            say(f"{watched.path}: {_phase_words(run, now_ms)}")
         self._phase = run.phase
         evaluations = len(run.curve)
         for number, (samples, accuracy) in islice(enumerate(run.curve, 1), self._evaluations, None):
             words = f"evaluation {number}: accuracy {accuracy:.4f} {_aim(run, number)} at {samples:,} samples"
             if number == evaluations and run.phase != "done":
                 words += (f", {run.rate:,.1f} sequences/s" if run.rate else "") + f", {watched.forecast_words(now_ms)}"
-            _put(self._console, words)
+            say(words)
         if evaluations > self._evaluations or run.phase == "done":
             for line in watched.outlooks():
-                _put(self._console, f"outlook: {line}")
+                say(f"outlook: {line}")
         self._evaluations = evaluations
         for text in islice(run.complaints, self._complaints, None):
-            _put(self._console, f"warning: {text.removeprefix('warning ')}")
+            say(f"warning: {text.removeprefix('warning ')}")
         self._complaints = len(run.complaints)
         if run.phase == "done":
-            _put(self._console, _end_words(run))
+            say(_end_words(run))
 
 
 def view(watched: Watch, now_ms: float) -> Panel:

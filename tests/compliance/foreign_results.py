@@ -81,11 +81,11 @@ def judge_damaged(path: Path) -> None:
 
 
 def watch(path: Path) -> None:
-    run, said = watched.Watch(path, rules.NEWEST_RULESET), io.StringIO()
+    run = watched.Watch(path, rules.NEWEST_RULESET)
     run.look()
-    console = Console(file=said, width=100)
-    console.print(screen.view(run, 1_700_000_100_000))
-    screen.EvaluationLines(run, console).show(1_700_000_100_000)
+    with redirect_stdout(io.StringIO()) as said:
+        Console(width=100).print(screen.view(run, 1_700_000_100_000))
+        screen.EvaluationLines(run).show(1_700_000_100_000)
     assert_harmless(said.getvalue())
 
 

@@ -1,5 +1,6 @@
 """``watch`` follows a run's log from the first line to the end."""
 
+import contextlib
 import io
 import json
 import os
@@ -91,8 +92,8 @@ def expected(name: str) -> str:
 
 def followed(path: Path, timeout_s: float = 5.0, stale_s: float = 5.0) -> tuple[int, str]:
     """Watch a run. Return the exit status and the output as it is written to a file."""
-    text = io.StringIO()
-    status = watch(path, "5.0.0", timeout_s, stale_s, Console(file=text, width=200, soft_wrap=True))
+    with contextlib.redirect_stdout(io.StringIO()) as text:
+        status = watch(path, "5.0.0", timeout_s, stale_s)
     return status, text.getvalue()
 
 
