@@ -18,7 +18,6 @@ from compliance.doctor.machine import Machine, check_machine, read_machine
 from compliance.doctor.system import ask_pytorch
 from console.program import say, say_json
 from console.text import visible
-from console.version import commit
 
 _COLOURS = {"ok": "green", "warn": "yellow", "fail": "bold red"}
 
@@ -38,7 +37,7 @@ def examine(
     yield check_recipe(run)
     yield from check_gpus(run, machine.gpus, pytorch)
     yield from check_machine(machine, run)
-    yield from check_files(run, host, commit())
+    yield from check_files(run, host)
 
 
 def print_diagnoses(diagnoses: Iterable[Diagnosis], as_json: bool) -> int:

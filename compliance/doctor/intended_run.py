@@ -11,6 +11,7 @@ from compliance.doctor.diagnosis import Diagnosis, fail, fail_or_warn, ok, warn
 from compliance.doctor.host import ExaminedHost, run_root
 from console.processes import Output
 from console.text import counted
+from console.version import commit
 
 RECIPE_TIMEOUT_S = 60.0
 
@@ -150,14 +151,11 @@ def check_recipe(run: ExaminedRun) -> Diagnosis:
     )
 
 
-def check_files(run: ExaminedRun, host: ExaminedHost, revision: str) -> Iterator[Diagnosis]:
-    """Check caches, data, results and source, the slowest checks last.
-
-    `revision` is the commit of the source, from `console.version.commit`.
-    """
+def check_files(run: ExaminedRun, host: ExaminedHost) -> Iterator[Diagnosis]:
+    """Check caches, data, results and source, the slowest checks last."""
     yield _caches(run, host)
     yield from _storage(run, host)
-    yield _source(revision)
+    yield _source()
     if run.recipe:
         yield _dry_run(run, host)
     yield from _data(run, host)
@@ -197,7 +195,8 @@ def _storage(run: ExaminedRun, host: ExaminedHost) -> Iterator[Diagnosis]:
             yield ok("results", found)
 
 
-def _source(revision: str) -> Diagnosis:
+def _source() -> Diagnosis:
+    revision = commit()
     if revision == "unknown":
         remedy = "run from a checkout, or build the image with --build-arg REVISION"
         return warn("source", "the commit is unknown", remedy)

@@ -180,7 +180,7 @@ def test_the_doctor_names_the_commit_of_the_source(tmp_path: Path, monkeypatch: 
         ("abcdef0123456789 with local changes", "warn source: commit abcdef0123456789 with local changes; commit all"),
         ("unknown", "warn source: the commit is unknown; run from a checkout"),
     ):
-        monkeypatch.setattr("compliance.doctor.examination.commit", lambda revision=revision: revision)
+        monkeypatch.setattr("compliance.doctor.intended_run.commit", lambda revision=revision: revision)
         assert lines_about(look(tmp_path), "source").startswith(expected)
 
 
