@@ -3,7 +3,6 @@
 import time
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 
@@ -20,23 +19,20 @@ MAX_LOGS = 100
 """Maximum number of logs of a folder that are read. The newest logs are chosen."""
 
 
-@dataclass
 class Watch:
     """A log being followed, judged by the rules and reference points of a ruleset.
 
     `siblings` are the other runs of its folder. `news_s` is the monotonic time of the last new line.
     """
 
-    path: Path
-    ruleset: str
-    run: RunningLog = field(default_factory=RunningLog)
-    siblings: list[RunningLog] = field(default_factory=list)
-    news_s: float = field(default_factory=time.monotonic)
-
-    def __post_init__(self) -> None:
-        self.log = Follower(self.path)
-        number = rules.RESULT_FILE.fullmatch(self.path.name)
-        self.metrics = Follower(self.path.with_name(f"metrics_{number[1]}.jsonl")) if number else None
+    def __init__(self, path: Path, ruleset: str) -> None:
+        self.path, self.ruleset = path, ruleset
+        self.run = RunningLog()
+        self.siblings: dict[Path, RunningLog] = {}
+        self.news_s = time.monotonic()
+        self.log = Follower(path)
+        number = rules.RESULT_FILE.fullmatch(path.name)
+        self.metrics = Follower(path.with_name(f"metrics_{number[1]}.jsonl")) if number else None
 
     def look(self) -> None:
         """Read and process the new lines of the log and the metrics."""
@@ -50,9 +46,9 @@ class Watch:
         # Skip runs without a target, which form no set and may have equal seeds.
         if rules.RESULT_FILE.fullmatch(self.path.name) is None or self.run.trains_to_end:
             return
-        others = {path: written for path, written in results_in(self.path.parent).items() if path != self.path}
-        self.siblings = [_read_log(path, written) for path, written in others.items()]
-        for path, sibling in zip(others, self.siblings, strict=True):
+        logs = results_in(self.path.parent)
+        self.siblings = {path: _read_log(path, written) for path, written in logs.items() if path != self.path}
+        for path, sibling in self.siblings.items():
             if (seed := self.run.seed) is not None and seed == sibling.seed:
                 self.run.complain(f"seed {seed} is the seed of {path.name} too: no seed may be chosen twice (TR 5.1)")
 
@@ -100,7 +96,7 @@ class Watch:
     def outlooks(self) -> Iterator[str]:
         """Yield the outlook of the set including this run: for both ends of its forecast, or for its actual end."""
         run, schedule, batch = self.run, self.run.schedule, self.run.global_batch_size
-        ended = [each for each in self.siblings if each.is_ended and not each.is_unknown]
+        ended = [each for each in self.siblings.values() if each.is_ended and not each.is_unknown]
         others = [each for each in ended if each.global_batch_size == batch]
         reached = tuple(each.converged_samples() for each in others)
         # Only closed runs are compared with the reference. The outcome of a complete set is already decided.
