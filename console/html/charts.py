@@ -2,17 +2,17 @@
 
 The drawing has no size of its own: its coordinates are thousandths of the plot, and lines keep their width however the
 drawing is stretched (`vector-effect`). A dot is a line of no length with a round cap. Colours come from the style sheet.
+A chart is markup, which the template of a page does not escape again.
 """
 
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
-from console.html.page import TEMPLATES, render_part
+from markupsafe import Markup
 
-if TYPE_CHECKING:
-    from markupsafe import Markup
+from console.html.page import TEMPLATES, render_page
 
 CHART = TEMPLATES / "chart.html"
 
@@ -88,7 +88,7 @@ class Axes:
     x_format: Format | None = None
 
 
-def line_chart(lines: Sequence[Line], axes: Axes, *, dots: bool = False) -> "Markup":
+def line_chart(lines: Sequence[Line], axes: Axes, *, dots: bool = False) -> Markup:
     """Draw all lines over shared axes. With `dots`, also draw a dot at each point, the last dot larger."""
     # Limit the points of all lines together, or the page would grow with the number of runs.
     limit = MAX_POINTS if dots else max(8, min(MAX_POINTS, MAX_POINTS_A_CHART // len(lines)))
@@ -97,10 +97,10 @@ def line_chart(lines: Sequence[Line], axes: Axes, *, dots: bool = False) -> "Mar
     frame = _Frame(axes, [y for line in thinned for _, y in line], _scale(x_ticks, 0.0, SIDE))
     frame.names = [((axes.x_format or short_count)(x), frame.x(x)) for x in x_ticks]
     places = [[f"{frame.x(x):.1f} {frame.y(y):.1f}" for x, y in line] for line in thinned]
-    return render_part(CHART, frame=frame, lines=[*zip(lines, places, strict=True)], bars=(), dots=dots)
+    return Markup(render_page(CHART, frame=frame, lines=[*zip(lines, places, strict=True)], bars=(), dots=dots))
 
 
-def run_chart(bars: Sequence[Bar], axes: Axes, *, columns: bool) -> "Markup":
+def run_chart(bars: Sequence[Bar], axes: Axes, *, columns: bool) -> Markup:
     """Draw a mark for each run, side by side: columns from zero, or dots near their own range."""
     values = [bar.value for bar in bars]
     # The margin widens the axis, so that rounding differences between equal dots do not fill the whole chart.
@@ -110,9 +110,9 @@ def run_chart(bars: Sequence[Bar], axes: Axes, *, columns: bool) -> "Markup":
     drawn = [(bar, (index + 0.5) * width, frame.y(bar.value)) for index, bar in enumerate(bars)]
     every = -(-len(bars) // MAX_BAR_NAMES)
     frame.names = [(bar.name, middle) for bar, middle, _ in drawn[::every]]
-    has_notes = len(bars) <= MAX_BAR_NOTES
     half = min(0.36 * width, 0.05 * SIDE)
-    return render_part(CHART, frame=frame, lines=(), bars=drawn, columns=columns, half=half, has_notes=has_notes)
+    looks = {"columns": columns, "half": half, "has_notes": len(bars) <= MAX_BAR_NOTES}
+    return Markup(render_page(CHART, frame=frame, lines=(), bars=drawn, **looks))
 
 
 class _Frame:

@@ -14,7 +14,6 @@ from console.text import visible
 
 if TYPE_CHECKING:
     from jinja2 import Environment
-    from markupsafe import Markup
 
 TEMPLATES = Path(__file__).with_name("templates")
 
@@ -25,15 +24,8 @@ MAX_SENTENCE = 2000
 
 
 def render_page(template: Path, **facts: Any) -> str:
-    """Render a page. Every text is escaped for terminals and for HTML and cut to `MAX_SENTENCE` characters."""
+    """Render a page or a chart. Every text is escaped for terminals and for HTML and cut to `MAX_SENTENCE` characters."""
     return _environment(template.parent).get_template(template.name).render(facts)
-
-
-def render_part(template: Path, **facts: Any) -> "Markup":
-    """Render a part of a page as markup, which other templates do not escape again."""
-    from markupsafe import Markup
-
-    return Markup(render_page(template, **facts))
 
 
 @lru_cache
