@@ -6,7 +6,7 @@ import os
 import re
 from pathlib import Path
 
-from console.processes import Output, run
+from console.processes import run
 from console.text import visible
 
 NAME = "mlperf-bert"
@@ -32,13 +32,7 @@ def version_line() -> str:
 @functools.cache
 def commit() -> str:
     """Return the checkout's commit, marked if tracked files differ; in an image, the commit of its source or "unknown"."""
-    revision = _git("rev-parse", "HEAD")
-    # Untracked files do not count, because results and data lie beside the source.
-    changed = _git("status", "--porcelain", "--untracked-files=no")
-    if revision.trouble or changed.trouble:
-        return os.environ.get("MLPERF_BERT_COMMIT", "unknown")
-    return revision.text.strip() + (" with local changes" if changed.text.strip() else "")
-
-
-def _git(*arguments: str) -> Output:
-    return run(["git", "-C", str(REPOSITORY), *arguments], timeout_s=30)
+    # Untracked files do not count, because results and data lie beside the source. No tag may name the commit.
+    described = ("describe", "--always", "--abbrev=40", "--exclude=*", "--dirty= with local changes")
+    found = run(["git", "-C", str(REPOSITORY), *described], timeout_s=30).answer.strip()
+    return found or os.environ.get("MLPERF_BERT_COMMIT", "unknown")
