@@ -82,7 +82,7 @@ def write_own_text(places: Sequence[Path], own: OwnText, out: Path) -> OwnData:
         normalization = asdict(found.normalization)
         write_atomically(aside / "vocab.txt", vocabulary.content)
         write_atomically(aside / TOKENIZER_CONFIG, json.dumps(normalization, indent=1).encode())
-        tokenizer = Tokenizer(vocabulary, **normalization)
+        tokenizer = Tokenizer(vocabulary, found.normalization)
         sources = {path.as_posix(): sha256_of(path) for path in texts}
         for name, documents, repeated, dupes, seed in (
             ("train", split.train, split.repeated, own.dupe_factor, own.seed),

@@ -36,15 +36,9 @@ _ASCII_WORD = re.compile(r"[0-9A-Za-z]+|\S")  # all other ASCII symbols are punc
 class Tokenizer:
     """Tokenizer from lines of text to ids. It starts no threads, so forking afterwards is safe."""
 
-    def __init__(
-        self,
-        vocabulary: Vocabulary,
-        do_lower_case: bool = True,
-        strip_accents: bool | None = None,
-        tokenize_chinese_chars: bool = True,
-    ) -> None:
+    def __init__(self, vocabulary: Vocabulary, normalization: Normalization) -> None:
         self.vocabulary = vocabulary
-        self.normalization = Normalization.of(do_lower_case, strip_accents, tokenize_chinese_chars)
+        self.normalization = normalization
         self._word_ids = _WordIds(vocabulary)
 
     def encode_lines(self, lines: Sequence[str]) -> tuple[NDArray[np.uint16], NDArray[np.int64]]:
