@@ -15,7 +15,7 @@ import numpy as np
 from console.files import sha256_of, write_atomically
 from console.text import counted
 from dataloading.dataset.folder import Dataset, index_shards, new_folder, shard_name
-from dataloading.options import NormalizationOptions, OwnText, PretrainingOptions
+from dataloading.options import Normalization, NormalizationOptions, OwnText, PretrainingOptions
 from dataloading.preparation.learned_vocabulary import learn_vocabulary
 from dataloading.preparation.pretraining_data import samples_info, samples_of
 from dataloading.shards.formats import write_shard
@@ -167,12 +167,9 @@ def _vocabulary(own: OwnText, documents: Sequence[Document]) -> tuple[Vocabulary
     if own.vocab is not None:
         vocabulary = Vocabulary.read(own.vocab)
         return vocabulary, find_normalization(vocabulary, own.vocab, NormalizationOptions(**given))
-    normalization = PretrainingOptions(**given).normalization
-    lines = [sentence for document in documents for sentence in document]
-    tokens = learn_vocabulary(lines, own.vocab_size, normalization)
-    return Vocabulary.of_tokens(tokens, Path("vocab.txt")), FoundNormalization(
-        normalization, "of the learned vocabulary"
-    )
+    found = FoundNormalization(Normalization.of(**given), "of the learned vocabulary")
+    tokens = learn_vocabulary(chain.from_iterable(documents), own.vocab_size, found.normalization)
+    return Vocabulary.of_tokens(tokens, Path("vocab.txt")), found
 
 
 def _write(
