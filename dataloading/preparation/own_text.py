@@ -58,16 +58,7 @@ class TextSplit:
     """Number of documents that were dropped as duplicates."""
 
 
-@dataclass(frozen=True)
-class OwnData:
-    """The data sets and the vocabulary that were made from a text."""
-
-    split: TextSplit
-    vocabulary: Vocabulary
-    normalization: FoundNormalization
-
-
-def write_own_text(places: Sequence[Path], own: OwnText, out: Path) -> OwnData:
+def write_own_text(places: Sequence[Path], own: OwnText, out: Path) -> tuple[TextSplit, Vocabulary, FoundNormalization]:
     """Make data sets from the text in ``places`` (files, folders and patterns).
 
     Write ``out/train``, ``out/evaluation``, ``out/vocab.txt`` and the normalization in ``out/tokenizer_config.json``.
@@ -99,7 +90,7 @@ def write_own_text(places: Sequence[Path], own: OwnText, out: Path) -> OwnData:
             dataset = _write(aside / name, documents, repeated, tokenizer, options, sources, most)
             if not own.accept_losses:
                 dataset.info.text.require_enough(out / name)
-    return OwnData(split, vocabulary, found)
+    return split, vocabulary, found
 
 
 def text_files(places: Sequence[Path]) -> list[Path]:
