@@ -1,7 +1,6 @@
 """Fill the gaps in a text with a checkpoint's predictions: ``python -m bert.fill_mask CHECKPOINT "a text with [MASK]"``."""
 
 import sys
-from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
@@ -58,7 +57,7 @@ class GapFiller:
 
         self.source = source = open_source(checkpoint, whole=False)
         self.vocabulary, self.normalization = tokenizer_of(source, checkpoint, vocab, normalization)
-        self._tokenizer = Tokenizer(self.vocabulary, **asdict(self.normalization))
+        self._tokenizer = Tokenizer(self.vocabulary, self.normalization)
         if missing := [name for name in ("transform.weight", "decoder_bias") if name not in source.weights]:
             raise ValueError(
                 f"{checkpoint} has no masked-LM head ({', '.join(missing)}): choose a checkpoint that has one"

@@ -14,7 +14,6 @@ After an interruption, the same command continues.
 import json
 import statistics
 import sys
-from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -104,10 +103,10 @@ def _starting_point(start: str | None, own: OwnText) -> tuple[Path | None, OwnTe
     return initial, own if own.vocab is not None else replace(own, vocab=vocab)
 
 
-def _prepare(text: Sequence[Path], own: OwnText, initial: Path | None, minutes: float, out: Path) -> None:
+def _prepare(text: tuple[Path, ...], own: OwnText, initial: Path | None, minutes: float, out: Path) -> None:
     """Make the data sets, unless an earlier call of the same command has made them."""
-    from dataloading.__main__ import report_own_text
-    from dataloading.preparation.own_text import text_files, write_own_text
+    from dataloading.__main__ import from_text
+    from dataloading.preparation.own_text import text_files
 
     data, stored = out / "data", out / "own_text.json"
     files = {path.as_posix(): sha256_of(path) for path in text_files(text)}
@@ -120,7 +119,7 @@ def _prepare(text: Sequence[Path], own: OwnText, initial: Path | None, minutes: 
             raise ValueError(f"{out} is not empty, and this command did not make it: name another --out")
         out.mkdir(parents=True, exist_ok=True)
         write_atomically(stored, asked)
-        report_own_text(write_own_text(text, own, data), data)
+        from_text(text, data, own)
 
 
 def _choose_length(minutes: float, initial: Path | None, own: OwnText, out: Path, supervisor: "Supervisor") -> None:

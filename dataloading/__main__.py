@@ -20,7 +20,6 @@ from dataloading.options import AS_STATED, ExtractionOptions, Layout, OwnText, P
 if TYPE_CHECKING:
     from dataloading.dataset.folder import Dataset
     from dataloading.jobs import JobProgress, WorkPart
-    from dataloading.preparation.own_text import OwnData
 
 app = Commands()
 
@@ -128,22 +127,17 @@ def from_text(
         out: Folder to make, for train, evaluation and vocab.txt.
         own: Settings.
     """
+    from dataloading.dataset.folder import open_dataset
     from dataloading.preparation.own_text import write_own_text
 
-    report_own_text(write_own_text(text, own, out), out)
-
-
-def report_own_text(made: "OwnData", out: Path) -> None:
-    """Print the sizes of the data sets in ``out``, and how much of the text is not in them."""
-    from dataloading.dataset.folder import open_dataset
-
-    if made.split.repeated:
-        say(f"{counted(made.split.repeated, 'document')} left out for repeating another")
-    for name, documents in (("train", made.split.train), ("evaluation", made.split.evaluation)):
+    split, vocabulary, normalization = write_own_text(text, own, out)
+    if split.repeated:
+        say(f"{counted(split.repeated, 'document')} left out for repeating another")
+    for name, documents in (("train", split.train), ("evaluation", split.evaluation)):
         dataset = open_dataset(out / name)
         say(f"{out / name}: {counted(len(documents), 'document')}, {_counts(dataset)}")
         _report_text(dataset)
-    say(f"{out / 'vocab.txt'}: {made.vocabulary.size:,} tokens; {made.normalization}")
+    say(f"{out / 'vocab.txt'}: {vocabulary.size:,} tokens; {normalization}")
 
 
 @app.command

@@ -59,7 +59,7 @@ def main(
         print(f"text: {sum(path.stat().st_size for path in paths) / 1e6:.2f} MB in {counted(len(paths), 'file')}")
 
         def compiled() -> Samples:
-            tokenizer = Tokenizer(Vocabulary.from_file(vocab))
+            tokenizer = Tokenizer(Vocabulary.from_file(vocab), options.normalization)
             return create_samples(tokenize_documents(read_documents(paths), tokenizer), options, tokenizer.vocabulary)
 
         sides: dict[str, Callable[[], Samples]] = {

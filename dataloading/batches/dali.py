@@ -6,6 +6,7 @@ One DALI sample is one micro-batch. DALI's threads convert the types and copy to
 import itertools
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import fields
 from typing import Any
 
 import numpy as np
@@ -29,17 +30,8 @@ from dataloading.batches.loader import (
 from dataloading.batches.sampler import MicroBatch, ShapeBucket
 from dataloading.shards.samples import Samples
 
-FIELDS = {
-    "input_ids": types.DALIDataType.UINT16,
-    "segment_ids": types.DALIDataType.UINT8,
-    "position_ids": types.DALIDataType.UINT16,
-    "cu_seqlens": types.DALIDataType.INT32,
-    "masked_lm_positions": types.DALIDataType.INT32,
-    "masked_lm_ids": types.DALIDataType.INT32,
-    "next_sentence_labels": types.DALIDataType.INT8,
-    "global_counts": types.DALIDataType.INT64,
-}
-"""DALI type of each array that ``flat_arrays`` returns, by the array's name."""
+TENSORS = [field.name for field in fields(Batch) if field.name != "max_seqlen"]
+"""Names of a batch's tensors, in the order in which they pass through the pipeline."""
 
 
 class DaliLoader:
@@ -89,11 +81,11 @@ class DaliLoader:
         # The pipeline returns batches in the order in which it received them.
         self._in_flight.append(max_seqlen(samples, shape_bucket))
         arrays = flat_arrays(samples, micro_batch, shape_bucket)
-        return tuple(arrays[name] for name in FIELDS)
+        return tuple(arrays[name] for name in TENSORS)
 
     def _next_batch(self) -> Batch:
         outputs = self._pipeline.run()
-        tensors = {name: self._copied(output[0]) for name, output in zip(FIELDS, outputs, strict=True)}
+        tensors = {name: self._copied(output[0]) for name, output in zip(TENSORS, outputs, strict=True)}
         return Batch(**tensors, max_seqlen=self._in_flight.popleft())
 
     def _copied(self, dali_tensor: Any) -> Tensor:
@@ -107,12 +99,10 @@ class DaliLoader:
 
 @pipeline_def
 def _pipeline(feed: Callable[[], tuple[NDArray[np.generic], ...]], on_gpu: bool) -> Any:
-    narrow = fn.external_source(
-        source=feed, num_outputs=len(FIELDS), batch=False, dtype=list(FIELDS.values()), ndim=[1] * len(FIELDS)
-    )
+    narrow = fn.external_source(source=feed, num_outputs=len(TENSORS), batch=False)
     # Copy to the GPU before the conversion, because narrow token ids have a quarter of the final size.
     placed = [output.gpu() if on_gpu else output for output in narrow]
     return tuple(
         output if name == "cu_seqlens" else fn.cast(output, dtype=types.DALIDataType.INT64)  # cu_seqlens stays int32
-        for name, output in zip(FIELDS, placed, strict=True)
+        for name, output in zip(TENSORS, placed, strict=True)
     )

@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, fields, replace
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -114,12 +114,12 @@ def flat_arrays(
     samples: Samples, micro_batch: MicroBatch, shape_bucket: ShapeBucket | None
 ) -> dict[str, NDArray[np.generic]]:
     """Return the tensors of a ``Batch`` as NumPy arrays of narrow types, padded to ``shape_bucket`` if it is given."""
+    tokens = len(samples.input_ids)
     starts = samples.sequence_offsets[:-1]
-    lengths = samples.lengths
     arrays = {
         "input_ids": samples.input_ids,
         "segment_ids": samples.segment_ids,
-        "position_ids": (np.arange(len(samples.input_ids)) - np.repeat(starts, lengths)).astype(np.uint16),
+        "position_ids": (np.arange(tokens) - np.repeat(starts, samples.lengths)).astype(np.uint16),
         "cu_seqlens": samples.sequence_offsets.astype(np.int32),
         # Positions in the flat stream, from which the heads gather their rows.
         "masked_lm_positions": (samples.masked_lm_positions + np.repeat(starts, samples.masked_counts)).astype(
@@ -130,11 +130,8 @@ def flat_arrays(
         # The counts are a tensor, so that a captured step can be replayed with the counts of other batches.
         "global_counts": np.array([micro_batch.global_sequences, micro_batch.global_masked]),
     }
-    return arrays if shape_bucket is None else arrays | _padded(arrays, shape_bucket)
-
-
-def _padded(arrays: dict[str, NDArray[Any]], shape_bucket: ShapeBucket) -> dict[str, NDArray[Any]]:
-    tokens = len(arrays["input_ids"])
+    if shape_bucket is None:
+        return arrays
     # Size and padding value of each array. global_counts is not padded: it always has two numbers.
     slots = {
         "input_ids": (shape_bucket.tokens, 0),
@@ -146,7 +143,7 @@ def _padded(arrays: dict[str, NDArray[Any]], shape_bucket: ShapeBucket) -> dict[
         "next_sentence_labels": (shape_bucket.sequences, -1),
     }
     assert tokens < shape_bucket.tokens  # empty masked slots point to the first unused row
-    return {
+    return arrays | {
         name: np.concatenate([arrays[name], np.full(size - len(arrays[name]), empty, arrays[name].dtype)])
         for name, (size, empty) in slots.items()
     }

@@ -8,6 +8,7 @@ import importlib.util
 import math
 import time
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -73,11 +74,8 @@ def choose_loader(
     try:
         from dataloading.batches.dali import DaliLoader
 
-        loader = build(DaliLoader)
-        try:
+        with closing(build(DaliLoader)) as loader:
             next(loader)
-        finally:
-            loader.close()
     except Exception as error:  # imports, drivers and pipelines can raise any error
         why = f"{type(error).__name__}: {next(iter(reason(error).splitlines()), '')[:300]}"
         if kind == "auto":

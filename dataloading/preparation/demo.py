@@ -58,7 +58,7 @@ def write_demo(folder: Path, vocab: Path) -> bool:
     Returns False if both exist and are intact. Raises ``ValueError`` if this Python lacks the text, the vocabulary is
     invalid, or the folder holds other files.
     """
-    tokenizer = Tokenizer(Vocabulary.from_file(vocab))
+    tokenizer = Tokenizer(Vocabulary.from_file(vocab), TRAIN_OPTIONS.normalization)
     splits = (("train", False, TRAIN_OPTIONS), ("evaluation", True, EVALUATION_OPTIONS))
     missing = [split for split in splits if not _is_current(folder / split[0], tokenizer, split[2])]
     documents = demo_documents() if missing else []

@@ -15,7 +15,7 @@ from pathlib import Path, PurePath, PurePosixPath
 from console.files import open_regular, read_bounded, read_json
 from console.program import reason
 from console.text import counted
-from dataloading.text.documents import text_lines
+from dataloading.text.documents import decode_text, stripped_lines
 
 VOCABULARY, CHECKPOINT, EVALUATION, TRAIN = "vocab.txt", "phase1.safetensors", "evaluation", "train"
 """File or folder names of the results."""
@@ -318,8 +318,8 @@ def _read_list(path: Path, *, strict: bool) -> Iterator[tuple[PurePosixPath, str
 
     Skips all other lines. If ``strict``, raises ``ValueError`` for a line in another format that is not empty.
     """
-    lines = text_lines(read_bounded(path, _MAX_LIST_BYTES, "name a list that md5sum made"), path)
-    for number, line in enumerate(lines, 1):
+    text = decode_text(read_bounded(path, _MAX_LIST_BYTES, "name a list that md5sum made"), path)
+    for number, line in enumerate(stripped_lines(text), 1):
         if match := _LISTED.fullmatch(line):
             yield PurePosixPath(match[2]), match[1].lower()
         elif strict and line:

@@ -15,7 +15,7 @@ import numpy as np
 from console.files import sha256_of, write_atomically
 from console.text import counted
 from dataloading.dataset.folder import Dataset, index_shards, new_folder, shard_name
-from dataloading.options import NormalizationOptions, OwnText, PretrainingOptions
+from dataloading.options import Normalization, NormalizationOptions, OwnText, PretrainingOptions
 from dataloading.preparation.learned_vocabulary import learn_vocabulary
 from dataloading.preparation.pretraining_data import samples_info, samples_of
 from dataloading.shards.formats import write_shard
@@ -58,16 +58,7 @@ class TextSplit:
     """Number of documents that were dropped as duplicates."""
 
 
-@dataclass(frozen=True)
-class OwnData:
-    """The data sets and the vocabulary that were made from a text."""
-
-    split: TextSplit
-    vocabulary: Vocabulary
-    normalization: FoundNormalization
-
-
-def write_own_text(places: Sequence[Path], own: OwnText, out: Path) -> OwnData:
+def write_own_text(places: Sequence[Path], own: OwnText, out: Path) -> tuple[TextSplit, Vocabulary, FoundNormalization]:
     """Make data sets from the text in ``places`` (files, folders and patterns).
 
     Write ``out/train``, ``out/evaluation``, ``out/vocab.txt`` and the normalization in ``out/tokenizer_config.json``.
@@ -82,7 +73,7 @@ def write_own_text(places: Sequence[Path], own: OwnText, out: Path) -> OwnData:
         normalization = asdict(found.normalization)
         write_atomically(aside / "vocab.txt", vocabulary.content)
         write_atomically(aside / TOKENIZER_CONFIG, json.dumps(normalization, indent=1).encode())
-        tokenizer = Tokenizer(vocabulary, **normalization)
+        tokenizer = Tokenizer(vocabulary, found.normalization)
         sources = {path.as_posix(): sha256_of(path) for path in texts}
         for name, documents, repeated, dupes, seed in (
             ("train", split.train, split.repeated, own.dupe_factor, own.seed),
@@ -99,7 +90,7 @@ def write_own_text(places: Sequence[Path], own: OwnText, out: Path) -> OwnData:
             dataset = _write(aside / name, documents, repeated, tokenizer, options, sources, most)
             if not own.accept_losses:
                 dataset.info.text.require_enough(out / name)
-    return OwnData(split, vocabulary, found)
+    return split, vocabulary, found
 
 
 def text_files(places: Sequence[Path]) -> list[Path]:
@@ -167,12 +158,9 @@ def _vocabulary(own: OwnText, documents: Sequence[Document]) -> tuple[Vocabulary
     if own.vocab is not None:
         vocabulary = Vocabulary.read(own.vocab)
         return vocabulary, find_normalization(vocabulary, own.vocab, NormalizationOptions(**given))
-    normalization = PretrainingOptions(**given).normalization
-    lines = [sentence for document in documents for sentence in document]
-    tokens = learn_vocabulary(lines, own.vocab_size, normalization)
-    return Vocabulary.of_tokens(tokens, Path("vocab.txt")), FoundNormalization(
-        normalization, "of the learned vocabulary"
-    )
+    found = FoundNormalization(Normalization.of(**given), "of the learned vocabulary")
+    tokens = learn_vocabulary(chain.from_iterable(documents), own.vocab_size, found.normalization)
+    return Vocabulary.of_tokens(tokens, Path("vocab.txt")), found
 
 
 def _write(

@@ -8,7 +8,7 @@ all files together. Each call makes one shard, which records its texts and setti
     OUT/manifest.json, lengths.npy   written last
 """
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from pathlib import Path
 
@@ -109,4 +109,4 @@ def _tokenizer(vocab: Path, sha256: str, normalization: Normalization) -> Tokeni
     vocabulary = Vocabulary.read(vocab)
     if vocabulary.sha256 != sha256:
         raise ValueError(f"{vocab}: changed while it was used; run the command again")
-    return Tokenizer(vocabulary, **asdict(normalization))
+    return Tokenizer(vocabulary, normalization)

@@ -77,11 +77,6 @@ def _other_kind(content: bytes) -> str:
     return ""
 
 
-def text_lines(content: bytes, path: Path) -> list[str]:
-    """Split the ``content`` of a UTF-8 file into stripped lines. ``path`` is for error messages."""
-    return stripped_lines(decode_text(content, path))
-
-
 def stripped_lines(text: str) -> list[str]:
     """Split text into lines without blanks around them.
 
@@ -152,7 +147,7 @@ def _refuse(wrong: Sequence[str], total: int) -> None:
 
 
 def _checked_lines(path: Path) -> list[str]:
-    lines = text_lines(_text_bytes(path), path)
+    lines = stripped_lines(decode_text(_text_bytes(path), path))
     if (longest := max(map(len, lines), default=0)) > _MAX_LINE:
         number = next(number for number, line in enumerate(lines, 1) if len(line) == longest)
         raise ValueError(f"{path}: line {number:,} has {longest:,} characters; expected one sentence a line")

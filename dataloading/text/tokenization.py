@@ -28,7 +28,6 @@ MAX_CHARACTERS_PER_WORD = 200
 _CACHED_WORDS = 1 << 20
 """The cache is cleared when it has this number of words. For English, they take about 150 MB."""
 
-_ASCII_CONTROLS = dict.fromkeys((*range(9), 11, 12, *range(14, 32), 127))  # tab, LF and CR count as blanks
 _NON_ASCII = re.compile(r"[^\0-\x7f]")
 _ASCII_WORD = re.compile(r"[0-9A-Za-z]+|\S")  # all other ASCII symbols are punctuation
 
@@ -36,15 +35,9 @@ _ASCII_WORD = re.compile(r"[0-9A-Za-z]+|\S")  # all other ASCII symbols are punc
 class Tokenizer:
     """Tokenizer from lines of text to ids. It starts no threads, so forking afterwards is safe."""
 
-    def __init__(
-        self,
-        vocabulary: Vocabulary,
-        do_lower_case: bool = True,
-        strip_accents: bool | None = None,
-        tokenize_chinese_chars: bool = True,
-    ) -> None:
+    def __init__(self, vocabulary: Vocabulary, normalization: Normalization) -> None:
         self.vocabulary = vocabulary
-        self.normalization = Normalization.of(do_lower_case, strip_accents, tokenize_chinese_chars)
+        self.normalization = normalization
         self._word_ids = _WordIds(vocabulary)
 
     def encode_lines(self, lines: Sequence[str]) -> tuple[NDArray[np.uint16], NDArray[np.int64]]:
@@ -84,7 +77,7 @@ def split_words(line: str, normalization: Normalization) -> list[str]:
     """Normalize a line and split it into words like the reference's basic tokenizer. Punctuation marks are words."""
     if line.isascii():
         if not line.isprintable():
-            line = line.translate(_ASCII_CONTROLS)
+            line = line.translate(_CONTROLS)
         return _ASCII_WORD.findall(line.lower() if normalization.do_lower_case else line)
     line = line.translate(_CLEAN if normalization.tokenize_chinese_chars else _CLEAN_TOGETHER)
     # The reference lower-cases and decomposes each word separately. The whole line gives the same result: a blank ends the
@@ -98,8 +91,7 @@ def split_words(line: str, normalization: Normalization) -> list[str]:
 
 def count_dropped(lines: Iterable[str]) -> int:
     """Count the characters that are dropped from lines because the reference's tokenizer ignores them."""
-    tables = {True: _ASCII_CONTROLS, False: _CONTROLS}
-    return sum(len(line) - len(line.translate(tables[line.isascii()])) for line in lines if not line.isprintable())
+    return sum(len(line) - len(line.translate(_CONTROLS)) for line in lines if not line.isprintable())
 
 
 def count_marks(lines: Iterable[str]) -> int:

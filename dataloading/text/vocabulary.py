@@ -143,9 +143,7 @@ class Vocabulary:
 
         A table may be padded to a multiple of 8, 16, 32 and so on.
         """
-        used = len(self.tokens)
-        while used and not self.tokens[used - 1]:  # skip blank lines at the end
-            used -= 1
+        used = 1 + max(self.ids.values(), default=-1)  # blank lines at the end do not count
         multiple = min(rows & -rows, _MOST_PADDING)
         if used > rows or (rows > self.size and (multiple < 8 or rows - used >= multiple)):
             raise ValueError(

@@ -1,7 +1,6 @@
 """Fuzzing targets: read any shard, data set, vocabulary or article, and assert what must hold for its content."""
 
 import hashlib
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -59,7 +58,7 @@ def take_vocabulary(path: Path) -> Vocabulary:
     if path.name == "tokenizer_config.json":
         path.with_name("vocab.txt").write_text("\n".join(TOKENS))
     vocabulary = Vocabulary.read(path if path.name != "tokenizer_config.json" else path.parent)
-    tokenizer = Tokenizer(vocabulary, **asdict(find_normalization(vocabulary, path, AS_STATED).normalization))
+    tokenizer = Tokenizer(vocabulary, find_normalization(vocabulary, path, AS_STATED).normalization)
     ids, _ = tokenizer.encode_lines(["w1 W2 \u4e2d\u6587 \u00e9 [MASK]", *vocabulary.tokens])
     assert ids.max(initial=0) < vocabulary.size
     return vocabulary

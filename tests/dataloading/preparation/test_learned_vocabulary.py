@@ -29,7 +29,8 @@ def learn(lines: list[str], size: int, *, lower: bool = True) -> list[str]:
 
 
 def unknown_share(tokens: list[str], lines: list[str], *, lower: bool = True) -> float:
-    ids, _ = Tokenizer(Vocabulary.of_tokens(tokens, Path("vocab.txt")), lower).encode_lines(lines)
+    vocabulary = Vocabulary.of_tokens(tokens, Path("vocab.txt"))
+    ids, _ = Tokenizer(vocabulary, Normalization(lower, lower)).encode_lines(lines)
     return float((ids == tokens.index("[UNK]")).mean())
 
 

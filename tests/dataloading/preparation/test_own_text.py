@@ -59,7 +59,7 @@ def test_both_data_sets_record_their_settings_and_are_reproducible(
     monkeypatch.setattr(own_text, "_SHARD_CHARACTERS", 10)
     assert list(map(len, own_text._calls([["abcde"], ["ab", "cde"], ["abcde"], ["f"], ["ghij"]]))) == [2, 3]
     monkeypatch.setattr(own_text, "_SHARD_CHARACTERS", 5000)
-    split = write_own_text((text,), OwnText(vocab_size=90, dupe_factor=3), tmp_path / "out").split
+    split, *_ = write_own_text((text,), OwnText(vocab_size=90, dupe_factor=3), tmp_path / "out")
     vocabulary = Vocabulary.from_file(tmp_path / "out" / "vocab.txt")
     assert (vocabulary.size, vocabulary.fits(Normalization())) == (90, True)
     for name, documents, passes, seed in (
@@ -75,7 +75,7 @@ def test_both_data_sets_record_their_settings_and_are_reproducible(
         assert (info.text.documents, info.text.dropped_documents) == (len(documents), 0)
         assert len(dataset) >= len(documents)
         assert len(dataset.shards) == -(-sum(len(part) for each in documents for part in each) // 5000)
-    assert write_own_text((text,), OwnText(vocab_size=90, dupe_factor=3), tmp_path / "again").split == split
+    assert write_own_text((text,), OwnText(vocab_size=90, dupe_factor=3), tmp_path / "again")[0] == split
     shards = [path.relative_to(tmp_path / "out") for path in (tmp_path / "out").rglob("part_*")]
     for name in (*shards, "vocab.txt"):
         assert (tmp_path / "again" / name).read_bytes() == (tmp_path / "out" / name).read_bytes()
@@ -122,7 +122,7 @@ def test_lines_are_split_into_sentences_and_a_file_can_be_one_document(tmp_path:
     others = [document(number) for number in range(30)]
     whole = [[*one, *other] for one, other in zip(paragraphs, others, strict=True)]
     for own, expected in ((OwnText(documents="files"), whole), (OwnText(), [*paragraphs, *others])):
-        split = write_own_text(texts, own, tmp_path / own.documents).split
+        split, *_ = write_own_text(texts, own, tmp_path / own.documents)
         assert sorted(split.train + split.evaluation) == sorted(expected)
 
 

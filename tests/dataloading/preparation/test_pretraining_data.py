@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from numba.core import config
 
 from benchmarks.data_stages import reference_prepare
-from dataloading.options import PretrainingOptions
+from dataloading.options import Normalization, PretrainingOptions
 from dataloading.preparation import pretraining_data
 from dataloading.preparation.pretraining_data import (
     _next_word,
@@ -32,7 +32,7 @@ VOCABULARY = Vocabulary((*SPECIAL_TOKENS, *WORDS, *"abcdefgh", *(f"##{letter}" f
 
 
 def prepare(texts: list[Path], vocabulary: Vocabulary, options: PretrainingOptions) -> Samples:
-    tokenizer = Tokenizer(vocabulary, options.do_lower_case)
+    tokenizer = Tokenizer(vocabulary, options.normalization)
     return create_samples(tokenize_documents(read_documents(texts), tokenizer), options, vocabulary)
 
 
@@ -103,7 +103,7 @@ def test_random_numbers_equal_pythons() -> None:
 
 
 def test_sentences_and_documents_without_tokens_are_left_out() -> None:
-    tokenizer = Tokenizer(VOCABULARY)
+    tokenizer = Tokenizer(VOCABULARY, Normalization())
     tokenized = tokenize_documents([["\u200b"], ["w1", "\0", "w2 w3"], [], ["w4", "\u200b"]], tokenizer)
     assert [tokenizer.vocabulary.tokens[index] for index in tokenized.token_ids] == ["w1", "w2", "w3", "w4"]
     assert len(tokenized.sentence_offsets) == 4

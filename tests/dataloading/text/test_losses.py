@@ -9,7 +9,7 @@ import pytest
 
 from dataloading.dataset.folder import open_dataset
 from dataloading.dataset.rewrite import convert, shuffle
-from dataloading.options import PretrainingOptions
+from dataloading.options import Normalization, PretrainingOptions
 from dataloading.preparation.pretraining_data import samples_of
 from dataloading.text.losses import TextCounts, _percent
 from dataloading.text.tokenization import TokenizedDocuments, Tokenizer, cut_sentences
@@ -36,13 +36,14 @@ def test_lost_characters_documents_and_tokens_are_counted() -> None:
         **{"tokens": 2 + 1 + 2 + 21 + 1, "unknown_tokens": 2, "unknown_characters": 4},
     )
     # One sentence of 21 tokens does not fit into a sample of 16 tokens, but its pieces do.
-    _, counts = samples_of(documents, Tokenizer(VOCABULARY), OPTIONS)
+    _, counts = samples_of(documents, Tokenizer(VOCABULARY, Normalization()), OPTIONS)
     assert counts == replace(expected, unused_tokens=counts.unused_tokens)
     assert 5 <= counts.unused_tokens < 21
-    assert samples_of(documents, Tokenizer(VOCABULARY), OPTIONS, longest_sentence=6)[1] == expected
+    assert samples_of(documents, Tokenizer(VOCABULARY, Normalization()), OPTIONS, longest_sentence=6)[1] == expected
     for strip, marks in ((True, 4), (False, 0)):
         lines = [["\u00e9\u00e9 ab", "e\u0301a"], ["\u0e19\u0e49\u0e33 \u6771"]]
-        assert samples_of(lines, Tokenizer(VOCABULARY, True, strip), OPTIONS)[1].stripped_marks == marks
+        tokenizer = Tokenizer(VOCABULARY, Normalization(strip_accents=strip))
+        assert samples_of(lines, tokenizer, OPTIONS)[1].stripped_marks == marks
 
 
 UNKNOWN = "of the characters, are [UNK]"

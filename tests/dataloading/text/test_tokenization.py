@@ -34,7 +34,7 @@ def encode(tokenizer: Tokenizer, line: str) -> list[str]:
 
 @given(st.lists(lines, max_size=5), st.booleans())
 def test_ids_of_any_text_equal_the_ids_of_a_plain_python_definition(texts: list[str], do_lower_case: bool) -> None:
-    tokenizer, vocab = Tokenizer(VOCABULARY, do_lower_case), VOCABULARY.ids
+    tokenizer, vocab = Tokenizer(VOCABULARY, Normalization(do_lower_case, do_lower_case)), VOCABULARY.ids
     ids, offsets = tokenizer.encode_lines(texts)
     assert ids.dtype == np.uint16
     expected = [[vocab[token] for token in reference_prepare.tokenize(text, vocab, do_lower_case)] for text in texts]
@@ -55,7 +55,7 @@ def test_any_character_of_the_basic_plane_is_split_as_in_the_definition(do_lower
 
 
 def test_words_of_up_to_200_characters_are_split_greedily_and_cached(monkeypatch: pytest.MonkeyPatch) -> None:
-    tokenizer = Tokenizer(VOCABULARY)
+    tokenizer = Tokenizer(VOCABULARY, Normalization())
     assert encode(tokenizer, "abab the thea ab%") == ["ab", "##a", "##b", "the", "the", "##a", "ab", "[UNK]"]
     assert encode(tokenizer, "é" * 200) == ["e", *199 * ["##e"]]
     assert encode(tokenizer, "é" * 201) == ["[UNK]"]

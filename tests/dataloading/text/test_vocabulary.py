@@ -4,7 +4,7 @@ import hashlib
 import itertools
 import json
 import re
-from dataclasses import asdict, astuple
+from dataclasses import astuple
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +58,7 @@ def test_token_ids_equal_the_ids_of_transformers(tmp_path: Path, name: str) -> N
         theirs = library.BertTokenizer.from_pretrained(folder, **config)
         vocabulary = Vocabulary.read(folder)
         found = find_normalization(vocabulary, folder, AS_STATED)
-        ours = Tokenizer(vocabulary, **asdict(found.normalization))
+        ours = Tokenizer(vocabulary, found.normalization)
         for text in TEXTS:
             expected = theirs(text, add_special_tokens=False)["input_ids"]
             assert ours.encode_lines([text])[0].tolist() == expected, (stated, text)

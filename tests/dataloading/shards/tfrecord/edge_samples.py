@@ -15,11 +15,12 @@ COUNT = 80
 
 def edge_samples() -> Samples:
     """Return the first samples of the synthetic text golden/edge.txt."""
-    tokenizer = Tokenizer(Vocabulary.from_file(REPOSITORY / "bert" / "artifacts" / "tiny_cpu" / "vocab.txt"), True)
-    documents = tokenize_documents(
-        read_documents([REPOSITORY / "tests" / "dataloading" / "preparation" / "golden" / "edge.txt"]), tokenizer
-    )
     options = PretrainingOptions(
         max_seq_length=MAX_SEQ_LENGTH, max_predictions_per_seq=MAX_PREDICTIONS_PER_SEQ, dupe_factor=1
+    )
+    vocabulary = Vocabulary.from_file(REPOSITORY / "bert" / "artifacts" / "tiny_cpu" / "vocab.txt")
+    tokenizer = Tokenizer(vocabulary, options.normalization)
+    documents = tokenize_documents(
+        read_documents([REPOSITORY / "tests" / "dataloading" / "preparation" / "golden" / "edge.txt"]), tokenizer
     )
     return create_samples(documents, options, tokenizer.vocabulary).slice(0, COUNT)
