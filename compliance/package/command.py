@@ -19,7 +19,7 @@ from compliance.log import rules
 from compliance.log.findings import Finding
 from compliance.log.reader import Log, read_log
 from compliance.log.rules import NOT_A_RESULT, SUBMISSION_RUNS
-from compliance.official import process
+from compliance.official.process import the_worker
 from compliance.package.tree import Package, PackageRequest, SourceTree, SubmittedRun, tracked_source, write_tree
 from compliance.submission.check import accepted, check_paths
 from compliance.submission.description import read_description
@@ -31,8 +31,6 @@ AGREEMENT = 1e-9
 """Maximum relative difference between our figures and the official figures."""
 
 INDISPENSABLE_FIELDS = ("submitter", "division", "status", "system_name", "framework")
-
-TIMEOUT_S = 600
 
 
 def run(request: PackageRequest) -> int:
@@ -50,7 +48,7 @@ def run(request: PackageRequest) -> int:
         "folder": "package checker",
     }
     rows = [(tools[each.part], each.official == "pass") for each in verdicts if each.part in tools]
-    score = process.ask("score", absolute(request.tree), rules.NEWEST_RULESET, TIMEOUT_S)
+    score = the_worker().answer("score", absolute(request.tree), rules.NEWEST_RULESET)
     differences, is_valid = [*_differences(package, score)], accepted(verdicts)
     rows += [("result summarizer", score.get("minutes") is not None), ("check of this repository", is_valid)]
     rows += [("score, scaling, samples equal", not differences)]
