@@ -126,7 +126,8 @@ def _shared(folder: BenchmarkFolder, runs: Sequence[FolderRun], owners: dict[byt
     return [Finding(None, "", "TR 12", found, "submit the runs of each system", severity="warning")]
 
 
-_TOOLS: dict[Part, str] = {"folder": "package", "description": "system", "submission": "repository"}
+TOOLS: dict[Part, str] = {"folder": "package", "description": "system", "submission": "repository"}
+"""Kind of question in `process.NAMES` that an official tool answers about each part of a submission."""
 
 
 def _verdict(
@@ -137,7 +138,7 @@ def _verdict(
     If `findings` contains no error, the message of the tool is added to it as an error.
     """
     if answer.outcome == "fail" and not any(finding.severity == "error" for finding in findings):
-        tool = process.NAMES[_TOOLS[part]]
+        tool = process.NAMES[TOOLS[part]]
         found = f"the official {tool} rejects it: {answer.message or 'it does not say why'}"
         remedy = (
             "correct the fault that its message names"
