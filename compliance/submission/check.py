@@ -75,9 +75,9 @@ def check_paths(paths: Iterable[Path], ruleset: str = rules.NEWEST_RULESET) -> l
 def accepted(verdicts: Sequence[Verdict]) -> bool:
     """Tell whether all verdicts pass, except for logs whose folder passes without them."""
     folders = {absolute(verdict.path) for verdict in verdicts if verdict.part == "folder"}
-    logs = [each.part == "log" and each.path != STDIN_NAME for each in verdicts]
-    excused = [is_log and absolute(each.path).parent in folders for is_log, each in zip(logs, verdicts, strict=True)]
-    return bool(verdicts) and all(each.passed or may_fail for each, may_fail in zip(verdicts, excused, strict=True))
+    logs = [each for each in verdicts if each.part == "log" and each.path != STDIN_NAME]
+    excused = {log.path for log in logs if absolute(log.path).parent in folders}
+    return bool(verdicts) and all(each.passed or each.path in excused for each in verdicts)
 
 
 def is_for_submission(run: LoggedRun) -> bool:
@@ -164,8 +164,8 @@ def _check_logs(paths: Sequence[Path], descriptions: Sequence[Path], ruleset: st
     logs, limit = [_read(path) for path in paths], rules.NEWEST_RULESET
     if ruleset == rules.AUTO:
         described = [read_description(path) for path in descriptions if path.is_file()]
-        faults = {each: sum(len(_errors(one, each)) for one in described) for each in rules.RULESETS}
-        limit = max((each for each in faults if faults[each] == min(faults.values())), key=rules.RULESETS.index)
+        # min() returns the first, and so the newest, of equally good rulesets.
+        limit = min(reversed(rules.RULESETS), key=lambda each: sum(len(_errors(one, each)) for one in described))
     verdicts = check_logs([log for log in logs if isinstance(log, Log)], ruleset, limit)
     chosen = verdicts[0].ruleset if verdicts else limit if ruleset == rules.AUTO else ruleset
     of_logs = iter(verdicts)
