@@ -7,7 +7,7 @@ not reported.
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import cached_property
 from itertools import combinations
 from statistics import median_high
@@ -31,7 +31,6 @@ _SETTINGS = {key for key, rule in rules.KEYS.items() if rule.phases == ("init",)
 Defect = Literal["joined", "ranks", "cut off", "headless"]
 
 
-@dataclass
 class CheckedLog:
     """A log under check.
 
@@ -39,18 +38,15 @@ class CheckedLog:
     (record, violation), in file order.
     """
 
-    log: Log
-    ruleset: str
-    run: LoggedRun = field(init=False)
-    broken: list[tuple[Record, Violation]] = field(init=False, default_factory=list)
-
-    def __post_init__(self) -> None:
+    def __init__(self, log: Log, ruleset: str) -> None:
+        self.log, self.ruleset = log, ruleset
         # Know the settings of the whole log, because in logs of other software they may follow dependent records.
-        self.run = LoggedRun(self.log.header, {key: records[0] for key, records in self.log.by_key.items()})
-        for record in self.log.records:
+        self.run = LoggedRun(log.header, {key: records[0] for key, records in log.by_key.items()})
+        self.broken: list[tuple[Record, Violation]] = []
+        for record in log.records:
             # Skip unknown keys: other software logs many, and the official checker ignores them.
             if record.key in rules.KEYS:
-                self.broken += [(record, violation) for violation in violations(self.run, record, self.ruleset)]
+                self.broken += [(record, violation) for violation in violations(self.run, record, ruleset)]
             self.run.add(record)
 
     @property
