@@ -228,15 +228,13 @@ def _official_answer(
 def _derived_findings(
     folder: BenchmarkFolder, runs: Sequence[FolderRun], convergence: Outlook | None
 ) -> Iterator[Finding]:
-    logged = {run.verdict.path: run.logged for run in runs}
     passed = [run.logged for run in runs if run.complete_verdict.passed]
     yield from scaling_findings(folder, convergence, passed, len(runs) - len(passed))
-    yield from report_findings(
-        folder, {int(number): run for path, run in logged.items() if (number := log_number(path))}
-    )
+    numbered = {int(number): run.logged for run in runs if (number := log_number(run.verdict.path))}
+    yield from report_findings(folder, numbered)
     seconds = [run.logged.seconds if run.complete_verdict.passed else None for run in runs]
     yield from readme_findings(folder, seconds, convergence)
-    yield from settings_findings(folder, [*logged.values()])
+    yield from settings_findings(folder, [run.logged for run in runs])
 
 
 def _failed_runs(runs: Sequence[FolderRun], answer: Answer) -> Finding:
