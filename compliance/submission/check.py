@@ -232,9 +232,10 @@ def _derived_findings(
     yield from scaling_findings(folder, convergence, passed, len(runs) - len(passed))
     numbered = {int(number): run.logged for run in runs if (number := log_number(run.verdict.path))}
     yield from report_findings(folder, numbered)
-    seconds = [run.logged.seconds if run.complete_verdict.passed else None for run in runs]
-    yield from readme_findings(folder, seconds, convergence)
-    yield from settings_findings(folder, [run.logged for run in runs])
+    if folder.submission:
+        seconds = [run.logged.seconds if run.complete_verdict.passed else None for run in runs]
+        yield from readme_findings(folder.submission, folder.system, seconds, convergence)
+        yield from settings_findings(folder.submission, folder.system, [run.logged for run in runs])
 
 
 def _failed_runs(runs: Sequence[FolderRun], answer: Answer) -> Finding:
