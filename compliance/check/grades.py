@@ -157,10 +157,9 @@ def at(
     record: Record, found: str, expected: str, remedy: str, rule: str | None = None, severity: Severity = "error"
 ) -> Finding:
     """Return a finding about a record. `rule` defaults to the rule of the record's key."""
-    known = rules.KEYS.get(record.key)
-    where = rule or (known.source if known else "")
+    where = rule or rules.KEYS[record.key].source
     # An unknown key is escaped, without the quotes that shown() adds.
-    key = record.key if known else shown(record.key)[1:-1]
+    key = record.key if record.key in rules.KEYS else shown(record.key)[1:-1]
     return Finding(record.line, key, where, f"{found}; expected {expected}", remedy, record.logged_at, severity)
 
 
