@@ -96,12 +96,10 @@ class Worker:
         if process is None:
             return
         _kill(process)
-        for pipe in (process.stdin, process.stdout):
-            # Closing stdin flushes buffered requests, which fails because the process is dead.
-            with suppress(OSError):
-                if pipe:
-                    pipe.close()
-        process.wait()
+        # Leaving the block closes the pipes and waits for the process. Closing stdin flushes buffered requests, which fails
+        # because the process is dead.
+        with suppress(OSError), process:
+            pass
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:
