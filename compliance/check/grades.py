@@ -217,9 +217,8 @@ def _grade(context: CheckedLog, record: Record, violation: Violation) -> Severit
 
 def _grade_of_place(context: CheckedLog, record: Record) -> Severity | None:
     rule, run = rules.KEYS[record.key], context.run
-    is_interval = record.key in rules.INTERVALS or record.key in rules.INTERVALS.values()
     # Accept settings on any line. Intervals, records of the timed run and cache_clear must be in their phase.
-    has_place = is_interval or rule.phases == ("run",) or record.key == "cache_clear"
+    has_place = rule.event_type != "POINT_IN_TIME" or rule.phases == ("run",) or record.key == "cache_clear"
     # `check_records` reports a wrong order of the phases.
     if context.disorder or record.key in TIMELINE[1:] or not has_place:
         return None
