@@ -26,8 +26,6 @@ TIMELINE = tuple(rules.NEXT_PHASE)
 SHORTEST_RESTART_MS = 10_000
 """Shortest time between the last record of a process that died and the first record of the next attempt."""
 
-_SETTINGS = {key for key, rule in rules.KEYS.items() if rule.phases == ("init",) and rule.once and rule.value}
-
 Defect = Literal["joined", "ranks", "cut off", "headless"]
 
 
@@ -75,7 +73,7 @@ class CheckedLog:
         first, starts = self.run.first, self.log.all("run_start")
         if len(starts) < 2 or ("run_stop" in first and starts[1].line > first["run_stop"].line):
             return 1
-        return median_high(len(self.log.all(key)) for key in (*_SETTINGS, *TIMELINE) if key in first)
+        return median_high(len(self.log.all(key)) for key in (*rules.SETTINGS, *TIMELINE) if key in first)
 
     @cached_property
     def second_start(self) -> Record | None:
@@ -110,13 +108,13 @@ class CheckedLog:
         if self.misdated or (previous.key == "cache_clear" and record.key != "cache_clear"):
             return False
         limit_ms = 60_000 * rules.init_limit_minutes(self.ruleset, self.run.division)
-        begins = all(self.run.first[key].line > record.line for key in _SETTINGS if key in self.run.first)
+        begins = all(self.run.first[key].line > record.line for key in rules.SETTINGS if key in self.run.first)
         return begins and record.time_ms - previous.time_ms >= limit_ms
 
     def _is_restart(self, start: Record, silence_ms: int, *, is_cleared: bool) -> bool:
         """Tell whether an init_start begins another attempt. If not, a late process of the same run has logged it."""
         first, last = self.run.first, self.run.last
-        before = {key for key in (*_SETTINGS, *TIMELINE) if key in first and first[key].line < start.line}
+        before = {key for key in (*rules.SETTINGS, *TIMELINE) if key in first and first[key].line < start.line}
         again = {key for key in before if last[key].line > start.line}
         if "run_stop" in before:
             return True
@@ -126,7 +124,7 @@ class CheckedLog:
         # several processes of one run, each of which logs both once.
         if silence_ms < SHORTEST_RESTART_MS:
             return False
-        before &= _SETTINGS
+        before = before.intersection(rules.SETTINGS)
         ends = max(1, len(self.log.all("init_stop")))
         if not before or before - again or min(len(self.log.all(key)) for key in before) <= ends:
             return False

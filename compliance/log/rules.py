@@ -290,6 +290,9 @@ _RULES = (
 KEYS: dict[str, KeyRule] = {rule.key: rule for rule in _RULES}
 """Rules of all known keys, in the order in which this repository's writer logs them."""
 
+SETTINGS = tuple(key for key, rule in KEYS.items() if rule.phases == ("init",) and rule.once and rule.value)
+"""Keys that are logged with a value, once, during initialisation."""
+
 INTERVALS = {key: key.replace("_start", "_stop") for key, rule in KEYS.items() if rule.event_type == "INTERVAL_START"}
 """Key of the closing record of each interval, by the key of its opening record."""
 

@@ -210,8 +210,7 @@ def _configuration(log: Log) -> dict[str, Any]:
     configuration = {key.removeprefix("config."): text for key, text in log.header.items() if key.startswith("config.")}
     # Leave out the seed, because each run has its own and logs it.
     head = {key: text for key, text in log.header.items() if not key.startswith(("config.", "seed"))}
-    settings = [rule.key for rule in rules.KEYS.values() if rule.phases == ("init",) and rule.once and rule.value]
-    logged = {key: log.run.first[key].value for key in settings if key in log.run.first and key != "seed"}
+    logged = {key: log.run.first[key].value for key in rules.SETTINGS if key in log.run.first and key != "seed"}
     return {"implementation": IMPLEMENTATION, **head, "configuration": configuration, "logged": logged}
 
 
