@@ -30,22 +30,23 @@ Defect = Literal["joined", "ranks", "cut off", "headless"]
 
 
 class CheckedLog:
-    """A log under check.
-
-    `run` is the state of the run at the end of the log. `broken` has each broken rule, as a pair
-    (record, violation), in file order.
-    """
+    """A log under check. `run` is the state of the run at the end of the log."""
 
     def __init__(self, log: Log, ruleset: str) -> None:
-        self.log, self.ruleset = log, ruleset
+        self.log, self.ruleset, self.run = log, ruleset, log.run
+
+    @cached_property
+    def broken(self) -> list[tuple[Record, Violation]]:
+        """(record, violation) of each broken rule, in file order."""
         # Know the settings of the whole log, because in logs of other software they may follow dependent records.
-        self.run = LoggedRun(log.header, {key: records[0] for key, records in log.by_key.items()})
-        self.broken: list[tuple[Record, Violation]] = []
-        for record in log.records:
+        run = LoggedRun(self.log.header, self.run.first)
+        broken: list[tuple[Record, Violation]] = []
+        for record in self.log.records:
             # Skip unknown keys: other software logs many, and the official checker ignores them.
             if record.key in rules.KEYS:
-                self.broken += [(record, violation) for violation in violations(self.run, record, ruleset)]
-            self.run.add(record)
+                broken += [(record, violation) for violation in violations(run, record, self.ruleset)]
+            run.add(record)
+        return broken
 
     @property
     def aborted(self) -> bool:
