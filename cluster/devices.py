@@ -12,8 +12,6 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
 
-from compliance.log.accelerator import MAX_NAME, form
-
 TABLE = Path(__file__).with_name("devices.toml")
 
 MOST_ACCELERATORS = 1 << 20
@@ -23,6 +21,9 @@ _GBIT_S = {"XDR": 800, "NDR": 400, "HDR100": 100, "HDR": 200, "EDR": 100, "E810"
 """Rate of a port in Gbit/s, by the product name that implies the rate."""
 
 _MOST_PORTS = 64
+
+MAX_NAME = 200
+"""Maximum characters of a name that are parsed. Names are untrusted text from files and drivers."""
 
 
 @dataclass(frozen=True)
@@ -81,6 +82,17 @@ def device_named(name: str) -> Device:
     memory = re.search(r"(\d{2,3}) ?GB\b", words)
     # Choose the nearest memory size because names round it in different ways.
     return min(alike, key=lambda device: abs(device.memory_gb - int(memory[1]))) if memory else alike[0]
+
+
+def form(name: str) -> str | None:
+    """Return the form factor in a name, if any. Drivers' names of some SXM devices contain HBM3 instead of SXM."""
+    text = re.sub(r"[^A-Z0-9]+", " ", name[:MAX_NAME].upper())
+    # Check for PCIe first, because the name of a PCIe card may also contain its memory type.
+    if "PCIE" in text:
+        return "PCIe"
+    if re.search(r"\bNVL\b", text):
+        return "NVL"
+    return "SXM" if re.search(r"SXM|\bHBM3E?\b", text) else None
 
 
 def _names_model(words: str, model: str) -> bool:

@@ -3,8 +3,9 @@
 A fault that only the official checker reports becomes a finding too, so that no log passes only this check.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import cache, cached_property
 from pathlib import Path
 
 from compliance.check.checks import checks_of
@@ -29,47 +30,55 @@ def check_logs(logs: Sequence[Log], ruleset: str, limit: str = rules.NEWEST_RULE
 
     `rules.AUTO` selects the ruleset up to `limit` that accepts the most logs, and the newest of equally good rulesets.
     """
-    examined = [_Examination(log) for log in logs]
+
+    @cache
+    def under(ruleset: str) -> list[_Examination]:
+        return [_Examination(log, ruleset) for log in logs]
+
     if ruleset != rules.AUTO:
         rules.check_ruleset(ruleset)
-        return [_verdict(each, ruleset) for each in examined]
+        return [_verdict(each) for each in under(ruleset)]
     tried: dict[int, list[Verdict]] = {}
-    for candidate, expected in _candidates(examined, limit):
+    for candidate, expected in _candidates(logs, under, limit):
         # Stop if our own checks pass no more logs under this candidate than all checks passed under an earlier one.
         # Usually the first candidate is enough, which saves calls of the official checker.
         if tried and max(tried) >= expected:
             break
-        verdicts = [replace(_verdict(each, candidate), missed=_missed(each, candidate)) for each in examined]
+        pairs = zip(under(candidate), under(rules.NEWEST_RULESET), strict=True)
+        verdicts = [replace(_verdict(each), missed=_missed(each, newest)) for each, newest in pairs]
         tried.setdefault(sum(verdict.passed for verdict in verdicts), verdicts)
     return tried[max(tried)]
 
 
-class _Examination:
-    """Results of our own checks of a log and of the official checker, cached for each ruleset."""
+class _Examination(CheckedLog):
+    """A log with the results of our own checks and of the official checker, which are made when they are needed."""
 
-    def __init__(self, log: Log) -> None:
-        self.log = log
-        self._done: dict[str, tuple[CheckedLog, list[Finding]]] = {}
-        self._opinions: dict[str, official.Opinion] = {}
+    @cached_property
+    def findings(self) -> list[Finding]:
+        """Findings of our own checks."""
+        return [finding for check in checks_of(self) for finding in check(self)]
 
-    def under(self, ruleset: str) -> tuple[CheckedLog, list[Finding]]:
-        """Return the checked log, and the findings of our own checks."""
-        if ruleset not in self._done:
-            context = CheckedLog(self.log, ruleset)
-            self._done[ruleset] = context, [finding for check in checks_of(context) for finding in check(context)]
-        return self._done[ruleset]
+    @property
+    def errors(self) -> list[Finding]:
+        return [finding for finding in self.findings if finding.severity == "error"]
 
-    def errors(self, ruleset: str) -> list[Finding]:
-        return [finding for finding in self.under(ruleset)[1] if finding.severity == "error"]
+    @property
+    def may_pass(self) -> bool:
+        # Look for required records first, which is ten times faster and already rules out most rulesets.
+        is_complete = all(self.ruleset in rules.KEYS[key].advised for key in self.log.missing(self.ruleset))
+        return is_complete and not self.errors
 
-    def opinion(self, ruleset: str) -> official.Opinion:
-        """Return the official checker's opinion."""
-        if ruleset not in self._opinions:
-            self._opinions[ruleset] = _official_opinion(self.log, ruleset)
-        return self._opinions[ruleset]
+    @cached_property
+    def opinion(self) -> official.Opinion:
+        log = self.log
+        # `log.evidence` omits overlong lines, so the checker would judge an incomplete log.
+        overlong = f"it would need hours for a record of more than {MAX_LINE_BYTES} bytes" if log.overlong else ""
+        if why := log.given_up or overlong:
+            return official.Opinion("fail", (official.Complaint(f"not asked: {why}"),))
+        return official.opinion(log.evidence, self.ruleset)
 
 
-def _candidates(logs: Sequence[_Examination], limit: str) -> list[tuple[str, int]]:
+def _candidates(logs: Sequence[Log], under: Callable[[str], list[_Examination]], limit: str) -> list[tuple[str, int]]:
     """Return the rulesets under which logs may be judged together, the best first, and how many logs pass our checks.
 
     The best ruleset is the newest of those under which the most logs pass our own checks. The official checker is not
@@ -77,11 +86,11 @@ def _candidates(logs: Sequence[_Examination], limit: str) -> list[tuple[str, int
     """
     newest_first = rules.RULESETS[rules.RULESETS.index(limit) :: -1]
     # A log with a digest chain was written by this repository, for all rulesets, so older rulesets cannot help.
-    if any(each.log.chain.opened for each in logs):
+    if any(log.chain.opened for log in logs):
         return [(rules.NEWEST_RULESET, 0)]
     passing: dict[str, int] = {}
     for ruleset in newest_first:
-        passing[ruleset] = sum(_may_pass(each, ruleset) for each in logs)
+        passing[ruleset] = sum(each.may_pass for each in under(ruleset))
         if passing[ruleset] == len(logs):
             break
     # sorted() is stable, so that the newest of equally good rulesets comes first.
@@ -91,42 +100,34 @@ def _candidates(logs: Sequence[_Examination], limit: str) -> list[tuple[str, int
 
     def faults(ruleset: str) -> tuple[int, int]:
         # Among rulesets with equally many errors, take the one whose required records the logs have.
-        errors = sum(len(each.errors(ruleset)) for each in logs)
-        return errors, sum(len(each.log.missing(ruleset)) for each in logs)
+        errors = sum(len(each.errors) for each in under(ruleset))
+        return errors, sum(len(log.missing(ruleset)) for log in logs)
 
     return [(min(newest_first, key=faults), 0)]
 
 
-def _may_pass(examined: _Examination, ruleset: str) -> bool:
-    # Look for required records first, which is ten times faster and already rules out most rulesets.
-    is_complete = all(ruleset in rules.KEYS[key].advised for key in examined.log.missing(ruleset))
-    return is_complete and not examined.errors(ruleset)
-
-
-def _verdict(examined: _Examination, ruleset: str) -> Verdict:
-    log, opinion = examined.log, examined.opinion(ruleset)
-    context, own = examined.under(ruleset)
+def _verdict(examined: _Examination) -> Verdict:
+    log, run = examined.log, examined.run
     # Ignore the official checker if the file is not the log of one complete run: this defect causes its complaints.
-    findings = own if context.defect else [*own, *_unexplained(context, own, opinion)]
+    findings = [*examined.findings, *(() if examined.defect else _unexplained(examined))]
     return Verdict(
         path=log.path,
-        ruleset=ruleset,
-        official=opinion.outcome,
+        ruleset=examined.ruleset,
+        official=examined.opinion.outcome,
         findings=tuple(sorted(_collapse(findings), key=lambda finding: finding.line or 0)),
         # Report the division as logged, without the default of `LoggedRun.division`.
-        division=str(named.value) if (named := context.run.first.get("submission_division")) else None,
-        status=None if context.run.status is None else str(context.run.status),
-        is_one_run=context.defect not in ("joined", "ranks"),
+        division=str(named.value) if (named := run.first.get("submission_division")) else None,
+        status=None if run.status is None else str(run.status),
+        is_one_run=examined.defect not in ("joined", "ranks"),
     )
 
 
-def _missed(examined: _Examination, ruleset: str) -> str:
-    newest = rules.NEWEST_RULESET
-    if ruleset == newest:
+def _missed(examined: _Examination, newest: _Examination) -> str:
+    if examined is newest:
         return ""
-    said = missed_text(examined.errors(newest))
-    if not said and examined.opinion(newest).outcome == "fail":
-        return f"the official checker rejects it under {newest}"
+    said = missed_text(newest.errors)
+    if not said and newest.opinion.outcome == "fail":
+        return f"the official checker rejects it under {newest.ruleset}"
     return said
 
 
@@ -139,39 +140,32 @@ def missed_text(errors: Sequence[Finding]) -> str:
     return f"{rules.NEWEST_RULESET} would fail it: {first}" + (f" and {counted(more, 'other error')}" if more else "")
 
 
-def _official_opinion(log: Log, ruleset: str) -> official.Opinion:
-    # Do not ask about a log with overlong lines: `log.evidence` omits them, so the checker would judge an incomplete log.
-    overlong = f"it would need hours for a record of more than {MAX_LINE_BYTES} bytes" if log.overlong else ""
-    if why := log.given_up or overlong:
-        return official.Opinion("fail", (official.Complaint(f"not asked: {why}"),))
-    return official.opinion(log.evidence, ruleset)
-
-
-def _unexplained(context: CheckedLog, own: list[Finding], opinion: official.Opinion) -> Iterator[Finding]:
-    """Yield findings for the complaints of the official checker that `own` does not explain."""
-    errors = {finding.key for finding in own if finding.severity == "error"} | context.lost_keys
+def _unexplained(examined: _Examination) -> Iterator[Finding]:
+    """Yield findings for the complaints of the official checker that our own findings do not explain."""
+    log, ruleset, opinion = examined.log, examined.ruleset, examined.opinion
+    errors = {finding.key for finding in examined.errors} | examined.lost_keys
     # An official error is explained only by one of our errors. Otherwise a log could pass here and fail there.
     # An official warning is explained by any of our findings.
-    explained = {"error": errors, "warning": errors | {finding.key for finding in own}}
+    explained = {"error": errors, "warning": errors | {finding.key for finding in examined.findings}}
     fails = bool(errors)
     for complaint in opinion.complaints:
-        if not context.log.token_lines or explained[complaint.severity] & complaint.keys:
+        if not log.token_lines or explained[complaint.severity] & complaint.keys:
             continue
         if complaint.severity == "error" and fails:
             # After records out of order, skip complaints about the checker's state, such as "the run has not started".
-            is_disordered = context.misdated or errors & {*TIMELINE, "submission_division"}
+            is_disordered = examined.misdated or errors & {*TIMELINE, "submission_division"}
             if not complaint.keys or (complaint.about_state and is_disordered):
                 continue
             # Skip missing records of an aborted run, which ends before its last records.
-            if complaint.absent and context.aborted:
+            if complaint.absent and examined.aborted:
                 continue
-        record = next((record for record in context.log.records if record.line == complaint.line), None)
+        record = next((record for record in log.records if record.line == complaint.line), None)
         yield Finding(
             complaint.line,
             min(complaint.keys, default=""),
-            f"mlperf-logging, ruleset {context.ruleset}",
+            f"mlperf-logging, ruleset {ruleset}",
             f"the official checker says: {complaint.text}",
-            f"see the rule files in mlperf_logging/compliance_checker/training_{context.ruleset}",
+            f"see the rule files in mlperf_logging/compliance_checker/training_{ruleset}",
             record.logged_at if record else None,
             complaint.severity,
         )
@@ -179,7 +173,7 @@ def _unexplained(context: CheckedLog, own: list[Finding], opinion: official.Opin
     if opinion.outcome == "fail" and not fails:
         found = "the official checker fails the log without saying why"
         remedy = "run `python -m mlperf_logging.compliance_checker` on this file"
-        yield Finding(None, "", f"mlperf-logging, ruleset {context.ruleset}", found, remedy)
+        yield Finding(None, "", f"mlperf-logging, ruleset {ruleset}", found, remedy)
 
 
 def _collapse(findings: list[Finding]) -> list[Finding]:

@@ -7,7 +7,7 @@ not reported.
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import cached_property
 from itertools import combinations
 from statistics import median_high
@@ -26,32 +26,27 @@ TIMELINE = tuple(rules.NEXT_PHASE)
 SHORTEST_RESTART_MS = 10_000
 """Shortest time between the last record of a process that died and the first record of the next attempt."""
 
-_SETTINGS = {key for key, rule in rules.KEYS.items() if rule.phases == ("init",) and rule.once and rule.value}
-
 Defect = Literal["joined", "ranks", "cut off", "headless"]
 
 
-@dataclass
 class CheckedLog:
-    """A log under check.
+    """A log under check. `run` is the state of the run at the end of the log."""
 
-    `run` is the state of the run at the end of the log. `broken` has each broken rule, as a pair
-    (record, violation), in file order.
-    """
+    def __init__(self, log: Log, ruleset: str) -> None:
+        self.log, self.ruleset, self.run = log, ruleset, log.run
 
-    log: Log
-    ruleset: str
-    run: LoggedRun = field(init=False)
-    broken: list[tuple[Record, Violation]] = field(init=False, default_factory=list)
-
-    def __post_init__(self) -> None:
+    @cached_property
+    def broken(self) -> list[tuple[Record, Violation]]:
+        """(record, violation) of each broken rule, in file order."""
         # Know the settings of the whole log, because in logs of other software they may follow dependent records.
-        self.run = LoggedRun(self.log.header, {key: records[0] for key, records in self.log.by_key.items()})
+        run = LoggedRun(self.log.header, self.run.first)
+        broken: list[tuple[Record, Violation]] = []
         for record in self.log.records:
             # Skip unknown keys: other software logs many, and the official checker ignores them.
             if record.key in rules.KEYS:
-                self.broken += [(record, violation) for violation in violations(self.run, record, self.ruleset)]
-            self.run.add(record)
+                broken += [(record, violation) for violation in violations(run, record, self.ruleset)]
+            run.add(record)
+        return broken
 
     @property
     def aborted(self) -> bool:
@@ -79,7 +74,7 @@ class CheckedLog:
         first, starts = self.run.first, self.log.all("run_start")
         if len(starts) < 2 or ("run_stop" in first and starts[1].line > first["run_stop"].line):
             return 1
-        return median_high(len(self.log.all(key)) for key in (*_SETTINGS, *TIMELINE) if key in first)
+        return median_high(len(self.log.all(key)) for key in (*rules.SETTINGS, *TIMELINE) if key in first)
 
     @cached_property
     def second_start(self) -> Record | None:
@@ -114,13 +109,13 @@ class CheckedLog:
         if self.misdated or (previous.key == "cache_clear" and record.key != "cache_clear"):
             return False
         limit_ms = 60_000 * rules.init_limit_minutes(self.ruleset, self.run.division)
-        begins = all(self.run.first[key].line > record.line for key in _SETTINGS if key in self.run.first)
+        begins = all(self.run.first[key].line > record.line for key in rules.SETTINGS if key in self.run.first)
         return begins and record.time_ms - previous.time_ms >= limit_ms
 
     def _is_restart(self, start: Record, silence_ms: int, *, is_cleared: bool) -> bool:
         """Tell whether an init_start begins another attempt. If not, a late process of the same run has logged it."""
         first, last = self.run.first, self.run.last
-        before = {key for key in (*_SETTINGS, *TIMELINE) if key in first and first[key].line < start.line}
+        before = {key for key in (*rules.SETTINGS, *TIMELINE) if key in first and first[key].line < start.line}
         again = {key for key in before if last[key].line > start.line}
         if "run_stop" in before:
             return True
@@ -130,7 +125,7 @@ class CheckedLog:
         # several processes of one run, each of which logs both once.
         if silence_ms < SHORTEST_RESTART_MS:
             return False
-        before &= _SETTINGS
+        before = before.intersection(rules.SETTINGS)
         ends = max(1, len(self.log.all("init_stop")))
         if not before or before - again or min(len(self.log.all(key)) for key in before) <= ends:
             return False
@@ -161,10 +156,9 @@ def at(
     record: Record, found: str, expected: str, remedy: str, rule: str | None = None, severity: Severity = "error"
 ) -> Finding:
     """Return a finding about a record. `rule` defaults to the rule of the record's key."""
-    known = rules.KEYS.get(record.key)
-    where = rule or (known.source if known else "")
+    where = rule or rules.KEYS[record.key].source
     # An unknown key is escaped, without the quotes that shown() adds.
-    key = record.key if known else shown(record.key)[1:-1]
+    key = record.key if record.key in rules.KEYS else shown(record.key)[1:-1]
     return Finding(record.line, key, where, f"{found}; expected {expected}", remedy, record.logged_at, severity)
 
 
@@ -222,9 +216,8 @@ def _grade(context: CheckedLog, record: Record, violation: Violation) -> Severit
 
 def _grade_of_place(context: CheckedLog, record: Record) -> Severity | None:
     rule, run = rules.KEYS[record.key], context.run
-    is_interval = record.key in rules.INTERVALS or record.key in rules.INTERVALS.values()
     # Accept settings on any line. Intervals, records of the timed run and cache_clear must be in their phase.
-    has_place = is_interval or rule.phases == ("run",) or record.key == "cache_clear"
+    has_place = rule.event_type != "POINT_IN_TIME" or rule.phases == ("run",) or record.key == "cache_clear"
     # `check_records` reports a wrong order of the phases.
     if context.disorder or record.key in TIMELINE[1:] or not has_place:
         return None

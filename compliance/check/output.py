@@ -147,15 +147,13 @@ def say_annotations(verdicts: Sequence[Verdict]) -> None:
         # Path.relative_to() would refuse a log outside of the current folder.
         file = os.path.relpath(absolute(_shown_file(verdict.path)))
         for finding in verdict.findings:
-            properties: dict[str, object] = {"file": file, "line": finding.line or 1}
-            if finding.rule:
-                properties["title"] = finding.rule
+            properties = {"file": file, "line": finding.line or 1, "title": finding.rule}
             say_annotation(finding.severity, _describe(verdict, finding), properties)
 
 
 def _rule_id(finding: Finding) -> str:
     """Turn "TR 24.4" into "TR-24.4". The identifier is stable because it does not depend on the message."""
-    return re.sub(r"[^\w.]+", "-", finding.rule, flags=re.ASCII).strip("-") or "log-format"
+    return re.sub(r"[^\w.]+", "-", finding.rule, flags=re.ASCII).strip("-")
 
 
 def _rule(name: str, text: str) -> dict[str, Any]:

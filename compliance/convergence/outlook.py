@@ -19,14 +19,13 @@ from compliance.log.findings import shown
 from compliance.log.logged_run import LoggedRun
 from compliance.log.rules import SUBMISSION_RUNS
 from compliance.log.schedule import EvaluationSchedule, evaluation_interval
-from compliance.official import process
+from compliance.official.process import the_worker
 from console.text import counted
 
 Origin = Literal["exact", "interpolated", "smallest"]
 Outcome = Literal["pass", "scaled", "fail", "no reference", "unfinished", "unknown"]
 
 MAX_EVALUATIONS = 2**20
-TIMEOUT_S = 120
 
 
 @dataclass(frozen=True)
@@ -87,7 +86,7 @@ def reference(ruleset: str, global_batch_size: int) -> Reference | None:
 @lru_cache(maxsize=64)
 def _ask(ruleset: str, global_batch_size: int) -> dict[str, Any]:
     rules.check_ruleset(ruleset)
-    answer = process.ask("reference", global_batch_size, ruleset, TIMEOUT_S)
+    answer = the_worker().answer("reference", global_batch_size, ruleset)
     if "crash" in answer:
         raise ValueError(f"ruleset {ruleset} has no reference convergence points: {answer['crash']}")
     return answer

@@ -169,7 +169,6 @@ class MetricsWriter:
     """
 
     def __init__(self, path: Path, run: RunRecord) -> None:
-        self._path = path
         # Flush every line, so that programs that follow the file, or read it after a kill, find complete records.
         self._file = path.open("x", encoding="utf-8", buffering=1)
         self.write(run)
@@ -185,7 +184,7 @@ class MetricsWriter:
         try:
             self._file.write(json.dumps(line) + "\n")
         except OSError as error:
-            raise OSError(error.errno, error.strerror, str(self._path)) from None
+            raise OSError(error.errno, error.strerror, self._file.name) from None
 
     def close(self) -> None:
         self._file.close()

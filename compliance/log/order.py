@@ -72,7 +72,7 @@ def violations(run: LoggedRun, record: Record, ruleset: str | None = None) -> It
     if rule.once and key in run.first:
         yield _repeated(run.first[key], record, rule)
     yield from _wrong_content(rule, record, ruleset)
-    if key in rules.INTERVALS or key in OPENED_BY:
+    if rule.event_type != "POINT_IN_TIME":
         yield from _unpaired(run, record)
     if key == "init_stop":
         yield from _slow_start(run, record, ruleset)

@@ -12,7 +12,7 @@ import re
 import sys
 import zlib
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -119,9 +119,12 @@ def read_log(path: Path) -> Log:
     missing, not a regular file, or unreadable, or if standard input is a terminal.
     """
     is_piped = path == STDIN
+    if is_piped and (sys.stdin is None or sys.stdin.isatty()):
+        example = "`zcat result_0.txt.gz | python -m compliance check -`"
+        raise ValueError(f"{STDIN}: standard input is a terminal or closed, expected a log, as in {example}")
     log = Log(STDIN_NAME if is_piped else path)
     try:
-        with _piped() if is_piped else open_regular(path) as file:
+        with _copied(sys.stdin.buffer) if is_piped else open_regular(path) as file:
             _read(log, file, unpack=is_piped or path.suffix == ".gz")
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         log.hint = f"it is compressed by gzip, but damaged ({error})", "copy the file again, or compress the log again"
@@ -130,13 +133,6 @@ def read_log(path: Path) -> Log:
     if not log.token_lines:
         log.header = {}
     return log
-
-
-def _piped() -> AbstractContextManager[IO[bytes]]:
-    if sys.stdin is None or sys.stdin.isatty():
-        example = "`zcat result_0.txt.gz | python -m compliance check -`"
-        raise ValueError(f"{STDIN}: standard input is a terminal or closed, expected a log, as in {example}")
-    return _copied(sys.stdin.buffer)
 
 
 @contextmanager

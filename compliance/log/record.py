@@ -147,17 +147,14 @@ def _decode(text: str) -> dict[str, Any]:
     # Integers of thousands of digits raise ValueError, and deep nesting raises RecursionError.
     except (ValueError, RecursionError) as error:
         reason = error.msg if isinstance(error, json.JSONDecodeError) else str(error).partition(":")[0]
-        raise _RecordError(*_foreign_record(text.lstrip()) or _broken(reason)) from error
+        broken = f"broken JSON after {TOKEN.strip()} ({reason})", "one JSON object"
+        raise _RecordError(*_foreign_record(text.lstrip()) or broken) from error
     if end != len(text):
         rest = shown(text[end:].strip(), MAX_SHOWN)
         raise _RecordError(f"text after the record: {rest}", "nothing after the object")
     if not isinstance(fields, dict):
         raise _RecordError(f"a JSON {type(fields).__name__}", "one JSON object")
     return fields
-
-
-def _broken(reason: str) -> tuple[str, str]:
-    return f"broken JSON after {TOKEN.strip()} ({reason})", "one JSON object"
 
 
 def _foreign_record(text: str) -> tuple[str, str] | None:

@@ -89,15 +89,6 @@ PHASE_NAMES: dict[Phase, str] = {
 NEXT_PHASE: dict[str, Phase] = {"init_start": "init", "init_stop": "ready", "run_start": "run", "run_stop": "done"}
 """Phase that begins with each of these four records, in order."""
 
-INTERVALS = {
-    "init_start": "init_stop",
-    "run_start": "run_stop",
-    "epoch_start": "epoch_stop",
-    "block_start": "block_stop",
-    "eval_start": "eval_stop",
-}
-"""Key of the closing record of each interval, by the key of its opening record."""
-
 
 @dataclass(frozen=True)
 class ValueRule:
@@ -298,6 +289,12 @@ _RULES = (
 
 KEYS: dict[str, KeyRule] = {rule.key: rule for rule in _RULES}
 """Rules of all known keys, in the order in which this repository's writer logs them."""
+
+SETTINGS = tuple(key for key, rule in KEYS.items() if rule.phases == ("init",) and rule.once and rule.value)
+"""Keys that are logged with a value, once, during initialisation."""
+
+INTERVALS = {key: key.replace("_start", "_stop") for key, rule in KEYS.items() if rule.event_type == "INTERVAL_START"}
+"""Key of the closing record of each interval, by the key of its opening record."""
 
 # Since 3.1.0 a single count of steps or samples may replace the epoch fields.
 _COUNTED_BY = {"3.1.0": "step_num", "4.0.0": "samples_count", "4.1.0": "samples_count", "5.0.0": "samples_count"}

@@ -9,10 +9,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from compliance.log.findings import Outcome, Severity
-from compliance.official import process
+from compliance.official.process import the_worker
 from console.text import visible
 
-TIMEOUT_S = 120
 MAX_TEXT_CHARACTERS = 160
 
 
@@ -52,9 +51,10 @@ def opinion(lines: Sequence[tuple[int, bytes]], ruleset: str) -> Opinion:
 
     `lines` has (line number from 1, bytes without the line end) of each line with the token.
     """
-    path = process.the_worker().folder / "log.txt"
+    worker = the_worker()
+    path = worker.folder / "log.txt"
     path.write_bytes(b"\n".join(line for _, line in lines))
-    answer = process.ask("log", path, ruleset, TIMEOUT_S)
+    answer = worker.answer("log", path, ruleset)
     if "crash" in answer:
         return Opinion("fail", (Complaint(visible(answer["crash"], MAX_TEXT_CHARACTERS)),))
     places = [number for number, _ in lines]

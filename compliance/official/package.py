@@ -14,10 +14,9 @@ from typing import Any
 
 from compliance.folders import BenchmarkFolder, absolute
 from compliance.log.findings import Outcome
-from compliance.official import process
+from compliance.official.process import the_worker
 from console.text import visible
 
-TIMEOUT_S = 600
 MAX_TEXT_CHARACTERS = 200
 
 PARAMETERS = "package_checker_params"
@@ -37,7 +36,7 @@ def ask(part: str, path: Path, ruleset: str) -> Answer:
 
     Raises ``ValueError`` if mlperf-logging is not installed.
     """
-    answer = process.ask(part, absolute(path), ruleset, TIMEOUT_S)
+    answer = the_worker().answer(part, absolute(path), ruleset)
     if "crash" in answer:
         return Answer("fail", answer["crash"])
     return Answer("pass" if answer["passed"] else "fail", visible(answer["message"], MAX_TEXT_CHARACTERS))

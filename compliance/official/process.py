@@ -31,14 +31,7 @@ NAMES = {
 }
 """Official tool that answers each kind of question."""
 
-
-def ask(question: str, subject: Path | int, ruleset: str, timeout_s: float) -> dict[str, Any]:
-    """Ask an official tool. If the tool dies twice on the question or times out, the answer is {"crash": reason}.
-
-    `question` is a key of `NAMES`. `subject` is a path, or the global batch size for the question "reference". Raises
-    ``ValueError`` if mlperf-logging is not installed.
-    """
-    return the_worker().answer(question, subject if isinstance(subject, int) else str(subject), ruleset, timeout_s)
+TIMEOUTS_S = dict.fromkeys(NAMES, 600) | {"log": 120, "reference": 120}
 
 
 class Worker:
@@ -51,9 +44,14 @@ class Worker:
         atexit.register(self.end)
         atexit.register(ignore_signals)  # runs before `end`, because the last registered function runs first
 
-    def answer(self, question: str, subject: str | int, ruleset: str, timeout_s: float) -> dict[str, Any]:
-        """Return the answer to a question, or {"crash": reason} if the tool died twice or timed out."""
-        request = json.dumps([question, subject, ruleset]).encode() + b"\n"
+    def answer(self, question: str, subject: Path | int, ruleset: str) -> dict[str, Any]:
+        """Return the answer to a question, a key of `NAMES`, or {"crash": reason} if the tool died twice or timed out.
+
+        `subject` is a path, or the global batch size for the question "reference". Raises ``ValueError`` if
+        mlperf-logging is not installed.
+        """
+        request = json.dumps([question, subject, ruleset], default=str).encode() + b"\n"
+        timeout_s = TIMEOUTS_S[question]
         # Try twice, because the process may have died on the previous question.
         for _ in range(2):
             process, began_s = self.process or self._start(), time.monotonic()
@@ -98,12 +96,10 @@ class Worker:
         if process is None:
             return
         _kill(process)
-        for pipe in (process.stdin, process.stdout):
-            # Closing stdin flushes buffered requests, which fails because the process is dead.
-            with suppress(OSError):
-                if pipe:
-                    pipe.close()
-        process.wait()
+        # Leaving the block closes the pipes and waits for the process. Closing stdin flushes buffered requests, which fails
+        # because the process is dead.
+        with suppress(OSError), process:
+            pass
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:

@@ -176,16 +176,15 @@ def score(path: str, ruleset: str) -> dict[str, Any]:
     """Return the result summarizer's figures for a submission with one system; None for a missing figure."""
     from mlperf_logging.result_summarizer.result_summarizer import summarize_results
 
+    columns = ("bert:rcp_scaling_factor", "bert:samples_to_converge")
     try:
         scores, _, details, _ = summarize_results(path, "training", ruleset)
-        figures = scores.iloc[0].get("bert"), *(details.iloc[0].get(f"bert:{name}") for name in _DETAILS)
+        figures = scores.iloc[0].get("bert"), *(details.iloc[0].get(name) for name in columns)
     except Exception as error:
         return {"crash": f"the result summarizer ends with {type(error).__name__}: {error}"}
     numbers = [float(figure) if isinstance(figure, float) and math.isfinite(figure) else None for figure in figures]
     return dict(zip(("minutes", "scaling", "samples"), numbers, strict=True))
 
-
-_DETAILS = ("rcp_scaling_factor", "samples_to_converge")
 
 PARTS: dict[str, Callable[[str, str], bool]] = {
     "package": _package,

@@ -19,9 +19,9 @@ from compliance.log import rules
 from compliance.log.findings import Finding
 from compliance.log.reader import Log, read_log
 from compliance.log.rules import NOT_A_RESULT, SUBMISSION_RUNS
-from compliance.official import process
+from compliance.official.process import NAMES, the_worker
 from compliance.package.tree import Package, PackageRequest, SourceTree, SubmittedRun, tracked_source, write_tree
-from compliance.submission.check import accepted, check_paths
+from compliance.submission.check import TOOLS, accepted, check_paths
 from compliance.submission.description import read_description
 from console.files import read_json, shown
 from console.program import say
@@ -31,8 +31,6 @@ AGREEMENT = 1e-9
 """Maximum relative difference between our figures and the official figures."""
 
 INDISPENSABLE_FIELDS = ("submitter", "division", "status", "system_name", "framework")
-
-TIMEOUT_S = 600
 
 
 def run(request: PackageRequest) -> int:
@@ -44,13 +42,8 @@ def run(request: PackageRequest) -> int:
     package = make_package(request)
     # Check the written tree, with its copied and renamed files, because a reviewer gets this tree.
     verdicts = check_paths([request.tree], rules.NEWEST_RULESET)
-    tools = {
-        "submission": "repository checker",
-        "description": "system description checker",
-        "folder": "package checker",
-    }
-    rows = [(tools[each.part], each.official == "pass") for each in verdicts if each.part in tools]
-    score = process.ask("score", absolute(request.tree), rules.NEWEST_RULESET, TIMEOUT_S)
+    rows = [(NAMES[TOOLS[each.part]], each.official == "pass") for each in verdicts if each.part in TOOLS]
+    score = the_worker().answer("score", absolute(request.tree), rules.NEWEST_RULESET)
     differences, is_valid = [*_differences(package, score)], accepted(verdicts)
     rows += [("result summarizer", score.get("minutes") is not None), ("check of this repository", is_valid)]
     rows += [("score, scaling, samples equal", not differences)]

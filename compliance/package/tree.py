@@ -133,9 +133,7 @@ def tracked_source(root: Path = REPOSITORY) -> SourceTree:
         raise ValueError(
             f"{root} is not a checkout that git can read, so its source files are unknown. Package from one"
         )
-    # Files may be missing, because git also lists files whose deletion is not committed.
     names = [name for name in _git(root, "ls-files") if not name.startswith("results/")]
-    names = [name for name in names if (root / name).exists() or (root / name).is_symlink()]
     files = [name for name in names if _may_be_submitted(root / name, name)]
     for name in INDISPENSABLE:
         if name not in files:
@@ -147,6 +145,7 @@ def tracked_source(root: Path = REPOSITORY) -> SourceTree:
 def _may_be_submitted(path: Path, name: str) -> bool:
     parts = PurePosixPath(name).parts
     named = visible(name) == name and not any(part.startswith(".") or " " in part for part in parts)
+    # Files may be missing, because git also lists files whose deletion is not committed.
     return named and path.is_file() and not path.is_symlink() and path.stat().st_size <= MAX_FILE_BYTES
 
 
@@ -211,8 +210,7 @@ def _configuration(log: Log) -> dict[str, Any]:
     configuration = {key.removeprefix("config."): text for key, text in log.header.items() if key.startswith("config.")}
     # Leave out the seed, because each run has its own and logs it.
     head = {key: text for key, text in log.header.items() if not key.startswith(("config.", "seed"))}
-    settings = [rule.key for rule in rules.KEYS.values() if rule.phases == ("init",) and rule.once and rule.value]
-    logged = {key: log.run.first[key].value for key in settings if key in log.run.first and key != "seed"}
+    logged = {key: log.run.first[key].value for key in rules.SETTINGS if key in log.run.first and key != "seed"}
     return {"implementation": IMPLEMENTATION, **head, "configuration": configuration, "logged": logged}
 
 

@@ -75,9 +75,9 @@ def check_paths(paths: Iterable[Path], ruleset: str = rules.NEWEST_RULESET) -> l
 def accepted(verdicts: Sequence[Verdict]) -> bool:
     """Tell whether all verdicts pass, except for logs whose folder passes without them."""
     folders = {absolute(verdict.path) for verdict in verdicts if verdict.part == "folder"}
-    logs = [each.part == "log" and each.path != STDIN_NAME for each in verdicts]
-    excused = [is_log and absolute(each.path).parent in folders for is_log, each in zip(logs, verdicts, strict=True)]
-    return bool(verdicts) and all(each.passed or may_fail for each, may_fail in zip(verdicts, excused, strict=True))
+    logs = [each for each in verdicts if each.part == "log" and each.path != STDIN_NAME]
+    excused = {log.path for log in logs if absolute(log.path).parent in folders}
+    return bool(verdicts) and all(each.passed or each.path in excused for each in verdicts)
 
 
 def is_for_submission(run: LoggedRun) -> bool:
@@ -126,7 +126,8 @@ def _shared(folder: BenchmarkFolder, runs: Sequence[FolderRun], owners: dict[byt
     return [Finding(None, "", "TR 12", found, "submit the runs of each system", severity="warning")]
 
 
-_TOOLS: dict[Part, str] = {"folder": "package", "description": "system", "submission": "repository"}
+TOOLS: dict[Part, str] = {"folder": "package", "description": "system", "submission": "repository"}
+"""Kind of question in `process.NAMES` that an official tool answers about each part of a submission."""
 
 
 def _verdict(
@@ -137,7 +138,7 @@ def _verdict(
     If `findings` contains no error, the message of the tool is added to it as an error.
     """
     if answer.outcome == "fail" and not any(finding.severity == "error" for finding in findings):
-        tool = process.NAMES[_TOOLS[part]]
+        tool = process.NAMES[TOOLS[part]]
         found = f"the official {tool} rejects it: {answer.message or 'it does not say why'}"
         remedy = (
             "correct the fault that its message names"
@@ -163,8 +164,8 @@ def _check_logs(paths: Sequence[Path], descriptions: Sequence[Path], ruleset: st
     logs, limit = [_read(path) for path in paths], rules.NEWEST_RULESET
     if ruleset == rules.AUTO:
         described = [read_description(path) for path in descriptions if path.is_file()]
-        faults = {each: sum(len(_errors(one, each)) for one in described) for each in rules.RULESETS}
-        limit = max((each for each in faults if faults[each] == min(faults.values())), key=rules.RULESETS.index)
+        # min() returns the first, and so the newest, of equally good rulesets.
+        limit = min(reversed(rules.RULESETS), key=lambda each: sum(len(_errors(one, each)) for one in described))
     verdicts = check_logs([log for log in logs if isinstance(log, Log)], ruleset, limit)
     chosen = verdicts[0].ruleset if verdicts else limit if ruleset == rules.AUTO else ruleset
     of_logs = iter(verdicts)
@@ -227,15 +228,14 @@ def _official_answer(
 def _derived_findings(
     folder: BenchmarkFolder, runs: Sequence[FolderRun], convergence: Outlook | None
 ) -> Iterator[Finding]:
-    logged = {run.verdict.path: run.logged for run in runs}
     passed = [run.logged for run in runs if run.complete_verdict.passed]
     yield from scaling_findings(folder, convergence, passed, len(runs) - len(passed))
-    yield from report_findings(
-        folder, {int(number): run for path, run in logged.items() if (number := log_number(path))}
-    )
-    seconds = [run.logged.seconds if run.complete_verdict.passed else None for run in runs]
-    yield from readme_findings(folder, seconds, convergence)
-    yield from settings_findings(folder, [*logged.values()])
+    numbered = {int(number): run.logged for run in runs if (number := log_number(run.verdict.path))}
+    yield from report_findings(folder, numbered)
+    if folder.submission:
+        seconds = [run.logged.seconds if run.complete_verdict.passed else None for run in runs]
+        yield from readme_findings(folder.submission, folder.system, seconds, convergence)
+        yield from settings_findings(folder.submission, folder.system, [run.logged for run in runs])
 
 
 def _failed_runs(runs: Sequence[FolderRun], answer: Answer) -> Finding:

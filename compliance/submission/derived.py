@@ -160,36 +160,31 @@ def _number(value: object) -> float | None:
 
 
 def readme_findings(
-    folder: BenchmarkFolder, seconds: Sequence[float | None], convergence: Outlook | None
+    submission: Path, system: str, seconds: Sequence[float | None], convergence: Outlook | None
 ) -> Iterator[Finding]:
     """Compare the score in the README.md that `python -m compliance package` wrote with the logs of the system.
 
     `seconds` has the time to train of each run, None for a run that is not a valid result.
     """
-    if not folder.submission:
-        return
     try:
-        text = read_bounded(folder.submission / "README.md", MAX_BYTES, "").decode("utf-8", "replace")
+        text = read_bounded(submission / "README.md", MAX_BYTES, "").decode("utf-8", "replace")
     except (OSError, ValueError):
         return
     times = [FAILED if each is None else each / 60 for each in seconds]
+    score = olympic_mean(times) if len(times) >= 3 else FAILED
+    score *= convergence.applied_scaling if convergence else 1.0
     for name, minutes, scaling in README_ROW.findall(text):
-        score = (
-            olympic_mean(times) * (convergence.applied_scaling if convergence else 1.0) if len(times) >= 3 else FAILED
-        )
-        if name == folder.system and abs(float(minutes) - score) > 1e-3:
+        if name == system and abs(float(minutes) - score) > 1e-3:
             found = f"README.md says {minutes} minutes, scaled by {scaling}, and the logs say {score:.4f} minutes"
             yield Finding(
                 None, "", "result summarizer", f"{found}, expected the same", "correct the table in README.md"
             )
 
 
-def settings_findings(folder: BenchmarkFolder, runs: Sequence[LoggedRun]) -> Iterator[Finding]:
+def settings_findings(submission: Path, system: str, runs: Sequence[LoggedRun]) -> Iterator[Finding]:
     """Compare the settings that `python -m compliance package` wrote to benchmarks/bert/<system>/ with the logs."""
-    if not folder.submission:
-        return
-    described = folder.submission / "benchmarks" / "bert" / folder.system
-    for path in sorted(described.glob(f"{folder.system}_*.json"))[:MAX_DERIVED]:
+    described = submission / "benchmarks" / "bert" / system
+    for path in sorted(described.glob(f"{system}_*.json"))[:MAX_DERIVED]:
         try:
             content = read_json(path, MAX_BYTES, "")
         except ValueError:

@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from cluster.devices import describe_machine, device_named, devices
+from cluster.devices import describe_machine, device_named, devices, form
 from cluster.published.prediction import PARTS
 from tests.cluster.conftest import Command
 from tests.programs import REPOSITORY
@@ -20,6 +20,12 @@ def test_device_facts_are_plausible_and_their_names_unique() -> None:
         assert 0.5 < device.memory_gb_s / 1000 < 10 or device.form in ("PCIe", "CPU"), device.name
         assert device.source.strip()
         assert device_named(device.name) is device
+
+
+def test_the_form_factor_is_parsed_from_names_of_accelerators() -> None:
+    forms = {"NVIDIA H100 80GB HBM3": "SXM", "NVIDIA A100-SXM4-80GB": "SXM", "NVIDIA H100 NVL": "NVL"}
+    forms |= {"NVIDIA H100 PCIe": "PCIe", "NVIDIA A100 - PCIe - 80 GB": "PCIe", "NVIDIA GH200 480GB": None, "N/A": None}
+    assert {name: form(name) for name in forms} == forms
 
 
 NAMES = """

@@ -87,7 +87,7 @@ def test_one_process_judges_all_logs_until_it_dies_or_hangs(closed_log: str, mon
     running.kill()
     running.wait()
     assert opinion(lines, "5.0.0").outcome == "pass"
-    monkeypatch.setattr(official, "TIMEOUT_S", 0)
+    monkeypatch.setitem(process.TIMEOUTS_S, "log", 0)
     verdict = opinion(lines * 3, "5.0.0")
     assert verdict == Opinion("fail", (Complaint("the official compliance checker did not end within 0 s"),))
     monkeypatch.undo()
@@ -145,7 +145,7 @@ def test_the_reference_is_a_point_or_interpolated_between_two_points() -> None:
 
 INTERRUPTED = """
 import signal, subprocess
-from compliance.official.process import Worker
+from compliance.official.process import TIMEOUTS_S, Worker
 from console.interruption import end_in_order
 
 end_in_order()
@@ -153,7 +153,8 @@ worker = Worker()
 worker.process = subprocess.Popen(["sleep", "600"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
 signal.signal(signal.SIGALRM, lambda *_: signal.raise_signal(signal.SIGTERM))
 signal.setitimer(signal.ITIMER_REAL, 0.1)
-worker.answer("log", "log.txt", "5.0.0", PATIENCE)
+TIMEOUTS_S["log"] = PATIENCE
+worker.answer("log", "log.txt", "5.0.0")
 """
 """A program that gets SIGTERM while the official checker works on an answer."""
 

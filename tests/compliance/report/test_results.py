@@ -10,7 +10,6 @@ import msgspec
 import pytest
 
 from compliance.log import rules
-from compliance.log.accelerator import form
 from compliance.log.metrics import EvaluationRecord, Metrics, StepRecord
 from compliance.report import summary
 from compliance.report.page import render
@@ -75,12 +74,6 @@ def test_a_report_requires_logs_and_shows_two_logs_with_one_number(one: Path) ->
     with pytest.raises(ValueError, match="its logs lie beside a folder with results"):
         load_results(one.parent)
     assert sorted(run.log.path.name for run in load_results(one).runs) == ["result_0.txt", "result_00.txt"]
-
-
-def test_the_form_factor_is_parsed_from_names_of_accelerators() -> None:
-    forms = {"NVIDIA H100 80GB HBM3": "SXM", "NVIDIA A100-SXM4-80GB": "SXM", "NVIDIA H100 NVL": "NVL"}
-    forms |= {"NVIDIA H100 PCIe": "PCIe", "NVIDIA A100 - PCIe - 80 GB": "PCIe", "NVIDIA GH200 480GB": None, "N/A": None}
-    assert {name: form(name) for name in forms} == forms
 
 
 def test_reports_on_logs_of_other_software_say_that_they_are_unofficial(tmp_path: Path) -> None:
