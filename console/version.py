@@ -33,6 +33,6 @@ def version_line() -> str:
 def commit() -> str:
     """Return the checkout's commit, marked if tracked files differ; in an image, the commit of its source or "unknown"."""
     # Untracked files do not count, because results and data lie beside the source. No tag may name the commit.
-    described = ("describe", "--always", "--abbrev=40", "--exclude=*", "--dirty= with local changes")
+    described = ("describe", "--always", "--abbrev=64", "--exclude=*", "--dirty= with local changes")
     found = run(["git", "-C", str(REPOSITORY), *described], timeout_s=30).answer.strip()
     return found or os.environ.get("MLPERF_BERT_COMMIT", "unknown")
