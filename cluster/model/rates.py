@@ -234,18 +234,18 @@ def target_of(
         if accelerator is not None or networking:
             raise ValueError("--cluster describes the machines: omit --accelerator and --networking")
         return _target_of_probe(cluster, gpus)
-    device, per_node = device_of(recipe, accelerator)
-    count = gpus if gpus is not None else math.prod(shape_of(recipe) or (per_node,))
-    return target_of_devices(device, count, per_node, networking)
+    device = device_of(recipe, accelerator)
+    # A recipe may use only a part of a node.
+    count = gpus if gpus is not None else math.prod(shape_of(recipe) or (device.per_node,))
+    return target_of_devices(device, count, device.per_node, networking)
 
 
-def device_of(recipe: str, accelerator: str | None) -> tuple[Device, int]:
-    """Return the named or the recipe's device, and the number per node. Raises ``ValueError`` if the device is unknown."""
+def device_of(recipe: str, accelerator: str | None) -> Device:
+    """Return the named or the recipe's device. Raises ``ValueError`` if it is unknown."""
     name = accelerator or _ACCELERATORS.get(recipe.rpartition("_")[0])
     if name is None:
         raise ValueError(f"the name of {recipe} states no device: set --accelerator, or for `plan` --cluster")
-    device = device_named(name)
-    return device, device.per_node  # a recipe may use only a part of a node
+    return device_named(name)
 
 
 def target_of_devices(device: Device, count: int, per_node: int, networking: str = "") -> Target:

@@ -60,10 +60,10 @@ def draw_scale(
     config: Config, accelerator: str | None, gpus_per_node: int | None, networking: str, out: Path | None
 ) -> None:
     """Print the best plan for each number of accelerators, and write a page if ``out`` is given."""
-    device, usual = device_of(config.recipe, accelerator)
+    device = device_of(config.recipe, accelerator)
     causes = "".join(f"{cause.split()[0]:>11}" for cause in CAUSES)
     points = []
-    for point in scale(config, device, usual if gpus_per_node is None else gpus_per_node, networking):
+    for point in scale(config, device, device.per_node if gpus_per_node is None else gpus_per_node, networking):
         if not points:
             say(
                 f"{device.name:>14}{'batch':>8}  {'precision':<10}{'reduction':<14}{'minutes':>8}{'efficiency':>12}{causes}"
