@@ -157,22 +157,18 @@ class Rates:
         require_whole_copies(ParallelConfig(tensor, pipeline), self.nodes, self.ranks)
         copies = self.world_size // (tensor * pipeline)
         ranks = max(1, self.ranks // (tensor * pipeline))
-        nodes = copies // ranks
-        # A ring of fewer members sends a smaller part of the vector. If G groups share the links between hosts, each
-        # group takes as long as one group would for a vector that is G times larger.
-        shorter = {
-            "world": _shorter_ring(copies, self.world_size),
-            "node": _shorter_ring(ranks, self.ranks),
-            "rail": _shorter_ring(nodes, self.nodes),
-        }
+        group = replace(self, nodes=copies // ranks, ranks=ranks)
         scaled: dict[tuple[Operation, Scope], Curve] = {}
         for (operation, scope), curve in self.collectives.items():
+            # A ring of fewer members sends a smaller part of the vector. If G groups share the links between hosts, each
+            # group takes as long as one group would for a vector that is G times larger.
+            shorter = _shorter_ring(group.members(scope), self.members(scope))
             groups = self.ranks // ranks if scope == "world" and self.nodes > 1 else 1
             slowdown = max(1.0, groups / self.free_groups)
             # Shrink the sizes instead of stretching the seconds, so that latency counts only once.
-            points = tuple((size / slowdown, shorter[scope] * seconds) for size, seconds in curve.points)
+            points = tuple((size / slowdown, shorter * seconds) for size, seconds in curve.points)
             scaled[operation, scope] = replace(curve, points=points)
-        return replace(self, nodes=nodes, ranks=ranks, collectives=scaled)
+        return replace(group, collectives=scaled)
 
     def tensor_seconds(self, operation: Operation, tensor: int, size: float) -> float:
         """Return the seconds of a collective in all tensor groups at once, derived from its time over a whole node."""
