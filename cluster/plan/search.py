@@ -253,8 +253,7 @@ class _Search:
         return replace(each, step=step, run=self._run(each.schedule, each.strategy, step))
 
     def _run(self, schedule: BatchSchedule, strategy: Strategy, step: PredictedStep) -> RunTime:
-        samples = schedule.samples or self._work.samples
-        return predict_run(self._work, strategy, self._target.rates[strategy.precision], step, samples)
+        return predict_run(self._work, strategy, self._target.rates[strategy.precision], step, schedule.samples)
 
 
 def _while_faster(candidates: Iterator[Candidate]) -> Iterator[Candidate]:
