@@ -270,9 +270,8 @@ def _target_of_probe(path: Path, gpus: int | None) -> Target:
             f"{path} has {counted(ranks, 'rank')}, but --gpus is {gpus}: omit --gpus, or probe that many ranks"
         )
     rates = rates_of_view(view)
-    precisions: tuple[Precision, ...] = ("fp32", "bf16", "fp8")
-    found: dict[Precision, Rates] = {each: rates for each in precisions if f"linear {each}" in rates.costs}
-    missing: dict[Precision, str] = {each: f"{path} has no rate" for each in precisions if each not in found}
+    found: dict[Precision, Rates] = {each: rates for each in get_args(Precision) if f"linear {each}" in rates.costs}
+    missing: dict[Precision, str] = {each: f"{path} has no rate" for each in get_args(Precision) if each not in found}
     return Target(view.ranks[0].device, hosts, ranks // hosts, found, missing, view.backend == "nccl")
 
 
@@ -322,11 +321,9 @@ def rates_of_machine(machine: Machine, precision: str = "bf16") -> Rates:
     """Return the rates of a machine from its data sheet and the fit to published results.
 
     The rates agree with `cluster.published.cost_model` on the time of a mean Wikipedia sequence and of a reduction without
-    overlap. Raises ``ValueError`` if FP8 is requested and the devices lack it.
+    overlap. The devices must support the precision.
     """
     device, p = machine.device, fitted_parameters()
-    if precision == "fp8" and device.fp8_tflops is None:
-        raise ValueError(f"training.precision is fp8, which {device.name} lacks. Use bf16.")
     require_batch(machine.accelerators, machine)
     matrix, memory, power = sequence_time(p, device, precision == "fp8")
     sequence = matrix + memory + power
