@@ -18,12 +18,12 @@ from bert.configuration.sections import ParallelConfig, Precision
 from bert.parallel.mesh import require_whole_copies
 from cluster.devices import Device, Machine, describe_machine, device_named
 from cluster.model.work import BUCKET_BYTES, TERMS, Computation, Count
+from cluster.published.calibration import calibration
 from cluster.published.fitted import (
     FP8_SHARE,
     PARAMETERS,
     SEQUENCE_FLOPS,
     UPDATE_BYTES,
-    fitted_parameters,
     link_rate,
     network_rate,
     require_batch,
@@ -323,7 +323,7 @@ def rates_of_machine(machine: Machine, precision: str = "bf16") -> Rates:
     The rates agree with `cluster.published.cost_model` on the time of a mean Wikipedia sequence and of a reduction without
     overlap. The devices must support the precision.
     """
-    device, p = machine.device, fitted_parameters()
+    device, p = machine.device, calibration().parameters
     require_batch(machine.accelerators, machine)
     matrix, memory, power = sequence_time(p, device, precision == "fp8")
     sequence = matrix + memory + power
@@ -359,7 +359,7 @@ def rates_of_machine(machine: Machine, precision: str = "bf16") -> Rates:
 
 def _collectives(machine: Machine, link: float, network: float) -> dict[tuple[Operation, Scope], Curve]:
     """Return the curves. A device sends ``link`` bytes/s to its group, and a group sends ``network`` bytes/s to the next."""
-    p = fitted_parameters()
+    p = calibration().parameters
     # Within the reach of the fast link, the latency of a collective is one launch.
     launch = math.exp(p["launch"]) / LAUNCHES
     # The fitted latency covers all buckets of a published run's step, so divide it by their number.

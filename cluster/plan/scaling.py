@@ -13,7 +13,6 @@ from cluster.model.work import wikipedia_work
 from cluster.plan.search import Candidate, search
 from cluster.published.calibration import calibration
 from cluster.published.cost_model import TimedRun, run_time
-from cluster.published.fitted import fitted_parameters
 from cluster.published.prediction import minutes_in_digits
 from cluster.published.results import Result, results_of_devices
 from console.files import write_atomically
@@ -127,7 +126,7 @@ def write_page(recipe: str, device: Device, points: Sequence[ScalingPoint], path
 
     A failure leaves no partial file.
     """
-    p, published = fitted_parameters(), {each.name: fastest_published(each) for each in devices()}
+    p, published = calibration().parameters, {each.name: fastest_published(each) for each in devices()}
     compared = {
         name: [(each.run.machine.accelerators, each.seconds / 60, run_time(p, each.run).total / 60) for each in found]
         for name, found in published.items()

@@ -10,13 +10,16 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from pathlib import Path
 
 import msgspec
 import numpy as np
 
 from cluster.published.cost_model import TimedRun, log_samples_needed, run_time, step_parts
-from cluster.published.fitted import BATCH_KNOTS, CALIBRATION, Parameters, chip_parameter
+from cluster.published.fitted import BATCH_KNOTS, Parameters, chip_parameter
 from cluster.published.results import TABLE, Result, results_of_devices
+
+CALIBRATION = Path(__file__).with_name("calibration.json")
 
 TIME_SCALE, SAMPLES_SCALE = 0.03, 0.03
 """Typical standard deviation of the logarithm of the time for given samples, and of the logarithm of the samples."""

@@ -12,7 +12,7 @@ from cluster.devices import device_named, devices
 from cluster.plan import scaling
 from cluster.plan.scaling import CAUSES, LARGEST, ScalingPoint, fastest_published, scale
 from cluster.plan.search import Found
-from cluster.published.fitted import fitted_parameters
+from cluster.published.calibration import calibration
 from cluster.published.prediction import minutes_in_digits
 from tests.cluster.conftest import Command
 
@@ -47,7 +47,7 @@ def test_time_falls_with_scale_and_the_shares_of_its_causes_add_up(
         assert 0.8 < point.low / point.minutes < 1 < point.high / point.minutes < 1.6
         assert point.seconds["update"] == point.plan.run.parts["update"]
     share = points[0].share("launches and small kernels")
-    assert share * points[0].plan.seconds > points[0].plan.run.steps * math.exp(fitted_parameters()["launch"])
+    assert share * points[0].plan.seconds > points[0].plan.run.steps * math.exp(calibration().parameters["launch"])
     assert points[-1].share("launches and small kernels") > share
 
 
