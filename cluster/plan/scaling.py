@@ -25,16 +25,14 @@ if TYPE_CHECKING:
 
 LARGEST = 16_384
 
-CAUSES = ("devices at work", "launches and small kernels", "reduction", "update", "evaluation", "start")
-"""Parts of the time to train. Waiting for data counts as work of the devices, because data loads while devices compute."""
-
 
 @dataclass(frozen=True)
 class ScalingPoint:
     """A number of accelerators with its best plan.
 
     Attributes:
-        seconds: seconds of the run by cause.
+        seconds: seconds of the run by cause. Waiting for data counts as work of the devices, because data loads while
+            devices compute.
         low, high: 80 % interval of the minutes, derived from the spread of published results.
         efficiency: sequences per second per accelerator, relative to a single node.
     """
@@ -50,9 +48,10 @@ class ScalingPoint:
     def minutes(self) -> float:
         return self.plan.seconds / 60
 
-    def share(self, cause: str) -> float:
-        """Return the fraction of the time to train that ``cause``, one of `CAUSES`, takes."""
-        return self.seconds[cause] / self.plan.seconds
+    @property
+    def shares(self) -> dict[str, float]:
+        """Fraction of the time to train that each cause takes."""
+        return {cause: seconds / self.plan.seconds for cause, seconds in self.seconds.items()}
 
 
 def draw_scale(
@@ -60,15 +59,15 @@ def draw_scale(
 ) -> None:
     """Print the best plan for each number of accelerators, and write a page if ``out`` is given."""
     device = device_of(config.recipe, accelerator)
-    causes = "".join(f"{cause.split()[0]:>11}" for cause in CAUSES)
     points = []
     for point in scale(config, device, device.per_node if gpus_per_node is None else gpus_per_node, networking):
         if not points:
+            causes = "".join(f"{cause.split()[0]:>11}" for cause in point.shares)
             say(
                 f"{device.name:>14}{'batch':>8}  {'precision':<10}{'reduction':<14}{'minutes':>8}{'efficiency':>12}{causes}"
             )
         strategy = point.plan.strategy
-        shares = "".join(f" {point.share(cause):10.1%}" for cause in CAUSES)
+        shares = "".join(f" {share:10.1%}" for share in point.shares.values())
         say(
             f"{point.accelerators:14,} {strategy.global_batch_size:7,}  {strategy.precision:<9} {strategy.reduction:<13}"
             f" {point.minutes:8.3g} {point.efficiency:11.0%}{shares}"
@@ -158,7 +157,6 @@ def write_page(recipe: str, device: Device, points: Sequence[ScalingPoint], path
         curve=curve,
         charts=charts,
         compared=compared,
-        causes=CAUSES,
         minutes=minutes_in_digits,
     )
     write_atomically(path, page.encode())
