@@ -150,12 +150,13 @@ def show(view: Positional[Path], out: Path | None = None) -> None:
         view: File that `probe` wrote, such as cluster.json.
         out: HTML page to write; by default the name of the probe's file with the suffix .html.
     """
-    from cluster.display import lines, write_page
+    from cluster.display import lines, render
     from cluster.view import read_view
+    from console.files import write_atomically
 
     found = read_view(view)
     page = out or view.with_suffix(".html")
-    write_page(found, page)
+    write_atomically(page, render(found).encode())
     for line in lines(found):
         say(line)
     say(page)

@@ -8,7 +8,6 @@ from typing import Any
 
 from cluster.placement import hosts_below
 from cluster.view import Link, Rate, View
-from console.files import write_atomically
 from console.html.page import render_page
 from console.text import counted, duration
 
@@ -19,11 +18,6 @@ _MOST_NAMES = 48
 """Maximum number of names beside a heat map. More would overlap."""
 _DECIMAL = {"T": 1e12, "G": 1e9, "M": 1e6}
 _BYTES = {"GiB": 2**30, "MiB": 2**20, "KiB": 2**10, "B": 1}
-
-
-def write_page(view: View, path: Path) -> None:
-    """Write the page atomically: a failure leaves no partial file."""
-    write_atomically(path, render(view).encode())
 
 
 def render(view: View) -> str:

@@ -63,9 +63,10 @@ def memory_and_step(config: Config, world_size: int, local_size: int = 0) -> Ite
     from cluster.model.work import REPEATED, strategy_of, work_to_plan
 
     try:
-        device, per_node = device_of(config.recipe, None)
+        device = device_of(config.recipe, None)
     except ValueError:
-        device, per_node = None, world_size
+        device = None
+    per_node = device.per_node if device else world_size
     whole_nodes = world_size if world_size <= per_node else math.gcd(world_size, per_node)
     a_node = whole_nodes if local_size == 0 or world_size % local_size else local_size
     nodes = world_size // a_node

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from bert.configuration.sections import SHARDED, ModelConfig, Precision, Recompute
+from bert.configuration.sections import SHARDED, ModelConfig, Precision
 from bert.model import parameter_shapes
 from bert.optimizer import padded
 from bert.parallel.pipeline.stages import stages_of
@@ -218,9 +218,7 @@ def saved_activations(
         return rows * (2 * norm + norms_kept * size * D + 2 * size * F)
 
     if on_gpu or strategy.recompute != "none":
-        inner = (
-            share.inner * T * _saved_by_layer(model, strategy.recompute, strategy.precision, int(work.lengths.max()))
-        )
+        inner = share.inner * T * _saved_by_layer(work, strategy)
         # On a CPU, norms return fp32, so the next layer's input is fp32.
         inner = inner + (0 if on_gpu else max(0, share.inner - 1) * T * (4 - size) * D)
     else:
@@ -237,16 +235,17 @@ def saved_activations(
     return gathered + divided / strategy.tensor
 
 
-def _saved_by_layer(model: ModelConfig, mode: Recompute, precision: Precision, longest_sequence: int) -> int:
+def _saved_by_layer(work: Work, strategy: Strategy) -> int:
     """Return the bytes per token that this program's kernels store for an inner layer, including its input."""
+    model, size = work.model, 4 if strategy.precision == "fp32" else 2
     D, F, H = model.hidden_size, model.intermediate_size, model.num_attention_heads
-    size = 4 if precision == "fp32" else 2
-    if mode == "full":  # only the layer's input
+    if strategy.recompute == "full":  # only the layer's input
         return size * D
-    if mode == "selective":  # the input, and the outputs of the four linear layers
+    if strategy.recompute == "selective":  # the input, and the outputs of the four linear layers
         return size * (6 * D + F)
     # Also the context of attention, and the outputs of the first norm and of GELU. FP8 stores inputs of products in 8 bits.
-    activations = size * (8 * D + F) + (3 * D + F if precision == "fp8" else size * F)
-    mask = H * -(-longest_sequence // _KEYS_A_GROUP) * _KEYS_A_GROUP // 8 if model.attention_dropout else 0
+    activations = size * (8 * D + F) + (3 * D + F if strategy.precision == "fp8" else size * F)
+    longest = int(work.lengths.max())
+    mask = H * -(-longest // _KEYS_A_GROUP) * _KEYS_A_GROUP // 8 if model.attention_dropout else 0
     statistics = 4 * H + 2 * 8  # statistics of each head's softmax, and of two norms
     return activations + mask + statistics

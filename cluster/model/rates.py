@@ -18,12 +18,12 @@ from bert.configuration.sections import ParallelConfig, Precision
 from bert.parallel.mesh import require_whole_copies
 from cluster.devices import Device, Machine, describe_machine, device_named
 from cluster.model.work import BUCKET_BYTES, TERMS, Computation, Count
+from cluster.published.calibration import calibration
 from cluster.published.fitted import (
     FP8_SHARE,
     PARAMETERS,
     SEQUENCE_FLOPS,
     UPDATE_BYTES,
-    fitted_parameters,
     link_rate,
     network_rate,
     require_batch,
@@ -157,22 +157,18 @@ class Rates:
         require_whole_copies(ParallelConfig(tensor, pipeline), self.nodes, self.ranks)
         copies = self.world_size // (tensor * pipeline)
         ranks = max(1, self.ranks // (tensor * pipeline))
-        nodes = copies // ranks
-        # A ring of fewer members sends a smaller part of the vector. If G groups share the links between hosts, each
-        # group takes as long as one group would for a vector that is G times larger.
-        shorter = {
-            "world": _shorter_ring(copies, self.world_size),
-            "node": _shorter_ring(ranks, self.ranks),
-            "rail": _shorter_ring(nodes, self.nodes),
-        }
+        group = replace(self, nodes=copies // ranks, ranks=ranks)
         scaled: dict[tuple[Operation, Scope], Curve] = {}
         for (operation, scope), curve in self.collectives.items():
+            # A ring of fewer members sends a smaller part of the vector. If G groups share the links between hosts, each
+            # group takes as long as one group would for a vector that is G times larger.
+            shorter = _shorter_ring(group.members(scope), self.members(scope))
             groups = self.ranks // ranks if scope == "world" and self.nodes > 1 else 1
             slowdown = max(1.0, groups / self.free_groups)
             # Shrink the sizes instead of stretching the seconds, so that latency counts only once.
-            points = tuple((size / slowdown, shorter[scope] * seconds) for size, seconds in curve.points)
+            points = tuple((size / slowdown, shorter * seconds) for size, seconds in curve.points)
             scaled[operation, scope] = replace(curve, points=points)
-        return replace(self, nodes=nodes, ranks=ranks, collectives=scaled)
+        return replace(group, collectives=scaled)
 
     def tensor_seconds(self, operation: Operation, tensor: int, size: float) -> float:
         """Return the seconds of a collective in all tensor groups at once, derived from its time over a whole node."""
@@ -234,18 +230,18 @@ def target_of(
         if accelerator is not None or networking:
             raise ValueError("--cluster describes the machines: omit --accelerator and --networking")
         return _target_of_probe(cluster, gpus)
-    device, per_node = device_of(recipe, accelerator)
-    count = gpus if gpus is not None else math.prod(shape_of(recipe) or (per_node,))
-    return target_of_devices(device, count, per_node, networking)
+    device = device_of(recipe, accelerator)
+    # A recipe may use only a part of a node.
+    count = gpus if gpus is not None else math.prod(shape_of(recipe) or (device.per_node,))
+    return target_of_devices(device, count, device.per_node, networking)
 
 
-def device_of(recipe: str, accelerator: str | None) -> tuple[Device, int]:
-    """Return the named or the recipe's device, and the number per node. Raises ``ValueError`` if the device is unknown."""
+def device_of(recipe: str, accelerator: str | None) -> Device:
+    """Return the named or the recipe's device. Raises ``ValueError`` if it is unknown."""
     name = accelerator or _ACCELERATORS.get(recipe.rpartition("_")[0])
     if name is None:
         raise ValueError(f"the name of {recipe} states no device: set --accelerator, or for `plan` --cluster")
-    device = device_named(name)
-    return device, device.per_node  # a recipe may use only a part of a node
+    return device_named(name)
 
 
 def target_of_devices(device: Device, count: int, per_node: int, networking: str = "") -> Target:
@@ -274,9 +270,8 @@ def _target_of_probe(path: Path, gpus: int | None) -> Target:
             f"{path} has {counted(ranks, 'rank')}, but --gpus is {gpus}: omit --gpus, or probe that many ranks"
         )
     rates = rates_of_view(view)
-    precisions: tuple[Precision, ...] = ("fp32", "bf16", "fp8")
-    found: dict[Precision, Rates] = {each: rates for each in precisions if f"linear {each}" in rates.costs}
-    missing: dict[Precision, str] = {each: f"{path} has no rate" for each in precisions if each not in found}
+    found: dict[Precision, Rates] = {each: rates for each in get_args(Precision) if f"linear {each}" in rates.costs}
+    missing: dict[Precision, str] = {each: f"{path} has no rate" for each in get_args(Precision) if each not in found}
     return Target(view.ranks[0].device, hosts, ranks // hosts, found, missing, view.backend == "nccl")
 
 
@@ -326,11 +321,9 @@ def rates_of_machine(machine: Machine, precision: str = "bf16") -> Rates:
     """Return the rates of a machine from its data sheet and the fit to published results.
 
     The rates agree with `cluster.published.cost_model` on the time of a mean Wikipedia sequence and of a reduction without
-    overlap. Raises ``ValueError`` if FP8 is requested and the devices lack it.
+    overlap. The devices must support the precision.
     """
-    device, p = machine.device, fitted_parameters()
-    if precision == "fp8" and device.fp8_tflops is None:
-        raise ValueError(f"training.precision is fp8, which {device.name} lacks. Use bf16.")
+    device, p = machine.device, calibration().parameters
     require_batch(machine.accelerators, machine)
     matrix, memory, power = sequence_time(p, device, precision == "fp8")
     sequence = matrix + memory + power
@@ -366,7 +359,7 @@ def rates_of_machine(machine: Machine, precision: str = "bf16") -> Rates:
 
 def _collectives(machine: Machine, link: float, network: float) -> dict[tuple[Operation, Scope], Curve]:
     """Return the curves. A device sends ``link`` bytes/s to its group, and a group sends ``network`` bytes/s to the next."""
-    p = fitted_parameters()
+    p = calibration().parameters
     # Within the reach of the fast link, the latency of a collective is one launch.
     launch = math.exp(p["launch"]) / LAUNCHES
     # The fitted latency covers all buckets of a published run's step, so divide it by their number.

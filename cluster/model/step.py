@@ -21,7 +21,8 @@ from bert.configuration.sections import SHARDED, ModelConfig, ParallelConfig, Pr
 from cluster.model.memory import ModelShare, hidden_bytes, model_shares
 from cluster.model.rates import Rates
 from cluster.model.work import REPEATED, Computation, Count, MicroBatches, Strategy, Work, parts_of
-from cluster.published.fitted import FORWARD_SHARE, RunTime, fitted_parameters, log_samples
+from cluster.published.calibration import calibration
+from cluster.published.fitted import FORWARD_SHARE, RunTime, log_samples
 from cluster.view import Operation, Scope
 from compliance.log.schedule import evaluation_interval
 
@@ -349,7 +350,7 @@ def predict_run(
     batch = strategy.global_batch_size
     samples = samples or work.samples
     if samples is None:
-        p, gigabytes = fitted_parameters(), rates.memory_bytes / 1e9
+        p, gigabytes = calibration().parameters, rates.memory_bytes / 1e9
         samples = math.exp(log_samples(p, batch, rates.world_size, gigabytes, batch / step.total, False))
     evaluations = math.ceil(samples / (work.interval_samples or evaluation_interval(batch)))
     evaluation = evaluations * _evaluation(work, strategy.precision, strategy.parallel, rates)

@@ -8,7 +8,7 @@ micro-batch, T tokens, Q queries of the last layer, M masked tokens, D hidden, F
 """
 
 import functools
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -91,21 +91,9 @@ class Strategy:
 
 def strategy_of(config: Config) -> Strategy:
     """Return the strategy of a configuration, with the reduction "flat" if ``training.reduction`` is "auto"."""
-    training = config.training
-    return Strategy(
-        training.global_batch_size,
-        training.gradient_accumulation_steps,
-        training.precision,
-        "flat" if training.reduction == "auto" else training.reduction,
-        training.reduce_dtype,
-        training.bucket_bytes,
-        training.recompute,
-        config.parallel.tensor,
-        config.parallel.pipeline,
-        config.parallel.virtual_stages,
-        training.site_steps,
-        training.shard_gradients,
-    )
+    settings = vars(config.training) | vars(config.parallel)
+    strategy = Strategy(**{field.name: settings[field.name] for field in fields(Strategy)})
+    return replace(strategy, reduction="flat") if config.training.reduction == "auto" else strategy
 
 
 @dataclass(frozen=True, eq=False)

@@ -13,7 +13,6 @@ from cluster.model.work import wikipedia_work
 from cluster.plan.search import Candidate, search
 from cluster.published.calibration import calibration
 from cluster.published.cost_model import TimedRun, run_time
-from cluster.published.fitted import fitted_parameters
 from cluster.published.prediction import minutes_in_digits
 from cluster.published.results import Result, results_of_devices
 from console.files import write_atomically
@@ -26,16 +25,14 @@ if TYPE_CHECKING:
 
 LARGEST = 16_384
 
-CAUSES = ("devices at work", "launches and small kernels", "reduction", "update", "evaluation", "start")
-"""Parts of the time to train. Waiting for data counts as work of the devices, because data loads while devices compute."""
-
 
 @dataclass(frozen=True)
 class ScalingPoint:
     """A number of accelerators with its best plan.
 
     Attributes:
-        seconds: seconds of the run by cause.
+        seconds: seconds of the run by cause. Waiting for data counts as work of the devices, because data loads while
+            devices compute.
         low, high: 80 % interval of the minutes, derived from the spread of published results.
         efficiency: sequences per second per accelerator, relative to a single node.
     """
@@ -51,25 +48,26 @@ class ScalingPoint:
     def minutes(self) -> float:
         return self.plan.seconds / 60
 
-    def share(self, cause: str) -> float:
-        """Return the fraction of the time to train that ``cause``, one of `CAUSES`, takes."""
-        return self.seconds[cause] / self.plan.seconds
+    @property
+    def shares(self) -> dict[str, float]:
+        """Fraction of the time to train that each cause takes."""
+        return {cause: seconds / self.plan.seconds for cause, seconds in self.seconds.items()}
 
 
 def draw_scale(
     config: Config, accelerator: str | None, gpus_per_node: int | None, networking: str, out: Path | None
 ) -> None:
     """Print the best plan for each number of accelerators, and write a page if ``out`` is given."""
-    device, usual = device_of(config.recipe, accelerator)
-    causes = "".join(f"{cause.split()[0]:>11}" for cause in CAUSES)
+    device = device_of(config.recipe, accelerator)
     points = []
-    for point in scale(config, device, usual if gpus_per_node is None else gpus_per_node, networking):
+    for point in scale(config, device, device.per_node if gpus_per_node is None else gpus_per_node, networking):
         if not points:
+            causes = "".join(f"{cause.split()[0]:>11}" for cause in point.shares)
             say(
                 f"{device.name:>14}{'batch':>8}  {'precision':<10}{'reduction':<14}{'minutes':>8}{'efficiency':>12}{causes}"
             )
         strategy = point.plan.strategy
-        shares = "".join(f" {point.share(cause):10.1%}" for cause in CAUSES)
+        shares = "".join(f" {share:10.1%}" for share in point.shares.values())
         say(
             f"{point.accelerators:14,} {strategy.global_batch_size:7,}  {strategy.precision:<9} {strategy.reduction:<13}"
             f" {point.minutes:8.3g} {point.efficiency:11.0%}{shares}"
@@ -127,7 +125,7 @@ def write_page(recipe: str, device: Device, points: Sequence[ScalingPoint], path
 
     A failure leaves no partial file.
     """
-    p, published = fitted_parameters(), {each.name: fastest_published(each) for each in devices()}
+    p, published = calibration().parameters, {each.name: fastest_published(each) for each in devices()}
     compared = {
         name: [(each.run.machine.accelerators, each.seconds / 60, run_time(p, each.run).total / 60) for each in found]
         for name, found in published.items()
@@ -159,7 +157,6 @@ def write_page(recipe: str, device: Device, points: Sequence[ScalingPoint], path
         curve=curve,
         charts=charts,
         compared=compared,
-        causes=CAUSES,
         minutes=minutes_in_digits,
     )
     write_atomically(path, page.encode())

@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from heapq import nsmallest
-from itertools import islice, product, takewhile
+from itertools import islice, product
 
 from bert.configuration.config import Config
 from bert.configuration.run_plan import RunPlan, settings_of
@@ -198,11 +198,10 @@ class _Search:
     def _fitting(self, schedule: BatchSchedule, like: Strategy, enough: int) -> Iterator[Candidate]:
         """Yield candidates that fit and accumulate fewer than ``enough`` micro-batches, largest micro-batches first."""
         sequences = like.sequences(self._target.world_size)
-        divisors = (each for each in range(1, sequences + 1) if sequences % each == 0)
-        for accumulation in takewhile(lambda each: each < enough, divisors):
+        for accumulation in range(1, enough):
             # PyTorch's interleaved schedule needs rounds of equal size, each with a micro-batch for every stage.
             rounds = accumulation // like.pipeline
-            if rounds == 0 or (like.virtual_stages > 1 and accumulation % rounds):
+            if sequences % accumulation or rounds == 0 or (like.virtual_stages > 1 and accumulation % rounds):
                 continue
             if candidate := self._candidate(schedule, replace(like, gradient_accumulation_steps=accumulation)):
                 yield candidate
@@ -253,8 +252,7 @@ class _Search:
         return replace(each, step=step, run=self._run(each.schedule, each.strategy, step))
 
     def _run(self, schedule: BatchSchedule, strategy: Strategy, step: PredictedStep) -> RunTime:
-        samples = schedule.samples or self._work.samples
-        return predict_run(self._work, strategy, self._target.rates[strategy.precision], step, samples)
+        return predict_run(self._work, strategy, self._target.rates[strategy.precision], step, schedule.samples)
 
 
 def _while_faster(candidates: Iterator[Candidate]) -> Iterator[Candidate]:

@@ -64,7 +64,7 @@ def choose_site_steps(
     if not view.sites_stated:
         lines.append("set MLPERF_BERT_SITE on each host to its site")
     strategy, rates = replace(way.strategy, site_steps=site_steps), target.rates[way.strategy.precision]
-    run = predict_run(work, strategy, rates, step, way.schedule.samples or work.samples)
+    run = predict_run(work, strategy, rates, step, way.schedule.samples)
     return replace(way, strategy=strategy, step=step, run=run), lines
 
 

@@ -71,7 +71,7 @@ def _times(
         if len(points) >= _FEWEST_SIZES and left < _FEWEST_REPEATS * next_one:
             break
         piece = size // 4 // len(ranks)
-        trial = CollectiveTrial.of(operation, ranks, mesh.rank, piece, mesh.device, group)
+        trial = CollectiveTrial.of(operation, mesh, group, ranks, piece)
         repeats = _REPEATS if left > 2 * _REPEATS * next_one else _FEWEST_REPEATS
         took, busy, errors = _run(mesh, trial, repeats)
         points.append((4 * piece * len(ranks), float(np.median(took)), busy))
@@ -93,17 +93,11 @@ class CollectiveTrial:
 
     @classmethod
     def of(
-        cls,
-        operation: Operation,
-        ranks: list[int],
-        rank: int,
-        piece: int,
-        device: torch.device,
-        group: dist.ProcessGroup | None,
+        cls, operation: Operation, mesh: Mesh, group: dist.ProcessGroup | None, ranks: list[int], piece: int
     ) -> "CollectiveTrial":
-        """Prepare a collective on vectors with one piece of ``piece`` elements for each rank."""
-        many, place = len(ranks), ranks.index(rank)
-        whole = torch.arange(piece * many, device=device) % _PERIOD
+        """Prepare a collective of a group's ``ranks`` on vectors with one piece of ``piece`` elements for each rank."""
+        many, place = len(ranks), ranks.index(mesh.rank)
+        whole = torch.arange(piece * many, device=mesh.device) % _PERIOD
         mine = slice(place * piece, (place + 1) * piece)
         own = (whole + place % _PERIOD).float()
         # The expected sum of (element + place % period) over the places of all ranks in the group.

@@ -128,8 +128,8 @@ def _measure(mesh: Mesh, seconds: float) -> View | None:
         time.perf_counter() - start,
         source,
         tuple(
-            replace(every[ranks[0]].host, switches=path, site=site)
-            for ranks, path, site in zip(nodes, switches, measured.sites, strict=True)
+            replace(host, switches=path, site=site)
+            for host, path, site in zip(measured.hosts, switches, measured.sites, strict=True)
         ),
         _ranks(measured, nodes),
         _links(measured),

@@ -1,4 +1,7 @@
-"""Slow and broken ranks, hosts and links that a probe found, in words, with their cost for a BERT-Large step."""
+"""Slow and broken ranks, hosts and links that a probe found, in words, with their cost for a BERT-Large step.
+
+This module also finds the leaf switches and the sites of the hosts.
+"""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -6,15 +9,16 @@ from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
+from scipy.sparse import coo_matrix
+from scipy.sparse.csgraph import connected_components
 
 from cluster.outliers import CHANCE, FEWEST_PARTNERS, Array, judge, leaves_of, take_apart
 from cluster.probe.collectives import WrongResult
 from cluster.probe.computing import Cell
 from cluster.probe.links import Paths
 from cluster.probe.machine import Facts
-from cluster.probe.sites import find_sites
 from cluster.published.fitted import PARAMETERS, SEQUENCE_FLOPS, UPDATE_BYTES
-from cluster.view import Outlier, Source
+from cluster.view import Host, Outlier, Source
 
 SCREENING = 4
 """One in this many healthy clusters is measured a second time without need."""
@@ -23,6 +27,9 @@ _SEQUENCES = 56
 """Sequences per rank of the BERT-Large step. The cost of an outlier is stated as a share of its time."""
 _AS_SLOW = 1.25
 """A slow rank explains a slow path whose ratio is at most this multiple of the rank's own ratio."""
+_SLOWER = 5.0
+"""Minimum ratio of path times between sites to path times within a site. The switches of one room are rarely oversubscribed
+by more than four to one, so a larger ratio means another network."""
 
 
 @dataclass(frozen=True)
@@ -39,9 +46,10 @@ class Measurements:
     in_hosts: Paths | None
     between_hosts: Paths | None
 
-    @property
-    def hosts(self) -> int:
-        return max(self.host_of) + 1
+    @cached_property
+    def hosts(self) -> list[Host]:
+        """Facts of each host, as its first rank found them."""
+        return [self.facts[self.host_of.index(host)].host for host in range(max(self.host_of) + 1)]
 
     @property
     def layers(self) -> list[Paths]:
@@ -54,9 +62,35 @@ class Measurements:
 
     @cached_property
     def sites(self) -> list[str]:
-        """Name of each host's site, all "" if there is a single site."""
-        stated = [self.facts[self.host_of.index(host)].host.site for host in range(self.hosts)]
-        return find_sites(stated, self.between_hosts, self.host_of)
+        """Name of each host's site, all "" if there is a single site.
+
+        The names are those that hosts state, if any host does. Otherwise the widest gap between the times of host pairs
+        separates fast from slow pairs, and hosts that fast pairs join form a site. Such sites must be unambiguous: at least
+        two hosts in each, because a single host probably has a slow link; no slow pair within a site; and a slow pair
+        between any two sites.
+        """
+        stated, paths, hosts = [host.site for host in self.hosts], self.between_hosts, len(self.hosts)
+        if any(stated) or paths is None:
+            return stated
+        ends_2E = np.sort(np.array(self.host_of)[np.stack([paths.source_E, paths.target_E])], axis=0)
+        pairs_2P, place_E = np.unique(ends_2E, axis=1, return_inverse=True)
+        # Take the slowest of both directions and all cards: a fast pair has no slow path.
+        times_P = np.zeros(pairs_2P.shape[1])
+        np.maximum.at(times_P, np.ravel(place_E), np.median(paths.seconds_per_byte_TE, axis=0))
+        ordered_P = np.sort(times_P)
+        ratios = ordered_P[1:] / ordered_P[:-1]
+        if not len(ratios) or ratios.max() < _SLOWER:
+            return stated
+        is_fast_P = times_P <= ordered_P[ratios.argmax()]
+        one, other = pairs_2P[:, is_fast_P]
+        joined = coo_matrix((np.ones(len(one)), (one, other)), shape=(hosts, hosts))
+        sites, site_H = connected_components(joined, directed=False)
+        site_2P = site_H[pairs_2P]
+        is_within_P = site_2P[0] == site_2P[1]
+        compared = np.unique(np.sort(site_2P[:, ~is_within_P], axis=0), axis=1).shape[1]
+        if np.bincount(site_H).min() < 2 or (is_within_P != is_fast_P).any() or compared < sites * (sites - 1) // 2:
+            return stated
+        return [f"site{site}" for site in site_H]
 
     @cached_property
     def step(self) -> dict[str, float]:
@@ -69,7 +103,7 @@ class Measurements:
         paths, reduce = self.between_hosts or self.in_hosts, 0.0
         if paths is not None:
             ends = len(_ends(paths)[0])
-            many, cards = (self.hosts, ends / self.hosts) if self.between_hosts else (ends, 1)
+            many, cards = (len(self.hosts), ends / len(self.hosts)) if self.between_hosts else (ends, 1)
             # The reduction is an fp32 ring along every rail. Each card carries its part of the gradient.
             reduce = 2 * (many - 1) / many * 4 * PARAMETERS / cards * float(np.median(paths.seconds_per_byte_TE))
         product, copy = _SEQUENCES * SEQUENCE_FLOPS / flops, PARAMETERS * UPDATE_BYTES / bytes_per_s
@@ -99,21 +133,21 @@ def _cost(outlier: Outlier) -> tuple[float, float]:
 
 def find_leaves(measured: Measurements) -> tuple[list[tuple[str, ...]], Source]:
     """Return the switches above each host, and their source: Slurm, the measured paths, or unknown."""
-    stated = [measured.facts[measured.host_of.index(host)].host.switches for host in range(measured.hosts)]
+    stated, hosts = [host.switches for host in measured.hosts], len(measured.hosts)
     if all(stated):
         return stated, "slurm"
     paths = measured.between_hosts
     # With several sites, the widest gap between path times would separate sites instead of leaves.
     if paths is not None and len(set(measured.sites)) == 1:
         ends, source_E, target_E = _ends(paths)
-        host_E, other_E = (np.array([measured.host_of[ends[end]] for end in of]) for of in (source_E, target_E))
+        host_E, other_E = np.array(measured.host_of)[np.stack([paths.source_E, paths.target_E])]
         for times_TE in (paths.seconds_per_byte_TE, paths.latency_TE):
             # Subtract the shares of the ends, so that a slow end does not look like a leaf.
             rest_TE = take_apart(np.log(times_TE), source_E, target_E, len(ends)).rest_TE
-            leaves = leaves_of(rest_TE, host_E, other_E, measured.hosts)
+            leaves = leaves_of(rest_TE, host_E, other_E, hosts)
             if leaves is not None:
                 return [(f"leaf {leaf}",) for leaf in leaves], "measured"
-    return [()] * measured.hosts, "unknown"
+    return [()] * hosts, "unknown"
 
 
 def find_outliers(
@@ -188,11 +222,11 @@ def _is_explained(each: Outlier, slow: dict[int, Outlier]) -> bool:
 
 
 def _describe_devices(measured: Measurements, slow: dict[int, Outlier]) -> Iterator[Outlier]:
-    for host in range(measured.hosts):
-        ranks = tuple(rank for rank, of in enumerate(measured.host_of) if of == host)
+    for number, host in enumerate(measured.hosts):
+        ranks = tuple(rank for rank, of in enumerate(measured.host_of) if of == number)
         own = [slow[rank] for rank in ranks if rank in slow]
         if len(own) == len(ranks) > 1:
-            yield replace(max(own, key=_cost), name=f"host {measured.facts[ranks[0]].host.name}", ranks=ranks)
+            yield replace(max(own, key=_cost), name=f"host {host.name}", ranks=ranks)
         else:
             yield from (replace(each, name=_name(measured, each.ranks[0])) for each in own)
 

@@ -10,13 +10,16 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from pathlib import Path
 
 import msgspec
 import numpy as np
 
 from cluster.published.cost_model import TimedRun, log_samples_needed, run_time, step_parts
-from cluster.published.fitted import BATCH_KNOTS, CALIBRATION, Parameters, chip_parameter
+from cluster.published.fitted import BATCH_KNOTS, Parameters, chip_parameter
 from cluster.published.results import TABLE, Result, results_of_devices
+
+CALIBRATION = Path(__file__).with_name("calibration.json")
 
 TIME_SCALE, SAMPLES_SCALE = 0.03, 0.03
 """Typical standard deviation of the logarithm of the time for given samples, and of the logarithm of the samples."""
@@ -93,7 +96,7 @@ class Calibration:
 
     def interval(self, run: TimedRun) -> tuple[float, float]:
         """Return two factors of the predicted time. A share `INTERVAL` of results lies between the two products."""
-        low, high = self.bounds(run.machine.device.model in self.models, spread(self, run))
+        low, high = self.bounds(run.machine.device.model in self.models, spread(self.parameters, self.covariance, run))
         return math.exp(low), math.exp(high)
 
     def bounds(self, model_seen: bool, spread: float) -> tuple[float, float]:
@@ -107,18 +110,18 @@ class Calibration:
         return min(low * spread, self.known[0] * usual), max(high * spread, self.known[1] * usual)
 
 
-def spread(calibration: Calibration, run: TimedRun) -> float:
+def spread(parameters: Parameters, covariance: Sequence[Sequence[float]], run: TimedRun) -> float:
     """Return the standard deviation of log(run time), from the scatter of results and the uncertainty of the parameters."""
 
     def log_time(parameters: Parameters) -> float:
         return math.log(run_time(parameters, run).total)
 
-    base, step = log_time(calibration.parameters), 1e-3
-    moved = ({**calibration.parameters, name: value + step} for name, value in calibration.parameters.items())
+    base, step = log_time(parameters), 1e-3
+    moved = ({**parameters, name: value + step} for name, value in parameters.items())
     slopes = np.array([(log_time(each) - base) / step for each in moved])
-    variance = float(slopes @ np.array(calibration.covariance) @ slopes)
+    variance = float(slopes @ np.array(covariance) @ slopes)
     # If no result has this chip, its parameter has the uncertainty of its prior.
-    if chip_parameter(run.machine.device.chip) not in calibration.parameters:
+    if chip_parameter(run.machine.device.chip) not in parameters:
         variance += CHIP.deviation**2
     return math.sqrt(variance + TIME_SCALE**2 + SAMPLES_SCALE**2)
 
@@ -214,13 +217,12 @@ def held_out(group: Callable[[Result], Hashable], start: Parameters) -> list[Hel
     for left_out in sorted({group(result) for result in results_of_devices()}, key=str):
         seen = [result for result in results_of_devices() if group(result) != left_out]
         parameters, covariance = fit(seen, start, tolerance=1e-4)
-        calibration = Calibration(parameters, covariance, _models(seen), (0, 0), (0, 0), "")
-        scales = {(r.run.machine.device.model, r.run.machine.accelerators) for r in seen}
+        models, scales = _models(seen), {(r.run.machine.device.model, r.run.machine.accelerators) for r in seen}
         for result in results_of_devices():
             if group(result) == left_out:
                 model, scale = result.run.machine.device.model, result.run.machine.accelerators
-                seconds, deviation = run_time(parameters, result.run).total, spread(calibration, result.run)
-                found.append(Held(result, seconds, deviation, model in calibration.models, (model, scale) in scales))
+                seconds, deviation = run_time(parameters, result.run).total, spread(parameters, covariance, result.run)
+                found.append(Held(result, seconds, deviation, model in models, (model, scale) in scales))
     return found
 
 

@@ -1,7 +1,7 @@
-"""Parameters fitted to published results, and the rates of devices and links and the convergence that follow from them.
+"""Rates of devices and links, and the convergence, as they follow from parameters fitted to published results.
 
 Both cost models use this module: `cluster.published.cost_model`, which predicts a submission, and `cluster.model`, which
-predicts a step of this program. `cluster.published.calibration` fits the parameters and says what each of them means.
+predicts a step of this program. `cluster.published.calibration` fits and reads the parameters, and says what each means.
 
 The samples to the target are the reference convergence with corrections from published results. Only reference points that
 count in review are listed: no larger batch converges in fewer samples, and no point lies above the line between its
@@ -12,16 +12,10 @@ the last two points continues.
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from math import exp, log, log2
-from pathlib import Path
-
-import msgspec
 
 from cluster.devices import Device, Machine
 from console.text import counted
-
-CALIBRATION = Path(__file__).with_name("calibration.json")
 
 Parameters = Mapping[str, float]
 """Value of each parameter by name. Positive quantities are stored as natural logarithms."""
@@ -84,12 +78,6 @@ SWITCHED = 8
 
 OLD_ROUNDS = ("v0.5", "v0.6", "v0.7", "v1.0", "v1.1", "v2.0")
 """Rounds whose software and hyperparameters were slower."""
-
-
-@lru_cache
-def fitted_parameters() -> Parameters:
-    """Return the parameters that the shipped file contains, as fitted to the published results."""
-    return msgspec.json.decode(CALIBRATION.read_bytes())["parameters"]
 
 
 def chip_parameter(chip: str) -> str:

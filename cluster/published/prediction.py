@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from cluster.devices import Machine, Network, describe_machine, device_named
 from cluster.published.calibration import INTERVAL, calibration
 from cluster.published.cost_model import LAST_ROUND, RunTime, TimedRun, run_time
-from cluster.published.results import SLOW_FRAMEWORK, Result, nearest, results, usual_batches
+from cluster.published.results import SLOW_FRAMEWORK, nearest, results, usual_batches
 from cluster.view import View
 from console.text import counted
 
@@ -26,17 +26,12 @@ PARTS = {
 
 @dataclass(frozen=True)
 class Prediction:
-    """A predicted time to train with the bounds of its interval in minutes, and the most similar published results.
-
-    ``extrapolates`` has a sentence for each respect in which the run lies outside all published results.
-    """
+    """A predicted time to train, with the bounds of its interval in minutes."""
 
     run: TimedRun
     time: RunTime
     low: float
     high: float
-    extrapolates: tuple[str, ...]
-    near: tuple[Result, ...]
 
     @property
     def minutes(self) -> float:
@@ -47,7 +42,7 @@ class Prediction:
 def predict(run: TimedRun) -> Prediction:
     time = run_time(calibration().parameters, run)
     low, high = calibration().interval(run)
-    return Prediction(run, time, time.total / 60 * low, time.total / 60 * high, _extrapolates(run), nearest(run))
+    return Prediction(run, time, time.total / 60 * low, time.total / 60 * high)
 
 
 def usual_run(machine: Machine, round: str = LAST_ROUND) -> TimedRun:
@@ -73,7 +68,8 @@ def machine_of(view: View) -> Machine:
     return replace(machine, network=Network(max(1, ports), nominal))
 
 
-def _extrapolates(run: TimedRun) -> tuple[str, ...]:
+def extrapolations(run: TimedRun) -> list[str]:
+    """Return a sentence for each respect in which a run lies outside all published results."""
     largest = max(result.run.machine.accelerators for result in results())
     largest_batch = max(result.run.batch for result in results())
     found = []
@@ -85,7 +81,7 @@ def _extrapolates(run: TimedRun) -> tuple[str, ...]:
         found.append(f"no published result of more than {largest:,} accelerators")
     if run.batch > largest_batch:
         found.append(f"no published result of a global batch size above {largest_batch:,}")
-    return tuple(found)
+    return found
 
 
 def as_document(prediction: Prediction) -> dict[str, object]:
@@ -101,7 +97,7 @@ def as_document(prediction: Prediction) -> dict[str, object]:
         "high": prediction.high,
         "parts": {name: seconds / 60 for name, seconds in time.parts.items()},
         "samples": time.samples,
-        "extrapolates": prediction.extrapolates,
+        "extrapolates": extrapolations(run),
     }
 
 
@@ -119,14 +115,14 @@ def as_lines(prediction: Prediction) -> list[str]:
     for name, seconds in sorted(time.parts.items(), key=lambda part: -part[1]):
         lines.append(f"{PARTS[name]:28}{minutes_in_digits(seconds / 60):>9} min{seconds / time.total:8.1%}")
     lines += ["", "published nearby:"]
-    for result in prediction.near:
+    for result in nearest(run):
         there = result.run.machine
         lines.append(
             f"{minutes_in_digits(result.seconds / 60):>9} min  {there.nodes} x {there.per_node} {there.device.name}, "
             f"batch {result.run.batch:,}: {result.submitter} {result.system} ({result.run.round})"
             f"{'' if result.tells_device else f', with {SLOW_FRAMEWORK}, not used for predictions'}"
         )
-    notes = list(prediction.extrapolates)
+    notes = extrapolations(run)
     network = machine.network
     if machine.groups > 1 and network.is_assumed and machine.device.network_gb_s is None:
         ports = counted(network.ports, "port")

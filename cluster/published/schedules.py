@@ -9,7 +9,7 @@ is not in the table of results; it is the benchmark's 1e-6.
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from statistics import median
 
 from bert.configuration.config import Config, flattened
@@ -59,12 +59,14 @@ def schedules(config: Config) -> list[BatchSchedule]:
     The recipe's own batch size keeps the recipe's hyperparameters. Published results are for BERT-Large and the closed
     division's target, so a recipe with another model or target gets only its own batch size.
     """
+    if not _is_benchmark(config):
+        return [_with_own_samples(config)]
     published = _published()
     own = _of_recipe(config, published, "the recipe's own")
-    if not _is_benchmark(config):
-        return [_with_own_samples(own, config)]
-    recipes = [_of_recipe(recipe(), published, f"recipe {name}") for name, recipe in RECIPES.items()]
-    known = [each for each in [*recipes, *_stated(published)] if each.samples is not None]
+    recipes = {name: made for name, recipe in RECIPES.items() if _is_benchmark(made := recipe())}
+    limits = {each.training.global_batch_size: each.training.max_samples for each in recipes.values()}
+    known = [_of_recipe(recipe, published, f"recipe {name}") for name, recipe in recipes.items()]
+    known = [each for each in [*known, *_stated(published, limits)] if each.samples is not None]
     found = {own.global_batch_size: own}
     for schedule in sorted(known, key=lambda each: each.samples or 0.0):
         found.setdefault(schedule.global_batch_size, schedule)
@@ -75,23 +77,25 @@ def _is_benchmark(config: Config) -> bool:
     return config.model == ModelConfig() and config.log.division == "closed"
 
 
-def _with_own_samples(schedule: BatchSchedule, config: Config) -> BatchSchedule:
-    """Return the schedule with the median samples to the target of finished runs in the results folder, if there are any."""
+def _with_own_samples(config: Config) -> BatchSchedule:
+    """Return a recipe's own schedule, with the median samples to the target of finished runs in the results folder."""
     # Only runs with this recipe, model, hyperparameters and target show how many samples this run needs.
     sections = ("recipe", "model.", "optimizer.", "training.global_batch_size", "evaluation.target")
     prefixes = tuple(f"config.{section}" for section in sections)
     stated = {name: str(value) for name, value in flattened("config", config) if name.startswith(prefixes)}
-    samples = []
+    finished = []
     for path in config.log.results.glob("*/bert/result_*.txt"):
         with suppress(ValueError):  # an unreadable file is no finished run
             run = read_log(path).run
             if stated.items() <= run.header.items() and (needed := run.converged_samples()):
-                samples.append(needed)
+                finished.append(needed)
     where = f"of {config.recipe} in {config.log.results}"
-    if not samples:
-        return replace(schedule, note=f"its limit, because no run {where} has reached the target")
-    return replace(
-        schedule, samples=median(samples), note=f"to the target, the median of {counted(len(samples), 'run')} {where}"
+    samples, note = None, f"its limit, because no run {where} has reached the target"
+    if finished:
+        samples, note = median(finished), f"to the target, the median of {counted(len(finished), 'run')} {where}"
+    training = config.training
+    return BatchSchedule(
+        training.global_batch_size, config.optimizer, training.max_samples, samples, "the recipe's own", note
     )
 
 
@@ -108,11 +112,12 @@ def _of_recipe(config: Config, published: _Published, source: str) -> BatchSched
     own = (batch, *(getattr(config.optimizer, name) for name in _STATED))
     # Compare exactly, because recipes state the same digits that logs print. Some logs state a decay of 0, so omit it.
     rows = [row for key, found in published.items() if key[:-1] == own[:-1] for row in found]
-    samples = _median_samples(rows) if rows and _is_benchmark(config) else None
+    samples = _median_samples(rows) if rows else None
     return BatchSchedule(batch, config.optimizer, config.training.max_samples, samples, source)
 
 
-def _stated(published: _Published) -> list[BatchSchedule]:
+def _stated(published: _Published, limits: Mapping[int, int]) -> list[BatchSchedule]:
+    """Return the schedules that published logs state. ``limits`` has the recipes' sample limits by global batch size."""
     found = []
     for (batch, rate, steps, beta_1, beta_2, warmup, decay), rows in published.items():
         if warmup or not steps or not decay:
@@ -120,19 +125,11 @@ def _stated(published: _Published) -> list[BatchSchedule]:
         optimizer = OptimizerConfig(rate, round(steps), beta_1, beta_2, weight_decay_rate=decay)
         others = f" and {counted(len(rows) - 1, 'other')}" if len(rows) > 1 else ""
         source = f"{rows[0]['submitter']} {rows[0]['round']}, {rows[0]['system']}{others}"
-        found.append(BatchSchedule(round(batch), optimizer, _max_samples(batch), _median_samples(rows), source))
+        # The limit of the recipe with the largest batch up to this one, or else with the smallest batch.
+        limit = limits[max((size for size in limits if size <= batch), default=min(limits))]
+        found.append(BatchSchedule(round(batch), optimizer, limit, _median_samples(rows), source))
     return found
 
 
 def _median_samples(rows: Sequence[Mapping[str, str]]) -> float:
     return median(float(row["mean_train_samples"]) for row in rows)
-
-
-def _max_samples(batch: float) -> int:
-    """Return the sample limit of the recipe with the largest batch up to ``batch``, or else with the smallest batch."""
-    limits = {
-        config.training.global_batch_size: config.training.max_samples
-        for config in (recipe() for recipe in RECIPES.values())
-        if config.log.division == "closed"
-    }
-    return limits[max((size for size in limits if size <= batch), default=min(limits))]

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster.published.calibration import calibration
-from cluster.published.fitted import CALIBRATION
+from cluster.published.calibration import CALIBRATION, calibration
 from tests.cluster.conftest import Command
 from tests.programs import REPOSITORY
 

@@ -18,8 +18,9 @@ from cluster.model.memory import model_shares
 from cluster.model.rates import ACCESSES, LAUNCHES, SEQUENCE_BYTES, Curve, Rates, rates_of_machine, rates_of_view
 from cluster.model.step import Activity, least_step, pipeline_seconds, predict_run, predict_step, simulate
 from cluster.model.work import BUCKET_BYTES, TERMS, Computation, MicroBatches, Strategy, Work, parts_of, wikipedia_work
+from cluster.published.calibration import calibration
 from cluster.published.cost_model import TimedRun, run_time, step_parts
-from cluster.published.fitted import fitted_parameters, link_rate, network_rate, sequence_time
+from cluster.published.fitted import link_rate, network_rate, sequence_time
 from cluster.view import Contention, Operation, Scope
 from tests.cluster.test_view import made_up
 
@@ -260,7 +261,7 @@ def waits_and_rates(rates: Rates, operation: Operation = "all-gather") -> dict[s
 
 @pytest.mark.parametrize("name", ["H100-SXM", "B200", "L40S", "Gaudi2"])
 def test_collectives_between_nodes_use_the_network_if_links_end_at_the_node(name: str) -> None:
-    p, machine = fitted_parameters(), describe_machine(device_named(name), 4, 8)
+    p, machine = calibration().parameters, describe_machine(device_named(name), 4, 8)
     found, link, network = rates_of_machine(machine), link_rate(p, machine), network_rate(p, machine)
     buckets = 4 * 336.2e6 / BUCKET_BYTES
     waits = {"node wait": exp(p["launch"]) / 1406}
@@ -284,7 +285,7 @@ def test_collectives_between_nodes_use_the_network_if_links_end_at_the_node(name
 
 
 def test_collectives_in_a_rack_use_the_link_that_joins_its_trays() -> None:
-    p, device = fitted_parameters(), device_named("GB200")
+    p, device = calibration().parameters, device_named("GB200")
     rack, racks = describe_machine(device, 18, 4), describe_machine(device, 36, 4)
     slow_racks = describe_machine(device, 36, 4, networking="1x 100Gb/s Ethernet")
     found, two, two_slow = (rates_of_machine(each) for each in (rack, racks, slow_racks))
@@ -316,7 +317,7 @@ def test_elements_and_segments_of_bert_large_equal_those_of_the_model() -> None:
 
 
 def test_both_cost_models_agree_on_bert_large_within_a_tenth() -> None:
-    parameters = fitted_parameters()
+    parameters = calibration().parameters
     for name, nodes, batch in (("H100-SXM", 1, 768), ("H100-SXM", 8, 4608), ("A100-SXM4-80GB", 1, 448)):
         run = TimedRun(describe_machine(device_named(name), nodes, 8), batch)
         precision = "fp8" if run.uses_fp8 else "bf16"
@@ -381,10 +382,8 @@ def test_a_curve_interpolates_extrapolates_and_never_falls() -> None:
     assert {size: curve.seconds(size) for size in seconds} == pytest.approx(seconds)
 
 
-def test_indivisible_batches_and_ranks_and_missing_fp8_are_refused() -> None:
+def test_indivisible_batches_and_ranks_are_refused() -> None:
     with pytest.raises(ValueError, match=r"global_batch_size is 30.* multiple of 4"):
         predict_step(TINY, Strategy(30), rates())
     with pytest.raises(ValueError, match=r"parallel\.tensor is 3"):
         predict_step(TINY, Strategy(30, tensor=3), rates())
-    with pytest.raises(ValueError, match="A100"):
-        rates_of_machine(describe_machine(device_named("A100-SXM"), 1, 8), "fp8")

@@ -67,7 +67,7 @@ def test_ways_that_the_search_skips_are_not_among_the_best(
 ) -> None:
     config, work = RECIPES["h100_1x8"](), replace(work, samples=1e6)
     config = replace(config, log=replace(config.log, division="open"))  # an open recipe gets only its own batch size
-    target = target_of_devices(device_of("h100_1x8", None)[0], nodes * per_node, per_node)
+    target = target_of_devices(device_of("h100_1x8", None), nodes * per_node, per_node)
     found = search(config, work, with_memory(target, memory))
     monkeypatch.setattr("cluster.plan.search._may_be_among_best", lambda *_: True)
     monkeypatch.setattr("cluster.plan.search._REACH", math.inf)
@@ -112,7 +112,7 @@ def test_ranks_share_copies_only_if_needed(
     """The planner must use pipeline parallelism if hosts have one rank, because tensor parallelism needs several."""
     config, work = RECIPES["h100_1x8"](), replace(work, samples=1e6)
     config = replace(config, log=replace(config.log, division="open"))  # an open recipe gets only its own batch size
-    target = target_of_devices(device_of("h100_1x8", None)[0], ranks, per_host)
+    target = target_of_devices(device_of("h100_1x8", None), ranks, per_host)
     assert search(config, work, target).best[0].strategy.copy_ranks == 1
     best = search(config, work, with_memory(target, memory)).best[0]
     strategy = best.strategy

@@ -69,7 +69,8 @@ def test_computations_run_forward_before_the_first_runs_backward_and_only_parame
 def test_stale_lost_or_misplaced_data_differs_from_the_expected_result(operation: Operation, size: int) -> None:
     """A rank's own data, shifted elements and another rank's chunk all differ from the expected result."""
     ranks = [4, 5, 6, 7]
-    trials = [CollectiveTrial.of(operation, ranks, rank, size // 16, torch.device("cpu"), None) for rank in ranks]
+    meshes = [Mesh(rank, 8, 0, torch.device("cpu")) for rank in ranks]
+    trials = [CollectiveTrial.of(operation, mesh, None, ranks, size // 16) for mesh in meshes]
     right = [trial.right for trial in trials]
     assert all((each[1:] != each[:-1]).all() for each in right)
     if operation == "all-reduce":

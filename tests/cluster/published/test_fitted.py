@@ -5,10 +5,10 @@ from math import exp, log, log2
 import pytest
 
 from cluster.devices import describe_machine, device_named
+from cluster.published.calibration import calibration
 from cluster.published.cost_model import TimedRun, run_time, step_parts
 from cluster.published.fitted import (
     REFERENCE_POINTS,
-    fitted_parameters,
     link_rate,
     log_samples,
     network_rate,
@@ -17,7 +17,7 @@ from cluster.published.fitted import (
 )
 from compliance.convergence.outlook import reference
 
-ONES = dict.fromkeys(fitted_parameters(), 0.0)
+ONES = dict.fromkeys(calibration().parameters, 0.0)
 A100, H100 = device_named("A100-SXM"), device_named("H100-SXM")
 
 

@@ -9,7 +9,8 @@ import pytest
 from cluster.devices import describe_machine, device_named
 from cluster.published.calibration import calibration
 from cluster.published.cost_model import TimedRun
-from cluster.published.prediction import Prediction, machine_of, minutes_in_digits, predict
+from cluster.published.prediction import Prediction, extrapolations, machine_of, minutes_in_digits, predict
+from cluster.published.results import nearest
 from cluster.view import Link, Rank, View, write_view
 from tests.cluster.conftest import Command, Refused
 from tests.cluster.test_view import made_up
@@ -23,20 +24,20 @@ def test_extrapolations_have_a_note_and_a_wider_interval(cluster: Command) -> No
     unknown = "predicted from its data sheet alone"
     slow = f"no published result of MI300X with its vendor's software: {unknown}"
     notes = {
-        "MI300X": (slow,),
-        "GH200": (f"no published result of GH200-96GB: {unknown}",),
-        "MI325X": (f"no published result of MI325X: {unknown}",),
-    } | dict.fromkeys(("H100-SXM", "A100-SXM", "H200", "B200", "GB200"), ())
+        "MI300X": [slow],
+        "GH200": [f"no published result of GH200-96GB: {unknown}"],
+        "MI325X": [f"no published result of MI325X: {unknown}"],
+    } | {name: [] for name in ("H100-SXM", "A100-SXM", "H200", "B200", "GB200")}
     runs = {name: predicted(name) for name in notes}
-    assert {name: run.extrapolates for name, run in runs.items()} == notes
+    assert {name: extrapolations(found.run) for name, found in runs.items()} == notes
     widths = {name: run.high / run.low for name, run in runs.items()}
     assert max(width for name, width in widths.items() if name[:2] != "MI") < widths["MI300X"], "GH200 has a known chip"
-    assert {result.run.machine.device.chip for result in runs["GH200"].near} == {"GH100"}
-    assert predicted("H100", 512, 16384).extrapolates == ()
-    assert predicted("H100", 513, 16385).extrapolates == (
+    assert {result.run.machine.device.chip for result in nearest(runs["GH200"].run)} == {"GH100"}
+    assert extrapolations(predicted("H100", 512, 16384).run) == []
+    assert extrapolations(predicted("H100", 513, 16385).run) == [
         "no published result of more than 4,096 accelerators",
         "no published result of a global batch size above 16,384",
-    )
+    ]
     lines = cluster("predict", "--accelerator", "B200", "--nodes", 9).stdout.splitlines()
     assert lines[-1] == "note: the network is assumed: 8 ports of 400 Gbit/s a node (set --networking)"
     lines = cluster("predict", "--accelerator", "MI300X", "--batch", "1024").stdout.splitlines()
