@@ -321,9 +321,11 @@ def rates_of_machine(machine: Machine, precision: str = "bf16") -> Rates:
     """Return the rates of a machine from its data sheet and the fit to published results.
 
     The rates agree with `cluster.published.cost_model` on the time of a mean Wikipedia sequence and of a reduction without
-    overlap. The devices must support the precision.
+    overlap. Raises ``ValueError`` if FP8 is requested and the devices lack it.
     """
     device, p = machine.device, calibration().parameters
+    if precision == "fp8" and device.fp8_tflops is None:
+        raise ValueError(f"training.precision is fp8, which {device.name} lacks. Use bf16.")
     require_batch(machine.accelerators, machine)
     matrix, memory, power = sequence_time(p, device, precision == "fp8")
     sequence = matrix + memory + power

@@ -382,8 +382,10 @@ def test_a_curve_interpolates_extrapolates_and_never_falls() -> None:
     assert {size: curve.seconds(size) for size in seconds} == pytest.approx(seconds)
 
 
-def test_indivisible_batches_and_ranks_are_refused() -> None:
+def test_indivisible_batches_and_ranks_and_missing_fp8_are_refused() -> None:
     with pytest.raises(ValueError, match=r"global_batch_size is 30.* multiple of 4"):
         predict_step(TINY, Strategy(30), rates())
     with pytest.raises(ValueError, match=r"parallel\.tensor is 3"):
         predict_step(TINY, Strategy(30, tensor=3), rates())
+    with pytest.raises(ValueError, match="A100"):
+        rates_of_machine(describe_machine(device_named("A100-SXM"), 1, 8), "fp8")
