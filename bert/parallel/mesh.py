@@ -161,16 +161,20 @@ class Mesh:
         """Index that selects this rank's dropout seed. All stages of a copy share it, because they have different layers."""
         return self.data_rank * self.tensor + self.tensor_rank if self.pipeline > 1 else self.rank
 
-    def places(self) -> list[str]:
-        """Describe each rank by its site, if there are several, and its place in the grid, if ranks share copies."""
-        places = []
+    def names(self) -> list[str]:
+        """Return each rank's name in messages.
+
+        It has the rank's host, its site if there are several, and its place in the grid if ranks share copies.
+        """
+        names = []
         for rank, (copy, stage, shard) in self.coordinates.items():
             parts = [f"site {self.sites[rank]}"] if self.sites else []
             if self.tensor * self.pipeline > 1:
                 stages = f", pipeline {stage}" if self.pipeline > 1 else ""
                 parts.append(f"data {copy}{stages}, tensor {shard}")
-            places.append(f" ({', '.join(parts)})" if parts else "")
-        return places
+            place = f" ({', '.join(parts)})" if parts else ""
+            names.append(f"rank {rank} on host {self.hosts[rank]}{place}")
+        return names
 
     def __str__(self) -> str:
         pipeline = f" x pipeline {self.pipeline}" if self.pipeline > 1 else ""

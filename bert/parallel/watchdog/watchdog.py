@@ -61,12 +61,11 @@ class Watchdog:
         port = agreed_integer(listener.getsockname()[1] if listener else 0, mesh)
         # The port is open to the network: the hub ignores anyone who does not know this token.
         token = agreed_text(os.urandom(16).hex() if mesh.is_main else "", mesh)
-        self._main_host = agreed_text(socket.gethostname(), mesh)
         if listener:
-            self._hub = Hub(listener, mesh.places(), seconds, self._beat_s, token)
+            self._hub = Hub(listener, mesh.names(), seconds, self._beat_s, token)
         address = "127.0.0.1" if mesh.is_main or alone else os.environ["MASTER_ADDR"]
-        greeting = f"{token} {mesh.rank} {socket.gethostname()}"
-        self._connection, self._received = _join((address, port), greeting.encode() + b"\n", max(_ANSWER_S, seconds))
+        greeting = f"{token} {mesh.rank}\n".encode()
+        self._connection, self._received = _join((address, port), greeting, max(_ANSWER_S, seconds))
         self._readable = select.poll()
         self._readable.register(self._connection, select.POLLIN)
         self._silence_s = 0.0
@@ -179,7 +178,7 @@ class Watchdog:
     def _lost_hub(self, what: str) -> None:
         # The last rank of each host prints the message. It is rank 0 only if no other rank is on its host.
         self._end(
-            Ending(f"rank 0 on host {self._main_host}{self._mesh.places()[0]}: {what}", rank=0),
+            Ending(f"{self._mesh.names()[0]}: {what}", rank=0),
             self._mesh.rank == self._mesh.node_ranks[-1],
         )
 
