@@ -127,7 +127,7 @@ class Communicators:
             between = BetweenSites(rails, mesh)
             shards *= between.pieces * len(rails)
         rail = mesh.own_site.rail_ranks if between else mesh.rail_ranks
-        everyone = process_group(ranks) if len(ranks) not in (0, mesh.world_size) else None
+        everyone = process_group(ranks) if len(ranks) < mesh.world_size else None
         return cls(data, node, process_group(rail, in_network=in_network), shards, between, everyone)
 
 
