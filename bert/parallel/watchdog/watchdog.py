@@ -96,8 +96,7 @@ class Watchdog:
         self._error = error
         # Truncate the text, because escaping lengthens the text, and the hub ignores lines longer than LINE.
         self._send({"failed": text[: LINE // 8], "status": status})
-        self._decided.wait(2 * _GRACE_S)
-        if self._decided.is_set():
+        if self._decided.wait(2 * _GRACE_S):
             threading.Event().wait()  # the other thread ends the process
 
     def close(self) -> None:
@@ -125,17 +124,15 @@ class Watchdog:
 
     def _run(self) -> None:
         before, due = time.monotonic(), 0.0
-        over = False
-        while not over:
+        while True:
             if before >= due:
                 self._send(self._place())
                 due = before + self._beat_s
             data = self._receive(max(0.01, due - before))
             now = time.monotonic()
-            if self._closing.is_set():
-                return
             # Count at most two beats, so that no rank is blamed after the whole machine was suspended.
-            over = self._take_in(data, min(now - before, 2 * self._beat_s))
+            if self._closing.is_set() or self._take_in(data, min(now - before, 2 * self._beat_s)):
+                return
             before = now
 
     def _take_in(self, data: bytes | None, elapsed_s: float) -> bool:
