@@ -19,6 +19,38 @@ from bert.model import MatrixProducts, Placement
 from bert.parallel.single import all_gather_single, reduce_scatter_single
 from kernels import masked_lm_logits
 
+
+class Exchange:
+    """Collectives of a tensor group."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.rank, self.size, self._group = group.rank(), group.size(), group
+
+    def gathered(self, own: Tensor) -> Tensor:
+        """Gather all rows [R W, ...] from each rank's rows [W, ...]."""
+        rows = own.new_empty((self.size * len(own), *own.shape[1:]))
+        # Collectives on one tensor need contiguous memory, and gradients from autograd may not be contiguous.
+        all_gather_single(rows, own.contiguous(), group=self._group)
+        return rows
+
+    def scattered(self, rows: Tensor) -> Tensor:
+        """Sum ``rows`` [R W, ...] over the ranks, and return this rank's rows [W, ...] of the sum: a reduce-scatter."""
+        # ``SharedPlacement`` has already padded the rows to a multiple of the ranks.
+        own = rows.new_empty((len(rows) // self.size, *rows.shape[1:]))
+        if rows.device.type == "cpu":
+            # Gloo implements a reduce-scatter as an all-reduce, which waits several times for other ranks. All ranks of the
+            # group are on one host, so each rank's part can be sent to it directly at no extra cost.
+            received = torch.empty_like(rows, memory_format=torch.contiguous_format)
+            dist.all_to_all_single(received, rows.contiguous(), group=self._group)
+            torch.sum(received.view(self.size, *own.shape), 0, out=own)
+        else:
+            reduce_scatter_single(own, rows.contiguous(), group=self._group)
+        return own
+
+    def all_reduce_(self, values: Tensor, operation: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> None:
+        dist.all_reduce(values, operation, group=self._group)
+
+
 _Exchanged = Callable[[Tensor], Tensor]
 WORDS_MULTIPLE = 8
 """A shard has a multiple of this many words, because products are faster if a row of logits is a multiple of 16 bytes."""
@@ -30,38 +62,38 @@ class SharedPlacement(Placement):
     Dropout applies only to a rank's own rows and heads. It is as random as on one rank if every rank has its own seed.
     """
 
-    def __init__(self, group: dist.ProcessGroup, vocab_size: int) -> None:
-        self._group, self._rank, self._size = group, group.rank(), group.size()
+    def __init__(self, exchange: Exchange, vocab_size: int) -> None:
+        self._exchange = exchange
         self._vocab_size = vocab_size
 
     def share(self, length: int) -> int:
-        return -(-length // self._size)
+        return -(-length // self._exchange.size)
 
     def share_of_words(self, vocab_size: int) -> int:
         """Return the number of rows of the word table per rank; some of them may be past the table's end."""
-        return -(-vocab_size // (self._size * WORDS_MULTIPLE)) * WORDS_MULTIPLE
+        return -(-vocab_size // (self._exchange.size * WORDS_MULTIPLE)) * WORDS_MULTIPLE
 
     def all_rows(self, own: Tensor) -> Tensor:
         """Gather all rows [R W, ...] from each rank's rows [W, ...]. The backward pass sums and scatters the gradients."""
-        return _Collective.apply(own, self._gathered, self._scattered)
+        return _Collective.apply(own, self._exchange.gathered, self._exchange.scattered)
 
     def own_rows(self, rows: Tensor, empty: int = 0) -> Tensor:
         """Return this rank's rows [W, ...] of ``rows`` [N, ...]."""
         own = self.share(len(rows))
         # Collectives need slices of equal length, so the length is padded. The slice may be empty past the end of the rows.
-        start = own * self._rank
+        start = own * self._exchange.rank
         return _lengthened(rows[start : start + own], own, empty)
 
     def summed(self, product: Tensor) -> Tensor:
         """Return this rank's rows [W, D] of the sum of the products [N, D]. The backward pass gathers the gradients."""
-        product = _lengthened(product, self.share(len(product)) * self._size)
-        return _Collective.apply(product, self._scattered, self._gathered)
+        product = _lengthened(product, self.share(len(product)) * self._exchange.size)
+        return _Collective.apply(product, self._exchange.scattered, self._exchange.gathered)
 
     def words(self, input_ids_T: Tensor, word_VD: Tensor) -> tuple[Tensor, Tensor]:
         """Return indices 0, 1, ... and a table with the embeddings of this rank's tokens, gathered from all shards."""
         # Each word is in one shard, and the other ranks add zeros. Indices outside this shard are clamped only to make the
         # lookup valid.
-        places_T = input_ids_T - len(word_VD) * self._rank
+        places_T = input_ids_T - len(word_VD) * self._exchange.rank
         here_T = (places_T >= 0) & (places_T < len(word_VD))
         found_TD = torch.where(here_T[:, None], F.embedding(places_T.clamp(0, len(word_VD) - 1), word_VD), 0.0)
         table_WD = self.summed(found_TD)
@@ -82,51 +114,31 @@ class SharedPlacement(Placement):
         row with a NaN is never correct.
         """
         hidden_MD = self.all_rows(hidden_MD)[: len(labels_M)]  # drop the padding rows
-        start = len(word_VD) * self._rank
+        start = len(word_VD) * self._exchange.rank
         known = min(max(0, self._vocab_size - start), len(word_VD))
         if known < len(word_VD):  # rows past the vocabulary must not have the largest logit
             bias_V = torch.cat([bias_V[:known], bias_V.new_full((len(bias_V) - known,), -torch.inf)])
         product = masked_lm_logits if count_correct else F.linear
         logits_MV = product(hidden_MD, word_VD, bias_V)
-        loss, label_logits_M = _ShardLoss.apply(logits_MV, labels_M, start, self._group)
+        loss, label_logits_M = _ShardLoss.apply(logits_MV, labels_M, start, self._exchange)
         if not count_correct:
             return loss, None
         label_logits_M1, words_V = label_logits_M[:, None], torch.arange(logits_MV.shape[1], device=labels_M.device)
         level_MV = (logits_MV == label_logits_M1) & (words_V >= (labels_M - start)[:, None])
         # A NaN compares as false with anything, so negating the comparison makes its row incorrect.
         beaten_M = (~((logits_MV < label_logits_M1) | level_MV)).any(1).int()
-        dist.all_reduce(beaten_M, group=self._group)
+        self._exchange.all_reduce_(beaten_M)
         return loss, ((beaten_M == 0) & (labels_M >= 0)).sum()
 
     def total(self, loss: Tensor) -> Tensor:
         """Return the sum [] of a loss over the ranks, on all ranks."""
 
         def over_ranks(own: Tensor) -> Tensor:
-            dist.all_reduce(own := own.clone(), group=self._group)
+            self._exchange.all_reduce_(own := own.clone())
             return own
 
         # The gradient needs no communication, because the loss is the same on all ranks.
         return _Collective.apply(loss, over_ranks, lambda gradient: gradient)
-
-    def _gathered(self, own: Tensor) -> Tensor:
-        """Gather all rows [R W, ...] from each rank's rows [W, ...]."""
-        rows = own.new_empty((self._size * len(own), *own.shape[1:]))
-        # Collectives on one tensor need contiguous memory, and gradients from autograd may not be contiguous.
-        all_gather_single(rows, own.contiguous(), group=self._group)
-        return rows
-
-    def _scattered(self, rows: Tensor) -> Tensor:
-        """Sum padded ``rows`` [R W, ...] over the ranks, and return this rank's rows [W, ...]: a reduce-scatter."""
-        own = rows.new_empty((len(rows) // self._size, *rows.shape[1:]))
-        if rows.device.type == "cpu":
-            # Gloo implements a reduce-scatter as an all-reduce, which waits several times for other ranks. All ranks of the
-            # group are on one host, so each rank's part can be sent to it directly at no extra cost.
-            received = torch.empty_like(rows, memory_format=torch.contiguous_format)
-            dist.all_to_all_single(received, rows.contiguous(), group=self._group)
-            torch.sum(received.view(self._size, *own.shape), 0, out=own)
-        else:
-            reduce_scatter_single(own, rows.contiguous(), group=self._group)
-        return own
 
 
 def _lengthened(rows: Tensor, length: int, empty: int = 0) -> Tensor:
@@ -156,18 +168,16 @@ class _ShardLoss(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx: Any, logits_MV: Tensor, labels_M: Tensor, start: int, group: dist.ProcessGroup
-    ) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, logits_MV: Tensor, labels_M: Tensor, start: int, exchange: Exchange) -> tuple[Tensor, Tensor]:
         wide_MV = logits_MV.to(torch.promote_types(logits_MV.dtype, torch.float32))
         # Use the maximum over all ranks' columns, so that no exponential overflows and all sums have the same scale.
         largest_M = wide_MV.amax(1)
-        dist.all_reduce(largest_M, dist.ReduceOp.MAX, group)
+        exchange.all_reduce_(largest_M, dist.ReduceOp.MAX)
         here_M, columns_M1 = _places(labels_M, start, logits_MV.shape[1])
         label_logits_M = torch.where(here_M, wide_MV.gather(1, columns_M1).squeeze(1), 0.0)
         # Both sums share one message. The rank with the label's column adds its logit, and the other ranks add zeros.
         sums_2M = torch.stack([(wide_MV - largest_M[:, None]).exp().sum(1), label_logits_M])
-        dist.all_reduce(sums_2M, group=group)
+        exchange.all_reduce_(sums_2M)
         total_M, label_logits_M = sums_2M.unbind()
         log_sum_M = largest_M + total_M.log()
         ctx.save_for_backward(logits_MV, labels_M, log_sum_M)

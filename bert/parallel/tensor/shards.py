@@ -12,7 +12,7 @@ from torch import Tensor
 from bert.configuration.sections import ModelConfig
 from bert.model import Placement, parameter_shapes
 from bert.optimizer import FlatParameters
-from bert.parallel.tensor.placement import WORDS_MULTIPLE, SharedPlacement
+from bert.parallel.tensor.placement import WORDS_MULTIPLE, Exchange, SharedPlacement
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ class TensorParallel:
         """Division of each parameter by name, or None if the parameter is not divided."""
         if group is not None:
             self.rank = group.rank()
-            self.placement = SharedPlacement(group, config.vocab_size)
+            self.placement = SharedPlacement(Exchange(group), config.vocab_size)
             self.splits = {name: split_of(name, shape, group.size()) for name, shape in shapes.items()}
 
     def own(self, name: str, whole: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from bert.configuration.sections import ModelConfig
 from bert.model import MatrixProducts, parameter_shapes
 from bert.parallel.mesh import Mesh
 from bert.parallel.pipeline.stages import divided, layer_costs, stages_of
-from bert.parallel.tensor.placement import SharedPlacement
+from bert.parallel.tensor.placement import Exchange, SharedPlacement
 from bert.parallel.tensor.shards import Split, split_of
 from kernels import masked_lm_loss
 from tests.bert.parallel.forked import on_ranks
@@ -102,7 +102,7 @@ def test_the_loss_over_a_sharded_vocabulary_equals_the_unsharded_loss(broken: in
 
     def divided(mesh: Mesh) -> tuple[Tensor, Tensor | None]:
         assert dist.group.WORLD is not None
-        placement = SharedPlacement(dist.group.WORLD, 12)
+        placement = SharedPlacement(Exchange(dist.group.WORLD), 12)
         own = slice(8 * mesh.rank, 8 * mesh.rank + placement.share_of_words(12))
         shards = F.pad(word_VD, (0, 0, 0, 4))[own], F.pad(bias_V, (0, 4))[own]
         return placement.masked_lm_loss(MatrixProducts(), placement.own_rows(hidden_MD), *shards, labels_M, True)
