@@ -78,6 +78,7 @@ def checkpoint_accuracy(config: "Config") -> float | None:
 
     from bert.checkpoints.initial_model import first_model
     from bert.evaluation import Evaluator
+    from bert.execution.stopwatch import Stopwatch
     from bert.guards.preflight import check_evaluation
     from bert.guards.triton import require_private_cache
     from bert.parallel.division import own_part
@@ -103,7 +104,7 @@ def checkpoint_accuracy(config: "Config") -> float | None:
 
     # Use a fixed seed: weights that the checkpoint lacks must be equal on all ranks, and nothing is broadcast here.
     whole = first_model(config, mesh, seed=0)
-    tensor = TensorParallel(config.model, process_group(mesh.tensor_ranks))
+    tensor = TensorParallel(config.model, process_group(mesh.tensor_ranks), Stopwatch())
     model = own_part(whole, mesh, tensor, config.parallel.virtual_stages)
     # A warm-up is not needed, because no benchmark clock runs and every batch is used only once. If the precision is fp8,
     # products are in bf16 here, because FP8 is only for training.

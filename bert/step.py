@@ -74,7 +74,7 @@ class TrainingStep:
             scales = Fp8Scales(config.model.num_hidden_layers - 1, mesh.device)
             # Fused layers combine products with layer norms, but tensor parallelism must communicate between the two.
             inner_products = Fp8Products(scales, gradients, fused=mesh.tensor == 1)
-        tensor = TensorParallel(config.model, process_group(mesh.tensor_ranks))
+        tensor = TensorParallel(config.model, process_group(mesh.tensor_ranks), self.stopwatch)
         virtual_stages = config.parallel.virtual_stages
         self.model = own_part(initial, mesh, tensor, virtual_stages, products, inner_products, training.recompute)
         self.fp8 = None if scales is None else Fp8State(scales, self.model, tensor.group)

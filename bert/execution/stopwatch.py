@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from bert.execution.phases import PHASES, SITE_WAIT, PhaseTracker
+from bert.execution.phases import EXCHANGE, PHASES, SITE_WAIT, PhaseTracker
 
 _PHASES = *PHASES, SITE_WAIT
 
@@ -41,6 +41,11 @@ class Stopwatch:
 
     def __init__(self) -> None:
         self.tracker = PhaseTracker()
+        self.exchanged = 0.0
+        """Seconds of forward and backward passes spent in ``exchanging`` since the last ``take``.
+
+        They do not count as the rank's own work.
+        """
         self._seconds: dict[str, float] = dict.fromkeys(_PHASES, 0.0)
         self._inside = 0.0
 
@@ -68,6 +73,22 @@ class Stopwatch:
             yield
         self.tracker.enter("forward_backward")
 
+    @contextmanager
+    def exchanging(self) -> Iterator[None]:
+        """Count the block's time towards the enclosing phase, but also as time spent waiting for other ranks.
+
+        Use it for communication with the ranks that compute the same micro-batch.
+        """
+        phase, begin = self.tracker.phase, time.perf_counter()
+        self.tracker.enter(EXCHANGE + phase)
+        try:
+            yield
+        finally:
+            self.tracker.enter(phase)
+            # ``Intervals`` subtracts this from the rank's own work: waiting for data, forward and backward passes.
+            if phase == "forward_backward":
+                self.exchanged += time.perf_counter() - begin
+
     def take(self) -> dict[str, float]:
         """Return the seconds by phase, and reset them."""
         taken = self._seconds
@@ -76,6 +97,7 @@ class Stopwatch:
 
     def reset(self) -> None:
         self._seconds = dict.fromkeys(_PHASES, 0.0)
+        self.exchanged = 0.0
 
 
 class DeviceStopwatch(Stopwatch):
@@ -113,6 +135,11 @@ class DeviceStopwatch(Stopwatch):
             span.end.record()
             if not capturing:  # ``take`` reads the events later, because the device has not reached them yet
                 self._spans[phase].append(span)
+
+    @contextmanager
+    def exchanging(self) -> Iterator[None]:
+        """Do not measure exchanges on a GPU: the host does not wait for them, and a step has hundreds."""
+        yield
 
     def take(self) -> dict[str, float]:
         """Return the seconds by phase and reset them. Waits until the device has finished the phases."""

@@ -105,6 +105,8 @@ class Intervals:
         # Read the clock after the fetch, which waits for the device to finish the steps.
         now = time.perf_counter()
         steps, seconds = at.steps - self._steps, now - self._since
+        # Read ``exchanged`` first, because ``take`` resets it.
+        exchanged_ms = 1000 * self._stopwatch.exchanged / steps
         phases = {f"{name}_ms": 1000 * spent / steps for name, spent in self._stopwatch.take().items()}
         # Sites may skip different steps, so the mean over sites may be fractional. Round it up.
         skipped = math.ceil(round(means["skipped_steps"], 3))
@@ -132,7 +134,7 @@ class Intervals:
         # The time of this report counts towards the next interval.
         self._since, self._steps = now, at.steps
         # The next fetch sends this value to all ranks, which saves a separate collective.
-        self._own_seconds = (phases["data_wait_ms"] + phases["forward_backward_ms"]) / 1000
+        self._own_seconds = (phases["data_wait_ms"] + phases["forward_backward_ms"] - exchanged_ms) / 1000
         for text, straggler in self._stragglers.add(self._statistics.own_seconds):
             self._reporter.warn(at.steps, text, straggler)
         self.bad = self.bad + 1 if skipped == steps else 0

@@ -7,17 +7,23 @@ from bert.execution.stopwatch import DeviceStopwatch, Stopwatch
 from tests.bert.conftest import Clock
 
 
-def test_a_nested_phase_does_not_count_in_the_enclosing_phase(clock: Clock) -> None:
-    stopwatch = Stopwatch()
+def test_an_exchange_counts_in_its_phase_and_a_nested_phase_does_not(clock: Clock) -> None:
+    stopwatch, phases = Stopwatch(), []
     for phase in ("forward_backward", "update"):
         with stopwatch.time(phase):
+            with stopwatch.exchanging():
+                phases.append(stopwatch.tracker.phase)
+                clock.now += 0.5
+            phases.append(stopwatch.tracker.phase)
             for seconds in (1, 2):
                 with stopwatch.time("reduce"):
                     clock.now += seconds
             clock.now += 8
-    expected = {"data_wait": 0.0, "forward_backward": 8.0, "reduce": 6.0, "update": 8.0, "site_wait": 0.0}
+    assert phases == ["exchange in forward_backward", "forward_backward", "exchange in update", "update"]
+    assert stopwatch.exchanged == 0.5
+    expected = {"data_wait": 0.0, "forward_backward": 8.5, "reduce": 6.0, "update": 8.5, "site_wait": 0.0}
     assert stopwatch.take() == expected
-    assert stopwatch.take() == dict.fromkeys(expected, 0.0)
+    assert (stopwatch.exchanged, stopwatch.take()) == (0.0, dict.fromkeys(expected, 0.0))
 
 
 class Device:

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from bert.configuration.sections import ModelConfig, OptimizerConfig
+from bert.execution.stopwatch import Stopwatch
 from bert.model import BertForPreTraining
 from bert.optimizer import FlatParameters, Lamb
 from bert.parallel.mesh import join_mesh
@@ -71,7 +72,7 @@ def test_optimizers_return_an_accurate_norm_of_the_gradient(sharded: bool) -> No
     flat = FlatParameters.of(model)
     if sharded:
         communicators = Communicators.create(join_mesh("cpu"))
-        reduction, alone = Reduction(flat, communicators, "sharded"), TensorParallel(model.config, None)
+        reduction, alone = Reduction(flat, communicators, "sharded"), TensorParallel(model.config, None, Stopwatch())
         optimizer = ShardedLamb(flat, OptimizerConfig(0.1, 10), reduction, alone)
     else:
         optimizer = Lamb(flat, OptimizerConfig(0.1, 10))

@@ -15,40 +15,45 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from bert.execution.stopwatch import Stopwatch
 from bert.model import MatrixProducts, Placement
 from bert.parallel.single import all_gather_single, reduce_scatter_single
 from kernels import masked_lm_logits
 
 
 class Exchange:
-    """Collectives of a tensor group."""
+    """Collectives of a tensor group. The stopwatch counts their time as ``exchanging``."""
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self.rank, self.size, self._group = group.rank(), group.size(), group
+    def __init__(self, group: dist.ProcessGroup, stopwatch: Stopwatch) -> None:
+        self.rank, self.size = group.rank(), group.size()
+        self._group, self._stopwatch = group, stopwatch
 
     def gathered(self, own: Tensor) -> Tensor:
         """Gather all rows [R W, ...] from each rank's rows [W, ...]."""
         rows = own.new_empty((self.size * len(own), *own.shape[1:]))
-        # Collectives on one tensor need contiguous memory, and gradients from autograd may not be contiguous.
-        all_gather_single(rows, own.contiguous(), group=self._group)
+        with self._stopwatch.exchanging():
+            # Collectives on one tensor need contiguous memory, and gradients from autograd may not be contiguous.
+            all_gather_single(rows, own.contiguous(), group=self._group)
         return rows
 
     def scattered(self, rows: Tensor) -> Tensor:
         """Sum ``rows`` [R W, ...] over the ranks, and return this rank's rows [W, ...] of the sum: a reduce-scatter."""
         # ``SharedPlacement`` has already padded the rows to a multiple of the ranks.
         own = rows.new_empty((len(rows) // self.size, *rows.shape[1:]))
-        if rows.device.type == "cpu":
-            # Gloo implements a reduce-scatter as an all-reduce, which waits several times for other ranks. All ranks of the
-            # group are on one host, so each rank's part can be sent to it directly at no extra cost.
-            received = torch.empty_like(rows, memory_format=torch.contiguous_format)
-            dist.all_to_all_single(received, rows.contiguous(), group=self._group)
-            torch.sum(received.view(self.size, *own.shape), 0, out=own)
-        else:
-            reduce_scatter_single(own, rows.contiguous(), group=self._group)
+        with self._stopwatch.exchanging():
+            if rows.device.type == "cpu":
+                # Gloo implements a reduce-scatter as an all-reduce, which waits several times for other ranks. All
+                # ranks of the group are on one host, so each rank's part can be sent to it directly at no extra cost.
+                received = torch.empty_like(rows, memory_format=torch.contiguous_format)
+                dist.all_to_all_single(received, rows.contiguous(), group=self._group)
+                torch.sum(received.view(self.size, *own.shape), 0, out=own)
+            else:
+                reduce_scatter_single(own, rows.contiguous(), group=self._group)
         return own
 
     def all_reduce_(self, values: Tensor, operation: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> None:
-        dist.all_reduce(values, operation, group=self._group)
+        with self._stopwatch.exchanging():
+            dist.all_reduce(values, operation, group=self._group)
 
 
 _Exchanged = Callable[[Tensor], Tensor]

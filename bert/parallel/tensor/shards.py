@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from bert.configuration.sections import ModelConfig
+from bert.execution.stopwatch import Stopwatch
 from bert.model import Placement, parameter_shapes
 from bert.optimizer import FlatParameters
 from bert.parallel.tensor.placement import WORDS_MULTIPLE, Exchange, SharedPlacement
@@ -74,7 +75,7 @@ def split_of(name: str, shape: tuple[int, ...], ranks: int) -> Split | None:
 class TensorParallel:
     """Division of a model among the ranks of a tensor group: a parameter is either sharded or replicated."""
 
-    def __init__(self, config: ModelConfig, group: dist.ProcessGroup | None) -> None:
+    def __init__(self, config: ModelConfig, group: dist.ProcessGroup | None, stopwatch: Stopwatch) -> None:
         """If ``group`` is None, this rank is alone and has all parameters whole."""
         self.group = group
         self.rank = 0
@@ -84,7 +85,7 @@ class TensorParallel:
         """Division of each parameter by name, or None if the parameter is not divided."""
         if group is not None:
             self.rank = group.rank()
-            self.placement = SharedPlacement(Exchange(group), config.vocab_size)
+            self.placement = SharedPlacement(Exchange(group, stopwatch), config.vocab_size)
             self.splits = {name: split_of(name, shape, group.size()) for name, shape in shapes.items()}
 
     def own(self, name: str, whole: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from bert.execution.phases import PHASES, SITE_WAIT
+from bert.execution.phases import EXCHANGE, PHASES, SITE_WAIT
 
 FAULT_STATUS = 3
 """Exit status of every rank after a fault."""
@@ -84,7 +84,8 @@ class Judge:
             limit_s = None if message["limit"] is None else float(message["limit"])
             member.limit_s = limit_s
             member.place = f"{phase} of step {step}" if limit_s else phase
-            member.order = step, _ORDER.get(phase, len(_ORDER))
+            place = _ORDER.get(phase.removeprefix(EXCHANGE), len(_ORDER))
+            member.order = step, 2 * place + phase.startswith(EXCHANGE)
             if entered != member.entered:
                 member.entered, member.moved_s = entered, self._now_s
             member.beating = True

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from bert.configuration.sections import ModelConfig
+from bert.execution.stopwatch import Stopwatch
 from bert.model import MatrixProducts, parameter_shapes
 from bert.parallel.mesh import Mesh
 from bert.parallel.pipeline.stages import divided, layer_costs, stages_of
@@ -102,7 +103,7 @@ def test_the_loss_over_a_sharded_vocabulary_equals_the_unsharded_loss(broken: in
 
     def divided(mesh: Mesh) -> tuple[Tensor, Tensor | None]:
         assert dist.group.WORLD is not None
-        placement = SharedPlacement(Exchange(dist.group.WORLD), 12)
+        placement = SharedPlacement(Exchange(dist.group.WORLD, Stopwatch()), 12)
         own = slice(8 * mesh.rank, 8 * mesh.rank + placement.share_of_words(12))
         shards = F.pad(word_VD, (0, 0, 0, 4))[own], F.pad(bias_V, (0, 4))[own]
         return placement.masked_lm_loss(MatrixProducts(), placement.own_rows(hidden_MD), *shards, labels_M, True)

@@ -69,9 +69,9 @@ def test_ranks_that_fell_silent_together_are_blamed_after_the_time_limit() -> No
 
 
 def test_the_stalled_rank_that_is_furthest_behind_is_blamed() -> None:
-    """Phases are ordered as in a step. An unknown phase comes last."""
+    """Phases are ordered as in a step, each one before its exchange. An unknown phase comes last."""
     phases = "data_wait", "forward_backward", "reduce", "update", "site_wait", "statistics", "checkpoint", "evaluation"
-    order = [(phase, 5) for phase in phases]
+    order = [(each, 5) for phase in phases for each in (phase, f"exchange in {phase}")]
     for behind, ahead in pairwise([*order, ("something new", 5), ("data_wait", 6)]):
         ranks = Played()
         for rank, place in enumerate((ahead, behind, ahead)):

@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 from bert.checkpoints.initial_model import initialize_
 from bert.configuration.sections import ModelConfig, OptimizerConfig, Precision, Recompute
+from bert.execution.stopwatch import Stopwatch
 from bert.model import BertForPreTraining
 from bert.optimizer import FlatParameters, Lamb
 from bert.parallel.pipeline.stages import PipelineModel
@@ -98,7 +99,7 @@ def test_predicted_memory_equals_the_tensors_that_a_real_model_keeps(
     """Sequences of the model with six layers are so short that some have equal lengths."""
     shape = (layers, *((192, 6, 768, 1000, 40) if layers == 6 else (128, 4, 512, 1024, 128)))
     config = ModelConfig(*shape, hidden_dropout=dropout, attention_dropout=dropout)
-    placement = TensorParallel(config, fake_group).placement if tensor > 1 else None
+    placement = TensorParallel(config, fake_group, Stopwatch()).placement if tensor > 1 else None
     model = BertForPreTraining(config, placement)
     initialize_(model, torch.Generator().manual_seed(0))
     flat = FlatParameters.of(model)
