@@ -82,8 +82,8 @@ def checkpoint_accuracy(config: "Config") -> float | None:
     from bert.guards.preflight import check_evaluation
     from bert.guards.triton import require_private_cache
     from bert.parallel.division import own_part
-    from bert.parallel.mesh import join_mesh
-    from bert.parallel.tensor.shards import tensor_parallel
+    from bert.parallel.mesh import join_mesh, process_group
+    from bert.parallel.tensor.shards import TensorParallel
 
     dataset, ignored_id = check_evaluation(config)
     samples = len(dataset)
@@ -104,7 +104,7 @@ def checkpoint_accuracy(config: "Config") -> float | None:
 
     # Use a fixed seed: weights that the checkpoint lacks must be equal on all ranks, and nothing is broadcast here.
     whole = first_model(config, mesh, seed=0)
-    tensor = tensor_parallel(config.model, mesh, Stopwatch())
+    tensor = TensorParallel(config.model, process_group(mesh.tensor_ranks), Stopwatch())
     model = own_part(whole, mesh, tensor, config.parallel.virtual_stages)
     # A warm-up is not needed, because no benchmark clock runs and every batch is used only once. If the precision is fp8,
     # products are in bf16 here, because FP8 is only for training.

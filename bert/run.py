@@ -4,7 +4,7 @@ import os
 import shlex
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import closing, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 
@@ -111,7 +111,7 @@ def _timed_run(config: Config, inputs: Inputs, mesh: Mesh, guard: DataGuard, int
         inputs = replace(inputs, **files._asdict())
     # Contexts end in reverse order: the watchdog before the log, because it may log a fault, and before the graphs are
     # reset, because it must first tell the other ranks about an error.
-    capturing = CudaCapturer(mesh.device) if captures(config, mesh) else nullcontext()
+    capturing = closing(CudaCapturer(mesh.device)) if captures(config, mesh) else nullcontext()
     with log, capturing as capturer, _fail_together(config, mesh, log) as watchdog:
         drop_lost_output(partial(_note_lost_output, log))
         if mesh.is_main:

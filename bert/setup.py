@@ -84,7 +84,7 @@ def build_run(
     # Create the reporter late, because nobody would close it if an earlier statement raised an error.
     reporter = _reporter(config, inputs, mesh, log, step, start.samples)
     stages = [stage for _, stage, _ in mesh.coordinates.values()]
-    stragglers = Stragglers(mesh.hosts, stages, mesh.places())
+    stragglers = Stragglers(mesh.hosts, stages, mesh.names())
     return Run(
         config=config,
         schedule=inputs.schedule,

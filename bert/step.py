@@ -20,13 +20,13 @@ from bert.execution.stopwatch import Stopwatch, is_capturing
 from bert.model import BertForPreTraining, MatrixProducts, PretrainingOutput
 from bert.optimizer import FlatParameters, Lamb
 from bert.parallel.division import WholeVectors, own_part
-from bert.parallel.mesh import Mesh, all_reduce_
+from bert.parallel.mesh import Mesh, all_reduce_, process_group
 from bert.parallel.pipeline.stages import PipelineModel
 from bert.parallel.reduction.gradients import Communicators, Reduction, choose
 from bert.parallel.reduction.sharded_gradients import ShardedReduction
 from bert.parallel.reduction.sharded_lamb import ShardedLamb, WeightGather
 from bert.parallel.sites import SiteExchange
-from bert.parallel.tensor.shards import tensor_parallel
+from bert.parallel.tensor.shards import TensorParallel
 from bert.products import weight_gradients
 from bert.products.fp8 import Fp8Scales, Fp8State
 from bert.products.fp8_layer import Fp8Products
@@ -74,10 +74,10 @@ class TrainingStep:
             scales = Fp8Scales(config.model.num_hidden_layers - 1, mesh.device)
             # Fused layers combine products with layer norms, but tensor parallelism must communicate between the two.
             inner_products = Fp8Products(scales, gradients, fused=mesh.tensor == 1)
-        tensor = tensor_parallel(config.model, mesh, self.stopwatch)
+        tensor = TensorParallel(config.model, process_group(mesh.tensor_ranks), self.stopwatch)
         virtual_stages = config.parallel.virtual_stages
         self.model = own_part(initial, mesh, tensor, virtual_stages, products, inner_products, training.recompute)
-        self.fp8 = None if scales is None else Fp8State(scales, self.model, None if tensor is None else tensor.group)
+        self.fp8 = None if scales is None else Fp8State(scales, self.model, tensor.group)
         pipeline = self.model if isinstance(self.model, PipelineModel) else None
         # A pipeline stage processes several micro-batches at once, so none of them may overwrite the gradients.
         overwrites = accumulates and pipeline is None and not shards_gradients

@@ -7,7 +7,6 @@ run, so batches are copied into static buffers, and all other tensors that a ste
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Self
 from weakref import finalize
 
 import torch
@@ -30,8 +29,8 @@ class CudaCapturer:
     run once before any is captured, so that the memory of these first runs is freed before the pool is filled.
     ``torch.cuda.use_mem_pool`` is no alternative, because it does not affect allocations in autograd's thread.
 
-    Close the capturer before its process groups are destroyed, or use it as a context manager: NCCL hangs when it
-    destroys a communicator that a graph still refers to.
+    Close the capturer before its process groups are destroyed: NCCL hangs when it destroys a communicator that a graph
+    still refers to.
 
     Graphs that do not end together need different streams: in PyTorch 2.13, resetting a graph frees the cuBLAS workspaces
     of its stream, although other graphs that were captured on the stream still write to them.
@@ -42,12 +41,6 @@ class CudaCapturer:
         self._pool = torch.cuda.graph_pool_handle()
         self._waiting: list[tuple[torch.cuda.CUDAGraph, Function]] = []
         self._graphs: list[torch.cuda.CUDAGraph] = []
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def close(self) -> None:
         """Reset all graphs. Replaying them afterwards raises an error."""

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -11,8 +11,19 @@ from bert.execution.phases import EXCHANGE, PHASES, SITE_WAIT, PhaseTracker
 
 _PHASES = *PHASES, SITE_WAIT
 
-Span = tuple[Any, Any]
-"""CUDA events at the beginning and at the end of a phase."""
+
+class Span(NamedTuple):
+    """CUDA events at the beginning and at the end of a phase, and the enclosing phase, if any."""
+
+    begin: Any
+    end: Any
+    around: str | None = None
+
+    def seconds(self) -> float:
+        return self.begin.elapsed_time(self.end) / 1000
+
+    def lies_in(self, outer: "Span") -> bool:
+        return outer.begin.elapsed_time(self.begin) >= 0 and self.end.elapsed_time(outer.end) >= 0
 
 
 def cuda_event(captured: bool) -> torch.cuda.Event:
@@ -101,34 +112,29 @@ class DeviceStopwatch(Stopwatch):
         super().__init__()
         self._event, self._capturing = event, capturing
         self._spans: dict[str, list[Span]] = {phase: [] for phase in _PHASES}
-        self._inside_of: list[tuple[str, Span]] = []
-        """Pairs of an enclosing phase and a span that is nested in it."""
-        self._open: list[str] = []
+        self._enclosing: str | None = None
         # A capture may contain any phase, so there is one span per phase, which all captures share.
-        self._captured: dict[str, Span] = {phase: (event(True), event(True)) for phase in _PHASES}
+        self._captured: dict[str, Span] = {phase: Span(event(True), event(True)) for phase in _PHASES}
         # Record the events now, because ``elapsed_time`` rejects unrecorded events. Until a replay, they precede all phases.
-        for begin, end in self._captured.values():
-            begin.record()
-            end.record()
+        for span in self._captured.values():
+            span.begin.record()
+            span.end.record()
 
     @contextmanager
     def time(self, phase: str) -> Iterator[None]:
         """Count the block's device time towards ``phase``. Nested blocks count towards their own phases."""
         self.tracker.enter(phase)
-        capturing = self._capturing()
-        begin, end = self._captured[phase] if capturing else (self._event(False), self._event(False))
-        begin.record()
-        self._open.append(phase)
+        capturing, around = self._capturing(), self._enclosing
+        span = self._captured[phase] if capturing else Span(self._event(False), self._event(False), around)
+        span.begin.record()
+        self._enclosing = phase
         try:
             yield
         finally:
-            self._open.pop()
-            end.record()
-            if not capturing:
-                self._spans[phase].append((begin, end))
-                if self._open:
-                    # ``take`` subtracts this span later, because the device has not reached these events yet.
-                    self._inside_of.append((self._open[-1], (begin, end)))
+            self._enclosing = around
+            span.end.record()
+            if not capturing:  # ``take`` reads the events later, because the device has not reached them yet
+                self._spans[phase].append(span)
 
     @contextmanager
     def exchanging(self) -> Iterator[None]:
@@ -137,18 +143,18 @@ class DeviceStopwatch(Stopwatch):
 
     def take(self) -> dict[str, float]:
         """Return the seconds by phase and reset them. Waits until the device has finished the phases."""
-        for spans in self._spans.values():
-            if spans:
-                spans[-1][1].synchronize()
         for phase, spans in self._spans.items():
-            self._seconds[phase] += sum(map(_seconds, spans))
-        for around, span in self._inside_of:
-            self._seconds[around] -= _seconds(span)
+            if spans:
+                spans[-1].end.synchronize()
+            for span in spans:
+                self._seconds[phase] += span.seconds()
+                if span.around is not None:
+                    self._seconds[span.around] -= span.seconds()
         for phase, captured in self._captured.items():
             for around, spans in self._spans.items():
                 # If the last span did not replay the captured events, they lie outside it and do not count.
-                if around != phase and spans and _lies_in(captured, spans[-1]):
-                    seconds = len(spans) * _seconds(captured)
+                if around != phase and spans and captured.lies_in(spans[-1]):
+                    seconds = len(spans) * captured.seconds()
                     self._seconds[phase] += seconds
                     self._seconds[around] -= seconds
         return super().take()
@@ -156,12 +162,3 @@ class DeviceStopwatch(Stopwatch):
     def reset(self) -> None:
         super().reset()
         self._spans = {phase: [] for phase in _PHASES}
-        self._inside_of = []
-
-
-def _seconds(span: Span) -> float:
-    return span[0].elapsed_time(span[1]) / 1000
-
-
-def _lies_in(inner: Span, outer: Span) -> bool:
-    return outer[0].elapsed_time(inner[0]) >= 0 and inner[1].elapsed_time(outer[1]) >= 0

@@ -1,7 +1,7 @@
 """Division of a model among the ranks of a copy: this rank's part, and vectors of the whole model from all parts."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import accumulate, pairwise, starmap
 
 import torch
@@ -20,7 +20,7 @@ from bert.parallel.tensor.shards import TensorParallel
 def own_part(
     initial: BertForPreTraining,
     mesh: Mesh,
-    tensor: TensorParallel | None,
+    tensor: TensorParallel,
     virtual_stages: int = 1,
     products: MatrixProducts | None = None,
     inner_products: MatrixProducts | None = None,
@@ -30,8 +30,7 @@ def own_part(
 
     By default, the layers multiply as PyTorch does and recompute nothing, which is sufficient for an evaluation.
     """
-    placement = None if tensor is None else tensor.placement
-    own: Callable[[str, Tensor], Tensor] = tensor.own if tensor is not None else lambda _, weight: weight
+    placement = tensor.placement
     stages = process_group(mesh.pipeline_ranks)
     weights = dict(initial.named_parameters())
     word_VD = weights["embeddings.word"].detach()
@@ -39,12 +38,12 @@ def own_part(
         if stages is None:
             model = BertForPreTraining(initial.config, placement, products, inner_products, recompute)
         else:
-            word_VD = own("embeddings.word", word_VD)
+            word_VD = tensor.own("embeddings.word", word_VD)
             model = PipelineModel(initial.config, stages, virtual_stages, word_VD, placement, products, recompute)
     model.to(word_VD.dtype).train(initial.training)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            parameter.copy_(own(name, weights[name]))
+            parameter.copy_(tensor.own(name, weights[name]))
     return model
 
 
@@ -58,13 +57,14 @@ class WholeVectors:
         self,
         model: BertForPreTraining,
         flat: FlatParameters,
-        tensor: TensorParallel | None = None,
-        pipeline: PipelineModel | None = None,
+        tensor: TensorParallel,
+        pipeline: PipelineModel | None,
     ) -> None:
         self._tensor = tensor
         self._pipeline = pipeline
         self._own = {name: flat.places[parameter] for name, parameter in model.named_parameters()}
-        if tensor is None and pipeline is None:
+        self._is_whole = tensor.group is None and pipeline is None
+        if self._is_whole:
             self._shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
             self._places, self.size = self._own, len(flat.weights_P)
         else:
@@ -86,18 +86,18 @@ class WholeVectors:
 
     def gather(self, vector_P: Tensor) -> Tensor:
         """Return a whole vector, gathered from the ranks of a model copy. They must all call this at the same time."""
-        if self._tensor is None and self._pipeline is None:
+        if self._is_whole:
             return vector_P
         # First each rank of a stage gathers the stage's shards; then each parameter is broadcast to the other stages.
         shards_RP = vector_P[None]
-        if self._tensor is not None:
-            group = self._tensor.group
+        group = self._tensor.group
+        if group is not None:
             shards_RP = vector_P.new_empty(group.size(), len(vector_P))
             all_gather_single(shards_RP.view(-1), vector_P, group=group)
         whole = vector_P.new_empty(self.size)
         for name, part in self.parts(whole):
             if name in self._own:
-                split, own = None if self._tensor is None else self._tensor.splits[name], self._own[name]
+                split, own = self._tensor.splits[name], self._own[name]
                 # An undivided parameter is equal on all ranks of the group, so take the first rank's copy.
                 part.copy_(shards_RP[0, own].view_as(part) if split is None else split.whole(shards_RP[:, own]))
         if self._pipeline is not None:
@@ -115,10 +115,9 @@ class WholeVectors:
 
     def shard_(self, vector_P: Tensor, whole: Tensor) -> None:
         """Overwrite a vector with this rank's part of a whole vector."""
-        if self._tensor is None and self._pipeline is None:
+        if self._is_whole:
             vector_P.copy_(whole)
             return
         for name, part in self.parts(whole):
             if name in self._own:
-                own = part if self._tensor is None else self._tensor.own(name, part)
-                vector_P[self._own[name]] = own.flatten()
+                vector_P[self._own[name]] = self._tensor.own(name, part).flatten()

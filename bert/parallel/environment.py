@@ -35,6 +35,13 @@ class Launch:
     rank_variable: str = "RANK"
     world_size_variable: str = "WORLD_SIZE"
 
+    def __post_init__(self) -> None:
+        if not 0 <= self.rank < self.world_size:
+            raise ValueError(
+                f"{self.rank_variable}={self.rank} with {self.world_size_variable}={self.world_size}: "
+                "start the run with torchrun, srun or mpirun, or unset both"
+            )
+
     @classmethod
     def from_environment(cls) -> "Launch":
         """Read the variables of torchrun, else mpirun (Open MPI), else an srun step; without any, return a single process.
@@ -43,16 +50,6 @@ class Launch:
         ``ValueError`` if a variable is not an integer, or if the rank is not below the number of ranks.
         """
         _parent()
-        launch = cls._read()
-        if not 0 <= launch.rank < launch.world_size:
-            raise ValueError(
-                f"{launch.rank_variable}={launch.rank} with {launch.world_size_variable}={launch.world_size}: "
-                "start the run with torchrun, srun or mpirun, or unset both"
-            )
-        return launch
-
-    @classmethod
-    def _read(cls) -> "Launch":
         # Either variable counts as torchrun's, so that a rank above 0 without WORLD_SIZE raises an error.
         if "RANK" in os.environ or "WORLD_SIZE" in os.environ:
             names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from bert.configuration.sections import ParallelConfig
 from bert.parallel.environment import Launch, site
-from bert.parallel.rendezvous import group_by_host, join_group
+from bert.parallel.rendezvous import Identity, group_by_host, join_group
 from console.text import counted
 from kernels.products import set_product_precision
 
@@ -48,8 +48,8 @@ class Mesh:
     local_rank: int
     """Index of the process on its host, as given by the launcher, and of the device that it uses."""
     device: torch.device
-    nodes: tuple[tuple[int, ...], ...] = ()
-    """Ranks of each host, by local rank; ``()`` stands for one host. A host's ranks need not be consecutive."""
+    nodes: tuple[tuple[int, ...], ...] = ((0,),)
+    """Ranks of each host, by local rank. A host's ranks need not be consecutive."""
     tensor: int = 1
     """Number of ranks that share a stage of the model, or the whole model if there is one stage."""
     pipeline: int = 1
@@ -80,7 +80,7 @@ class Mesh:
     @cached_property
     def node_ranks(self) -> tuple[int, ...]:
         """Ranks on this host, by local rank."""
-        return next((ranks for ranks in self.nodes if self.rank in ranks), tuple(range(self.world_size)))
+        return next(ranks for ranks in self.nodes if self.rank in ranks)
 
     @cached_property
     def rail_ranks(self) -> tuple[int, ...]:
@@ -88,12 +88,12 @@ class Mesh:
         place = self.node_ranks.index(self.rank)
         data = set(self.data_ranks)
         # Sort the ranks, because PyTorch 2.11 creates only groups of ascending ranks. An all-reduce works in any order.
-        return tuple(sorted(ranks[place] for ranks in self.nodes if ranks[place] in data)) or (self.rank,)
+        return tuple(sorted(ranks[place] for ranks in self.nodes if ranks[place] in data))
 
     @cached_property
     def copies(self) -> tuple[tuple[int, ...], ...]:
         """Ranks of each copy of the model, stage after stage; copies are ordered by their lowest rank."""
-        ranks = [rank for node in self.nodes for rank in node] or list(range(self.world_size))
+        ranks = [rank for node in self.nodes for rank in node]
         size = self.tensor * self.pipeline
         return tuple(sorted((tuple(ranks[start : start + size]) for start in range(0, len(ranks), size)), key=min))
 
@@ -161,16 +161,20 @@ class Mesh:
         """Index that selects this rank's dropout seed. All stages of a copy share it, because they have different layers."""
         return self.data_rank * self.tensor + self.tensor_rank if self.pipeline > 1 else self.rank
 
-    def places(self) -> list[str]:
-        """Describe each rank by its site, if there are several, and its place in the grid, if ranks share copies."""
-        places = []
+    def names(self) -> list[str]:
+        """Return each rank's name in messages.
+
+        It has the rank's host, its site if there are several, and its place in the grid if ranks share copies.
+        """
+        names = []
         for rank, (copy, stage, shard) in self.coordinates.items():
             parts = [f"site {self.sites[rank]}"] if self.sites else []
             if self.tensor * self.pipeline > 1:
                 stages = f", pipeline {stage}" if self.pipeline > 1 else ""
                 parts.append(f"data {copy}{stages}, tensor {shard}")
-            places.append(f" ({', '.join(parts)})" if parts else "")
-        return places
+            place = f" ({', '.join(parts)})" if parts else ""
+            names.append(f"rank {rank} on host {self.hosts[rank]}{place}")
+        return names
 
     def __str__(self) -> str:
         pipeline = f" x pipeline {self.pipeline}" if self.pipeline > 1 else ""
@@ -195,15 +199,12 @@ def join_mesh(
         require_gpus(launch.local_rank + 1)
         torch.cuda.set_device(launch.local_rank)  # NCCL uses the current device
     place = torch.device(device, launch.local_rank) if device == "cuda" else torch.device(device)
-    nodes: tuple[tuple[int, ...], ...] = ()
-    hosts: tuple[str, ...] = (socket.gethostname(),)
-    sites = (own_site,)
+    identities = [Identity(socket.gethostname(), "", launch.local_rank, 1, own_site)]
     if launch.world_size > 1:
         identities = join_group(launch, place, timeout, arrival or timeout)
-        nodes = group_by_host(identities, one_launcher=device == "cuda")
-        hosts = tuple(identity.host for identity in identities)
-        sites = tuple(identity.site for identity in identities)
-    per_host = len(nodes[0]) if nodes else 1  # group_by_host ensures that all hosts have equally many ranks
+    nodes = group_by_host(identities, one_launcher=device == "cuda")
+    sites = tuple(identity.site for identity in identities)
+    per_host = len(nodes[0])  # group_by_host ensures that all hosts have equally many ranks
     parallel = parallel or ParallelConfig()
     # Check each site by itself, because no copy of the model may span two sites.
     for ranks in Counter(sites).values():
@@ -216,7 +217,7 @@ def join_mesh(
         nodes,
         parallel.tensor,
         parallel.pipeline,
-        hosts,
+        tuple(identity.host for identity in identities),
         sites if len({*sites}) > 1 else (),
     )
 

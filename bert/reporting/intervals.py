@@ -28,13 +28,13 @@ change the weights, so waiting longer rarely helps."""
 class Stragglers:
     """Detector of ranks that slow down the other ranks, based on the time of each rank's own work.
 
-    All arguments have one entry per rank: ``hosts`` holds the host names, ``stages`` the pipeline stages, and ``places``
-    texts about the ranks' positions in the mesh, for messages. Ranks are compared only with ranks of the same stage,
-    because only these ranks have the same amount of work.
+    All arguments have one entry per rank: ``hosts`` holds the host names, ``stages`` the pipeline stages, and ``names`` the
+    ranks' names in messages. Ranks are compared only with ranks of the same stage, because only these ranks have the same
+    amount of work.
     """
 
-    def __init__(self, hosts: Sequence[str], stages: Sequence[int], places: Sequence[str]) -> None:
-        self._hosts, self._stages, self._places = hosts, stages, places
+    def __init__(self, hosts: Sequence[str], stages: Sequence[int], names: Sequence[str]) -> None:
+        self._hosts, self._stages, self._names = hosts, stages, names
         self._in_a_row = [0] * len(hosts)
         """For each rank, the number of consecutive intervals that contradict `_named`."""
         self._named = [False] * len(hosts)
@@ -60,10 +60,7 @@ class Stragglers:
             self._in_a_row[rank], self._named[rank] = 0, not self._named[rank]
             times = own / middle if middle else float("inf")
             state = "is slow" if self._named[rank] else "is no longer slow"
-            text = (
-                f"rank {rank} on host {host}{self._places[rank]} {state}: {1000 * own:.1f} ms a step of its own, "
-                f"{times:.2f} times the median"
-            )
+            text = f"{self._names[rank]} {state}: {1000 * own:.1f} ms a step of its own, {times:.2f} times the median"
             found.append((text, Straggler(rank, host, self._named[rank], 1000 * own, 1000 * middle)))
         return found
 

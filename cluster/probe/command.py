@@ -79,8 +79,7 @@ def _measure(mesh: Mesh, seconds: float) -> View | None:
     """Return the view on rank 0, and None on the other ranks."""
     start = time.perf_counter()
     every = gather_facts(facts_of(mesh), mesh)
-    nodes = mesh.nodes or (tuple(range(mesh.world_size)),)
-    host_of = [next(host for host, ranks in enumerate(nodes) if rank in ranks) for rank in range(mesh.world_size)]
+    host_of = [next(host for host, ranks in enumerate(mesh.nodes) if rank in ranks) for rank in range(mesh.world_size)]
     # Several hosts, such as containers, may share one machine. Count its processors once.
     processors = sum({facts.machine: facts.host.cores for facts in every}.values())
     own = every[mesh.rank]
@@ -89,7 +88,7 @@ def _measure(mesh: Mesh, seconds: float) -> View | None:
     place = sum(facts.machine == own.machine for facts in every[: mesh.rank])
     group = place // slots if mesh.device.type == "cpu" else 0
     cells = cells_of(mesh.device)
-    in_hosts, between = _schedules(nodes, every)
+    in_hosts, between = _schedules(mesh.nodes, every)
 
     def once() -> Measurements:
         rates_TC = measure_rates(mesh, cells, group, TURNS, _DEVICES * seconds)
@@ -131,7 +130,7 @@ def _measure(mesh: Mesh, seconds: float) -> View | None:
             replace(host, switches=path, site=site)
             for host, path, site in zip(measured.hosts, switches, measured.sites, strict=True)
         ),
-        _ranks(measured, nodes),
+        _ranks(measured, mesh.nodes),
         _links(measured),
         tuple(collectives),
         tuple(computations),

@@ -58,7 +58,7 @@ def test_statistics_of_a_site_are_weighted_by_its_share_of_the_ranks(rank: int, 
         skipped = found.pop("skipped_steps") / max(1, steps)
         assert (found, skipped, stopping) == (pytest.approx(expected), share * counts, False)
         assert statistics.own_seconds == [1.5 * (each == rank) for each in range(4)]
-    assert not Statistics(Mesh(1, 2, 0, torch.device("cpu"), tensor=2))._counts, "one rank of a copy counts"
+    assert not Statistics(Mesh(1, 2, 0, torch.device("cpu"), ((0, 1),), tensor=2))._counts, "one rank of a copy counts"
 
 
 def state(step: TrainingStep) -> list[torch.Tensor]:

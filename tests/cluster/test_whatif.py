@@ -44,8 +44,9 @@ def test_parts_add_up_to_the_seconds_of_the_run(tmp_path: Path) -> None:
 
 def test_stragglers_cost_the_time_that_other_ranks_waited(tmp_path: Path) -> None:
     """Rank 2 (slower) and rank 3 of a host are slow, and rank 2 recovers halfway."""
-    hosts, places = ["h0", "h0", "h1", "h1", "h2"], [f" (data {rank}, tensor 0)" for rank in range(5)]
-    stragglers, records = Stragglers(hosts, [0] * 5, places), []
+    hosts = ["h0", "h0", "h1", "h1", "h2"]
+    names = [f"rank {rank} on host {host} (data {rank}, tensor 0)" for rank, host in enumerate(hosts)]
+    stragglers, records = Stragglers(hosts, [0] * 5, names), []
     for number, record in enumerate(steps(20), 1):
         times = [0.04, 0.04, 0.08 if number <= 10 else 0.04, 0.06, 0.04]
         records += [record, *(warning(record["step"], slow) for _, slow in stragglers.add(times))]

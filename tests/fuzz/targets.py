@@ -105,7 +105,7 @@ TARGETS = (
     Target("index of weights", inputs.take_checkpoint, lambda: [inputs.index_of_theirs()], "model.safetensors.index.json"),
     Target("TensorFlow index", inputs.take_checkpoint, lambda: [(inputs.BUNDLES / "tf1.index").read_bytes()], "tf1.index",
            seal=test_tensorflow.sealed_index),
-    Target("hub", strangers.disturb_hub, lambda: [b"0 0 host\n" + BEAT, b"0 host\n", b"x" * 9000], "said"),
+    Target("hub", strangers.disturb_hub, lambda: [b"0 0\n" + BEAT, b"0\n", b"x" * 9000], "said"),
     Target("heartbeats", strangers.judge_lines,
            lambda: [BEAT * 3 + b'{"failed": "x", "status": 3}\n{"left": true}\n'], "said"),
     Target("meeting", strangers.disturb_meeting,

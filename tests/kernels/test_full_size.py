@@ -7,11 +7,13 @@ import pytest
 import torch
 
 from bert.configuration.sections import ModelConfig, OptimizerConfig
+from bert.execution.stopwatch import Stopwatch
 from bert.model import BertForPreTraining
 from bert.optimizer import FlatParameters, Lamb
 from bert.parallel.mesh import join_mesh
 from bert.parallel.reduction.gradients import Communicators, Reduction
 from bert.parallel.reduction.sharded_lamb import ShardedLamb
+from bert.parallel.tensor.shards import TensorParallel
 from kernels import LambSegments, LambState, lamb_directions, sum_of_squares
 from kernels.triton import lamb as triton_lamb
 from tests.kernels.lamb_oracle import HYPERPARAMETERS
@@ -70,7 +72,8 @@ def test_optimizers_return_an_accurate_norm_of_the_gradient(sharded: bool) -> No
     flat = FlatParameters.of(model)
     if sharded:
         communicators = Communicators.create(join_mesh("cpu"))
-        optimizer = ShardedLamb(flat, OptimizerConfig(0.1, 10), Reduction(flat, communicators, "sharded"))
+        reduction, alone = Reduction(flat, communicators, "sharded"), TensorParallel(model.config, None, Stopwatch())
+        optimizer = ShardedLamb(flat, OptimizerConfig(0.1, 10), reduction, alone)
     else:
         optimizer = Lamb(flat, OptimizerConfig(0.1, 10))
     flat.gradients_P.copy_(normal(len(flat.gradients_P)))

@@ -90,19 +90,6 @@ def divided(costs: list[float], count: int) -> list[range]:
     return [range(start, stop) for start, stop in zip((0, *stops), stops, strict=False)]
 
 
-class WordTable(nn.Module):
-    """Copy of the word table on the last pipeline stage. It is a buffer, because the first stage has the parameter."""
-
-    word: Tensor
-
-    def __init__(self, word_VD: Tensor) -> None:
-        super().__init__()
-        word_VD = word_VD.detach().clone().requires_grad_()
-        # Autograd accumulates the gradient here, and ``add_word_gradient_`` sends it to the stage that updates the table.
-        word_VD.grad = torch.zeros_like(word_VD)
-        self.register_buffer("word", word_VD, persistent=False)
-
-
 class PipelineModel(BertForPreTraining):
     """Pipeline stages that this rank holds. Calling it sends a batch through the stages of all ranks."""
 
@@ -127,8 +114,14 @@ class PipelineModel(BertForPreTraining):
             for name in parameter_shapes(config)
         }
         """Rank in the pipeline group that updates each parameter, by the parameter's name."""
-        table = WordTable(word_VD) if own[-1].is_last else None
-        self._gradient = None if table is None else table.word.grad
+        table = self._gradient = None
+        if own[-1].is_last:
+            # The copy of the word table is a buffer, because the first stage has the parameter. Autograd accumulates its
+            # gradient here, and ``add_word_gradient_`` sends it to that stage.
+            word_VD = word_VD.detach().clone().requires_grad_()
+            word_VD.grad = self._gradient = torch.zeros_like(word_VD)
+            table = nn.Module()
+            table.register_buffer("word", word_VD, persistent=False)
         super().__init__(
             config, placement, products, None, recompute, lambda name: any(stage.owns(name) for stage in own), table
         )

@@ -127,7 +127,7 @@ class Communicators:
             between = BetweenSites(rails, mesh)
             shards *= between.pieces * len(rails)
         rail = mesh.own_site.rail_ranks if between else mesh.rail_ranks
-        everyone = process_group(ranks) if len(ranks) not in (0, mesh.world_size) else None
+        everyone = process_group(ranks) if len(ranks) < mesh.world_size else None
         return cls(data, node, process_group(rail, in_network=in_network), shards, between, everyone)
 
 
@@ -195,6 +195,9 @@ class Reduction:
     sharded three times, or less often if there is no node or rail group.
     """
 
+    own_sums: Tensor | None = None
+    """Sums of this rank's shard, [W], contiguous, if the rank keeps only its shard of the gradients; otherwise None."""
+
     def __init__(
         self,
         flat: FlatParameters,
@@ -205,6 +208,8 @@ class Reduction:
     ) -> None:
         self.strategy = strategy
         self.communicators = communicators
+        self.shard_group = {"sharded": communicators.node, "sharded_world": communicators.data}.get(strategy)
+        """Ranks that each have a shard of a bucket's sum, or None if this rank has the whole sum."""
         self._gradients_N = flat.gradients_N
         # Buckets divide among the ranks of all nodes, and therefore also among the ranks of one node.
         self.buckets = bucket_slices(len(flat.weights_N), communicators.shards, bucket_bytes)
@@ -261,17 +266,6 @@ class Reduction:
         """Fill a bucket of a flat vector with the shards of all ranks that share it."""
         if self.shard_group is not None:
             all_gather_single(flat_N[bucket], self.shard(flat_N, bucket), group=self.shard_group)
-
-    @property
-    def own_sums(self) -> Tensor | None:
-        """Sums of this rank's shard, [W], contiguous, if the rank keeps only its shard of the gradients; otherwise None."""
-        return None
-
-    @property
-    def shard_group(self) -> dist.ProcessGroup | None:
-        """Ranks that each have a shard of a bucket's sum, or None if this rank has the whole sum."""
-        groups = self.communicators
-        return {"sharded": groups.node, "sharded_world": groups.data}.get(self.strategy)
 
     def close(self) -> None:
         for hook in self._hooks:

@@ -30,6 +30,9 @@ class ShardedReduction(Reduction):
     over the node, and after the last micro-batch, the rails sum the totals.
     """
 
+    own_sums: Tensor
+    """Sums of this rank's shard, [W], bucket after bucket, over all micro-batches since they were set to zero."""
+
     def __init__(
         self,
         flat: FlatParameters,
@@ -44,7 +47,7 @@ class ShardedReduction(Reduction):
         sizes = [bucket.stop - bucket.start for bucket in self.buckets]
         shards = 1 if self.shard_group is None else self.shard_group.size()
         stops = (torch.tensor(sizes).cumsum(0) // shards).tolist()
-        self._shard_W = flat.weights_N.new_zeros(stops[-1])
+        self.own_sums = flat.weights_N.new_zeros(stops[-1])
         self._own = [slice(stop - size // shards, stop) for stop, size in zip(stops, sizes, strict=True)]
         """For each bucket, the slice of this rank's shard that holds the rank's part of the bucket."""
         self._buffers = [flat.weights_N.new_empty(max(sizes)) for _ in range(BUFFERS)]
@@ -52,11 +55,6 @@ class ShardedReduction(Reduction):
         """For each buffer, a function that waits until the buffer is free."""
         self._is_last = False
         self._stopwatch = stopwatch
-
-    @property
-    def own_sums(self) -> Tensor:
-        """Sums of this rank's shard, [W], bucket after bucket, over all micro-batches since they were set to zero."""
-        return self._shard_W
 
     @contextmanager
     def overlapped(self, last: bool = True) -> Iterator[None]:
@@ -108,7 +106,7 @@ class ShardedReduction(Reduction):
     @torch.no_grad()
     def _add(self, bucket: int, gradients_B: Tensor, last: bool) -> None:
         self._sums.reduce_scatter_(gradients_B, self.shard_group)
-        own_sums = self._shard_W[self._own[bucket]]
+        own_sums = self.own_sums[self._own[bucket]]
         own_sums += shard_of(gradients_B, self.shard_group)
         if last and self.strategy == "sharded":
             self._sums.all_reduce_(own_sums, self.communicators.rail)

@@ -41,7 +41,7 @@ class ShardedLamb:
         flat: FlatParameters,
         config: OptimizerConfig,
         reduction: Reduction,
-        tensor: TensorParallel | None = None,
+        tensor: TensorParallel,
         pipeline: dist.ProcessGroup | None = None,
     ) -> None:
         self.flat = flat
@@ -64,7 +64,7 @@ class ShardedLamb:
         # LAMB's segments cover the whole shard, so the padding behind the last segment is one more segment.
         sizes = *flat.segments.sizes, len(flat.weights_N) - len(flat.weights_P)
         adapted = *flat.segments.adapted, False
-        everywhere = [False] * len(sizes) if tensor is None else [*tensor.on_all_ranks(flat), False]
+        everywhere = *tensor.on_all_ranks(flat), False
         spans = segment_spans(sizes, [self._own(bucket) for bucket in reduction.buckets])
         segments = [segment for segment, _, _ in spans]
         lengths = tuple(stop - start for _, start, stop in spans)
@@ -72,7 +72,7 @@ class ShardedLamb:
         places = [torch.arange(start, stop) for segment, start, stop in spans if everywhere[segment]]
         # The empty tensor is needed because cat rejects an empty list.
         self._everywhere_I = torch.cat([torch.arange(0), *places]).to(device)
-        self._counts = tensor is None or tensor.rank == 0
+        self._counts = tensor.rank == 0
         """Whether this rank counts replicated parameters in norms. Only one rank of a tensor group does."""
         segments_K = torch.tensor([segment for segment in segments if adapted[segment]], dtype=torch.int64)
         counted_K = self._counts | ~torch.tensor(everywhere)[segments_K]
@@ -154,7 +154,7 @@ class ShardedLamb:
         The squares of replicated parameters count on only one rank of the group.
         """
         gradient_W, everywhere_I = self._gradient_W, self._everywhere_I
-        if self._tensor is None or len(everywhere_I) == 0:
+        if len(everywhere_I) == 0:
             return sum_of_squares(gradient_W)
         summed_I = gradient_W[everywhere_I]
         dist.all_reduce(summed_I, group=self._tensor.group)
@@ -163,8 +163,7 @@ class ShardedLamb:
         return squares if self._counts else squares - sum_of_squares(summed_I)
 
     def _over_shards(self, squares: Tensor) -> Tensor:
-        squares = _summed(squares, self._group)
-        return squares if self._tensor is None else _summed(squares, self._tensor.group)
+        return _summed(_summed(squares, self._group), self._tensor.group)
 
     def _collect(self, flat_N: Tensor, shard_W: Tensor) -> None:
         torch.cat([self._reduction.shard(flat_N, bucket) for bucket in self._reduction.buckets], out=shard_W)

@@ -22,10 +22,7 @@ from kernels import masked_lm_logits
 
 
 class Exchange:
-    """Collectives of a tensor group. The stopwatch counts their time as ``exchanging``.
-
-    Shape legend: R ranks of the group, W rows of each.
-    """
+    """Collectives of a tensor group. The stopwatch counts their time as ``exchanging``."""
 
     def __init__(self, group: dist.ProcessGroup, stopwatch: Stopwatch) -> None:
         self.rank, self.size = group.rank(), group.size()
@@ -83,9 +80,7 @@ class SharedPlacement(Placement):
 
     def all_rows(self, own: Tensor) -> Tensor:
         """Gather all rows [R W, ...] from each rank's rows [W, ...]. The backward pass sums and scatters the gradients."""
-        rows = _Collective.apply(own, self._exchange.gathered, self._exchange.scattered)
-        assert isinstance(rows, Tensor)
-        return rows
+        return _Collective.apply(own, self._exchange.gathered, self._exchange.scattered)
 
     def own_rows(self, rows: Tensor, empty: int = 0) -> Tensor:
         """Return this rank's rows [W, ...] of ``rows`` [N, ...]."""
@@ -97,9 +92,7 @@ class SharedPlacement(Placement):
     def summed(self, product: Tensor) -> Tensor:
         """Return this rank's rows [W, D] of the sum of the products [N, D]. The backward pass gathers the gradients."""
         product = _lengthened(product, self.share(len(product)) * self._exchange.size)
-        rows = _Collective.apply(product, self._exchange.scattered, self._exchange.gathered)
-        assert isinstance(rows, Tensor)
-        return rows
+        return _Collective.apply(product, self._exchange.scattered, self._exchange.gathered)
 
     def words(self, input_ids_T: Tensor, word_VD: Tensor) -> tuple[Tensor, Tensor]:
         """Return indices 0, 1, ... and a table with the embeddings of this rank's tokens, gathered from all shards."""
@@ -120,14 +113,27 @@ class SharedPlacement(Placement):
         labels_M: Tensor,
         count_correct: bool,
     ) -> tuple[Tensor, Tensor | None]:
-        """Return ``kernels.masked_lm_loss`` on all ranks; each rank computes the logits of its own words."""
+        """Return ``kernels.masked_lm_loss`` on all ranks; each rank computes the logits of its own words.
+
+        A prediction is correct if the label has the largest logit. Of equal logits, the first one counts as the largest. A
+        row with a NaN is never correct.
+        """
         hidden_MD = self.all_rows(hidden_MD)[: len(labels_M)]  # drop the padding rows
         start = len(word_VD) * self._exchange.rank
         known = min(max(0, self._vocab_size - start), len(word_VD))
         if known < len(word_VD):  # rows past the vocabulary must not have the largest logit
             bias_V = torch.cat([bias_V[:known], bias_V.new_full((len(bias_V) - known,), -torch.inf)])
         product = masked_lm_logits if count_correct else F.linear
-        return shard_loss(product(hidden_MD, word_VD, bias_V), labels_M, start, self._exchange, count_correct)
+        logits_MV = product(hidden_MD, word_VD, bias_V)
+        loss, label_logits_M = _ShardLoss.apply(logits_MV, labels_M, start, self._exchange)
+        if not count_correct:
+            return loss, None
+        label_logits_M1, words_V = label_logits_M[:, None], torch.arange(logits_MV.shape[1], device=labels_M.device)
+        level_MV = (logits_MV == label_logits_M1) & (words_V >= (labels_M - start)[:, None])
+        # A NaN compares as false with anything, so negating the comparison makes its row incorrect.
+        beaten_M = (~((logits_MV < label_logits_M1) | level_MV)).any(1).int()
+        self._exchange.all_reduce_(beaten_M)
+        return loss, ((beaten_M == 0) & (labels_M >= 0)).sum()
 
     def total(self, loss: Tensor) -> Tensor:
         """Return the sum [] of a loss over the ranks, on all ranks."""
@@ -137,9 +143,7 @@ class SharedPlacement(Placement):
             return own
 
         # The gradient needs no communication, because the loss is the same on all ranks.
-        total = _Collective.apply(loss, over_ranks, lambda gradient: gradient)
-        assert isinstance(total, Tensor)
-        return total
+        return _Collective.apply(loss, over_ranks, lambda gradient: gradient)
 
 
 def _lengthened(rows: Tensor, length: int, empty: int = 0) -> Tensor:
@@ -162,27 +166,11 @@ class _Collective(torch.autograd.Function):
         return ctx.function(gradient), None, None
 
 
-def shard_loss(
-    logits_MV: Tensor, labels_M: Tensor, start: int, exchange: Exchange, count_correct: bool
-) -> tuple[Tensor, Tensor | None]:
-    """Return the sum of cross-entropies [] and the number of correct predictions [] over all columns, on all ranks.
-
-    This rank's columns are the words from ``start`` on. Rows with the label -1 are ignored. A prediction is correct if the
-    label has the largest logit. Of equal logits, the first one counts as the largest. A row with a NaN is never correct.
-    """
-    loss, label_logits_M = _ShardLoss.apply(logits_MV, labels_M, start, exchange)
-    if not count_correct:
-        return loss, None
-    label_logits_M1, words_V = label_logits_M[:, None], torch.arange(logits_MV.shape[1], device=labels_M.device)
-    level_MV = (logits_MV == label_logits_M1) & (words_V >= (labels_M - start)[:, None])
-    # A NaN compares as false with anything, so negating the comparison makes its row incorrect.
-    beaten_M = (~((logits_MV < label_logits_M1) | level_MV)).any(1).int()
-    exchange.all_reduce_(beaten_M)
-    return loss, ((beaten_M == 0) & (labels_M >= 0)).sum()
-
-
 class _ShardLoss(torch.autograd.Function):
-    """Loss and the label's logit of each row. The logits are kept to compute their gradient."""
+    """Sum of cross-entropies over all columns, and the label's logit of each row. Rows with the label -1 are ignored.
+
+    This rank's columns are the words from ``start`` on. The logits are kept to compute their gradient.
+    """
 
     @staticmethod
     def forward(ctx: Any, logits_MV: Tensor, labels_M: Tensor, start: int, exchange: Exchange) -> tuple[Tensor, Tensor]:

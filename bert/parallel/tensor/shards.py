@@ -11,9 +11,8 @@ from torch import Tensor
 
 from bert.configuration.sections import ModelConfig
 from bert.execution.stopwatch import Stopwatch
-from bert.model import parameter_shapes
+from bert.model import Placement, parameter_shapes
 from bert.optimizer import FlatParameters
-from bert.parallel.mesh import Mesh, process_group
 from bert.parallel.tensor.placement import WORDS_MULTIPLE, Exchange, SharedPlacement
 
 
@@ -76,26 +75,28 @@ def split_of(name: str, shape: tuple[int, ...], ranks: int) -> Split | None:
 class TensorParallel:
     """Division of a model among the ranks of a tensor group: a parameter is either sharded or replicated."""
 
-    def __init__(self, config: ModelConfig, group: dist.ProcessGroup, stopwatch: Stopwatch) -> None:
+    def __init__(self, config: ModelConfig, group: dist.ProcessGroup | None, stopwatch: Stopwatch) -> None:
+        """If ``group`` is None, this rank is alone and has all parameters whole."""
         self.group = group
-        self.rank = group.rank()
-        self.placement = SharedPlacement(Exchange(group, stopwatch), config.vocab_size)
-        self.splits = {name: split_of(name, shape, group.size()) for name, shape in parameter_shapes(config).items()}
-        """Division of each parameter by name, or None if the parameter is replicated."""
+        self.rank = 0
+        self.placement = Placement()
+        shapes = parameter_shapes(config)
+        self.splits: dict[str, Split | None] = dict.fromkeys(shapes)
+        """Division of each parameter by name, or None if the parameter is not divided."""
+        if group is not None:
+            self.rank = group.rank()
+            self.placement = SharedPlacement(Exchange(group, stopwatch), config.vocab_size)
+            self.splits = {name: split_of(name, shape, group.size()) for name, shape in shapes.items()}
 
     def own(self, name: str, whole: Tensor) -> Tensor:
         split = self.splits[name]
         return whole if split is None else split.shard(whole, self.rank)
 
     def on_all_ranks(self, flat: FlatParameters) -> list[bool]:
-        """Tell for each segment whether every rank has all of it, because its parameter is replicated."""
+        """Tell for each segment whether every rank of a group has all of it, because its parameter is replicated."""
+        if self.group is None:
+            return [False] * len(flat.segments.sizes)
         named = zip(flat.names, flat.places.values(), strict=True)
         starts = {place.start for name, place in named if self.splits[name] is None}
         ends = torch.tensor(flat.segments.sizes).cumsum(0).tolist()
         return [start in starts for start in [0, *ends[:-1]]]  # ``starts`` omits divided parameters
-
-
-def tensor_parallel(config: ModelConfig, mesh: Mesh, stopwatch: Stopwatch) -> TensorParallel | None:
-    """Return the division in this rank's tensor group, or None if this rank is alone. Every rank must call it."""
-    group = process_group(mesh.tensor_ranks)
-    return None if group is None else TensorParallel(config, group, stopwatch)

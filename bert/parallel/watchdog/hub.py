@@ -32,11 +32,13 @@ class Hub:
     """Hub in a separate thread. The thread ends after the verdict or after ``close``."""
 
     def __init__(
-        self, listener: socket.socket, places: Sequence[str], seconds: float, beat_s: float, token: str
+        self, listener: socket.socket, names: Sequence[str], seconds: float, beat_s: float, token: str
     ) -> None:
-        """``places``, ``seconds`` and ``beat_s`` have the same meaning as in ``Judge``. The thread starts at once."""
+        """``names``, ``seconds`` and ``beat_s`` have the same meaning as in ``Judge``. The thread starts at once."""
         self.verdict: Ending | None = None
-        self._judge = Judge(places, seconds, beat_s)
+        self._judge = Judge(names, seconds, beat_s)
+        self._members = {str(member.rank).encode(): member for member in self._judge.members}
+        """Members by the text with which a greeting states the rank."""
         self._listener, self._beat_s, self._token = listener, beat_s, token.encode()
         self._connected: dict[int, asyncio.StreamWriter] = {}
         self._strangers: dict[asyncio.StreamWriter, None] = {}
@@ -87,30 +89,23 @@ class Hub:
                 greeting = await asyncio.wait_for(reader.readuntil(b"\n"), _GREETING_S)
             finally:
                 self._strangers.pop(writer, None)
-            member, host = self._known(greeting)
+            member = self._known(greeting)
             # Ignore greetings for a rank that has reported: they come from strangers who have overheard the first greeting.
             if member is not None and not member.beating:
-                await self._hear(member, host, reader, writer)
+                await self._hear(member, reader, writer)
         writer.transport.abort()
 
-    def _known(self, greeting: bytes) -> tuple[Member | None, str]:
-        token, _, who = greeting.rstrip(b"\n").partition(b" ")
+    def _known(self, greeting: bytes) -> Member | None:
+        token, _, rank = greeting.rstrip(b"\n").partition(b" ")
         # Compare in constant time, so that the duration does not reveal how much of the token was right.
-        if not hmac.compare_digest(token, self._token):
-            return None, ""
-        rank, _, host = who.decode(errors="replace").partition(" ")
-        # Limit the length, because int() raises for numbers of thousands of digits.
-        number = int(rank) if rank.isascii() and rank.isdigit() and len(rank) < 10 else len(self._judge.members)
-        return (self._judge.members[number] if number < len(self._judge.members) else None), host
+        return self._members.get(rank) if hmac.compare_digest(token, self._token) else None
 
-    async def _hear(
-        self, member: Member, host: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
-    ) -> None:
+    async def _hear(self, member: Member, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         before = self._connected.get(member.rank)
         self._connected[member.rank] = writer
         if before is not None:  # the rank gave up waiting for an answer on its old connection
             before.transport.abort()
-        self._judge.greet(member, host)
+        self._judge.greet(member)
         _send(writer, {"heard": True})  # the rank waits for this answer
         try:
             while True:

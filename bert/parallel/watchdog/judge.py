@@ -31,9 +31,7 @@ class Ending:
 @dataclass
 class Member:
     rank: int
-    in_mesh: str = ""
-    """Place of the rank in the mesh, appended to its name."""
-    host: str = "unknown"
+    name: str
     beating: bool = False
     """Whether the rank has reported its position since it connected."""
     left: bool = False
@@ -47,23 +45,19 @@ class Member:
     limit_s: float | None = None
     """Seconds that the rank may stay at its position; None before training."""
 
-    @property
-    def name(self) -> str:
-        return f"rank {self.rank} on host {self.host}{self.in_mesh}"
-
 
 class Judge:
-    def __init__(self, places: Sequence[str], seconds: float, beat_s: float) -> None:
-        """``places`` are the ranks' places in the mesh. Ranks report every ``beat_s`` and may be silent for ``seconds``."""
-        self.members = [Member(rank, place) for rank, place in enumerate(places)]
+    def __init__(self, names: Sequence[str], seconds: float, beat_s: float) -> None:
+        """``names`` are the ranks' names. Ranks report every ``beat_s`` and may be silent for ``seconds``."""
+        self.members = [Member(rank, name) for rank, name in enumerate(names)]
         self._seconds, self._beat_s = seconds, beat_s
         self._now_s = 0.0
         self._lost: list[Member] = []
         self._failed: list[tuple[float, Ending]] = []
 
-    def greet(self, member: Member, host: str) -> None:
+    def greet(self, member: Member) -> None:
         """Record that a rank has connected. A rank that gets no answer connects again."""
-        member.host, member.beating, member.heard_s = host, False, self._now_s
+        member.beating, member.heard_s = False, self._now_s
 
     def lose(self, member: Member) -> None:
         """Record that a rank's connection was closed."""

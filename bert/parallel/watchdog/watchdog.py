@@ -61,12 +61,11 @@ class Watchdog:
         port = agreed_integer(listener.getsockname()[1] if listener else 0, mesh)
         # The port is open to the network: the hub ignores anyone who does not know this token.
         token = agreed_text(os.urandom(16).hex() if mesh.is_main else "", mesh)
-        self._main_host = agreed_text(socket.gethostname(), mesh)
         if listener:
-            self._hub = Hub(listener, mesh.places(), seconds, self._beat_s, token)
+            self._hub = Hub(listener, mesh.names(), seconds, self._beat_s, token)
         address = "127.0.0.1" if mesh.is_main or alone else os.environ["MASTER_ADDR"]
-        greeting = f"{token} {mesh.rank} {socket.gethostname()}"
-        self._connection, self._received = _join((address, port), greeting.encode() + b"\n", max(_ANSWER_S, seconds))
+        greeting = f"{token} {mesh.rank}\n".encode()
+        self._connection, self._received = _join((address, port), greeting, max(_ANSWER_S, seconds))
         self._readable = select.poll()
         self._readable.register(self._connection, select.POLLIN)
         self._silence_s = 0.0
@@ -97,8 +96,7 @@ class Watchdog:
         self._error = error
         # Truncate the text, because escaping lengthens the text, and the hub ignores lines longer than LINE.
         self._send({"failed": text[: LINE // 8], "status": status})
-        self._decided.wait(2 * _GRACE_S)
-        if self._decided.is_set():
+        if self._decided.wait(2 * _GRACE_S):
             threading.Event().wait()  # the other thread ends the process
 
     def close(self) -> None:
@@ -126,17 +124,15 @@ class Watchdog:
 
     def _run(self) -> None:
         before, due = time.monotonic(), 0.0
-        over = False
-        while not over:
+        while True:
             if before >= due:
                 self._send(self._place())
                 due = before + self._beat_s
             data = self._receive(max(0.01, due - before))
             now = time.monotonic()
-            if self._closing.is_set():
-                return
             # Count at most two beats, so that no rank is blamed after the whole machine was suspended.
-            over = self._take_in(data, min(now - before, 2 * self._beat_s))
+            if self._closing.is_set() or self._take_in(data, min(now - before, 2 * self._beat_s)):
+                return
             before = now
 
     def _take_in(self, data: bytes | None, elapsed_s: float) -> bool:
@@ -179,7 +175,7 @@ class Watchdog:
     def _lost_hub(self, what: str) -> None:
         # The last rank of each host prints the message. It is rank 0 only if no other rank is on its host.
         self._end(
-            Ending(f"rank 0 on host {self._main_host}{self._mesh.places()[0]}: {what}", rank=0),
+            Ending(f"{self._mesh.names()[0]}: {what}", rank=0),
             self._mesh.rank == self._mesh.node_ranks[-1],
         )
 

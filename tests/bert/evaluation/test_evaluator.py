@@ -42,7 +42,7 @@ def model() -> BertForPreTraining:
 
 
 def evaluator(dataset: Dataset, size: int, rank: int = 0, ranks: int = 1, ignored_id: int | None = None) -> Evaluator:
-    return Evaluator(dataset, Mesh(rank, ranks, 0, torch.device("cpu")), size, ignored_id)
+    return Evaluator(dataset, Mesh(rank, ranks, 0, torch.device("cpu"), (tuple(range(ranks)),)), size, ignored_id)
 
 
 @pytest.mark.parametrize("size", [1, 3, 64])

@@ -19,7 +19,7 @@ TOKEN = "ranks_know_it"
 def hub() -> int:
     """Start a hub of two ranks, and return its port."""
     listener = listen("127.0.0.1")
-    Hub(listener, ["", ""], 1e6, 1e5, TOKEN)
+    Hub(listener, ["rank 0", "rank 1"], 1e6, 1e5, TOKEN)
     return listener.getsockname()[1]
 
 
@@ -40,7 +40,7 @@ def answer(port: int, content: bytes, patience_s: float = 5.0) -> bytes:
 def disturb_hub(said: Path) -> None:
     """Check that the hub does not answer a stranger, whatever it sends, and still answers a rank."""
     assert answer(hub(), said.read_bytes()) == b""
-    assert answer(hub(), f"{TOKEN} 1 host\n".encode()) == encoded({"heard": True})
+    assert answer(hub(), f"{TOKEN} 1\n".encode()) == encoded({"heard": True})
 
 
 def disturb_meeting(said: Path) -> None:
@@ -62,7 +62,7 @@ def disturb_meeting(said: Path) -> None:
 
 def judge_lines(said: Path) -> None:
     """Check that whatever two ranks report, their exit status is below 256. A process that exits with 256 ends as 0."""
-    judge = Judge(["", ""], 60.0, 6.0)
+    judge = Judge(["rank 0", "rank 1"], 60.0, 6.0)
     for number, line in enumerate(said.read_bytes().split(b"\n")):
         judge.hear(judge.members[number % 2], line)
     judge.lose(judge.members[0])

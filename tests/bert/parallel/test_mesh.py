@@ -76,20 +76,24 @@ def test_places_and_sites_of_ranks_follow_from_their_hosts() -> None:
     nodes, sites = ((0, 2), (1, 3), (4, 6), (5, 7)), ("east",) * 4 + ("west",) * 4
     mesh = Mesh(6, 8, 1, CPU, nodes, 1, 2, ("h",) * 8, sites)
     stages = [
-        f" (site {sites[rank]}, data {rank % 2 + rank // 4 * 2}, pipeline {rank % 4 // 2}, tensor 0)"
+        f"rank {rank} on host h (site {sites[rank]}, data {rank % 2 + rank // 4 * 2}, pipeline {rank % 4 // 2}, tensor 0)"
         for rank in range(8)
     ]
-    assert mesh.places() == stages
+    assert mesh.names() == stages
     assert (mesh.is_main, mesh.node_ranks, mesh.rail_ranks, mesh.data_rank) == (False, (4, 6), (2, 3, 6, 7), 2)
     assert mesh.own_site.nodes == ((4, 6), (5, 7))
     assert (mesh.own_site.data_ranks, mesh.own_site.rail_ranks, mesh.own_site.data_size) == ((6, 7), (6, 7), 2)
     assert mesh.by_site((1, 3, 5)) == ((1, 3), (5,))
-    alone = Mesh(0, 4, 0, CPU, tensor=2)
-    assert alone.places() == [f" (data {rank // 2}, tensor {rank % 2})" for rank in range(4)]
+    alone = Mesh(0, 4, 0, CPU, ((0, 1, 2, 3),), tensor=2, hosts=("h",) * 4)
+    assert alone.names() == [f"rank {rank} on host h (data {rank // 2}, tensor {rank % 2})" for rank in range(4)]
     assert (alone.is_main, alone.own_site is alone, alone.rail_ranks) == (True, True, (0,))
     assert (alone.by_site((1, 3)), alone.node_ranks) == (((1, 3),), (0, 1, 2, 3))
-    assert Mesh(0, 2, 0, CPU).places() == ["", ""]
-    assert Mesh(0, 2, 0, CPU, sites=("a", "b")).places() == [" (site a)", " (site b)"]
+    names = ["rank 0 on host g", "rank 1 on host h"]
+    assert Mesh(0, 2, 0, CPU, ((0,), (1,)), hosts=("g", "h")).names() == names
+    assert Mesh(0, 2, 0, CPU, ((0,), (1,)), hosts=("g", "h"), sites=("a", "b")).names() == [
+        f"{names[0]} (site a)",
+        f"{names[1]} (site b)",
+    ]
     before, now = (Allocation.of(["h0", "h1"], tiny_cpu(), sites=names) for names in (("a", "b"), ("a", "c")))
     assert changes(before, now) == ["host h1 is at site c; before b"]
 

@@ -14,10 +14,10 @@ class Played(Judge):
     """Judge with simulated ranks, two per host, that send a heartbeat at every second until they fall silent."""
 
     def __init__(self, count: int = 3) -> None:
-        super().__init__([""] * count, SECONDS, BEAT)
+        super().__init__([f"rank {rank} on host h{rank // 2}" for rank in range(count)], SECONDS, BEAT)
         self.places: dict[int, dict[str, object]] = {}
         for member in self.members:
-            self.greet(member, f"h{member.rank // 2}")
+            self.greet(member)
             self.at(member.rank, "start", 0, entered=-1, limit=None)
 
     def at(self, rank: int, phase: str, step: int, entered: int = 1, limit: float | None = SECONDS) -> None:
@@ -39,7 +39,7 @@ class Played(Judge):
 
 def test_a_lost_rank_is_blamed_unless_it_said_that_it_leaves() -> None:
     ranks = Played(4)
-    ranks.greet(ranks.members[1], "h7")  # connects again, and has not reported since
+    ranks.greet(ranks.members[1])  # connects again, and has not reported since
     ranks.lose(ranks.members[1])
     ranks.say(2, left=True)
     ranks.lose(ranks.members[2])

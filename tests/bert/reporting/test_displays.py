@@ -87,7 +87,8 @@ def test_the_time_left_is_a_range_if_the_accuracy_rises_and_otherwise_an_upper_b
 
 def same_work() -> Stragglers:
     """Return a detector for four ranks of one stage on two hosts."""
-    return Stragglers(["n0", "n0", "n1", "n1"], [0] * 4, [""] * 4)
+    hosts = ["n0", "n0", "n1", "n1"]
+    return Stragglers(hosts, [0] * 4, [f"rank {rank} on host {host}" for rank, host in enumerate(hosts)])
 
 
 def test_a_rank_is_reported_once_after_three_slow_and_once_after_three_fast_intervals() -> None:
@@ -123,8 +124,8 @@ def test_a_rank_is_slow_above_1_2_times_the_median(seconds: list[float], named: 
 
 def test_ranks_are_compared_with_ranks_of_the_same_pipeline_stage() -> None:
     """Stage 1 has twice the work of stage 0. Rank 2 of stage 0 takes as long as the ranks of stage 1, so it is slow."""
-    places = [f" (data {rank // 2}, pipeline {rank % 2}, tensor 0)" for rank in range(6)]
-    ranks = Stragglers(["n"] * 6, stages=[0, 1] * 3, places=places)
+    names = [f"rank {rank} on host n (data {rank // 2}, pipeline {rank % 2}, tensor 0)" for rank in range(6)]
+    ranks = Stragglers(["n"] * 6, stages=[0, 1] * 3, names=names)
     *before, [(text, _)] = [ranks.add([0.1, 0.2, 0.2, 0.2, 0.1, 0.2]) for _ in range(3)]
     assert before == [[], []]
     assert text.startswith("rank 2 on host n (data 1, pipeline 0, tensor 0) is slow: 200.0 ms a step of its own, 2.00")
