@@ -30,7 +30,7 @@ def tiny_cpu() -> Config:
     """A small BERT on the prose of Python's standard library, trained within minutes on two CPU cores."""
     return Config(
         recipe="tiny_cpu",
-        model=tiny_model(),
+        model=ModelConfig(2, 128, 4, 512, 1024, 128, hidden_dropout=0.0, attention_dropout=0.0),
         data=DataConfig(
             train=Path("data/tiny_cpu/train"),
             evaluation=Path("data/tiny_cpu/evaluation"),
@@ -67,10 +67,6 @@ def own_text_cpu() -> Config:
         evaluation=EvaluationConfig(target=None, interval_samples=4800, unknown_tokens=False),
         log=LogConfig(system="own_text_cpu", division="open"),
     )
-
-
-def tiny_model() -> ModelConfig:
-    return ModelConfig(2, 128, 4, 512, 1024, max_position_embeddings=128, hidden_dropout=0.0, attention_dropout=0.0)
 
 
 def _on_gpus(
