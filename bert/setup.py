@@ -220,7 +220,7 @@ def log_settings(log: MLLog, config: Config, inputs: Inputs, mesh: Mesh, seed: i
 
 def _initial_step(config: Config, mesh: Mesh, seed: int, log: MLLog, capturer: CudaCapturer | None) -> TrainingStep:
     """Build the step from the initial model. All ranks must call this at the same time."""
-    # Every rank makes the whole model. A plain step trains it, and other steps copy their part of it.
+    # Every rank makes the whole model, and the step copies this rank's part of it.
     initial = first_model(config, mesh, seed)
     for parameter in initial.parameters():
         # All ranks start from rank 0's weights.

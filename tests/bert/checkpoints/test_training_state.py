@@ -22,7 +22,6 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from bert.checkpoints import training_state, writer
-from bert.checkpoints.initial_model import draw_model
 from bert.checkpoints.training_state import FILES, Allocation, checkpoint_folders, find, fixed_settings, reseed, restore
 from bert.checkpoints.writer import Checkpoints
 from bert.configuration.config import Config
@@ -38,7 +37,7 @@ from compliance.log.schedule import EvaluationSchedule
 from console import files
 from dataloading.batches.loader import batch_of
 from dataloading.dataset.folder import Dataset, open_dataset
-from tests.bert.small_models import CPU, assert_same, state_of, take_steps
+from tests.bert.small_models import CPU, assert_same, drawn_model, state_of, take_steps
 from tests.conftest import SmallRun
 from tests.programs import PATIENCE_S
 
@@ -77,7 +76,7 @@ def make(small_run: SmallRun, tmp_path: Path) -> Callable[..., Run]:
         folder = tmp_path / "checkpoints"
         config = parse(small_run.arguments(tmp_path, checkpoint__folder=folder, **changes))
         train = open_dataset(config.data.train)
-        step = TrainingStep(draw_model(config, CPU, seed), config, CPU, Stopwatch())
+        step = TrainingStep(drawn_model(config.model, seed), config, CPU, Stopwatch())
         step.model.seed_dropout(SEED)
         told = list[str]()
         reporter = Reporter([StepLines(told.append, 0.4, 100, EvaluationSchedule(10, 10))])
