@@ -95,7 +95,7 @@ class Intervals:
         too long.
         """
         self._stopwatch.tracker.enter("statistics")
-        means, stopping = self._statistics.fetch(stop, self._own_seconds)
+        means, stopping, own_seconds = self._statistics.fetch(stop, self._own_seconds)
         # Read the clock after the fetch, which waits for the device to finish the steps.
         now = time.perf_counter()
         steps, seconds = at.steps - self._steps, now - self._since
@@ -129,7 +129,7 @@ class Intervals:
         self._since, self._steps = now, at.steps
         # The next fetch sends this value to all ranks, which saves a separate collective.
         self._own_seconds = (phases["data_wait_ms"] + phases["forward_backward_ms"] - exchanged_ms) / 1000
-        for text, straggler in self._stragglers.add(self._statistics.own_seconds):
+        for text, straggler in self._stragglers.add(own_seconds):
             self._reporter.warn(at.steps, text, straggler)
         self.bad = self.bad + 1 if skipped == steps else 0
         # The statistics are sums over all ranks, so all ranks decide to end after the same step.
