@@ -81,6 +81,7 @@ def build_run(
     loader = build_loader(config, inputs.train, mesh, seed, shape_buckets, start.steps, log)
     # Create the reporter late, because nobody would close it if an earlier statement raised an error.
     reporter = _reporter(config, inputs, log, step, start.samples)
+    of_text = text_metadata(inputs.vocabulary_sha256, inputs.normalization)
     return Run(
         config=config,
         schedule=inputs.schedule,
@@ -92,15 +93,7 @@ def build_run(
         step=step,
         evaluator=evaluator,
         checkpoints=Checkpoints(config, inputs.train, seed, step, reporter, allocation),
-        trained=TrainedWeights(
-            config.save_checkpoint,
-            {"recipe": config.recipe, "commit": commit()}
-            | text_metadata(inputs.vocabulary_sha256, inputs.normalization),
-            mesh,
-            step.gather_whole_model,
-            keeps_best=config.evaluation.target is None,
-            is_resumed=resumed is not None,
-        ),
+        trained=TrainedWeights(config, of_text, step, is_resumed=resumed is not None),
         interruption=interruption,
     )
 
