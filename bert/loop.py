@@ -9,7 +9,6 @@ from bert.checkpoints.trained import TrainedWeights
 from bert.checkpoints.writer import Checkpoints
 from bert.configuration.config import Config
 from bert.evaluation import Evaluator
-from bert.execution.stopwatch import Stopwatch
 from bert.guards.interruption import Interruption
 from bert.log.mllog import MLLog
 from bert.reporting.intervals import Intervals
@@ -32,7 +31,6 @@ class Run:
     log: MLLog
     reporter: Reporter
     intervals: Intervals
-    stopwatch: Stopwatch
     loader: Loader
     step: TrainingStep
     evaluator: Evaluator
@@ -46,7 +44,7 @@ def train(run: Run) -> Status:
 
     Without a target, reaching the sample limit is a success.
     """
-    training, log, tracker = run.config.training, run.log, run.stopwatch.tracker
+    training, log, stopwatch = run.config.training, run.log, run.step.stopwatch
     at, status, accuracy = run.start, None, NAN
     run.reporter.begin()
     # From now on, a signal stops all ranks after the same step.
@@ -60,8 +58,8 @@ def train(run: Run) -> Status:
         log.block_start(at.samples)
         end = min(due, training.sample_limit)
         while status is None and at.samples < end:
-            tracker.step = at.steps + 1
-            with run.stopwatch.time("data_wait"):
+            stopwatch.tracker.step = at.steps + 1
+            with stopwatch.time("data_wait"):
                 # The first call starts the prefetching, because no data may be read before ``run_start``.
                 micro_batches = next(run.loader)
             run.step(micro_batches)
@@ -110,7 +108,7 @@ def _evaluate(run: Run, at: Position) -> float:
     run.log.eval_start(at.samples)
     # Gather the weights, because each rank may have updated only its shard, and sites may have different weights.
     model = run.step.gather_weights()
-    run.stopwatch.tracker.enter("evaluation")
+    run.step.stopwatch.tracker.enter("evaluation")
     found = run.evaluator(model, run.step.autocast())
     run.log.eval_accuracy(found.value, at.samples)
     run.log.eval_stop(at.samples)

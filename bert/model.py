@@ -310,7 +310,6 @@ class BertForPreTraining(nn.Module):
         """
         super().__init__()
         self.config = config
-        self.recompute: Recompute = recompute
         self.placement = placement = placement or Placement()
         self.products = products = products or MatrixProducts()
         hidden, last = config.hidden_size, config.num_hidden_layers - 1

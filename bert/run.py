@@ -140,7 +140,7 @@ def _timed_run(config: Config, inputs: Inputs, mesh: Mesh, guard: DataGuard, int
             log.event("run_start")
             barrier()
             guard.release()
-            with watchdog.expect_progress(timed.stopwatch.tracker):
+            with watchdog.expect_progress(timed.step.stopwatch.tracker):
                 status = train(timed)
         timed.loader.close()
         if isinstance(timed.step, CapturedStep):

@@ -26,7 +26,7 @@ from bert.log.mllog import MLLog
 from bert.loop import Run
 from bert.model import BertForPreTraining
 from bert.parallel.mesh import Mesh, agreed_text, broadcast_
-from bert.reporting.intervals import Intervals, Stragglers
+from bert.reporting.intervals import Intervals
 from bert.reporting.reporter import Position, Reporter, Sink, StepLines, TensorBoard
 from bert.step import TrainingStep
 from compliance.log.metrics import NAN, MetricsWriter, RunRecord
@@ -60,11 +60,9 @@ def build_run(
     Checkpoints store ``allocation``. All ranks must call this at the same time. The caller must close the run's reporter and
     loader.
     """
-    # On a GPU, the host's clock would measure only the launches.
-    stopwatch = DeviceStopwatch() if mesh.device.type == "cuda" else Stopwatch()
     shape_buckets = choose_shapes(config, inputs.train, mesh)
     evaluator = Evaluator(inputs.evaluation, mesh, config.evaluation.batch_size, inputs.ignored_id)
-    step = _initial_step(config, mesh, seed, stopwatch, log, capturer)
+    step = _initial_step(config, mesh, seed, log, capturer)
     batches = synthetic_batches(config, inputs.train, mesh, shape_buckets)
     if config.training.autotune and mesh.device.type == "cuda":
         _choose_implementations(step, batches, log, is_captured=capturer is not None)
@@ -74,7 +72,7 @@ def build_run(
     start, skipped = Position(), 0
     if resumed:
         # Restore after the warm-up, because the warm-up ends by restoring the initial state.
-        restore(step, resumed, mesh)
+        restore(step, resumed)
         start, skipped = Position(resumed.step, resumed.samples), resumed.step - resumed.optimizer_steps
     # On a GPU, the time of a step is not known yet, because the host only launches the steps.
     if mesh.is_main and mesh.device.type == "cpu" and step_seconds:
@@ -82,30 +80,20 @@ def build_run(
     log.weights_initialization(config.model.num_hidden_layers)
     loader = build_loader(config, inputs.train, mesh, seed, shape_buckets, start.steps, log)
     # Create the reporter late, because nobody would close it if an earlier statement raised an error.
-    reporter = _reporter(config, inputs, mesh, log, step, start.samples)
-    stages = [stage for _, stage, _ in mesh.coordinates.values()]
-    stragglers = Stragglers(mesh.hosts, stages, mesh.names())
+    reporter = _reporter(config, inputs, log, step, start.samples)
+    of_text = text_metadata(inputs.vocabulary_sha256, inputs.normalization)
     return Run(
         config=config,
         schedule=inputs.schedule,
         start=start,
         log=log,
         reporter=reporter,
-        intervals=Intervals(config, step.statistics, stopwatch, reporter, stragglers, start, skipped, step.sites),
-        stopwatch=stopwatch,
+        intervals=Intervals(config, step, reporter, start, skipped),
         loader=loader,
         step=step,
         evaluator=evaluator,
-        checkpoints=Checkpoints(config, inputs.train, mesh, seed, step, stopwatch.tracker, reporter, allocation),
-        trained=TrainedWeights(
-            config.save_checkpoint,
-            {"recipe": config.recipe, "commit": commit()}
-            | text_metadata(inputs.vocabulary_sha256, inputs.normalization),
-            mesh,
-            step.gather_whole_model,
-            keeps_best=config.evaluation.target is None,
-            is_resumed=resumed is not None,
-        ),
+        checkpoints=Checkpoints(config, inputs.train, seed, step, reporter, allocation),
+        trained=TrainedWeights(config, of_text, step, is_resumed=resumed is not None),
         interruption=interruption,
     )
 
@@ -223,15 +211,15 @@ def log_settings(log: MLLog, config: Config, inputs: Inputs, mesh: Mesh, seed: i
         log.event(key, value)
 
 
-def _initial_step(
-    config: Config, mesh: Mesh, seed: int, stopwatch: Stopwatch, log: MLLog, capturer: CudaCapturer | None
-) -> TrainingStep:
+def _initial_step(config: Config, mesh: Mesh, seed: int, log: MLLog, capturer: CudaCapturer | None) -> TrainingStep:
     """Build the step from the initial model. All ranks must call this at the same time."""
-    # Every rank makes the whole model. A plain step trains it, and other steps copy their part of it.
+    # Every rank makes the whole model, and the step copies this rank's part of it.
     initial = first_model(config, mesh, seed)
     for parameter in initial.parameters():
         # All ranks start from rank 0's weights.
         broadcast_(parameter.data)
+    # On a GPU, the host's clock would measure only the launches.
+    stopwatch = DeviceStopwatch() if mesh.device.type == "cuda" else Stopwatch()
     step = build_step(initial, config, mesh, stopwatch, capturer)
     if mesh.world_size > 1:
         shape = f"{mesh}, " if mesh.tensor * mesh.pipeline > 1 else ""
@@ -283,18 +271,16 @@ def _choose_implementations(step: TrainingStep, batches: Sequence[Batch], log: M
         log.line(f"# kernels: {choice}")
 
 
-def _reporter(
-    config: Config, inputs: Inputs, mesh: Mesh, log: MLLog, step: TrainingStep, resumed_samples: int
-) -> Reporter:
+def _reporter(config: Config, inputs: Inputs, log: MLLog, step: TrainingStep, resumed_samples: int) -> Reporter:
     # The other ranks report nothing, but need a reporter to measure the time for training.max_minutes.
-    if not mesh.is_main:
+    if not step.mesh.is_main:
         return Reporter([])
     run = RunRecord(
         recipe=config.recipe,
         system=config.log.system,
         target=NAN if config.evaluation.target is None else config.evaluation.target,
         global_batch_size=config.training.global_batch_size,
-        world_size=mesh.world_size,
+        world_size=step.mesh.world_size,
         parameters=step.vectors.parameters,
         commit=commit(),
         started=datetime.now(UTC).isoformat(timespec="seconds"),

@@ -265,8 +265,6 @@ class Statistics:
 
     def __init__(self, mesh: Mesh, *, apart: bool = False) -> None:
         """``apart`` tells whether sites take steps by themselves. Means then weigh each site by its share of the samples."""
-        self.own_seconds = [0.0] * mesh.world_size
-        """Seconds per step of each rank's own work, from the last fetch."""
         self._rank, self._counts = mesh.rank, mesh.counts_losses
         site = mesh.own_site if apart else mesh
         self._share = site.data_size / mesh.data_size
@@ -298,22 +296,22 @@ class Statistics:
             self._sums[4] += ~taken * self._share
             self._sums[5] += self._share
 
-    def fetch(self, stop: bool = False, own_seconds: float = 0.0) -> tuple[dict[str, float], bool]:
-        """Return means over all steps since the last fetch and over all ranks, and whether any rank asks to ``stop``.
+    def fetch(self, stop: bool = False, own_seconds: float = 0.0) -> tuple[dict[str, float], bool, list[float]]:
+        """Return means over all steps and ranks, whether any rank asks to ``stop``, and the ``own_seconds`` of all ranks.
 
-        ``skipped_steps`` is a count, and ``gradient_norm`` is the mean over the steps that were not skipped.
-        ``own_seconds`` is sent to all ranks. The host waits for the device here. Every rank must call this after the same
+        The means are over the steps since the last fetch. ``skipped_steps`` is a count, and ``gradient_norm`` is the mean
+        over the steps that were not skipped. The host waits for the device here. Every rank must call this after the same
         step.
         """
         # ``fill_`` does not block. An assignment would copy from the host and wait for the device.
         self._sums[-1].fill_(float(stop))
         self._all[self._rank].fill_(own_seconds)
         values = all_reduce_(self._all).tolist()
-        ranks = len(self.own_seconds)
-        self.own_seconds, (*sums, steps, stopping) = values[:ranks], values[ranks:]
+        ranks = len(values) - len(self._sums)
+        *sums, steps, stopping = values[ranks:]
         means = {name: total / max(1, steps) for name, total in zip(self.NAMES, sums, strict=True)}
         skipped = means["skipped_steps"] = sums[self.NAMES.index("skipped_steps")]
         # This mean was divided by the number of all steps, but skipped steps added nothing to the sum.
         means["gradient_norm"] *= max(1, steps) / max(1, steps - skipped)
         self._all.zero_()
-        return means, stopping > 0
+        return means, stopping > 0, values[:ranks]

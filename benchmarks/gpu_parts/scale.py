@@ -14,8 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from benchmarks.gpu_parts.report import PartReport
-from bert.checkpoints.initial_model import draw_model
-from bert.configuration.recipes import RECIPES
+from bert.checkpoints.initial_model import initialize_
 from bert.configuration.sections import ModelConfig
 from bert.execution.cuda_graphs import CudaCapturer
 from bert.model import BertForPreTraining
@@ -85,9 +84,9 @@ class Context:
     @cached_property
     def _weights(self) -> dict[str, Tensor]:
         """Initial weights, drawn once in each process and kept on the host to save device memory."""
-        recipe = RECIPES["h100_1x1"]()
-        config = replace(recipe, model=self.scale.model, log=replace(recipe.log, division="open"))
-        model = draw_model(config, self.mesh, seed=0)
+        with self.device:
+            model = BertForPreTraining(self.scale.model)
+        initialize_(model, seed=0)
         return {name: tensor.cpu() for name, tensor in model.state_dict().items()}
 
     @property

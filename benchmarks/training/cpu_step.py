@@ -76,7 +76,7 @@ def measure(config: ModelConfig, repeats: int) -> tuple[dict[str, list[float]], 
     """Return the seconds of each model's steps, and the number of real tokens in each repeat."""
     torch.manual_seed(0)
     ours = BertForPreTraining(config)
-    initialize_(ours, torch.Generator().manual_seed(0))
+    initialize_(ours, seed=0)
     theirs = model_with_weights_of(ours)
     adamw = torch.optim.AdamW(theirs.parameters(), lr=1e-4, fused=True)
 

@@ -27,37 +27,28 @@ _NOT_COMPARED = ("vocab_size", "hidden_dropout", "attention_dropout", "initializ
 
 def first_model(config: Config, mesh: Mesh, seed: int) -> BertForPreTraining:
     """Return the model that training starts from. Weights missing from the checkpoint are random; rank 0 lists them."""
+    with mesh.device:
+        model = BertForPreTraining(config.model)
     start = config.data.initial_checkpoint
     # A single file must contain all weights, so skip the random weights. Drawing them takes half a minute on a CPU.
-    is_file = start is not None and not start.is_dir()
-    model = _empty_model(config, mesh) if is_file else draw_model(config, mesh, seed)
+    if start is None or start.is_dir():
+        initialize_(model, seed)
     missing = [] if start is None else load_initial_weights(model, start)
     if missing and mesh.is_main:
         say(f"{start} lacks {', '.join(missing)}: these weights start at random values")
     return model
 
 
-def draw_model(config: Config, mesh: Mesh, seed: int) -> BertForPreTraining:
-    """Return a model with random weights, drawn on the mesh's device. A CPU takes half a minute for BERT-Large."""
-    model = _empty_model(config, mesh)
-    # Use a separate generator, so that the weights depend only on the seed and not on earlier random numbers.
-    initialize_(model, torch.Generator(mesh.device).manual_seed(seed))
-    return model
-
-
 @torch.no_grad()
-def initialize_(model: BertForPreTraining, generator: torch.Generator) -> None:
+def initialize_(model: BertForPreTraining, seed: int) -> None:
     """Draw BERT's initial weights: normals truncated at two standard deviations, biases 0, gains 1."""
+    # Use a separate generator, so that the weights depend only on the seed and not on earlier random numbers.
+    generator = torch.Generator(next(model.parameters()).device).manual_seed(seed)
     deviation = model.config.initializer_range
     for parameter in model.parameters():
         # Skip vectors (biases and gains), which already have their values. Matrices are uninitialized.
         if parameter.ndim > 1:
             nn.init.trunc_normal_(parameter, 0.0, deviation, -2 * deviation, 2 * deviation, generator=generator)
-
-
-def _empty_model(config: Config, mesh: Mesh) -> BertForPreTraining:
-    with mesh.device:
-        return BertForPreTraining(config.model, recompute=config.training.recompute).train()
 
 
 def check_initial_weights(path: Path, config: Config, vocabulary: "Vocabulary") -> "Normalization | None":

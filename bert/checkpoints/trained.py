@@ -1,15 +1,17 @@
 """The file of trained weights that the setting save_checkpoint names."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
 import msgspec
 
 from bert.checkpoints.weights import metadata_entry, read_header, save_weights
-from bert.model import BertForPreTraining
-from bert.parallel.mesh import Mesh, agreed_text
+from bert.configuration.config import Config
+from bert.parallel.mesh import agreed_text
+from bert.step import TrainingStep
 from compliance.log.metrics import EvaluationRecord
+from console.version import commit
 
 _EVALUATION = "evaluation"
 """Key of the evaluation in the file's metadata."""
@@ -24,28 +26,21 @@ def stated_evaluation(path: Path) -> EvaluationRecord | None:
 
 
 class TrainedWeights:
-    """Writer of a run's final weights or, if ``keeps_best`` is set, of the weights of its best evaluation.
+    """Writer of a run's final weights or, without a target, of the weights of its best evaluation.
 
-    All ranks must call each method at the same time. ``gather`` returns the whole model, and is a collective. If
+    All ranks must call each method at the same time. ``of_text`` is the metadata about the training text. If
     ``is_resumed`` is set, an existing file is from before the interruption, and only better weights replace it.
     """
 
-    def __init__(
-        self,
-        path: Path | None,
-        metadata: Mapping[str, str],
-        mesh: Mesh,
-        gather: Callable[[], BertForPreTraining],
-        *,
-        keeps_best: bool,
-        is_resumed: bool,
-    ) -> None:
-        self._path, self._metadata, self._mesh, self._gather = path, metadata, mesh, gather
-        self._keeps_best = keeps_best
+    def __init__(self, config: Config, of_text: Mapping[str, str], step: TrainingStep, *, is_resumed: bool) -> None:
+        self._path, self._step = config.save_checkpoint, step
+        self._metadata = {"recipe": config.recipe, "commit": commit(), **of_text}
+        self._keeps_best = config.evaluation.target is None
         self._best = -1.0
-        if path is not None and keeps_best and is_resumed:
+        if self._path is not None and self._keeps_best and is_resumed:
             # Rank 0 reads the file for all ranks, because it may be on a disk that only rank 0 can access.
-            self._best = float(agreed_text(repr(_accuracy_of(path)) if mesh.is_main else "", mesh))
+            found = repr(_accuracy_of(self._path)) if step.mesh.is_main else ""
+            self._best = float(agreed_text(found, step.mesh))
 
     def evaluated(self, found: EvaluationRecord) -> None:
         """Write the weights if the run keeps its best weights and this evaluation is the best so far."""
@@ -62,8 +57,8 @@ class TrainedWeights:
         if self._path is None:
             return
         # All ranks must take part in the gathering, but only rank 0 writes the file.
-        model = self._gather()
-        if self._mesh.is_main:
+        model = self._step.gather_whole_model()
+        if self._step.mesh.is_main:
             save_weights(model, self._path, {**self._metadata, **more})
 
 

@@ -238,19 +238,19 @@ def _on_rank0(act: Callable[[], str], mesh: Mesh) -> str:
     return answer
 
 
-def restore(step: TrainingStep, state: RunState, mesh: Mesh) -> None:
+def restore(step: TrainingStep, state: RunState) -> None:
     """Restore model and optimizer from the checkpoint that `find` has checked and returned as ``state``.
 
     Every rank must call it at the same time. Raises ``ValueError`` if the files are those of another model, as a checkpoint
     of another version of this program may be.
     """
-    reseed(state.seed, state.step, mesh)
+    reseed(state.seed, state.step, step.mesh)
     # Start from zeros, because checkpoints contain no values for the padding between parameters.
     names = FILES if step.sites is None else files_of(state)
     vectors = [torch.zeros_like(step.flat.weights_P) for _ in names]
     for name, vector_P in zip(names, vectors, strict=True):
         whole = vector_P.new_zeros(step.vectors.size)
-        if mesh.is_main:
+        if step.mesh.is_main:
             _read_into(step, Path(state.path) / name, whole)
         # Only rank 0 reads, so that the other ranks need no access to its file system.
         step.vectors.shard_(vector_P, broadcast_(whole))

@@ -23,8 +23,7 @@ from bert.checkpoints.training_state import (
 )
 from bert.checkpoints.weights import Weight, write_safetensors
 from bert.configuration.config import Config
-from bert.execution.phases import PhaseTracker
-from bert.parallel.mesh import Mesh, all_reduce_
+from bert.parallel.mesh import all_reduce_
 from bert.reporting.reporter import Position, Reporter
 from bert.step import TrainingStep
 from console.files import atomic_path, sync, write_atomically
@@ -34,33 +33,25 @@ from dataloading.dataset.folder import Dataset
 class Checkpoints:
     """Writer of a run's checkpoints. It writes one at a time and keeps the newest ones; without a folder it writes none.
 
-    Waiting is reported to ``tracker``, and errors to ``reporter``.
+    Waiting is reported to the step's phase tracker, and errors to ``reporter``.
     """
 
     def __init__(
-        self,
-        config: Config,
-        train: Dataset,
-        mesh: Mesh,
-        seed: int,
-        step: TrainingStep,
-        tracker: PhaseTracker,
-        reporter: Reporter,
-        allocation: Allocation | None = None,
+        self, config: Config, train: Dataset, seed: int, step: TrainingStep, reporter: Reporter, allocation: Allocation
     ) -> None:
         self._config, self._folder = config.checkpoint, config.checkpoint.folder
         self._settings = fixed_settings(config, train)
-        self._mesh, self._seed, self._step, self._allocation = mesh, seed, step, allocation
-        self._tracker, self._reporter = tracker, reporter
+        self._seed, self._step, self._allocation, self._reporter = seed, step, allocation, reporter
+        self._mesh, self._tracker = step.mesh, step.stopwatch.tracker
         self._writer = ThreadPoolExecutor(1, "checkpoint")
         self._written: Future[None] | None = None
         self._longest_s = 0.0
         """Longest time in seconds that writing a checkpoint has taken so far."""
-        folder = self._folder if mesh.is_main else None
+        folder = self._folder if self._mesh.is_main else None
         self._removable = set(written_in(folder)) if folder else set()
         """Checkpoints that this run may delete: the checkpoints that existed at the start, and its own."""
         # Allocate the copies once, because pinned memory is slow to allocate and training waits for the copies.
-        pinned = mesh.device.type == "cuda"
+        pinned = self._mesh.device.type == "cuda"
         self._files = FILES if step.sites is None else (*FILES, SITE_MOMENTUM)
         self._copies = [torch.empty(step.vectors.size, pin_memory=pinned) for _ in self._files] if folder else []
         """Copies of the whole model's weights and moments in host memory, from which the thread writes."""

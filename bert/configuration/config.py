@@ -18,8 +18,7 @@ from bert.configuration.sections import (
     TrainingConfig,
     refuse,
 )
-
-REPOSITORY = Path(__file__).resolve().parents[2]
+from console.version import REPOSITORY
 
 
 @dataclass(frozen=True)

@@ -22,12 +22,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import Literal, Self
 
-from bert.configuration.config import REPOSITORY
 from compliance.log import digest, rules
 from compliance.log.logged_run import LoggedRun, samples_of
 from compliance.log.order import left_open, own_settings, unearned_success, violations
 from compliance.log.record import Record
 from console.text import visible
+from console.version import REPOSITORY
 
 TOKEN = ":::MLLOG"
 

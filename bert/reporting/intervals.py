@@ -8,11 +8,9 @@ from statistics import median
 import torch
 
 from bert.configuration.config import Config
-from bert.execution.stopwatch import Stopwatch
 from bert.optimizer import learning_rate
-from bert.parallel.sites import SiteExchange
 from bert.reporting.reporter import Position, Reporter
-from bert.step import Statistics
+from bert.step import TrainingStep
 from compliance.log.metrics import StepRecord, Straggler
 
 SLOW_RATIO = 1.2
@@ -68,23 +66,16 @@ class Stragglers:
 class Intervals:
     """Reporter of the steps in each log interval: means, rates, phases and warnings."""
 
-    def __init__(
-        self,
-        config: Config,
-        statistics: Statistics,
-        stopwatch: Stopwatch,
-        reporter: Reporter,
-        stragglers: Stragglers,
-        start: Position,
-        skipped: int,
-        sites: SiteExchange | None,
-    ) -> None:
+    def __init__(self, config: Config, step: TrainingStep, reporter: Reporter, start: Position, skipped: int) -> None:
         """Begin the first interval at the position ``start``. ``skipped`` steps were skipped before it."""
         self.bad = 0
         """Number of consecutive intervals in which every step was skipped."""
-        self._config, self._statistics, self._stopwatch = config, statistics, stopwatch
-        self._reporter, self._stragglers = reporter, stragglers
-        self._skipped, self._steps, self._sites = skipped, start.steps, sites
+        self._config, self._reporter = config, reporter
+        self._statistics, self._stopwatch, self._sites = step.statistics, step.stopwatch, step.sites
+        mesh = step.mesh
+        stages = [stage for _, stage, _ in mesh.coordinates.values()]
+        self._stragglers = Stragglers(mesh.hosts, stages, mesh.names())
+        self._skipped, self._steps = skipped, start.steps
         self._since = time.perf_counter()
         self._own_seconds = 0.0
         """Seconds per step of this rank's own work in the last interval."""
@@ -101,7 +92,7 @@ class Intervals:
         too long.
         """
         self._stopwatch.tracker.enter("statistics")
-        means, stopping = self._statistics.fetch(stop, self._own_seconds)
+        means, stopping, own_seconds = self._statistics.fetch(stop, self._own_seconds)
         # Read the clock after the fetch, which waits for the device to finish the steps.
         now = time.perf_counter()
         steps, seconds = at.steps - self._steps, now - self._since
@@ -135,7 +126,7 @@ class Intervals:
         self._since, self._steps = now, at.steps
         # The next fetch sends this value to all ranks, which saves a separate collective.
         self._own_seconds = (phases["data_wait_ms"] + phases["forward_backward_ms"] - exchanged_ms) / 1000
-        for text, straggler in self._stragglers.add(self._statistics.own_seconds):
+        for text, straggler in self._stragglers.add(own_seconds):
             self._reporter.warn(at.steps, text, straggler)
         self.bad = self.bad + 1 if skipped == steps else 0
         # The statistics are sums over all ranks, so all ranks decide to end after the same step.

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bert.checkpoints.initial_model import draw_model, initialize_
+from bert.checkpoints.initial_model import initialize_
 from bert.configuration.config import Config
 from bert.configuration.recipes import tiny_cpu
 from bert.configuration.sections import ModelConfig, OptimizerConfig, Recompute
@@ -44,7 +44,7 @@ def random_model(config: ModelConfig = SMALL) -> BertForPreTraining:
 def drawn_model(config: ModelConfig, seed: int) -> BertForPreTraining:
     """Initialize a model as training does."""
     model = BertForPreTraining(config)
-    initialize_(model, torch.Generator().manual_seed(seed))
+    initialize_(model, seed)
     return model.train()
 
 
@@ -55,7 +55,7 @@ def fp8_model(
     scales = Fp8Scales(config.num_hidden_layers - 1, torch.device("cpu"))
     products = Fp8Products(scales, WeightGradients(), fused=fused)
     model = BertForPreTraining(config, inner_products=products, recompute=recompute)
-    initialize_(model, torch.Generator().manual_seed(1))
+    initialize_(model, seed=1)
     return model.train(), Fp8State(scales, model)
 
 
@@ -67,7 +67,7 @@ def step_config(model: ModelConfig = OF_SMALL_RUN, **training: Any) -> Config:
 
 
 def training_step(config: Config, mesh: Mesh = CPU, capturer: CudaCapturer | None = None) -> TrainingStep:
-    return step_on(draw_model(config, mesh, seed=3), config, mesh, capturer)
+    return step_on(drawn_model(config.model, seed=3).to(mesh.device), config, mesh, capturer)
 
 
 def step_on(

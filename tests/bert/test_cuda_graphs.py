@@ -110,7 +110,7 @@ def test_warming_up_restores_all_state(small_run: SmallRun, capturer: CudaCaptur
     step.warm_up(global_batches(small_run, 1)[0], 2, SHAPE_BUCKETS)
     assert_same(state_of(step), before)
     assert not step.flat.gradients_P.any()
-    assert step.statistics.fetch() == (dict.fromkeys(step.statistics.NAMES, 0.0), False)
+    assert step.statistics.fetch() == (dict.fromkeys(step.statistics.NAMES, 0.0), False, [0.0])
 
 
 def test_graphs_are_captured_largest_first_and_share_buffers() -> None:

@@ -13,7 +13,7 @@ from bert.parallel.reduction.gradients import bucket_slices
 
 def small_model() -> BertForPreTraining:
     model = BertForPreTraining(ModelConfig(2, 8, 2, 16, 30, 12))
-    initialize_(model, torch.Generator().manual_seed(0))
+    initialize_(model, seed=0)
     return model
 
 
@@ -53,7 +53,7 @@ def test_parameters_gradients_and_shards_are_aligned_to_16_elements(recipe: str,
 def test_padding_remains_zero_and_does_not_change_the_gradient_norm():
     """The sizes of this model are not multiples of the alignment, so parameters need padding."""
     model = BertForPreTraining(ModelConfig(2, 6, 2, 10, 31, 7))
-    initialize_(model, torch.Generator().manual_seed(0))
+    initialize_(model, seed=0)
     flat = FlatParameters.of(model, 3)
     assert flat.weights_P.data_ptr() % 64 == 0
     padding, exact = torch.ones_like(flat.weights_N, dtype=torch.bool), 0.0

@@ -15,7 +15,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from bert.checkpoints.initial_model import draw_model
 from bert.configuration.config import Config
 from bert.configuration.sections import ModelConfig, OptimizerConfig, ParallelConfig
 from bert.optimizer import Lamb
@@ -26,7 +25,7 @@ from dataloading.batches.loader import Batch, batch_of
 from dataloading.batches.sampler import BatchSampler, MicroBatch, ShapeBucket
 from dataloading.shards.samples import synthetic_samples
 from kernels import choose
-from tests.bert.small_models import CPU, step_config, step_on
+from tests.bert.small_models import drawn_model, step_config, step_on
 from tests.distributed.worker import end_groups, on_all, regrouped
 
 DRAWS = 20
@@ -91,7 +90,7 @@ def train(joined: Mesh, shape: str) -> dict[str, Any]:
     chosen = config(shape)
     parallel = chosen.parallel
     mesh = replace(regrouped(joined, order, int(local_size)), tensor=parallel.tensor, pipeline=parallel.pipeline)
-    model = draw_model(chosen, CPU, seed=3)
+    model = drawn_model(chosen.model, seed=3)
     if precision not in ("fp32", "fp8"):
         model.double()
     references = ("dropout_add_layer_norm", "varlen_self_attention", "embedding_layer_norm", "varlen_attention")

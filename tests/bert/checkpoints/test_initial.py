@@ -5,6 +5,7 @@ import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from bert.checkpoints.sources import open_source
 from bert.checkpoints.trained import TrainedWeights, stated_evaluation
 from bert.configuration.config import Config
 from bert.configuration.recipes import tiny_cpu
-from bert.configuration.sections import ModelConfig
+from bert.configuration.sections import EvaluationConfig, ModelConfig
 from bert.guards import preflight
 from bert.train import parse
 from compliance.log.metrics import EvaluationRecord
@@ -130,9 +131,10 @@ class Leaving:
 
     def __init__(self, path: Path, *, keeps_best: bool, is_resumed: bool = False) -> None:
         self.path, self.model = path, drawn_model(SMALL, seed=0)
-        self.weights = TrainedWeights(
-            path, {"recipe": "some"}, CPU, lambda: self.model, keeps_best=keeps_best, is_resumed=is_resumed
-        )
+        evaluation = EvaluationConfig(target=None if keeps_best else 0.3)
+        config = replace(tiny_cpu(), save_checkpoint=path, evaluation=evaluation)
+        step: Any = SimpleNamespace(mesh=CPU, gather_whole_model=lambda: self.model)
+        self.weights = TrainedWeights(config, {}, step, is_resumed=is_resumed)
 
     def evaluated(self, number: int, correct: int) -> None:
         torch.nn.init.constant_(self.model.decoder_bias, number)

@@ -22,13 +22,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from bert.checkpoints import training_state, writer
-from bert.checkpoints.initial_model import draw_model
 from bert.checkpoints.training_state import FILES, Allocation, checkpoint_folders, find, fixed_settings, reseed, restore
 from bert.checkpoints.writer import Checkpoints
 from bert.configuration.config import Config
 from bert.configuration.recipes import tiny_cpu
 from bert.configuration.sections import ParallelConfig
-from bert.execution.phases import PhaseTracker
 from bert.execution.stopwatch import Stopwatch
 from bert.parallel.mesh import Mesh
 from bert.products import weight_gradients
@@ -39,7 +37,7 @@ from compliance.log.schedule import EvaluationSchedule
 from console import files
 from dataloading.batches.loader import batch_of
 from dataloading.dataset.folder import Dataset, open_dataset
-from tests.bert.small_models import CPU, assert_same, state_of, take_steps
+from tests.bert.small_models import CPU, assert_same, drawn_model, state_of, take_steps
 from tests.conftest import SmallRun
 from tests.programs import PATIENCE_S
 
@@ -55,7 +53,6 @@ class Run:
     samples: SmallRun
     step: TrainingStep
     checkpoints: Checkpoints
-    tracker: PhaseTracker
     told: list[str]
     folder: Path
 
@@ -79,12 +76,12 @@ def make(small_run: SmallRun, tmp_path: Path) -> Callable[..., Run]:
         folder = tmp_path / "checkpoints"
         config = parse(small_run.arguments(tmp_path, checkpoint__folder=folder, **changes))
         train = open_dataset(config.data.train)
-        step = TrainingStep(draw_model(config, CPU, seed), config, CPU, Stopwatch())
+        step = TrainingStep(drawn_model(config.model, seed), config, CPU, Stopwatch())
         step.model.seed_dropout(SEED)
-        tracker, told = PhaseTracker(), list[str]()
+        told = list[str]()
         reporter = Reporter([StepLines(told.append, 0.4, 100, EvaluationSchedule(10, 10))])
-        checkpoints = Checkpoints(config, train, CPU, SEED, step, tracker, reporter)
-        return Run(config, train, small_run, step, checkpoints, tracker, told, folder)
+        checkpoints = Checkpoints(config, train, SEED, step, reporter, Allocation.of(["host"], config))
+        return Run(config, train, small_run, step, checkpoints, told, folder)
 
     return make
 
@@ -105,16 +102,17 @@ def test_training_continues_while_a_checkpoint_is_written(make: Make, monkeypatc
     run.take(2, 3, 4)
     [unfinished] = run.folder.iterdir()
     assert re.fullmatch(r"\.step_00000002\.[0-9a-f]{16}\.partial", unfinished.name)
-    entered = run.tracker.entered
+    tracker = run.step.stopwatch.tracker
+    entered = tracker.entered
     threading.Timer(0.05, go.set).start()
     run.checkpoints.save(Position(5, 40))
-    assert (run.tracker.phase, run.tracker.entered) == ("checkpoint", entered + 2), "waited as checkpoint_write"
+    assert (tracker.phase, tracker.entered) == ("checkpoint", entered + 2), "waited as checkpoint_write"
     run.checkpoints.wait(Position(5, 40))
-    assert 0.04 < run.tracker.longest["checkpoint_write"] < time.monotonic() - start
+    assert 0.04 < tracker.longest["checkpoint_write"] < time.monotonic() - start
     assert run.told == []
     assert [path.name for path in checkpoint_folders(run.folder)] == ["step_00000005", "step_00000002"]
     again = make(seed=1)
-    restore(again.step, find(run.folder / "step_00000002", again.config, again.train, CPU), CPU)
+    restore(again.step, find(run.folder / "step_00000002", again.config, again.train, CPU))
     assert_same(state_of(again.step), saved)
 
 
@@ -126,7 +124,7 @@ def test_a_run_resumed_in_fp8_gets_scales_that_fit_its_weights(make: Make) -> No
     run.save(1)
     again = make(seed=1, model__num_hidden_layers=3, training__precision="fp8")
     again.step.warm_up([batch_of(again.samples.train.slice(0, 8))], 1)
-    restore(again.step, find(run.folder, again.config, again.train, CPU), CPU)
+    restore(again.step, find(run.folder, again.config, again.train, CPU))
     assert again.step.fp8 is not None
     for dense in again.step.fp8.denses:
         cast = dense.weight_NK.float() * dense.weight_scaling.inverse
@@ -135,13 +133,13 @@ def test_a_run_resumed_in_fp8_gets_scales_that_fit_its_weights(make: Make) -> No
     state = find(again.folder, run.config, run.train, CPU)
     again.step.fp8.set_scales_(again.step.fp8.scale_S * 4)
     assert (again.step.fp8.scale_S * again.step.fp8.inverse_S).eq(1).all()
-    restore(again.step, state, CPU)
+    restore(again.step, state)
     assert again.step.fp8.scale_S.tolist() == state.fp8_scales
     of_sites = {training_state.SITE_MOMENTUM: training_state.Digest(1, "")}
-    restore(run.step, replace(state, files=state.files | of_sites), CPU)  # a run without sites ignores this file
+    restore(run.step, replace(state, files=state.files | of_sites))  # a run without sites ignores this file
     assert torch.equal(run.step.flat.weights_P, again.step.flat.weights_P)
     with pytest.raises(ValueError, match=r"step_00000002: 11 FP8 scales of another model; remove it, or resume from"):
-        restore(again.step, replace(state, fp8_scales=[1.0] * 11), CPU)
+        restore(again.step, replace(state, fp8_scales=[1.0] * 11))
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp8"])
@@ -170,7 +168,7 @@ def test_a_resumed_run_takes_the_same_steps_as_an_uninterrupted_run(
     state = find(run.folder, again.config, again.train, CPU)
     assert (state.step, state.samples, state.optimizer_steps, state.seed) == (3, 24, 2, SEED)
     assert (state.fp8_scales is None) == (precision != "fp8")
-    restore(again.step, state, CPU)
+    restore(again.step, state)
     assert_same(state_of(again.step), saved)
     assert_same(again.take(3, 4, 5), further)
 
@@ -309,7 +307,7 @@ def test_checkpoints_of_another_run_are_kept(make: Make, capsys: pytest.CaptureF
         whole = load_file(last / name)
         save_file({each: tensor.reshape(-1)[:1] for each, tensor in whole.items()}, last / name)
         with pytest.raises(ValueError, match=rf"{name} holds .* of shape \(1,\), expected \("):
-            restore(first.step, state, CPU)
+            restore(first.step, state)
         reason = f"{last}/{name} is missing or has changed since it was written; remove it, or resume from another"
         with pytest.raises(ValueError, match=rf"no complete checkpoint in {last}: .*out; {reason}"):
             find(last, first.config, first.train, CPU)

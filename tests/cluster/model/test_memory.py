@@ -101,7 +101,7 @@ def test_predicted_memory_equals_the_tensors_that_a_real_model_keeps(
     config = ModelConfig(*shape, hidden_dropout=dropout, attention_dropout=dropout)
     placement = TensorParallel(config, fake_group, Stopwatch()).placement if tensor > 1 else None
     model = BertForPreTraining(config, placement)
-    initialize_(model, torch.Generator().manual_seed(0))
+    initialize_(model, seed=0)
     flat = FlatParameters.of(model)
     work, samples = work_and_samples(config)
     parts = memory_of_rank(work, Strategy(SEQUENCES, precision=precision, tensor=tensor), 1, tensor)
@@ -122,7 +122,7 @@ def test_predicted_memory_of_a_pipeline_stage_equals_its_tensors(place: int) -> 
     config = ModelConfig(6, 128, 4, 512, 1024, 128)
     group = cast(Any, SimpleNamespace(size=lambda: 2, rank=lambda: place))
     pipeline = PipelineModel(config, group, 1, torch.zeros(config.vocab_size, config.hidden_size))
-    initialize_(pipeline, torch.Generator().manual_seed(0))
+    initialize_(pipeline, seed=0)
     flat = FlatParameters.of(pipeline)
     work, samples = work_and_samples(config)
     strategy = Strategy(SEQUENCES, pipeline=2)
@@ -257,7 +257,7 @@ def test_predicted_savings_of_recomputation_equal_those_of_a_real_model(precisio
     kept, parts = {}, {}
     for mode in get_args(Recompute):
         model = BertForPreTraining(config, recompute=mode)
-        initialize_(model, torch.Generator().manual_seed(0))
+        initialize_(model, seed=0)
         with Storages() as storages, torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):
             output = model(batch)
             kept[mode] = storages.alive()

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from bert.configuration.recipes import tiny_model
+from bert.configuration.recipes import tiny_cpu
 from bert.configuration.sections import ModelConfig
 from bert.model import BertForPreTraining
 from bert.optimizer import lamb_segments
@@ -25,7 +25,7 @@ from cluster.view import Contention, Operation, Scope
 from tests.cluster.test_view import made_up
 
 LENGTHS = np.random.default_rng(0).integers(8, 129, 4096).astype(np.uint16)
-TINY = Work(tiny_model(), LENGTHS, LENGTHS // 8 + 1, evaluation_sequences=200, samples=96_000)
+TINY = Work(tiny_cpu().model, LENGTHS, LENGTHS // 8 + 1, evaluation_sequences=200, samples=96_000)
 KINDS = {kind: (1e-6,) * len(terms) for kind, terms in TERMS.items() if kind != "linear"}
 COSTS = KINDS | {"linear fp32": (1e-6, 1e-10, 1e-9, 1e-9), "linear bf16": (1e-6, 5e-11, 1e-9, 1e-9)}
 
@@ -206,7 +206,7 @@ def test_a_pipelined_step_adds_up_bubbles_messages_and_reduction(
     virtual: int, neighbours: int, precision: Any, demand: float, size: int
 ) -> None:
     """Eight ranks on four nodes hold two copies of four stages. A stage computes 10 ms for each of eight micro-batches."""
-    work = Work(replace(tiny_model(), num_hidden_layers=8), LENGTHS, LENGTHS // 8 + 1)
+    work = Work(replace(tiny_cpu().model, num_hidden_layers=8), LENGTHS, LENGTHS // 8 + 1)
     costs = {"lamb": (1e-3, 1e-5, 1e-9), "batch": (0.0, 0.01)}
     alone = simple_rates(4, 2, 0.001, micro_batch_s=0.01, mean=0.9, demand=demand, costs=costs)
     strategy = Strategy(64, 8, precision, pipeline=4, virtual_stages=virtual)

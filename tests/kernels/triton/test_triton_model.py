@@ -24,7 +24,7 @@ Trained = tuple[list[float], dict[str, Tensor]]
 def trained(implementation: str, config: ModelConfig, batch: Batch) -> Trained:
     """Train on a batch with one implementation of all ops; return losses, correct predictions and gradients."""
     model = BertForPreTraining(config).train()
-    initialize_(model, torch.Generator().manual_seed(0))
+    initialize_(model, seed=0)
     model.seed_dropout(11)
     choose(dict.fromkeys(MODEL_OPS, implementation))
     output = model(batch)
