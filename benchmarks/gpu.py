@@ -57,9 +57,6 @@ PARTS = {
 }
 """Parts in the order in which they run. The most informative parts come first, and some parts use earlier results."""
 
-ALONE = ("end-to-end",)
-"""Parts that run only if --part names them."""
-
 SECONDS = 530
 """Seconds for all parts together, a little under nine minutes."""
 
@@ -100,7 +97,7 @@ def parse(arguments: Sequence[str]) -> Settings:
     # Split at -- here, because argparse would also pass stray words before it to bert.train.
     cut = [*arguments, "--"].index("--")
     chosen, training = parser.parse_args(arguments[:cut]), arguments[cut + 1 :]
-    asked = [part for part in PARTS if part not in ALONE] if chosen.part == "all" else chosen.part.split(",")
+    asked = [part for part in PARTS if part != "end-to-end"] if chosen.part == "all" else chosen.part.split(",")
     if unknown := [part for part in asked if part not in PARTS]:
         raise ValueError(f"--part: there is no part {unknown[0]!r}; use all, or some of {', '.join(PARTS)}")
     if not 0 < chosen.seconds < math.inf:

@@ -212,18 +212,12 @@ def _peers(case: Case) -> dict[str, Callable[..., object]]:
         return {"PyTorch varlen_attn without dropout": _torch_varlen}
     if case.op == "varlen_attention":
         return {}  # the peers are compared with varlen_self_attention, which every layer but the last one uses
-    plain: dict[str, Callable[..., object]] = {
-        "dropout_add_layer_norm": _plain_add_norm,
-        "embedding_layer_norm": _plain_embeddings,
-        "dense_gelu": OPS["dense_gelu"].definition,
-        "bias_gelu": OPS["bias_gelu"].definition,
-        "masked_lm_loss": OPS["masked_lm_loss"].definition,
-    }
-    on_gpu = case.leaves[0].is_cuda
-    return {
-        # Shapes are fixed in this part, so dynamic shapes are not needed.
-        "torch.compile": torch.compile(plain[case.op], dynamic=False, backend="inductor" if on_gpu else "aot_eager")
-    }
+    # The definitions of these two ops draw dropout by Philox, which is much slower than PyTorch's dropout.
+    with_dropout = {"dropout_add_layer_norm": _plain_add_norm, "embedding_layer_norm": _plain_embeddings}
+    plain = with_dropout.get(case.op, OPS[case.op].definition)
+    # Shapes are fixed in this part, so dynamic shapes are not needed.
+    backend = "inductor" if case.leaves[0].is_cuda else "aot_eager"
+    return {"torch.compile": torch.compile(plain, dynamic=False, backend=backend)}
 
 
 def _torch_varlen(qkv_T3HE: Tensor, bounds: Tensor, max_seqlen: int, _dropout: object) -> Tensor:
