@@ -100,36 +100,31 @@ def _parameter(generator: torch.Generator, *shape: int, mean: float = 0.0) -> nn
     return nn.Parameter(drawn * shape[-1] ** -0.5 if len(shape) > 1 else mean + drawn)
 
 
-def cases(
-    config: ModelConfig,
-    device: torch.device,
-    lengths: Sequence[int],
-    masked: int,
-    dtype: torch.dtype,
-    *,
-    counting: bool = False,
-) -> list[Case]:
-    """Return a case for each op with gradients as the model calls it in training, with ``masked`` masked tokens.
+def size_of(model: ModelConfig, lengths: Sequence[int], masked: int) -> Size:
+    """Return the sizes of a micro-batch with ``masked`` masked tokens. A length may be 0."""
+    heads, wide = model.num_attention_heads, model.intermediate_size
+    return Size(tuple(lengths), max(lengths), masked, model.hidden_size, heads, wide, model.vocab_size)
 
-    ``dtype`` is the type of matrix products and of the residual stream. A length may be 0. The labels of the last two masked
-    tokens are -1, which marks unused slots. With ``counting``, correct predictions are also counted, as in evaluation.
+
+def cases(size: Size, device: torch.device, dtype: torch.dtype, *, counting: bool = False) -> list[Case]:
+    """Return a case for each op with gradients as the model calls it in training.
+
+    ``dtype`` is the type of matrix products and of the residual stream. The labels of the last two masked tokens are -1,
+    which marks unused slots. With ``counting``, correct predictions are also counted, as in evaluation.
     """
     autocast = dtype.itemsize < 4
-    hidden, wide = config.hidden_size, config.intermediate_size
+    tokens, hidden, wide = sum(size.lengths), size.hidden, size.intermediate
     generator = torch.Generator(device).manual_seed(0)
-    size = Size(
-        tuple(lengths), max(lengths), masked, hidden, config.num_attention_heads, wide, vocabulary=config.vocab_size
-    )
     # The output type of a norm under autocast differs between devices and types, so it is determined by a call.
     with torch.autocast(device.type, dtype, enabled=autocast):
         row_1D = torch.zeros(1, hidden, dtype=dtype, device=device)
         after_norm = F.layer_norm(row_1D, (hidden,), torch.ones(hidden, device=device)).dtype
     # A multiply-add counts as two operations. The backward pass has two products for each product of the forward pass.
-    feed_forward, decoder = 2.0 * sum(lengths) * hidden * wide, 2.0 * masked * hidden * config.vocab_size
-    scores = 4.0 * hidden * sum(length**2 for length in lengths)
+    feed_forward, decoder = 2.0 * tokens * hidden * wide, 2.0 * size.masked * hidden * size.vocabulary
+    scores = 4.0 * hidden * sum(length**2 for length in size.lengths)
     # The embedding tables are fp32 parameters, independent of the type of the matrix products.
-    row, row_of_tables = (sum(lengths) * hidden * width for width in (dtype.itemsize, torch.float32.itemsize))
-    wide_row = sum(lengths) * wide * dtype.itemsize
+    row, row_of_tables = (tokens * hidden * width for width in (dtype.itemsize, torch.float32.itemsize))
+    wide_row = tokens * wide * dtype.itemsize
     # The forward pass moves query, key, value and output.
     attention = LeastWork((scores, 3 * scores), (4 * row, 12 * row))
 
@@ -162,15 +157,13 @@ def cases(
     ]
 
 
-def fp8_cases(config: ModelConfig, device: torch.device, lengths: Sequence[int]) -> list[Case]:
+def fp8_cases(size: Size, device: torch.device) -> list[Case]:
     """Return cases for the FP8 ops as an encoder layer calls them: bf16 activations, fp32 parameters, small gradients."""
-    hidden, wide = config.hidden_size, config.intermediate_size
+    tokens, hidden, wide = sum(size.lengths), size.hidden, size.intermediate
     generator = torch.Generator(device).manual_seed(0)
     weight = _parameter(generator, wide, hidden).detach()  # as bert.products.fp8 calls the op
     bias = _parameter(generator, wide)
     norm = {place: _parameter(generator, hidden, mean=mean) for place, mean in ((1, 0), (3, 1), (4, 0))}
-    tokens, heads = sum(lengths), config.num_attention_heads
-    size = Size(tuple(lengths), max(lengths), hidden=hidden, heads=heads, intermediate=wide)
 
     def case(
         op: str,
@@ -204,7 +197,7 @@ def fp8_cases(config: ModelConfig, device: torch.device, lengths: Sequence[int])
     of_a_weight = {**halves, 0: in_fp8(wide, E5M2), 1: in_fp8(hidden, E4M3), 4: torch.float32, 6: False}
     cells, wide_cells, flop = tokens * hidden, tokens * wide, 2.0 * of_products * hidden * wide
     backward = {0: gradient(tokens, wide), 2: bias, 3: upward}
-    heads_THE = tokens, heads, hidden // heads
+    heads_THE = tokens, size.heads, hidden // size.heads
     attention_backward = {0: gradient(*heads_THE), 7: Dropout(0.1, torch.tensor([1, 2], device=device), 3), 8: upward}
     norm_backward = {0: gradient(tokens, hidden), 1: gradient(tokens, hidden), 8: upward}
     norm_backward |= {3: norm[1], 5: norm[3]}
@@ -225,9 +218,8 @@ def fp8_cases(config: ModelConfig, device: torch.device, lengths: Sequence[int])
     ]
 
 
-def lamb_cases(config: ModelConfig, device: torch.device) -> list[Case]:
+def lamb_cases(size: Size, device: torch.device) -> list[Case]:
     """Return cases for LAMB with moments as in the middle of a training, on a vector with many segments."""
-    size = Size(hidden=config.hidden_size, intermediate=config.intermediate_size)
     generator, made = torch.Generator(device).manual_seed(0), []
     for op in ("sum_of_squares", "lamb_step", "lamb_directions", "lamb_apply"):
         drawn, named = example_inputs(op, device, torch.float32, size)
@@ -239,13 +231,11 @@ def lamb_cases(config: ModelConfig, device: torch.device) -> list[Case]:
     return made
 
 
-def weight_gradient_cases(config: ModelConfig, device: torch.device, lengths: Sequence[int]) -> list[Case]:
+def weight_gradient_cases(size: Size, device: torch.device) -> list[Case]:
     """Return cases for a weight gradient that is added to a sum, and for the first one, which overwrites the sum."""
-    hidden, wide = config.hidden_size, config.intermediate_size
-    size = Size(tuple(lengths), hidden=hidden, intermediate=wide)
     total, *operands = example_inputs("accumulate_weight_gradient", device, torch.bfloat16, size)[0]
     total.normal_(generator=torch.Generator(device).manual_seed(0))
-    work = LeastWork((2.0 * sum(lengths) * hidden * wide, 0))
+    work = LeastWork((2.0 * sum(size.lengths) * size.hidden * size.intermediate, 0))
     added = Case("accumulate_weight_gradient", (total, *operands), torch.bfloat16, work)
     # If the old values are read, the result is NaN.
     written = torch.full_like(total, torch.nan), *operands, True

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.gpu_parts.accuracy import largest_ratio, outcome, uninitialized_memory_is_nan
-from benchmarks.gpu_parts.cases import Case, call, cases, fp8_cases, lamb_cases, weight_gradient_cases
+from benchmarks.gpu_parts.cases import Case, call, cases, fp8_cases, lamb_cases, size_of, weight_gradient_cases
 from benchmarks.gpu_parts.report import Figure, NotUsableError
 from benchmarks.gpu_parts.scale import Context, samples_of
 from benchmarks.gpu_parts.timing import Ceilings, measured, timed_row
@@ -33,14 +33,14 @@ zero the gradient), parameter update (4 written). Reading a tensor again hits th
 
 def correctness(context: Context) -> None:
     """Compare each implementation's errors with the errors of plain PyTorch in the same types (``largest_ratio``)."""
-    model, device, lengths = context.scale.model, context.device, _awkward_lengths(context)
+    size, device = size_of(context.scale.model, _awkward_lengths(context), masked=101), context.device
     made = [
         replace(case, variant=f" in {str(dtype).removeprefix('torch.')}")
         for dtype in (torch.float32, torch.bfloat16)
-        for case in cases(model, device, lengths, 101, dtype, counting=True)
+        for case in cases(size, device, dtype, counting=True)
     ]
-    more = *fp8_cases(model, device, lengths), *lamb_cases(model, device)
-    for case in (*made, *more, *weight_gradient_cases(model, device, lengths)):
+    made += *fp8_cases(size, device), *lamb_cases(size, device), *weight_gradient_cases(size, device)
+    for case in made:
         for name in context.implementations(case.op):
             # The reference implementation is the definition itself, so there is nothing to check.
             if name != "reference":
@@ -83,11 +83,10 @@ def kernels(context: Context) -> None:
     ceilings, report = Ceilings.of(context), context.report
     # The fixed seed gives the same samples in every part.
     samples = samples_of(context.scale, context.scale.sequences)
-    lengths, masked = samples.lengths.tolist(), len(samples.masked_lm_ids)
-    model, device = context.scale.model, context.device
-    made = cases(model, device, lengths, masked, context.low_precision)
-    added, _ = weight_gradient_cases(model, device, lengths)
-    for case in (*made, *fp8_cases(model, device, lengths), added):
+    size, device = size_of(context.scale.model, samples.lengths.tolist(), len(samples.masked_lm_ids)), context.device
+    made = cases(size, device, context.low_precision)
+    added, _ = weight_gradient_cases(size, device)
+    for case in (*made, *fp8_cases(size, device), added):
         # FP8 attention is timed below, with the passes before and after it.
         if not case.op.startswith("attention"):
             _time(context, case, _implementations(context, case), ceilings)
