@@ -3,7 +3,6 @@
 Shape legend in ``kernels/__init__.py``.
 """
 
-import importlib
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -15,6 +14,7 @@ from torch import Tensor
 
 from benchmarks.gpu_parts.accuracy import largest_ratio, outcome, uninitialized_memory_is_nan
 from benchmarks.gpu_parts.cases import Case, call, cases, fp8_cases, lamb_cases, size_of, weight_gradient_cases
+from benchmarks.gpu_parts.peers import plain_attention
 from benchmarks.gpu_parts.report import Figure, NotUsableError
 from benchmarks.gpu_parts.scale import Context, samples_of
 from benchmarks.gpu_parts.timing import Ceilings, measured, timed_row
@@ -222,9 +222,8 @@ def _peers(case: Case) -> dict[str, Callable[..., object]]:
 def _torch_varlen(qkv_T3HE: Tensor, bounds: Tensor, max_seqlen: int, _dropout: object) -> Tensor:
     if not qkv_T3HE.is_cuda:
         raise NotUsableError("needs a CUDA device")
-    varlen = importlib.import_module("torch.nn.attention.varlen")
-    query, key, value = (x.contiguous() for x in qkv_T3HE.unbind(1))
-    return varlen.varlen_attn(query, key, value, bounds, bounds, max_seqlen, max_seqlen)
+    query, key, value = qkv_T3HE.unbind(1)
+    return plain_attention(query, key, value, bounds, max_seqlen)
 
 
 def _plain_add_norm(x, bias, residual, weight, norm_bias, eps, dropout) -> Tensor:  # noqa: ANN001
