@@ -34,6 +34,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.gpu_parts.page import page
 from benchmarks.gpu_parts.part import LOST
 from benchmarks.gpu_parts.report import CUT_OFF, Figure, PartReport
+from console.interruption import ignore_signals
 from console.program import RaisingParser
 from console.version import commit
 
@@ -245,19 +246,15 @@ def _ending(status: int) -> str:
     return f"status {status}" if status >= 0 else signal.Signals(-status).name
 
 
-_SIGNALS = (signal.SIGINT, signal.SIGTERM)
-
-
 def _stop(number: int, _frame: FrameType | None) -> NoReturn:
-    for one in _SIGNALS:
-        signal.signal(one, signal.SIG_IGN)  # further signals must not interrupt writing the report
+    ignore_signals()  # further signals must not interrupt writing the report
     raise StoppedError(number)
 
 
 def main(arguments: Sequence[str]) -> int:
     try:
         settings = parse(arguments)
-        for number in _SIGNALS:
+        for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, _stop)
         try:
             status = 0 if measure(settings) else 1
