@@ -166,12 +166,12 @@ def _run(case: Case, folder: Path) -> list[dict[str, Any]]:
     folder.mkdir()
     common = _settings(case, folder)
     arguments = {each: [*common, "--training.reduction", each, "--log.system", each] for each in case.reductions}
-    order, view = sorted([*range(case.hosts)] * case.ranks), folder / "cluster.json"
+    view = folder / "cluster.json"
     measured: dict[str, list[dict[str, float]]] = {each: [] for each in arguments}
     with bridged_hosts(case.hosts, case.rate) as names:
         # The ranks are forks of this process and parse this command line.
         sys.argv = ["cluster", "probe", "--out", str(view), "--seconds", "20"]
-        run_ranks(names, order, cluster, folder)
+        run_ranks(names, case.ranks, cluster, folder)
         rates = rates_of_view(read_view(view))
         configs = {each: parse(given) for each, given in arguments.items()}
         predicted = {each: predict_step(work_of(c), strategy_of(c), rates) for each, c in configs.items()}
@@ -181,7 +181,7 @@ def _run(case: Case, folder: Path) -> list[dict[str, Any]]:
                 # Each log record covers about 0.4 s, which is long compared with the time to write it.
                 interval = max(1, min(20, round(0.4 / predicted[each].total)))
                 given = [*given, "--log.interval-steps", str(interval)]
-                run_ranks(names, order, lambda given=given: train(given), folder)
+                run_ranks(names, case.ranks, lambda given=given: train(given), folder)
                 newest = max(folder.glob(f"{each}/bert/metrics_*.jsonl"), key=lambda path: path.stat().st_mtime)
                 measured[each].append(_steady(newest))
     rows = []
