@@ -1,5 +1,5 @@
 # pyright: reportPrivateImportUsage=false
-"""Measure BERT-Large's training step: its rate and kernels, its losses in FP8, and the largest step that fits."""
+"""Measure BERT-Large's training step: its rate, phases and kernels, its losses in FP8, and the largest step that fits."""
 
 import math
 import statistics
@@ -21,7 +21,7 @@ from bert.configuration.config import Config
 from bert.configuration.recipes import RECIPES
 from bert.configuration.sections import Precision
 from bert.execution.cuda_graphs import replay_of
-from bert.execution.stopwatch import Stopwatch
+from bert.execution.stopwatch import DeviceStopwatch, Stopwatch
 from bert.step import TrainingStep
 from dataloading.batches.loader import Batch, batch_of, shape_bucket_of
 from dataloading.batches.sampler import ShapeBucket, choose_shape_buckets, draw_sizes
@@ -38,9 +38,10 @@ _SHAPE_BUCKETS = 4
 def step(context: Context) -> None:
     """Measure captured steps of one-GPU and eight-GPU recipes on one GPU, and profile a step in bf16 and in FP8."""
     ceilings, report = Ceilings.of(context), context.report
-    for config, micro in _sizes(context):
+    for index, (config, micro) in enumerate(_sizes(context)):
         name = rate_name(config, micro)
-        report.attempt(name, partial(rate, context, name, config, micro, ceilings))
+        # Phases are measured only for the first step, so that a failing stopwatch does not affect the other rates.
+        report.attempt(name, partial(rate, context, name, config, micro, ceilings, phases=index == 0))
     for precision in ("bf16", "fp8"):
         name = f"split, {precision}"
         report.attempt(name, partial(_profile_step, context, name, precision))
@@ -164,7 +165,9 @@ def recipe(name: str, **training: Any) -> Config:
     return replace(config, training=replace(config.training, **training))
 
 
-def training_step(context: Context, config: Config, *, dropout: bool = True) -> TrainingStep:
+def training_step(
+    context: Context, config: Config, *, dropout: bool = True, stopwatch: Stopwatch | None = None
+) -> TrainingStep:
     """Return a recipe's training step on the context's model. Precision bf16 becomes the context's low precision.
 
     Raises ``NotUsableError`` if the recipe uses FP8 and the device lacks it.
@@ -176,7 +179,7 @@ def training_step(context: Context, config: Config, *, dropout: bool = True) -> 
         config = replace(config, training=replace(config.training, precision="fp32"))
     model = context.scale.model if dropout else replace(context.scale.model, hidden_dropout=0.0, attention_dropout=0.0)
     config = replace(config, log=replace(config.log, division="open"), model=model)
-    parts = context.model(model), config, context.mesh, Stopwatch()
+    parts = context.model(model), config, context.mesh, stopwatch or Stopwatch()
     capturer = context.capturer()
     return TrainingStep(*parts) if capturer is None else CapturedStep(*parts, capturer)
 
@@ -207,9 +210,13 @@ def take_step(trained: TrainingStep, batches: list[Batch]) -> None:
         raise RuntimeError(f"{trained.uncaptured_batches} micro-batches ran without their CUDA graph")
 
 
-def rate(context: Context, name: str, config: Config, micro: int, ceilings: Ceilings) -> Figure:
-    """Return the row with a captured step's rate."""
-    trained = training_step(context, config)
+def rate(
+    context: Context, name: str, config: Config, micro: int, ceilings: Ceilings, *, phases: bool = False
+) -> Figure:
+    """Return the row with a captured step's rate. With ``phases``, also add a row for each phase of the step."""
+    # On a GPU the stopwatch records events; on a CPU it reads the clock.
+    stopwatch = DeviceStopwatch() if phases and context.on_gpu else Stopwatch()
+    trained = training_step(context, config, stopwatch=stopwatch)
     count = config.training.gradient_accumulation_steps
     # Model FLOP counts only real tokens, without the padding to a shape bucket.
     real = micro_batches(context, micro, count)
@@ -219,11 +226,31 @@ def rate(context: Context, name: str, config: Config, micro: int, ceilings: Ceil
     repeats = context.scale.repeats if count == 1 else max(1, context.scale.repeats // 3)
     seconds = measured(partial(take_step, trained, batches), context.device, repeats, cold=False)
     median = statistics.median(seconds)
+    if phases:
+        _add_phases(context, trained, batches, stopwatch, median)
     tokens = sum(batch.tokens for batch in real) / (micro * count)
     work = f"{flop / median / 1e12:.0f} TFLOP/s of model work"
     floor, ceiling = ceilings.floor(flop)
     note = f"{trained.precision}: {work}, {ceiling}; {tokens:.1f} tokens a sequence"
     return timed_row(name, seconds, micro * count, "sequences/s", floor, note, page=True)
+
+
+def _add_phases(
+    context: Context, trained: TrainingStep, batches: list[Batch], stopwatch: Stopwatch, step_seconds: float
+) -> None:
+    """Add a row for each phase that training's stopwatch measures. Together, the phases should take the time of the step."""
+    repeats = max(1, context.scale.repeats // 3)
+    # Discard the times of the warm-up.
+    stopwatch.reset()
+    for _ in range(repeats):
+        take_step(trained, batches)
+    for phase, seconds in stopwatch.take().items():
+        if seconds:
+            a_step = seconds / repeats
+            row = Figure(
+                f"stopwatch: {phase}", 1e3 * a_step, share=a_step / step_seconds, note="of the step", page=True
+            )
+            context.report.add(row)
 
 
 def _losses(context: Context, precision: Precision) -> list[float]:

@@ -81,14 +81,15 @@ def test_ceilings_use_the_shortest_time_and_memory_reports_the_largest_batch(all
     assert [found[f"{each}, most sequences that fit"]["figure"] for each in ("bf16", "fp8")] == [TINY.sequences] * 2
 
 
-def test_step_reports_rates_and_kernels(all_parts: Path) -> None:
+def test_step_reports_rates_phases_and_kernels(all_parts: Path) -> None:
     found = rows(all_parts, "step")
     split = {name: row for name, row in found.items() if name.startswith("split, bf16: ")}
     assert "split, bf16: idle: launches, host" in split
     assert sum(row["share"] for row in split.values()) > 0.5
     assert sum(row["unit"] == "sequences/s" for row in found.values()) == 5
     names = [name for name in found if not name.startswith("ceiling")]
-    assert names[0] == "8 sequences as 4 x 2, h100_1x1, bf16"
+    assert names[:3] == ["stopwatch: forward_backward", "stopwatch: update", "8 sequences as 4 x 2, h100_1x1, bf16"]
+    assert 0 < found["stopwatch: update"]["milliseconds"] < found["stopwatch: forward_backward"]["milliseconds"]
 
 
 @pytest.fixture
