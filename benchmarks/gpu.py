@@ -1,14 +1,15 @@
 """Run all GPU measurements of this repository (docs/kernels.md).
 
     python benchmarks/gpu.py [--part NAME,...] [--out FOLDER] [--seconds N] [--without OP[=IMPLEMENTATION],...]
-    python benchmarks/gpu.py --part end-to-end [--samples N] [-- SETTINGS of bert.train]
+    python benchmarks/gpu.py --part end-to-end [-- SETTINGS of bert.train]
 
 Needs torch, triton and numpy. The parts peers and end-to-end report which other packages they need. Needs no network and no
-data set: samples are random tokens with Wikipedia's lengths. Without --part, all parts except end-to-end run. Each part
-runs in its own process with a share of the time. If a part fails or is cut off, the rows that it has measured are kept and
-the other parts still run. A row that takes too long is ended. --without switches off an implementation that is wrong.
-Figures go to FOLDER/PART.json and FOLDER/report.md; the report's first page is also printed. Exit status: 0 if everything
-was measured and is correct, 1 if not, 2 for wrong input, 128 + n after signal n.
+data set: samples are random tokens with Wikipedia's lengths. Without --part, all parts except end-to-end run. The part
+end-to-end trains for about five minutes, or on N samples after -- --evaluation.interval-samples N. Each part runs in its own
+process with a share of the time. If a part fails or is cut off, the rows that it has measured are kept and the other parts
+still run. A row that takes too long is ended. --without switches off an implementation that is wrong. Figures go to
+FOLDER/PART.json and FOLDER/report.md; the report's first page is also printed. Exit status: 0 if everything was measured and
+is correct, 1 if not, 2 for wrong input, 128 + n after signal n.
 """
 
 import argparse
@@ -33,6 +34,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.gpu_parts.page import page
 from benchmarks.gpu_parts.part import LOST
 from benchmarks.gpu_parts.report import CUT_OFF, Figure, PartReport
+from console.interruption import ignore_signals
 from console.program import RaisingParser
 from console.version import commit
 
@@ -55,9 +57,6 @@ PARTS = {
     "end-to-end": Part("end_to_end:end_to_end", 450),
 }
 """Parts in the order in which they run. The most informative parts come first, and some parts use earlier results."""
-
-ALONE = ("end-to-end",)
-"""Parts that run only if --part names them."""
 
 SECONDS = 530
 """Seconds for all parts together, a little under nine minutes."""
@@ -94,23 +93,18 @@ def parse(arguments: Sequence[str]) -> Settings:
     )
     other = "ops to run with another implementation; by default the next one that is installed"
     parser.add_argument("--without", action="append", default=[], metavar="OP[=IMPLEMENTATION],...", help=other)
-    parser.add_argument(
-        "--samples", type=int, metavar="N", help="of end-to-end; by default as many as its time permits"
-    )
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="by default %(default)s")
     parser.add_argument("--tiny", action="store_true", help="small shapes: shows that the code runs")
     # Split at -- here, because argparse would also pass stray words before it to bert.train.
     cut = [*arguments, "--"].index("--")
     chosen, training = parser.parse_args(arguments[:cut]), arguments[cut + 1 :]
-    asked = [part for part in PARTS if part not in ALONE] if chosen.part == "all" else chosen.part.split(",")
+    asked = [part for part in PARTS if part != "end-to-end"] if chosen.part == "all" else chosen.part.split(",")
     if unknown := [part for part in asked if part not in PARTS]:
         raise ValueError(f"--part: there is no part {unknown[0]!r}; use all, or some of {', '.join(PARTS)}")
     if not 0 < chosen.seconds < math.inf:
         raise ValueError(f"--seconds is {chosen.seconds:g}; use a finite number above 0")
-    if chosen.samples is not None and chosen.samples < 1:
-        raise ValueError(f"--samples is {chosen.samples}; use 1 or more")
-    if (chosen.samples or training) and "end-to-end" not in asked:
-        raise ValueError("--samples and settings after -- need --part end-to-end")
+    if training and "end-to-end" not in asked:
+        raise ValueError("settings after -- need --part end-to-end")
     if chosen.device == "cpu" and not chosen.tiny:
         raise ValueError("--device cpu only tests the program: it needs --tiny")
     if chosen.tiny and not chosen.out:
@@ -119,7 +113,7 @@ def parse(arguments: Sequence[str]) -> Settings:
         raise ValueError("figures must name the commit, which is unknown without .git: set MLPERF_BERT_COMMIT to it")
     without = replacements([text for given in chosen.without for text in given.split(",")], chosen.device)
     folder = _folder_of_the_gpu(chosen.out) if chosen.device == "cuda" else chosen.out
-    more = {"without": without, "samples": chosen.samples, "settings": training}
+    more = {"without": without, "settings": training}
     return Settings(list(dict.fromkeys(asked)), folder, chosen.device, chosen.tiny, chosen.seconds, more)
 
 
@@ -252,19 +246,15 @@ def _ending(status: int) -> str:
     return f"status {status}" if status >= 0 else signal.Signals(-status).name
 
 
-_SIGNALS = (signal.SIGINT, signal.SIGTERM)
-
-
 def _stop(number: int, _frame: FrameType | None) -> NoReturn:
-    for one in _SIGNALS:
-        signal.signal(one, signal.SIG_IGN)  # further signals must not interrupt writing the report
+    ignore_signals()  # further signals must not interrupt writing the report
     raise StoppedError(number)
 
 
 def main(arguments: Sequence[str]) -> int:
     try:
         settings = parse(arguments)
-        for number in _SIGNALS:
+        for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, _stop)
         try:
             status = 0 if measure(settings) else 1

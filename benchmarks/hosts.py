@@ -110,18 +110,18 @@ def raise_priority() -> None:
 
 
 def run_ranks(
-    namespaces: Sequence[str], order: Sequence[int], program: Callable[[], int], output: Path, limit_s: float = 120.0
+    namespaces: Sequence[str], per_host: int, program: Callable[[], int], output: Path, limit_s: float = 120.0
 ) -> None:
-    """Run a program on several ranks, and write the output of each rank to a file in the folder ``output``.
+    """Run a program on ``per_host`` ranks of each host, and write each rank's output to a file in the folder ``output``.
 
-    ``order`` has the host index of each rank, which is bound to a core. Raises ``SystemExit`` with the ranks' output if a
-    rank ends with any status but 0 or 1, or has not ended after ``limit_s`` seconds.
+    Each rank is bound to a core. Raises ``SystemExit`` with the ranks' output if a rank ends with any status but 0 or 1, or
+    has not ended after ``limit_s`` seconds.
     """
     # Forks, so that ranks need not import PyTorch again.
     fork = multiprocessing.get_context("fork")
     # Daemon processes, so that the ranks end with this process.
     make = partial(fork.Process, target=_rank, daemon=True)
-    ranks = [make(args=(namespaces, order, rank, program, output)) for rank in range(len(order))]
+    ranks = [make(args=(namespaces, per_host, rank, program, output)) for rank in range(len(namespaces) * per_host)]
     for rank in ranks:
         rank.start()
     try:
@@ -138,20 +138,20 @@ def run_ranks(
         raise SystemExit(f"error: exit statuses of the ranks (None: not ended after {limit_s} s): {statuses}\n{said}")
 
 
-def _rank(namespaces: Sequence[str], order: Sequence[int], rank: int, program: Callable[[], int], output: Path) -> None:
+def _rank(namespaces: Sequence[str], per_host: int, rank: int, program: Callable[[], int], output: Path) -> None:
     with (output / f"rank_{rank}.txt").open("a", encoding="utf-8") as file:
         # Redirect the descriptors instead of sys.stdout, because C libraries write to the descriptors.
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
-    enter(namespaces[order[rank]], f"h{order[rank]}")
+    host, local = divmod(rank, per_host)
+    enter(namespaces[host], f"h{host}")
     # Launchers also bind ranks, so that no rank migrates between cores.
     cores = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, {cores[rank % len(cores)]})
-    # The local rank is the place of a rank among the ranks of its host.
-    local = [other for other, host in enumerate(order) if host == order[rank]]
-    place = {"RANK": rank, "WORLD_SIZE": len(order), "LOCAL_RANK": local.index(rank), "LOCAL_WORLD_SIZE": len(local)}
+    world_size = len(namespaces) * per_host
+    place = {"RANK": rank, "WORLD_SIZE": world_size, "LOCAL_RANK": local, "LOCAL_WORLD_SIZE": per_host}
     # The master is rank 0's host. Without the interface name, gloo would use the address that the host name resolves to.
-    place |= {"MASTER_ADDR": f"10.77.0.{order[0] + 1}", "MASTER_PORT": PORT, "GLOO_SOCKET_IFNAME": "v0"}
+    place |= {"MASTER_ADDR": "10.77.0.1", "MASTER_PORT": PORT, "GLOO_SOCKET_IFNAME": "v0"}
     os.environ |= {name: str(value) for name, value in place.items()}
     status = 2
     # A parser's SystemExit ends the rank's program, not this function.

@@ -1,7 +1,7 @@
 """Compare predictions with published results that the model has not seen, or with measured step times.
 
     python benchmarks/prediction.py --published [--out FILE]
-    sudo python benchmarks/prediction.py --measured [--cases 0 1 2] [--seconds 20] [--out FILE]
+    sudo python benchmarks/prediction.py --measured [--out FILE]
 
 With --published, the results of one submitter, one round, one number of accelerators, or one type of accelerator are
 held out at a time; the model is fitted to the other results and predicts the held-out results.
@@ -10,12 +10,11 @@ With --measured, steps on this machine are predicted from a probe's file, the le
 run. Hosts are network namespaces with links of several rates, which need root.
 """
 
-import json
 import os
 import statistics
 import sys
 import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -104,8 +103,6 @@ CASES = (
 def main(
     published: tyro.conf.FlagCreatePairsOff[bool] = False,
     measured: tyro.conf.FlagCreatePairsOff[bool] = False,
-    cases: tuple[int, ...] = (),
-    seconds: float = 20.0,
     out: Path | None = None,
 ) -> None:
     """Print the prediction errors.
@@ -113,14 +110,12 @@ def main(
     Args:
         published: Cross-validate on the published results, which takes half a minute.
         measured: Predict steps from a probe and run them, which takes about a minute a case. Needs root.
-        cases: Indices of the cases to measure, from 0; all by default.
-        seconds: Approximate duration of a probe.
-        out: JSON file for the figures; measured cases are added to the figures that it already contains.
+        out: Write the figures here as JSON.
     """
     if published == measured:
         raise SystemExit("error: give either --published or --measured")
     if measured:
-        compare_steps(cases or range(len(CASES)), seconds, out)
+        compare_steps(out)
         return
     calibration, validation = calibrate()
     figures: dict[str, dict[str, float]] = {}
@@ -149,17 +144,17 @@ def alike(result: Result) -> list[float]:
     ]
 
 
-def compare_steps(cases: Iterable[int], seconds: float, out: Path | None) -> None:
-    """Run cases, given by their indices, print predicted and measured step times, and add them to the figures in ``out``."""
+def compare_steps(out: Path | None) -> None:
+    """Run all cases, print predicted and measured step times, and write them to ``out``."""
     if missing := why_not():
         print(f"error: {missing}", file=sys.stderr)
         raise SystemExit(2)
     raise_priority()
-    rows: list[dict[str, Any]] = json.loads(out.read_text())["rows"] if out is not None and out.exists() else []
+    rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
-        for number in cases:
-            found = _run(CASES[number], Path(folder) / str(number), seconds)
-            rows = [row for row in rows if row["case"] != CASES[number].name] + found
+        for number, case in enumerate(CASES):
+            found = _run(case, Path(folder) / str(number))
+            rows += found
             _print(found)
             # Write after each case, so that nothing is lost if a later case fails.
             if out is not None:
@@ -167,16 +162,16 @@ def compare_steps(cases: Iterable[int], seconds: float, out: Path | None) -> Non
     print("  ".join(f"{name} {value:.3g}" for name, value in _summary(rows).items()))
 
 
-def _run(case: Case, folder: Path, seconds: float) -> list[dict[str, Any]]:
+def _run(case: Case, folder: Path) -> list[dict[str, Any]]:
     folder.mkdir()
     common = _settings(case, folder)
     arguments = {each: [*common, "--training.reduction", each, "--log.system", each] for each in case.reductions}
-    order, view = sorted([*range(case.hosts)] * case.ranks), folder / "cluster.json"
+    view = folder / "cluster.json"
     measured: dict[str, list[dict[str, float]]] = {each: [] for each in arguments}
     with bridged_hosts(case.hosts, case.rate) as names:
         # The ranks are forks of this process and parse this command line.
-        sys.argv = ["cluster", "probe", "--out", str(view), "--seconds", str(seconds)]
-        run_ranks(names, order, cluster, folder)
+        sys.argv = ["cluster", "probe", "--out", str(view), "--seconds", "20"]
+        run_ranks(names, case.ranks, cluster, folder)
         rates = rates_of_view(read_view(view))
         configs = {each: parse(given) for each, given in arguments.items()}
         predicted = {each: predict_step(work_of(c), strategy_of(c), rates) for each, c in configs.items()}
@@ -186,7 +181,7 @@ def _run(case: Case, folder: Path, seconds: float) -> list[dict[str, Any]]:
                 # Each log record covers about 0.4 s, which is long compared with the time to write it.
                 interval = max(1, min(20, round(0.4 / predicted[each].total)))
                 given = [*given, "--log.interval-steps", str(interval)]
-                run_ranks(names, order, lambda given=given: train(given), folder)
+                run_ranks(names, case.ranks, lambda given=given: train(given), folder)
                 newest = max(folder.glob(f"{each}/bert/metrics_*.jsonl"), key=lambda path: path.stat().st_mtime)
                 measured[each].append(_steady(newest))
     rows = []

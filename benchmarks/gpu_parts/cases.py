@@ -1,7 +1,7 @@
 """Arguments for every op as in training, and the least work that a call must do.
 
-Parameters are fp32 views of a flat buffer, even if autocast runs the matrix products in 16 bits. All other arguments have
-the types that the model passes. Shape legend in ``kernels/__init__.py``.
+Parameters are fp32, even if autocast runs the matrix products in 16 bits. All other arguments have the types that the model
+passes. Shape legend in ``kernels/__init__.py``.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -15,8 +15,6 @@ from torch import Tensor, nn
 
 from benchmarks.gpu_parts.report import NotUsableError
 from bert.configuration.sections import ModelConfig
-from bert.model import BertForPreTraining, EncoderLayer
-from bert.optimizer import FlatParameters
 from kernels import OPS, Dropout, LambSegments, LambState
 from kernels.reference.fp8 import E4M3, E5M2
 from kernels.registry import Implementation
@@ -95,101 +93,77 @@ def _leaf(value: object) -> object:
     return value if isinstance(value, nn.Parameter) else value.detach().requires_grad_()
 
 
-@torch.no_grad()
-def drawn_model(config: ModelConfig, device: torch.device) -> BertForPreTraining:
-    """Build a one-layer model with flat parameters, as in training, and randomize every parameter."""
-    with device:
-        model = BertForPreTraining(replace(config, num_hidden_layers=1))
-    FlatParameters.of(model)
-    generator = torch.Generator(device).manual_seed(0)
-    for parameter in model.parameters():
-        # This standard deviation keeps activations near 1, so that errors are measured on values of ordinary size.
-        parameter.normal_(0, config.hidden_size**-0.5 if parameter.ndim > 1 else 1, generator=generator)
-    for norm in (module for module in model.modules() if isinstance(module, nn.LayerNorm)):
-        # The weights of a norm are around 1 in a trained model.
-        norm.weight.add_(1)
-    return model
+def _parameter(generator: torch.Generator, *shape: int, mean: float = 0.0) -> nn.Parameter:
+    """Draw a parameter on the generator's device. Only vectors have a ``mean``, which is 1 for the weights of norms."""
+    drawn = torch.randn(shape, generator=generator, device=generator.device)
+    # This scale keeps activations near 1, so that errors are measured on values of ordinary size.
+    return nn.Parameter(drawn * shape[-1] ** -0.5 if len(shape) > 1 else mean + drawn)
 
 
-def cases(
-    model: BertForPreTraining, lengths: Sequence[int], masked: int, dtype: torch.dtype, *, counting: bool = False
-) -> list[Case]:
-    """Return a case for each op with gradients as the model calls it in training, with ``masked`` masked tokens.
+def size_of(model: ModelConfig, lengths: Sequence[int], masked: int) -> Size:
+    """Return the sizes of a micro-batch with ``masked`` masked tokens. A length may be 0."""
+    heads, wide = model.num_attention_heads, model.intermediate_size
+    return Size(tuple(lengths), max(lengths), masked, model.hidden_size, heads, wide, model.vocab_size)
 
-    ``dtype`` is the type of matrix products and of the residual stream. A length may be 0. The labels of the last two masked
-    tokens are -1, which marks unused slots. With ``counting``, correct predictions are also counted, as in evaluation.
+
+def cases(size: Size, device: torch.device, dtype: torch.dtype, *, counting: bool = False) -> list[Case]:
+    """Return a case for each op with gradients as the model calls it in training.
+
+    ``dtype`` is the type of matrix products and of the residual stream. The labels of the last two masked tokens are -1,
+    which marks unused slots. With ``counting``, correct predictions are also counted, as in evaluation.
     """
     autocast = dtype.itemsize < 4
-    config, layer, tables, norm = model.config, model.layers[0], model.embeddings, model.transform_norm
-    assert isinstance(layer, EncoderLayer)
-    device, hidden, wide = model.decoder_bias.device, config.hidden_size, config.intermediate_size
-    size = Size(
-        tuple(lengths), max(lengths), masked, hidden, config.num_attention_heads, wide, vocabulary=config.vocab_size
-    )
+    tokens, hidden, wide = sum(size.lengths), size.hidden, size.intermediate
+    generator = torch.Generator(device).manual_seed(0)
     # The output type of a norm under autocast differs between devices and types, so it is determined by a call.
     with torch.autocast(device.type, dtype, enabled=autocast):
-        after_norm = F.layer_norm(
-            torch.zeros(1, hidden, dtype=dtype, device=device), (hidden,), norm.weight, norm.bias
-        ).dtype
+        row_1D = torch.zeros(1, hidden, dtype=dtype, device=device)
+        after_norm = F.layer_norm(row_1D, (hidden,), torch.ones(hidden, device=device)).dtype
     # A multiply-add counts as two operations. The backward pass has two products for each product of the forward pass.
-    feed_forward, decoder = 2.0 * sum(lengths) * hidden * wide, 2.0 * masked * hidden * config.vocab_size
-    scores = 4.0 * hidden * sum(length**2 for length in lengths)
+    feed_forward, decoder = 2.0 * tokens * hidden * wide, 2.0 * size.masked * hidden * size.vocabulary
+    scores = 4.0 * hidden * sum(length**2 for length in size.lengths)
     # The embedding tables are fp32 parameters, independent of the type of the matrix products.
-    row, row_of_tables = (sum(lengths) * hidden * width for width in (dtype.itemsize, tables.word.element_size()))
-    wide_row = sum(lengths) * wide * dtype.itemsize
+    row, row_of_tables = (tokens * hidden * width for width in (dtype.itemsize, torch.float32.itemsize))
+    wide_row = tokens * wide * dtype.itemsize
     # The forward pass moves query, key, value and output.
     attention = LeastWork((scores, 3 * scores), (4 * row, 12 * row))
-    dropped_norm = layer.attention_norm
-    embeddings = tables.word, tables.position, tables.segment, tables.norm.weight, tables.norm.bias
 
-    def case(op: str, work: LeastWork, weights: Mapping[int, object]) -> Case:
-        """Return a case with the model's own weights or fixed values for the arguments at the given positions."""
-        arguments, _ = example_inputs(op, device, dtype, size)
+    def case(op: str, work: LeastWork, means: Mapping[int, float]) -> Case:
+        """Return a case with parameters, of these means, for the arguments at the given positions."""
         # `example_inputs` returns the arguments in the order of the op's parameters.
-        placed = (weights.get(place, value) for place, value in enumerate(arguments))
-        return Case(op, tuple(map(_leaf, placed)), dtype, work, autocast=autocast, gradients=True)
+        drawn, _ = example_inputs(op, device, dtype, size)
+        arguments = tuple(
+            _parameter(generator, *value.shape, mean=means[place]) if place in means else _leaf(value)
+            for place, value in enumerate(drawn)
+        )
+        return Case(op, arguments, dtype, work, autocast=autocast, gradients=True)
 
-    loss = case(
-        "masked_lm_loss", LeastWork((decoder, 3 * decoder)), {1: tables.word, 2: model.decoder_bias, 4: counting}
-    )
-    states, *others = loss.arguments
-    labels = others[2]
-    assert isinstance(states, Tensor)
-    assert isinstance(labels, Tensor)
+    loss = case("masked_lm_loss", LeastWork((decoder, 3 * decoder)), {1: 0, 2: 0})
+    states, *parameters, labels, _ = cast("tuple[Tensor, ...]", loss.arguments)
     labels[-2:] = -1
     return [
         case("varlen_attention", attention, {}),
         case("varlen_self_attention", attention, {}),
-        case(
-            "dropout_add_layer_norm",
-            LeastWork(moved=(3 * row, 7 * row)),
-            {1: layer.attention_output.bias, 3: dropped_norm.weight, 4: dropped_norm.bias},
-        ),
+        case("dropout_add_layer_norm", LeastWork(moved=(3 * row, 7 * row)), {1: 0, 3: 1, 4: 0}),
         case(
             "embedding_layer_norm",
             LeastWork(moved=(2 * row_of_tables, 6 * row_of_tables)),
-            dict(enumerate(embeddings, 3)),
+            {3: 0, 4: 0, 5: 0, 6: 1, 7: 0},
         ),
-        case(
-            "dense_gelu",
-            LeastWork((feed_forward, 3 * feed_forward)),
-            {1: layer.intermediate.weight, 2: layer.intermediate.bias},
-        ),
-        case("bias_gelu", LeastWork(moved=(2 * wide_row, 5 * wide_row)), {1: layer.intermediate.bias}),
+        case("dense_gelu", LeastWork((feed_forward, 3 * feed_forward)), {1: 0, 2: 0}),
+        case("bias_gelu", LeastWork(moved=(2 * wide_row, 5 * wide_row)), {1: 0}),
         # The masked-LM head's input is the output of a norm, whose type may differ from the residual stream's.
-        replace(loss, arguments=(_leaf(states.to(after_norm)), *others)),
+        replace(loss, arguments=(_leaf(states.to(after_norm)), *parameters, labels, counting)),
     ]
 
 
-def fp8_cases(model: BertForPreTraining, lengths: Sequence[int]) -> list[Case]:
+def fp8_cases(size: Size, device: torch.device) -> list[Case]:
     """Return cases for the FP8 ops as an encoder layer calls them: bf16 activations, fp32 parameters, small gradients."""
-    config, layer = model.config, model.layers[0]
-    assert isinstance(layer, EncoderLayer)
-    device, hidden, wide = model.decoder_bias.device, config.hidden_size, config.intermediate_size
-    weight, bias = layer.intermediate.weight.detach(), layer.intermediate.bias  # as bert.products.fp8 calls the ops
-    norm = {1: layer.attention_output.bias, 3: layer.attention_norm.weight, 4: layer.attention_norm.bias}
-    tokens, heads = sum(lengths), config.num_attention_heads
-    size = Size(tuple(lengths), max(lengths), hidden=hidden, heads=heads, intermediate=wide)
+    tokens, hidden, wide = sum(size.lengths), size.hidden, size.intermediate
+    generator = torch.Generator(device).manual_seed(0)
+    weight = _parameter(generator, wide, hidden).detach()  # as bert.products.fp8 calls the op
+    bias = _parameter(generator, wide)
+    norm = {place: _parameter(generator, hidden, mean=mean) for place, mean in ((1, 0), (3, 1), (4, 0))}
 
     def case(
         op: str,
@@ -215,7 +189,6 @@ def fp8_cases(model: BertForPreTraining, lengths: Sequence[int]) -> list[Case]:
         # A weight's gradient is a product that contracts over the tokens.
         return torch.randn(rows, of_products, generator=generator, device=device).to(dtype)
 
-    generator = torch.Generator(device).manual_seed(0)
     # This scale brings the small gradients into the range of E5M2.
     upward = scalar(2.0**30)
     halves = {2: scalar(0.5), 3: scalar(0.25)}
@@ -224,7 +197,7 @@ def fp8_cases(model: BertForPreTraining, lengths: Sequence[int]) -> list[Case]:
     of_a_weight = {**halves, 0: in_fp8(wide, E5M2), 1: in_fp8(hidden, E4M3), 4: torch.float32, 6: False}
     cells, wide_cells, flop = tokens * hidden, tokens * wide, 2.0 * of_products * hidden * wide
     backward = {0: gradient(tokens, wide), 2: bias, 3: upward}
-    heads_THE = tokens, heads, hidden // heads
+    heads_THE = tokens, size.heads, hidden // size.heads
     attention_backward = {0: gradient(*heads_THE), 7: Dropout(0.1, torch.tensor([1, 2], device=device), 3), 8: upward}
     norm_backward = {0: gradient(tokens, hidden), 1: gradient(tokens, hidden), 8: upward}
     norm_backward |= {3: norm[1], 5: norm[3]}
@@ -245,10 +218,8 @@ def fp8_cases(model: BertForPreTraining, lengths: Sequence[int]) -> list[Case]:
     ]
 
 
-def lamb_cases(model: BertForPreTraining) -> list[Case]:
+def lamb_cases(size: Size, device: torch.device) -> list[Case]:
     """Return cases for LAMB with moments as in the middle of a training, on a vector with many segments."""
-    config, device = model.config, model.decoder_bias.device
-    size = Size(hidden=config.hidden_size, intermediate=config.intermediate_size)
     generator, made = torch.Generator(device).manual_seed(0), []
     for op in ("sum_of_squares", "lamb_step", "lamb_directions", "lamb_apply"):
         drawn, named = example_inputs(op, device, torch.float32, size)
@@ -260,14 +231,11 @@ def lamb_cases(model: BertForPreTraining) -> list[Case]:
     return made
 
 
-def weight_gradient_cases(model: BertForPreTraining, lengths: Sequence[int]) -> list[Case]:
+def weight_gradient_cases(size: Size, device: torch.device) -> list[Case]:
     """Return cases for a weight gradient that is added to a sum, and for the first one, which overwrites the sum."""
-    config, device = model.config, model.decoder_bias.device
-    hidden, wide = config.hidden_size, config.intermediate_size
-    size = Size(tuple(lengths), hidden=hidden, intermediate=wide)
     total, *operands = example_inputs("accumulate_weight_gradient", device, torch.bfloat16, size)[0]
     total.normal_(generator=torch.Generator(device).manual_seed(0))
-    work = LeastWork((2.0 * sum(lengths) * hidden * wide, 0))
+    work = LeastWork((2.0 * sum(size.lengths) * size.hidden * size.intermediate, 0))
     added = Case("accumulate_weight_gradient", (total, *operands), torch.bfloat16, work)
     # If the old values are read, the result is NaN.
     written = torch.full_like(total, torch.nan), *operands, True

@@ -34,7 +34,10 @@ _START_S, _STOP_S = 120, 40
 
 
 def end_to_end(context: Context) -> None:
-    """Train the one-GPU recipe for about five minutes. Evaluate once, at the end, with a target that any model reaches."""
+    """Train the one-GPU recipe for about five minutes. Evaluate once, at the end, with a target that any model reaches.
+
+    The run ends earlier or later if the caller's settings have ``evaluation.interval-samples``.
+    """
     # Look for missing packages and wrong settings before making the data, because the run would fail only afterwards.
     if missing := missing_packages():
         raise NotUsableError(f"training needs packages that are not installed: {', '.join(missing)}")
@@ -46,8 +49,8 @@ def end_to_end(context: Context) -> None:
         path.unlink(missing_ok=True)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        config = parse(_arguments(context, folder, samples=1))
-        samples = context.samples or (480 if context.tiny else _samples(context, config))
+        config = parse(_arguments(context, folder, samples=None))
+        samples = config.evaluation.interval_samples or (480 if context.tiny else _samples(context, config))
         # The evaluation set has the benchmark's size, because evaluation time is part of the result, and because a model may
         # predict no token of a small set correctly. The training set may be small, because training repeats it.
         evaluated = 500 if context.tiny else 10_000
@@ -85,7 +88,7 @@ def _samples(context: Context, config: "Config") -> int:
     if row is None or not row.figure:
         row = report.attempt(name, partial(rate, context, name, config, micro, Ceilings(None, None, None)))
     if row is None or not row.figure:
-        raise RuntimeError("the rate of the step could not be measured, so choose the number of samples with --samples")
+        raise RuntimeError("the rate of the step could not be measured; add -- --evaluation.interval-samples N")
     seconds = min(_SECONDS, max(10.0, context.end - time.monotonic() - _START_S - _STOP_S))
     return min(config.training.max_samples, int(row.figure * seconds))
 
@@ -133,7 +136,7 @@ def _write_data(context: Context, folder: Path, counts: dict[str, int]) -> None:
         write_synthetic_set(folder / split, lengths, longest, vocabulary, shards=4, seed=seed)
 
 
-def _arguments(context: Context, folder: Path, samples: int) -> list[str]:
+def _arguments(context: Context, folder: Path, samples: int | None) -> list[str]:
     """Return the arguments for ``bert.train``. The caller's settings override most of the part's own settings."""
     from benchmarks.inputs import flags
 
@@ -179,7 +182,8 @@ def _train(context: Context, folder: Path, arguments: list[str], output: Path) -
                 process.kill()
     _keep(context, folder)
     if stopped:
-        return f"bert.train was stopped {_STOP_S} s before the part's limit: use fewer --samples or more --seconds"
+        early = f"bert.train was stopped {_STOP_S} s before the part's limit"
+        return f"{early}: use more --seconds or a smaller --evaluation.interval-samples"
     said = output.read_text(encoding="utf-8", errors="replace").strip().splitlines() or ["nothing"]
     return f"bert.train ended with {process.returncode} and said: {said[-1]}" if process.returncode else None
 

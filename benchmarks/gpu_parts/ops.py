@@ -3,7 +3,6 @@
 Shape legend in ``kernels/__init__.py``.
 """
 
-import importlib
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -14,7 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.gpu_parts.accuracy import largest_ratio, outcome, uninitialized_memory_is_nan
-from benchmarks.gpu_parts.cases import Case, call, cases, drawn_model, fp8_cases, lamb_cases, weight_gradient_cases
+from benchmarks.gpu_parts.cases import Case, call, cases, fp8_cases, lamb_cases, size_of, weight_gradient_cases
+from benchmarks.gpu_parts.peers import plain_attention
 from benchmarks.gpu_parts.report import Figure, NotUsableError
 from benchmarks.gpu_parts.scale import Context, samples_of
 from benchmarks.gpu_parts.timing import Ceilings, measured, timed_row
@@ -33,14 +33,14 @@ zero the gradient), parameter update (4 written). Reading a tensor again hits th
 
 def correctness(context: Context) -> None:
     """Compare each implementation's errors with the errors of plain PyTorch in the same types (``largest_ratio``)."""
-    model, lengths = drawn_model(context.scale.model, context.device), _awkward_lengths(context)
+    size, device = size_of(context.scale.model, _awkward_lengths(context), masked=101), context.device
     made = [
         replace(case, variant=f" in {str(dtype).removeprefix('torch.')}")
         for dtype in (torch.float32, torch.bfloat16)
-        for case in cases(model, lengths, 101, dtype, counting=True)
+        for case in cases(size, device, dtype, counting=True)
     ]
-    more = *fp8_cases(model, lengths), *lamb_cases(model), *weight_gradient_cases(model, lengths)
-    for case in (*made, *more):
+    made += *fp8_cases(size, device), *lamb_cases(size, device), *weight_gradient_cases(size, device)
+    for case in made:
         for name in context.implementations(case.op):
             # The reference implementation is the definition itself, so there is nothing to check.
             if name != "reference":
@@ -83,11 +83,10 @@ def kernels(context: Context) -> None:
     ceilings, report = Ceilings.of(context), context.report
     # The fixed seed gives the same samples in every part.
     samples = samples_of(context.scale, context.scale.sequences)
-    lengths, masked = samples.lengths.tolist(), len(samples.masked_lm_ids)
-    model = drawn_model(context.scale.model, context.device)
-    made = cases(model, lengths, masked, context.low_precision)
-    added, _ = weight_gradient_cases(model, lengths)
-    for case in (*made, *fp8_cases(model, lengths), added):
+    size, device = size_of(context.scale.model, samples.lengths.tolist(), len(samples.masked_lm_ids)), context.device
+    made = cases(size, device, context.low_precision)
+    added, _ = weight_gradient_cases(size, device)
+    for case in (*made, *fp8_cases(size, device), added):
         # FP8 attention is timed below, with the passes before and after it.
         if not case.op.startswith("attention"):
             _time(context, case, _implementations(context, case), ceilings)
@@ -212,26 +211,19 @@ def _peers(case: Case) -> dict[str, Callable[..., object]]:
         return {"PyTorch varlen_attn without dropout": _torch_varlen}
     if case.op == "varlen_attention":
         return {}  # the peers are compared with varlen_self_attention, which every layer but the last one uses
-    plain: dict[str, Callable[..., object]] = {
-        "dropout_add_layer_norm": _plain_add_norm,
-        "embedding_layer_norm": _plain_embeddings,
-        "dense_gelu": OPS["dense_gelu"].definition,
-        "bias_gelu": OPS["bias_gelu"].definition,
-        "masked_lm_loss": OPS["masked_lm_loss"].definition,
-    }
-    on_gpu = case.leaves[0].is_cuda
-    return {
-        # Shapes are fixed in this part, so dynamic shapes are not needed.
-        "torch.compile": torch.compile(plain[case.op], dynamic=False, backend="inductor" if on_gpu else "aot_eager")
-    }
+    # The definitions of these two ops draw dropout by Philox, which is much slower than PyTorch's dropout.
+    with_dropout = {"dropout_add_layer_norm": _plain_add_norm, "embedding_layer_norm": _plain_embeddings}
+    plain = with_dropout.get(case.op, OPS[case.op].definition)
+    # Shapes are fixed in this part, so dynamic shapes are not needed.
+    backend = "inductor" if case.leaves[0].is_cuda else "aot_eager"
+    return {"torch.compile": torch.compile(plain, dynamic=False, backend=backend)}
 
 
 def _torch_varlen(qkv_T3HE: Tensor, bounds: Tensor, max_seqlen: int, _dropout: object) -> Tensor:
     if not qkv_T3HE.is_cuda:
         raise NotUsableError("needs a CUDA device")
-    varlen = importlib.import_module("torch.nn.attention.varlen")
-    query, key, value = (x.contiguous() for x in qkv_T3HE.unbind(1))
-    return varlen.varlen_attn(query, key, value, bounds, bounds, max_seqlen, max_seqlen)
+    query, key, value = qkv_T3HE.unbind(1)
+    return plain_attention(query, key, value, bounds, max_seqlen)
 
 
 def _plain_add_norm(x, bias, residual, weight, norm_bias, eps, dropout) -> Tensor:  # noqa: ANN001

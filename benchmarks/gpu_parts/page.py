@@ -19,12 +19,10 @@ def page(folder: Path, parts: Collection[str], *, every_row: bool = False) -> st
     reports = {part: _report(path) for part, path in paths.items() if path.exists()}
     rows = {part: report.rows for part, report in reports.items()}
     timed = [row for row in rows.get("kernels", ()) if row.page and row.milliseconds]
-    split = [row for row in rows.get("step", ()) if row.name.startswith("split, ")]
-    longest = [
-        row
-        for precision in ("bf16", "fp8")
-        for row in _largest(each for each in split if each.name.startswith(f"split, {precision}: "))
-    ]
+
+    def longest(precision: str) -> list[Figure]:
+        return _largest(row for row in rows.get("step", ()) if row.name.startswith(f"split, {precision}: "))
+
     ceilings = (row for row in rows.get("peers", ()) if row.name.startswith("ceiling") and row.figure)
     failures = [(part, row.name, row.note) for part, report in reports.items() for row in report.failures]
     important = (row for part in rows for row in rows[part] if row.page and every_row)
@@ -33,7 +31,7 @@ def page(folder: Path, parts: Collection[str], *, every_row: bool = False) -> st
         "Training on one device, in one run": _rates(rows.get("peers", ())),
         "Ceilings of that run": _figures(ceilings),
         "The slowest ops": _figures(_largest(timed)),
-        "Where a step's time goes": _figures(longest),
+        "Where a step's time goes": _figures(longest("bf16") + longest("fp8")),
         "Parts": _parts(reports),
         "All important rows": _figures(important),
     }
@@ -75,14 +73,11 @@ def _parts(reports: Mapping[str, PartReport]) -> str:
     header = "part", "outcome", "seconds", "commit", "date", "PyTorch", "Triton", "without"
     lines = []
     for part, report in reports.items():
-        about, versions = report.about, report.about.get("versions", {})
-        assert isinstance(versions, Mapping)
+        about = report.about
         failed = f", {len(report.failures)} FAILED" if report.failures else ""
         state = "complete" if report.complete else "NOT COMPLETE"
-        replaced = about.get("without", {})
-        assert isinstance(replaced, Mapping)
-        without = ", ".join(f"{op} (instead {name})" for op, name in replaced.items())
-        packages = (str(versions.get(name, "")) for name in ("torch", "triton"))
+        without = ", ".join(f"{op} (instead {name})" for op, name in about.get("without", {}).items())
+        packages = (str(about.get("versions", {}).get(name, "")) for name in ("torch", "triton"))
         # The parts `correctness` and `end-to-end` summarise their rows in one row.
         verdicts = [f", {row.note}" for row in report.rows if row.name in ("largest error", "log") and not row.failed]
         why = "" if report.complete else f", {report.error}"

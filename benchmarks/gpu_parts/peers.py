@@ -20,6 +20,7 @@ from benchmarks.gpu_parts.timing import Ceilings, measured, release, timed_row
 from benchmarks.training.hugging_face import new_model, padded
 from bert.model import BertForPreTraining, EncoderLayer
 from dataloading.batches.loader import Batch
+from kernels.libraries.pytorch import varlen_attention
 from kernels.reference.ops import summed_embeddings
 
 _EAGER = "Hugging Face, padded, SDPA"
@@ -114,23 +115,20 @@ def plain_loss(model: BertForPreTraining, batch: Batch) -> Tensor:
 def _plain_layer(hidden_TD: Tensor, layer: EncoderLayer, model: BertForPreTraining, batch: Batch, p: float) -> Tensor:
     heads = model.config.num_attention_heads
     query, key, value = layer.query_key_value(hidden_TD).unflatten(-1, (3, heads, -1)).unbind(1)
-    context_TD = _plain_attention(query, key, value, batch).flatten(1)
+    context_TD = plain_attention(query, key, value, batch.cu_seqlens, batch.max_seqlen).flatten(1)
     attended_TD = _norm(hidden_TD + F.dropout(layer.attention_output(context_TD), p), layer.attention_norm, model)
     wide_TF = F.gelu(layer.intermediate(attended_TD), approximate="tanh")
     return _norm(attended_TD + F.dropout(layer.output(wide_TF), p), layer.output_norm, model)
 
 
-def _plain_attention(query: Tensor, key: Tensor, value: Tensor, batch: Batch) -> Tensor:
-    if query.is_cuda:
-        from torch.nn.attention.varlen import varlen_attn  # imported here, because only GPU builds have it
+def plain_attention(query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, max_seqlen: int) -> Tensor:
+    """Compute attention without dropout, by PyTorch's varlen kernel if the tensors are on a GPU."""
+    if not query.is_cuda:
+        return varlen_attention(query, key, value, cu_seqlens, cu_seqlens, max_seqlen)
+    from torch.nn.attention.varlen import varlen_attn  # imported here, because only GPU builds have it
 
-        bounds, longest = batch.cu_seqlens, batch.max_seqlen
-        query, key, value = (x.contiguous() for x in (query, key, value))
-        return cast("Tensor", varlen_attn(query, key, value, bounds, bounds, longest, longest))
-    # Without CUDA there is no varlen kernel, so sequences are processed one at a time.
-    sizes = batch.cu_seqlens.diff().tolist()
-    sequences = zip(*(x.transpose(0, 1).split(sizes, dim=1) for x in (query, key, value)), strict=True)
-    return torch.cat([F.scaled_dot_product_attention(*one) for one in sequences], dim=1).transpose(0, 1)
+    query, key, value = (x.contiguous() for x in (query, key, value))
+    return cast("Tensor", varlen_attn(query, key, value, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen))
 
 
 def _norm(x: Tensor, norm: nn.LayerNorm, model: BertForPreTraining) -> Tensor:

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 CUT_OFF = "cut off"
 """Value of the field ``error`` while a part runs. It remains in the file if the part is killed."""
@@ -55,7 +56,7 @@ class Figure:
 @dataclass
 class PartReport:
     path: Path
-    about: Mapping[str, object]
+    about: Mapping[str, Any]
     """The conditions of the figures: part, device, commit, versions."""
     # The default does nothing, because reports are also made without a device.
     settle: Callable[[], None] = lambda: None

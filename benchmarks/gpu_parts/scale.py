@@ -55,8 +55,6 @@ class Context:
     """Ops whose usual implementation is replaced, each with its replacement."""
     end: float = math.inf
     """Value of ``time.monotonic`` at which the part should have ended."""
-    samples: int | None = None
-    """Number of training samples of the part ``end-to-end``, or None for as many as its time permits."""
     settings: Sequence[str] = ()
     """Arguments for ``bert.train`` in the part ``end-to-end``."""
 

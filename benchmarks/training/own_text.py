@@ -14,7 +14,6 @@ import json
 import math
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -29,6 +28,7 @@ from benchmarks.conditions import write_figures
 from benchmarks.inputs import write_demo_text
 from bert.train import parse
 from compliance.log.metrics import read_metrics
+from console.processes import run
 from dataloading.options import OwnText
 from dataloading.preparation.own_text import write_own_text
 
@@ -207,11 +207,9 @@ def _report(training: Training, target: float) -> None:
 def _run(*arguments: str) -> None:
     """Run a Python program of this repository, and end with its output if it fails."""
     environment = os.environ | {"CLEAR_CACHES": "0"}  # keep the page cache, which other programs also use
-    done = subprocess.run(
-        [sys.executable, *arguments], cwd=REPOSITORY, env=environment, capture_output=True, text=True, check=False
-    )
-    if done.returncode:
-        sys.exit(f"error: {' '.join(arguments[:2])} failed:\n{(done.stdout + done.stderr)[-4000:]}")
+    done = run([sys.executable, *arguments], folder=REPOSITORY, environment=environment)
+    if done.trouble:
+        sys.exit(f"error: {' '.join(arguments[:2])} failed:\n{(done.text + done.errors)[-4000:]}")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Compare ways to train ``tiny_cpu`` on two sites with a slow link between them, by the time to its target.
 
-    sudo python benchmarks/training/sites.py [--hosts 1 2] [--rates 20mbit 200mbit] [--seeds 1 2 3 4 5] [--out FILE]
+    sudo python benchmarks/training/sites.py [--parts samples links checks] [--out FILE]
 
 Hosts are network namespaces with one rank each. All ranks of a site share one core, so that one site alone has as much of
 the machine as each of two sites. Each site's uplink has the given rate and no added latency. All ways evaluate after every
@@ -22,7 +22,7 @@ import os
 import statistics
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -46,9 +46,15 @@ Row = dict[str, Any]
 
 SYNCHRONOUS = {"flat fp32": ("flat", "fp32"), "hierarchical bf16": ("hierarchical", "bf16")}
 """Reduction and type of the gradients of each way in which all ranks take every step together."""
+APART = ("sites 8", "sites 32", "sites 128")
 STEPS = 128
 """Number of steps between evaluations, which all numbers of site steps divide."""
 CHECKED = "sites 32"
+HOSTS = (1, 2)
+"""Numbers of hosts of each site."""
+RATES = ("20mbit", "200mbit")
+"""Rates of the link, as for ``tc tbf``."""
+SEEDS = range(1, 6)
 PARTS = "samples", "links", "checks"
 _LIMIT_S = 900.0
 
@@ -83,7 +89,7 @@ class Cluster:
 
         hosts = self.sites * self.hosts
         with bridged_hosts(hosts, self.rate, self.sites) as names:
-            run_ranks(names, range(hosts), rank, self.folder, _LIMIT_S)
+            run_ranks(names, 1, rank, self.folder, _LIMIT_S)
             sent = sent_between_sites(names)
         newest = max(self.folder.glob("tiny_cpu/bert/metrics_*.jsonl"), key=lambda path: path.stat().st_mtime_ns)
         return read_metrics(newest), sent
@@ -129,26 +135,19 @@ def period(way: str) -> int:
     return int(way.removeprefix("sites ")) if way.startswith("sites ") else 1
 
 
-def measured(
-    folder: Path,
-    parts: Sequence[str],
-    hosts: Sequence[int],
-    rates: Sequence[str],
-    ways: Sequence[str],
-    seeds: Sequence[int],
-) -> Iterator[tuple[str, Row]]:
+def measured(folder: Path, parts: Collection[str]) -> Iterator[tuple[str, Row]]:
     """Run the trainings of these parts, and yield the part and the figures of each training."""
     if "links" in parts:
-        for count, way in product(hosts, ways):
-            for rate in rates if way != "alone" else (None,):
-                cluster = Cluster(folder, 1 if rate is None else 2, count, rate)
-                yield "links", {"hosts": count, "way": way, "rate": rate, **cluster.times(way)}
+        for hosts in HOSTS:
+            for way, rate in [("alone", None), *product((*SYNCHRONOUS, *APART), RATES)]:
+                cluster = Cluster(folder, 1 if rate is None else 2, hosts, rate)
+                yield "links", {"hosts": hosts, "way": way, "rate": rate, **cluster.times(way)}
     if "checks" in parts:
-        for count, rate in product(hosts, rates):
-            found = Cluster(folder, 2, count, rate).to_target(CHECKED, 1)
-            yield "checks", {"hosts": count, "way": CHECKED, "rate": rate, "seed": 1, **found}
+        for hosts, rate in product(HOSTS, RATES):
+            found = Cluster(folder, 2, hosts, rate).to_target(CHECKED, 1)
+            yield "checks", {"hosts": hosts, "way": CHECKED, "rate": rate, "seed": 1, **found}
     if "samples" in parts:
-        for seed, way in product(seeds, [way for way in ways if way != "alone"]):
+        for seed, way in product(SEEDS, (*SYNCHRONOUS, *APART)):
             found = Cluster(folder, 2, 1).to_target(way, seed)
             yield "samples", {"way": way, "seed": seed, **found, "seconds": None}
 
@@ -183,23 +182,12 @@ def summary(figures: dict[str, list[Row]]) -> list[Row]:
     return rows
 
 
-def main(
-    hosts: tuple[int, ...] = (1, 2),
-    rates: tuple[str, ...] = ("20mbit", "200mbit"),
-    site_steps: tuple[int, ...] = (8, 32, 128),
-    seeds: tuple[int, ...] = (1, 2, 3, 4, 5),
-    parts: tuple[str, ...] = PARTS,
-    out: Path | None = None,
-) -> None:
+def main(parts: tuple[str, ...] = PARTS, out: Path | None = None) -> None:
     """Print the figures of each training, and the times to the target.
 
     Args:
-        hosts: Numbers of hosts of each site.
-        rates: Rates of the link, as for ``tc tbf``.
-        site_steps: Numbers of steps that sites take by themselves.
-        seeds: Seeds of the trainings to the target.
         parts: Parts of the benchmark: samples, links, checks.
-        out: JSON file for the figures; they are added to the figures that it already contains.
+        out: JSON file for the figures. Figures of other parts in this file are kept.
     """
     if missing := why_not():
         raise ValueError(missing)
@@ -208,14 +196,12 @@ def main(
     if unknown := set(parts) - {*PARTS}:
         raise ValueError(f"--parts has {', '.join(sorted(unknown))}; use some of {', '.join(PARTS)}")
     old = json.loads(out.read_text()) if out is not None and out.exists() else {}
-    figures: dict[str, list[Row]] = {part: old.get(part, []) for part in PARTS}
-    ways = ["alone", *SYNCHRONOUS, *(f"sites {steps}" for steps in site_steps)]
+    figures: dict[str, list[Row]] = {part: [] if part in parts else old.get(part, []) for part in PARTS}
     with tempfile.TemporaryDirectory() as folder:
         write_demo(Path(folder, "data"), tiny_cpu().data.vocab)
-        for part, row in measured(Path(folder), parts, hosts, rates, ways, seeds):
+        for part, row in measured(Path(folder), parts):
             print(part, *(f"{name} {value}" for name, value in row.items()), flush=True)
-            same = [name for name in ("hosts", "way", "rate", "seed") if name in row]
-            figures[part] = [each for each in figures[part] if any(each[name] != row[name] for name in same)] + [row]
+            figures[part].append(row)
             if out is not None:  # write after each training, so that nothing is lost if a later one fails
                 write_figures(out, figures | {"summary": summary(figures)})
     for row in summary(figures):

@@ -1,5 +1,8 @@
 """Lengths of Wikipedia sequences at maximum length 512, from the shipped histogram.
 
+The histogram counts 16,279,552 sequences with a mean of 255.8 tokens. Graphcore published it with Krell, Kosec, Perez and
+Fitzgibbon, *Efficient Sequence Packing without Cross-contamination*, arXiv 2107.02027.
+
 This module imports only NumPy, because the GPU measurements run where little else is installed.
 """
 

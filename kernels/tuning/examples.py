@@ -41,9 +41,7 @@ def example_inputs(op: str, device: torch.device, dtype: torch.dtype, size: Size
     make = _Maker(device, dtype, size, seed)
     if op.startswith("lamb") or op == "sum_of_squares":
         return _vector_op(op, make)
-    if "fp8" in op or op in ("scaled_matmul", "accumulate_weight_gradient"):
-        return _op_without_gradient(op, make), {}
-    return _op_with_gradient(op, make), {}
+    return _arguments(op, make), {}
 
 
 class _Maker:
@@ -78,10 +76,12 @@ class _Maker:
         return qkv_T3HE, bounds, size.max_seqlen
 
 
-def _op_with_gradient(op: str, make: _Maker) -> tuple[Any, ...]:
+def _arguments(op: str, make: _Maker) -> tuple[Any, ...]:
     size, tokens = make.size, make.tokens
     row, rows = (size.hidden,), (tokens, size.hidden)
     wide_row, wide_rows = (size.intermediate,), (tokens, size.intermediate)
+    weight, transposed = (size.intermediate, size.hidden), (size.hidden, size.intermediate)
+    scaling = make.number(1), make.number(0)
     match op:
         case "varlen_attention":
             qkv_T3HE, bounds, longest = make.self_attention()
@@ -92,7 +92,7 @@ def _op_with_gradient(op: str, make: _Maker) -> tuple[Any, ...]:
         case "dropout_add_layer_norm":
             return *make.all_values(rows, row, rows, row, row), 1e-12, make.dropout
         case "dense_gelu":
-            return tuple(make.all_values(rows, (size.intermediate, size.hidden), wide_row))
+            return tuple(make.all_values(rows, weight, wide_row))
         case "bias_gelu":
             return tuple(make.all_values(wide_rows, wide_row))
         case "embedding_layer_norm":
@@ -104,15 +104,6 @@ def _op_with_gradient(op: str, make: _Maker) -> tuple[Any, ...]:
             decoder = make.values(size.vocabulary, size.hidden)
             labels = make.ids(size.vocabulary, size.masked)
             return make.values(size.masked, size.hidden), decoder, make.values(size.vocabulary), labels, False
-    raise KeyError(op)
-
-
-def _op_without_gradient(op: str, make: _Maker) -> tuple[Any, ...]:
-    size, tokens = make.size, make.tokens
-    row, rows, wide_rows = (size.hidden,), (tokens, size.hidden), (tokens, size.intermediate)
-    weight, transposed = (size.intermediate, size.hidden), (size.hidden, size.intermediate)
-    scaling = make.number(1), make.number(0)
-    match op:
         case "cast_fp8" | "cast_transpose_fp8":
             return *make.detached(rows), *scaling, E4M3
         case "cast_transpose_into_fp8":  # a weight, in fp32
@@ -121,9 +112,9 @@ def _op_without_gradient(op: str, make: _Maker) -> tuple[Any, ...]:
         case "cast_transpose_sum_fp8":  # the gradient of query, key and value
             return *make.detached((tokens, 3 * size.hidden)), *scaling, E5M2
         case "bias_gelu_cast_fp8":
-            return *make.detached(wide_rows, wide_rows[1:]), *scaling
+            return *make.detached(wide_rows, wide_row), *scaling
         case "bias_gelu_backward_cast_fp8":
-            return *make.detached(wide_rows, wide_rows, wide_rows[1:]), *scaling
+            return *make.detached(wide_rows, wide_rows, wide_row), *scaling
         case "attention_cast_fp8":
             qkv_T3HE, *others = make.self_attention()
             return qkv_T3HE.detach(), *others, make.dropout, *scaling

@@ -67,7 +67,7 @@ def test_the_number_of_samples_fits_the_remaining_time(context: Context, monkeyp
             assert end_to_end._samples(replace(context, end=1000.0 + left), config) == rate * seconds
     monkeypatch.setattr(end_to_end, "rate", Mock(side_effect=RuntimeError("no such kernel")))
     context.report.rows.clear()
-    with pytest.raises(RuntimeError, match="choose the number of samples with --samples"):
+    with pytest.raises(RuntimeError, match=r"add -- --evaluation\.interval-samples N"):
         end_to_end._samples(context, config)
 
 
@@ -95,8 +95,8 @@ def test_packages_named_in_pyproject_suffice_for_end_to_end(tmp_path: Path) -> N
     project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
     required = [*project["dependencies"], *project["optional-dependencies"]["train"], "triton"]
     bare = BareEnvironment.of(tmp_path, [Requirement(line).name for line in required])
-    options = ["--part", "end-to-end", "--tiny", "--device", "cpu", "--samples", "64", "--out"]
-    done = bare.run("benchmarks/gpu.py", *options, str(tmp_path / "out"))
+    options = ["--part", "end-to-end", "--tiny", "--device", "cpu", "--out", str(tmp_path / "out")]
+    done = bare.run("benchmarks/gpu.py", *options, "--", "--evaluation.interval-samples", "64")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "end-to-end: log  PASS result_0.txt: " in done.stdout
 
@@ -104,8 +104,9 @@ def test_packages_named_in_pyproject_suffice_for_end_to_end(tmp_path: Path) -> N
 @pytest.mark.usefixtures("forked_python")
 def test_log_metrics_and_output_are_kept_beside_the_report(tmp_path: Path) -> None:
     folder = tmp_path / "out"
-    arguments = ["--part", "end-to-end", "--tiny", "--device", "cpu", "--out", str(folder), "--samples", "64"]
-    arguments += ["--without", "varlen_attention=reference", "--", "--training.seed", "3", "--log.interval-steps", "1"]
+    arguments = ["--part", "end-to-end", "--tiny", "--device", "cpu", "--out", str(folder)]
+    arguments += ["--without", "varlen_attention=reference", "--", "--evaluation.interval-samples", "64"]
+    arguments += ["--training.seed", "3", "--log.interval-steps", "1"]
     assert gpu.main(arguments) == 0
     assert {path.name for path in folder.iterdir()} == FILES
     found = json.loads((folder / "end-to-end.json").read_text())
@@ -127,18 +128,9 @@ def test_at_its_time_limit_a_run_is_stopped_and_checked(context: Context, monkey
         return 1000.0 - 0.75 * end_to_end._STOP_S if trains else 0.0
 
     monkeypatch.setattr(end_to_end.time, "monotonic", monotonic)
-    settings = [
-        "--log.interval-steps",
-        "1",
-        "--evaluation.interval-samples",
-        "9000000",
-        "--training.max-samples",
-        "9000000",
-    ]
-    long = replace(context, end=1000.0, samples=64, settings=settings)
-    with pytest.raises(
-        RuntimeError, match=r"bert\.train was stopped 40 s before the part's limit: use fewer --samples"
-    ):
+    settings = ["--log.interval-steps", "1", "--evaluation.interval-samples", "40000"]
+    long = replace(context, end=1000.0, settings=settings)
+    with pytest.raises(RuntimeError, match=r"bert\.train was stopped 40 s before the part's limit: use more --seconds"):
         end_to_end.end_to_end(long)
     row = context.report.row("log")
     assert row is not None
