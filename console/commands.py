@@ -33,9 +33,7 @@ class Commands:
         """
         given = sys.argv[1:] if arguments is None else arguments
         answer_version(given)
-        # `Path("")` is the current folder, so an empty argument could make a command work there.
-        if "" in given:
-            raise ValueError(f"{given[0]}: an argument is empty; is a variable in the calling script unset?")
+        _refuse_empty(given)
         # tyro calls a function while it parses. A bound function only stores its arguments, so that the command runs later,
         # and its own errors are not reported as errors in the options.
         commands = {name: bound(function) for name, function in self._functions.items()}
@@ -70,12 +68,19 @@ def run_program(function: Callable[..., Any], program: str) -> int:
 
 def _call(function: Callable[..., Any], program: str) -> Any:
     answer_version(sys.argv[1:])
+    _refuse_empty(sys.argv[1:])
     try:
         call = parsed(partial(tyro.cli, bound(function), prog=program))
     except ValueError as error:
         wrong = unknown_option(function, sys.argv[1:])
         raise ValueError(f"there is {wrong}" if wrong else str(error)) from None
     return call()
+
+
+def _refuse_empty(words: Sequence[str]) -> None:
+    # `Path("")` is the current folder, so a program could work there by mistake.
+    if "" in words:
+        raise ValueError("an argument is empty; is a variable in the calling script unset?")
 
 
 def _status_of(run: Callable[[], Any]) -> int:

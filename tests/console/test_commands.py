@@ -9,7 +9,7 @@ from typing import Annotated
 import pytest
 import tyro
 
-from console.commands import Commands
+from console.commands import Commands, run_program
 from console.extras import needed, require_extra
 from console.program import RaisingParser, parsed, say
 from console.version import version_line
@@ -90,10 +90,13 @@ def test_main_returns_the_commands_status_or_2_after_an_error_of_one_line(
         (["end", "--how", "wrong"], 2, "", "error: wrong\n"),
         (["end", "--how", "full"], 2, "", "error: out: No space left\n"),
         (["end", "--how", "absent"], 2, "", f"error: {install}\n"),
-        (["greet", ""], 2, "", "error: greet: an argument is empty; is a variable in the calling script unset?\n"),
+        (["greet", ""], 2, "", "error: an argument is empty; is a variable in the calling script unset?\n"),
     ):
         monkeypatch.setattr("sys.argv", ["program", *arguments])
         assert (program.main("program"), *capsys.readouterr()) == (status, out, err)
+    monkeypatch.setattr("sys.argv", ["program", "--text", ""])
+    assert run_program(greet, "program") == 2
+    assert "error: an argument is empty" in capsys.readouterr().err
     with pytest.raises(ModuleNotFoundError):  # the package is installed, but lacks a module
         program.run("program", ["end", "--how", "odd"])
     with pytest.raises(SystemExit, match="0"):
