@@ -10,6 +10,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from compliance.log.logged_run import LoggedRun
 from compliance.log.rules import SUBMISSION_RUNS
 
 FAILED = math.inf
@@ -34,6 +35,11 @@ class Selection:
     def score(self) -> float:
         """Olympic mean time to train of the chosen runs; infinite if the series has no valid result."""
         return self.scores[self.window]
+
+
+def counted_seconds(run: LoggedRun, *, passed: bool) -> float:
+    """Return the time to train of a run for the score. A run whose log fails the checks counts as failed (TR 12)."""
+    return FAILED if run.seconds is None or not passed else run.seconds
 
 
 def select(started_ms: Sequence[int], times: Sequence[float]) -> Selection:

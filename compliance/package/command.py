@@ -13,7 +13,7 @@ from typing import Any
 from compliance.artefact import MAX_FILE_BYTES
 from compliance.check.checker import check_logs
 from compliance.convergence.outlook import outlook_of
-from compliance.convergence.selection import FAILED, Selection, select
+from compliance.convergence.selection import FAILED, Selection, counted_seconds, select
 from compliance.folders import BENCHMARK, absolute, numbered_logs
 from compliance.log import rules
 from compliance.log.findings import Finding
@@ -113,9 +113,8 @@ def _choose(logs: list[Log], request: PackageRequest) -> tuple[tuple[SubmittedRu
         remedy = f"`python -m compliance convergence {quote(str(request.runs))}` says what the missing runs must do"
         raise ValueError(f"{request.runs}: {len(logs)} complete logs, expected {SUBMISSION_RUNS} (TR 12): {remedy}")
     verdicts = check_logs(logs, rules.NEWEST_RULESET)
-    # A log that fails a check counts as a failed run, even if its status is success.
-    seconds = [log.run.seconds if verdict.passed else None for log, verdict in zip(logs, verdicts, strict=True)]
-    times = [FAILED if each is None else each / 60 for each in seconds]
+    checked = zip(logs, verdicts, strict=True)
+    times = [counted_seconds(log.run, passed=verdict.passed) / 60 for log, verdict in checked]
     selection = select([log.run.start_ms or 0 for log in logs], times)
     # The score is infinite if even the median window contains two failed runs.
     if selection.score == FAILED:

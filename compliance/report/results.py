@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Literal, TypeVar
 
 from compliance.convergence.outlook import Outlook, outlook_of
-from compliance.convergence.selection import FAILED, olympic_mean, submitted
+from compliance.convergence.selection import FAILED, counted_seconds, olympic_mean, submitted
 from compliance.folders import find, numbered_logs
 from compliance.log import rules
 from compliance.log.findings import Finding, Verdict
@@ -90,9 +90,8 @@ class ReportedRun:
 
     @property
     def counted_seconds(self) -> float:
-        """Time to train for the score, which is infinite for an invalid run (TR 12)."""
-        seconds = self.logged.seconds
-        return seconds if seconds is not None and self.verdict.passed else FAILED
+        """Time to train for the score."""
+        return counted_seconds(self.logged, passed=self.verdict.passed)
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from compliance.check.checker import check_file, check_logs, missed_text
 from compliance.convergence.outlook import Outlook, outlook_of
-from compliance.convergence.selection import FAILED, submitted
+from compliance.convergence.selection import submitted
 from compliance.folders import (
     BenchmarkFolder,
     Tree,
@@ -233,7 +233,7 @@ def _derived_findings(
     numbered = {int(number): run.logged for run in runs if (number := log_number(run.verdict.path))}
     yield from report_findings(folder, numbered)
     if folder.submission:
-        seconds = [run.logged.seconds if run.complete_verdict.passed else None for run in runs]
+        seconds = [run.counted_seconds for run in runs]
         yield from readme_findings(folder.submission, folder.system, seconds, convergence)
         yield from settings_findings(folder.submission, folder.system, [run.logged for run in runs])
 
@@ -264,8 +264,7 @@ def _convergence(runs: Sequence[FolderRun], ruleset: str) -> Outlook | None:
 
     A single failed run counts as a run that did not converge.
     """
-    times = [run.logged.seconds if run.complete_verdict.passed else None for run in runs]
-    chosen = submitted([run.logged.start_ms or 0 for run in runs], [time or FAILED for time in times])
+    chosen = submitted([run.logged.start_ms or 0 for run in runs], [run.counted_seconds for run in runs])
     runs = [runs[index] for index in chosen]
     passed = [run for run in runs if run.complete_verdict.passed]
     batches, failed = {run.logged.global_batch_size for run in passed}, len(runs) - len(passed)

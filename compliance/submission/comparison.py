@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from compliance.convergence.selection import counted_seconds
 from compliance.log import rules
 from compliance.log.findings import Finding, Severity, Verdict, shown
 from compliance.log.logged_run import LoggedRun
@@ -54,6 +55,11 @@ class FolderRun:
     def name(self) -> str:
         """File name of the log, escaped for messages."""
         return visible(self.verdict.path.name)
+
+    @property
+    def counted_seconds(self) -> float:
+        """Time to train for the score."""
+        return counted_seconds(self.logged, passed=self.complete_verdict.passed)
 
     def add_finding(
         self, record: Record | None, key: str, rule: str, found: str, remedy: str, severity: Severity, more: int = 0

@@ -160,18 +160,17 @@ def _number(value: object) -> float | None:
 
 
 def readme_findings(
-    submission: Path, system: str, seconds: Sequence[float | None], convergence: Outlook | None
+    submission: Path, system: str, seconds: Sequence[float], convergence: Outlook | None
 ) -> Iterator[Finding]:
     """Compare the score in the README.md that `python -m compliance package` wrote with the logs of the system.
 
-    `seconds` has the time to train of each run, None for a run that is not a valid result.
+    `seconds` has each run's time to train for the score.
     """
     try:
         text = read_bounded(submission / "README.md", MAX_BYTES, "").decode("utf-8", "replace")
     except (OSError, ValueError):
         return
-    times = [FAILED if each is None else each / 60 for each in seconds]
-    score = olympic_mean(times) if len(times) >= 3 else FAILED
+    score = olympic_mean(seconds) / 60 if len(seconds) >= 3 else FAILED
     score *= convergence.applied_scaling if convergence else 1.0
     for name, minutes, scaling in README_ROW.findall(text):
         if name == system and abs(float(minutes) - score) > 1e-3:

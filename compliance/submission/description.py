@@ -231,7 +231,7 @@ def _same_model(written: str, here: str) -> bool:
 
 
 def _same_release(written: str, here: str) -> bool:
-    """Tell whether the first number and an adjacent word are the same: "Ubuntu 22.04" and "Ubuntu 22.04.5 LTS"."""
+    """Tell whether the first number and an adjacent word are the same: "PyTorch 2.6" and "PyTorch 2.6.0+cu126"."""
     numbers = [re.search(r"\d+(\.\d+)?", text) for text in (written, here)]
     same_number = not all(numbers) or numbers[0][0] == numbers[1][0]  # type: ignore[index]
     return same_number and written.split()[0].lower() == here.split()[0].lower()
