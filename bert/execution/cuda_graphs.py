@@ -32,8 +32,8 @@ class CudaCapturer:
     Close the capturer before its process groups are destroyed: NCCL hangs when it destroys a communicator that a graph
     still refers to.
 
-    Graphs that do not end together need different streams: in PyTorch 2.13, resetting a graph frees the cuBLAS workspaces
-    of its stream, although other graphs that were captured on the stream still write to them.
+    Use different streams for graphs that are reset at different times: in PyTorch 2.13, resetting a graph frees the cuBLAS
+    workspaces of its stream, although other graphs that were captured on the stream still write to them.
     """
 
     def __init__(self, device: torch.device, stream: torch.cuda.Stream | None = None) -> None:
@@ -63,7 +63,7 @@ class CudaCapturer:
         graph = torch.cuda.CUDAGraph()
         self._graphs.append(graph)
         self._waiting.append((graph, function))
-        # The replay is a bound method, which keeps the capturer alive. ``replay_of`` reuses the stream after both are gone.
+        # The bound method keeps the capturer alive, so ``replay_of`` reuses the stream only after the replay is gone.
         return partial(self._replay, graph)
 
     def _replay(self, graph: torch.cuda.CUDAGraph) -> None:
@@ -84,7 +84,7 @@ def replay_of(device: torch.device, function: Function) -> Function:
     Errors of the capture are raised. PyTorch (2.13) keeps the memory pool of a failed capture until the process ends.
     """
     # In PyTorch 2.11, each stream keeps a cuBLAS workspace of 32 MiB until the process ends, so streams are reused.
-    # Use high priority, because streams of the default priority are shared with the captures of training.
+    # With the default priority, PyTorch could return a stream on which graphs of training are captured.
     spare = _spare_streams.setdefault(device, [])
     stream = spare.pop() if spare else torch.cuda.Stream(device, priority=-1)
     capturer = CudaCapturer(device, stream)
@@ -97,7 +97,7 @@ def replay_of(device: torch.device, function: Function) -> Function:
         except Exception:
             capturer.close()
             _failed.extend(capturer._graphs)
-            # In PyTorch 2.11, all random draws fail after a failed capture until another capture succeeds.
+            # In PyTorch 2.11, all random draws fail after a failed capture until a capture succeeds, such as this one.
             with torch.cuda.graph(torch.cuda.CUDAGraph(), stream=stream, capture_error_mode="thread_local"):
                 torch.zeros((), device=device)
             raise

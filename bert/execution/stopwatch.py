@@ -85,7 +85,7 @@ class Stopwatch:
             yield
         finally:
             self.tracker.enter(phase)
-            # ``Intervals`` subtracts this from the rank's own work: waiting for data, forward and backward passes.
+            # ``Intervals`` counts data_wait and forward_backward as the rank's own work, and subtracts this time.
             if phase == "forward_backward":
                 self.exchanged += time.perf_counter() - begin
 
@@ -113,9 +113,9 @@ class DeviceStopwatch(Stopwatch):
         self._event, self._capturing = event, capturing
         self._spans: dict[str, list[Span]] = {phase: [] for phase in _PHASES}
         self._enclosing: str | None = None
-        # A capture may contain any phase, so there is one span per phase, which all captures share.
+        # One span per phase, which all captures share, because any phase may be part of a captured step.
         self._captured: dict[str, Span] = {phase: Span(event(True), event(True)) for phase in _PHASES}
-        # Record the events now, because ``elapsed_time`` rejects unrecorded events. Until a replay, they precede all phases.
+        # Record the events now, because ``elapsed_time`` rejects unrecorded events. All measured phases begin later.
         for span in self._captured.values():
             span.begin.record()
             span.end.record()
@@ -152,7 +152,7 @@ class DeviceStopwatch(Stopwatch):
                     self._seconds[span.around] -= span.seconds()
         for phase, captured in self._captured.items():
             for around, spans in self._spans.items():
-                # If the last span did not replay the captured events, they lie outside it and do not count.
+                # If the captured events are outside the last span, that span did not replay them, so do not count them.
                 if around != phase and spans and captured.lies_in(spans[-1]):
                     seconds = len(spans) * captured.seconds()
                     self._seconds[phase] += seconds

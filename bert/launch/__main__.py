@@ -114,7 +114,7 @@ def _start(command: Command, supervisor: Supervisor) -> int:
     clear_caches = whole_number("CLEAR_CACHES", 1, 0, 1) == 1
     try:
         config = parse(command.arguments)
-    except SystemExit:  # `parse` has answered --help or --print-config
+    except SystemExit:  # `parse` exits after it has printed the answer to --help or --print-config
         if prepares:
             return ANSWERED
         raise
@@ -136,7 +136,7 @@ def _install(extra: str, supervisor: Supervisor) -> None:
     script = 'source launch/venv.sh && prepare_venv "$@"'
 
     def stop(process: int, number: int, _: int) -> None:
-        os.kill(process, number)  # the script itself prints that it was interrupted
+        os.kill(process, number)  # say nothing here: the bash script prints that it was interrupted
 
     status = supervisor.run(["bash", "-euo", "pipefail", "-c", script, "run_and_time.sh", *extras], stop=stop)
     if status:
@@ -148,13 +148,13 @@ def _make_demo_data(config: Config) -> None:
     own = RECIPES["tiny_cpu"]().data
     if config.data.train != own.train and config.data.evaluation != own.evaluation:
         return
-    from dataloading.__main__ import demo  # slow, and not needed for other recipes
+    from dataloading.__main__ import demo  # import it here: the import is slow, and other recipes do not need it
 
     announce("data of tiny_cpu: prose of the standard library")
     folder, lock = own.train.parent, None
     with suppress(OSError):  # without write access, existing data are only verified
         folder.parent.mkdir(exist_ok=True)
-        lock = lock_file(folder.with_suffix(".lock"), patience_s=math.inf)  # another process may be making the data
+        lock = lock_file(folder.with_suffix(".lock"), patience_s=math.inf)  # wait for a process that is making the data
     try:
         demo(folder, own.vocab)
     finally:

@@ -3,7 +3,8 @@
 GPU i is the i-th NVIDIA display device in the order of PCI addresses, or the i-th number in CUDA_VISIBLE_DEVICES.
 Processes that share a NUMA node split its cores. If the NUMA node of a GPU is unknown or has no allowed core, if the GPUs
 are of several kinds, or if there are none, all processes split the allowed cores. Hardware threads of a core stay together.
-Linux allocates memory on the NUMA node of the process that touches it first. NCCL chooses the network cards.
+Memory needs no binding, because Linux allocates it on the NUMA node of the process that touches it first. NCCL chooses the
+network cards.
 """
 
 import os
@@ -59,7 +60,7 @@ def torchrun(options: Mapping[str, object]) -> list[str]:
 
 
 def torchrun_environment() -> dict[str, str]:
-    """Return this process's environment without PET_* variables, with which torchrun could turn on elastic agents."""
+    """Return this process's environment without PET_* variables, because they could turn on torchrun's elastic agents."""
     return {name: value for name, value in os.environ.items() if not name.startswith("PET_")}
 
 
@@ -77,7 +78,7 @@ def become_rank(arguments: Sequence[str]) -> NoReturn:
             os.sched_setaffinity(0, found.cpus)
         os.environ["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS") or str(found.cores)
         if found.gpu:
-            os.environ["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"  # CUDA then numbers GPUs as `binding` does
+            os.environ["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"  # makes CUDA number the GPUs as `binding` does
     os.execv(sys.executable, [sys.executable, "-m", "bert.train", *arguments])
 
 

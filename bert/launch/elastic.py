@@ -62,7 +62,7 @@ def join(hosts: str, endpoint: str, arguments: Sequence[str]) -> NoReturn:
         "rdzv-id": folder,
         # The store is in the process of `serve_rendezvous` and not on one of the hosts, so that any host may be lost.
         "rdzv-conf": f"is_host=0,last_call_timeout={last_call}",
-        # Otherwise torchrun leaves its log folder on each host; its path contains rdzv-id.
+        # Otherwise torchrun leaves log folders on each host, one of them beside the checkpoints if rdzv-id is absolute.
         "log-dir": os.devnull,
         **({"local-addr": address} if (address := os.environ.get("ADDRESS")) else {}),
     }

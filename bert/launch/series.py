@@ -30,7 +30,7 @@ class Nodes:
 
     count: int = 1
     rank: int = 0
-    """Number of this node."""
+    """Index of this node, from 0."""
     address: str = "127.0.0.1"
     """Host at which rank 0 listens."""
     port: int = 0
@@ -79,7 +79,9 @@ class Series:
                 ended = self.train_once(claim, supervisor)
                 if claim.exists():
                     results.append(Path(os.fsdecode(claim.read_bytes().removesuffix(b"\n"))))
-                elif not ended and not self.nodes.rank:  # torchrun's status is 0 after a signal to all ranks
+                elif (
+                    not ended and not self.nodes.rank
+                ):  # the status may be 0: torchrun's is 0 after a signal to all ranks
                     say_at_once(f"error: run {number} has left no log")
                     ended = 1
                 status = ended or status
@@ -108,7 +110,7 @@ class Series:
         return supervisor.run(command, os.environ | places | {CLAIM: str(claim)}, quiet=True)
 
     def train_once(self, claim: Path, supervisor: Supervisor, *, quiet: bool = False) -> int:
-        """Start the processes of one run and return its exit status. The run writes the path of its log to ``claim``.
+        """Start the processes of one run and return its exit status. The run writes its log's path to the file ``claim``.
 
         ``quiet`` drops the standard output.
         """
@@ -118,9 +120,9 @@ class Series:
         def stop(process: int, number: int, earlier: int) -> None:
             ranks = [process] if self.world_size == 1 else _children(process)
             graceful = signal.SIGINT if number == signal.SIGINT else signal.SIGTERM
-            if claim.exists() or self.nodes.rank:  # other nodes do not know whether there is a log
+            if claim.exists() or self.nodes.rank:  # other nodes never see a claim: assume a log
                 say_at_once("ending now" if earlier else "stopping after this step; again to end now")
-                # Signal only the ranks, which then complete the log. torchrun would kill them.
+                # Signal the ranks and not torchrun, which would kill the ranks before they have completed the log.
                 _send(graceful if earlier < 2 else signal.SIGKILL, ranks or [process])
                 return
             if not earlier:
@@ -132,7 +134,7 @@ class Series:
         command = [*self._launcher(claim.parent), *self.arguments, *cleared]
         status = supervisor.run(command, variables, stop=stop, quiet=quiet)
         if status > 128:
-            await_orphans()  # ranks notice within seconds that torchrun is gone, and complete the log
+            await_orphans()  # the ranks soon notice that torchrun is gone, and complete the log
         return status
 
     def _launcher(self, folder: Path) -> list[str]:
@@ -155,7 +157,7 @@ class Series:
 def judge(results: Sequence[Path], supervisor: Supervisor) -> int:
     """Check result files, print the table of their folder and write its report. Return 1 if anything fails.
 
-    Runs without a target are neither checked nor described, because MLPerf's rules do not apply to them.
+    For runs without a target, skip the check and the system description, because MLPerf's rules do not apply to them.
     """
     folder, run = results[0].parent, read_log(results[0]).run
     steps = [["summary", str(folder)], ["report", str(folder)]]

@@ -70,7 +70,7 @@ class Supervisor:
         output = subprocess.DEVNULL if quiet else None
         # If the program is killed, its processes become children of this process, which can then wait for them.
         _prctl(_SET_CHILD_SUBREAPER, 1)
-        signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)  # until `_process` is set for the signal handler
+        signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)  # the signal handler needs `_process`, which is not set yet
         try:
             self._process = subprocess.Popen(
                 command, env=environment, stdout=output, process_group=0, preexec_fn=_in_child

@@ -1,4 +1,4 @@
-"""Division of a model among the ranks of a copy: this rank's part, and vectors of the whole model from all parts."""
+"""Division of a model among the ranks of a copy: builds this rank's part, and joins the parts of all ranks."""
 
 import math
 from collections.abc import Iterator

@@ -36,7 +36,7 @@ _DESCRIPTORS = 1024
 
 @dataclass(frozen=True)
 class Identity:
-    """Host of a rank, and the rank's place on it. The boot id tells hosts with equal names, such as localhost, apart."""
+    """Host and site of a rank, and its local rank. The boot id tells hosts with equal names, such as localhost, apart."""
 
     host: str
     boot: str
@@ -115,7 +115,7 @@ def _require_resolvable(address: str) -> None:
     try:
         if _in_time(resolves, _RESOLUTION_S):
             return
-    except UnicodeError as error:  # a part of the name is empty or too long
+    except UnicodeError as error:  # raised if a part of the name is empty or too long
         reason = str(error)
     raise ValueError(
         f"MASTER_ADDR is {address!r}, which this host cannot resolve ({reason}): set it to the name or address of rank 0's "
@@ -155,7 +155,7 @@ def agree_on_attempt(store: Store, launch: Launch, seconds: float) -> str:
     missing = [f"{name}/{other}" for other in range(1, launch.world_size)]
 
     def heard() -> bool:
-        while missing and store.check([missing[-1]]):  # check one key at a time, so that requests are few
+        while missing and store.check([missing[-1]]):  # ask for one key at a time, so that polls stay cheap
             missing.pop()
         return not missing
 
@@ -235,7 +235,7 @@ def _all_identities(launch: Launch, device: torch.device) -> list[Identity]:
     boot = Path("/proc/sys/kernel/random/boot_id")
     own = (socket.gethostname()[:128], boot.read_text().strip() if boot.exists() else "")
     text = "\n".join((*own, str(launch.local_rank), str(launch.local_size), site())).encode()
-    sent = torch.tensor(list(text.ljust(_IDENTITY_BYTES)), dtype=torch.uint8, device=device)  # NCCL sends device memory
+    sent = torch.tensor(list(text.ljust(_IDENTITY_BYTES)), dtype=torch.uint8, device=device)  # NCCL needs device memory
     received = sent.new_empty(launch.world_size * _IDENTITY_BYTES)
     all_gather_single(received, sent)
     rows = received.view(launch.world_size, _IDENTITY_BYTES).cpu().numpy()

@@ -37,7 +37,7 @@ def encoded(change_K: Tensor, dtype: SiteDtype) -> Tensor:
 
 
 def decoded(code_C: Tensor, dtype: SiteDtype) -> Tensor:
-    """Return the vector, fp32 [K], that ``encoded`` has encoded, rounded to ``dtype``."""
+    """Decode bytes from ``encoded`` to a vector, fp32 [K], whose elements are rounded to ``dtype``."""
     if dtype != "int8":
         return code_C.view(torch.bfloat16 if dtype == "bf16" else torch.float32).float()
     blocks = len(code_C) // (BLOCK + 4)
@@ -46,7 +46,7 @@ def decoded(code_C: Tensor, dtype: SiteDtype) -> Tensor:
 
 
 class SiteExchange:
-    """Exchange of weights between sites: ``after_step`` begins and applies it, ``settle`` ends it at once."""
+    """Exchanges of weights between sites: ``after_step`` begins and applies them, ``settle`` completes one at once."""
 
     def __init__(self, weights_P: Tensor, config: TrainingConfig, mesh: Mesh, stopwatch: Stopwatch) -> None:
         """Exchange ``weights_P``, which are equal in all sites now. All ranks must call this at the same time."""
@@ -60,7 +60,7 @@ class SiteExchange:
         """The weights that all sites share; this site's weights when the last exchange began; and the momentum of the shared
         weights, of which a rank knows only the pieces that it owns."""
         self._residuals = {place: weights_P.new_zeros(length) for place in self._between.owned}
-        """Rounding errors of the last changes sent, which the next changes make up for, by number of the owned piece."""
+        """Rounding errors of the last exchange by number of the owned piece. The next exchange adds them to its changes."""
         share_of = {rank: len(ranks) / mesh.data_size for ranks in sites for rank in ranks}
         self._share = share_of[mesh.rank]
         """This site's share of the samples."""
@@ -104,7 +104,7 @@ class SiteExchange:
         changes = self._in_progress or self._steps > 0
         if self._in_progress:
             self._end()
-        if self._steps:  # steps that no exchange has included yet
+        if self._steps:  # no exchange has included these steps yet
             self._begin()
             self._end()
         return changes

@@ -37,7 +37,7 @@ class PipelineSchedule:
         self.mean_loss = mean_loss
         self.batches: Sequence[Batch] = ()
         self.dropout_states: Sequence[Tensor | None] = ()
-        """Dropout state of each micro-batch. It is as on one rank, although stages run them in another order."""
+        """Dropout state of each micro-batch, so that masks do not depend on the order in which stages run micro-batches."""
         self.rows = 0
         """Number of rows W of the tensors that stages send: the largest number in any micro-batch so far, rounded up."""
         self._stopwatch = stopwatch
@@ -56,7 +56,7 @@ class PipelineSchedule:
         if self._schedule is None or rows > self.rows:
             self.rows = -(-rows // TOKENS_MULTIPLE) * TOKENS_MULTIPLE
             self._schedule = self._torch_schedule()
-        numbers = self._micro_batches  # the target too, because PyTorch computes no loss without a target
+        numbers = self._micro_batches  # passed as target too, because PyTorch computes no loss without a target
         self._schedule.step(target=numbers, return_outputs=False, micro_batch=numbers)
 
     @contextmanager

@@ -1,4 +1,4 @@
-"""Pieces of a vector that ranks exchange between sites, so that all hosts of a site use the slow link at once."""
+"""Sum of a vector over sites. Each rank exchanges a piece of it, so that all hosts of a site use the slow link at once."""
 
 from collections.abc import Callable, Sequence
 
@@ -9,7 +9,7 @@ from bert.parallel.mesh import Mesh, level_groups, process_group
 
 
 class BetweenSites:
-    """Exchange of a vector that is equal on the ranks of a site, between the ranks at the same place in their sites.
+    """Exchange between sites of a vector that is equal on all ranks of a site. Each piece has one owner in every site.
 
     The vector is divided into as many pieces as the largest site has ranks. A rank of a smaller site owns several pieces.
     """
@@ -21,7 +21,7 @@ class BetweenSites:
         self._inside = process_group(self._own, alone=True)
         self.pieces = max(map(len, sites))
         self.owned: dict[int, dist.ProcessGroup] = {}
-        """Group with which this rank exchanges each piece that it owns, by the piece's number."""
+        """For the number of each piece that this rank owns, the group of the piece's owners in all sites."""
         for place in range(self.pieces):
             members = sorted(ranks[place % len(ranks)] for ranks in sites)
             # A rank without this piece creates a group of itself, so that all ranks have created equally many groups.
@@ -35,7 +35,7 @@ class BetweenSites:
         return [slice(min(size, place * length), min(size, (place + 1) * length)) for place in range(self.pieces)]
 
     def all_reduce_(self, vector_N: Tensor, add: Callable[[Tensor, dist.ProcessGroup | None], object]) -> None:
-        """Sum a vector over the sites in place. ``add`` sums a piece over a group."""
+        """Sum a vector over the sites in place. ``add(piece, group)`` must sum a piece in place over the piece's owners."""
         slices = self.slices(len(vector_N))
         for place, group in self.owned.items():
             add(vector_N[slices[place]], group)

@@ -75,7 +75,7 @@ class Sums:
             return
         shard_W = shard_of(vector_N, group)
         if len(self._sent) == 0:
-            all_gather_single(vector_N, shard_W, group=group)  # in place, as above
+            all_gather_single(vector_N, shard_W, group=group)  # in place: the input is this rank's shard of the output
             return
         received_N = self._received[: len(vector_N)]
         all_gather_single(received_N, self._sent[: len(shard_W)].copy_(shard_W), group=group)
@@ -109,7 +109,7 @@ class Communicators:
     shards: int
     """Number of shards into which every bucket must divide."""
     between: BetweenSites | None = None
-    """Exchange along the rail between sites; None unless a site has several hosts."""
+    """Exchange along the rail between sites; None if there is one site, or if no site has several hosts."""
     everyone: dist.ProcessGroup | None = None
     """All ranks that reduce gradients together, in all data groups; None stands for all ranks of the run."""
 
@@ -339,7 +339,7 @@ def choose(config: TrainingConfig, flat: FlatParameters, communicators: Communic
         times = torch.zeros(len(strategies), dtype=torch.float64, device=device)
         # Rounds alternate between strategies, so that a disturbance on the machine slows all of them.
         for place, reduction in enumerate(reductions):
-            barrier(communicators.data)  # so that late ranks do not count as slow sums
+            barrier(communicators.data)  # wait for late ranks, so that this wait is not measured
             begin = time.perf_counter()
             reduction.finish()
             # On a GPU, ``finish`` makes only the stream wait for the sums, not the host.
@@ -350,10 +350,10 @@ def choose(config: TrainingConfig, flat: FlatParameters, communicators: Communic
         all_reduce_(times, "max", communicators.everyone)
         best = list(map(min, best, times.tolist()))
         spent += times.sum().item()
-        if spent > _ENOUGH_S:  # equal on all ranks
+        if spent > _ENOUGH_S:  # ``spent`` is equal on all ranks, so all end here
             break
     for reduction in reductions:
-        # The hooks of an open reduction would run in every backward pass.
+        # Otherwise its hooks would run in every later backward pass.
         reduction.close()
     shown = ", ".join(f"{each} {1000 * seconds:.1f} ms" for each, seconds in zip(strategies, best, strict=True))
     return strategies[best.index(min(best))], shown

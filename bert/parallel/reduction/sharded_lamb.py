@@ -28,8 +28,8 @@ from kernels import LambSegments, LambState, lamb_apply, lamb_directions, sum_of
 class ShardedLamb:
     """LAMB on this rank's shard of the weights, after a ``Reduction`` with the strategy sharded or sharded_world.
 
-    After the other strategies, the shard is all of the rank's weights. Models that ``tensor`` or
-    ``pipeline`` divides need this class also then, because norms must be summed over the ranks of a copy.
+    If ``tensor`` or ``pipeline`` divides the model, use this class with the other strategies too, because norms must be
+    summed over the ranks of a copy. With these strategies, the shard is all of the rank's weights.
 
     A step updates each weight on the ranks that have it in their shard; ``WeightGather`` sends it to the other ranks. Sums
     over shards are added in the order of the ranks and are therefore equal on all ranks bit for bit. So weights stay equal

@@ -64,7 +64,7 @@ WORDS_MULTIPLE = 8
 class SharedPlacement(Placement):
     """``Placement`` in which each rank of a group has a shard of the weights and its own rows of hidden states.
 
-    Dropout applies only to a rank's own rows and heads. It is as random as on one rank if every rank has its own seed.
+    Dropout applies only to a rank's own rows and heads. Give every rank its own seed, so that masks are independent.
     """
 
     def __init__(self, exchange: Exchange, vocab_size: int) -> None:
@@ -194,7 +194,7 @@ class _ShardLoss(torch.autograd.Function):
     def backward(ctx: Any, loss_gradient: Tensor, _: Tensor) -> tuple[Tensor, None, None, None]:
         logits_MV, labels_M, log_sum_M = ctx.saved_tensors
         # The gradient is the softmax, minus one at the label.
-        gradient_MV = (logits_MV - log_sum_M[:, None]).exp_()  # not 16 bits, because ``log_sum_M`` is at least fp32
+        gradient_MV = (logits_MV - log_sum_M[:, None]).exp_()  # at least fp32, as ``log_sum_M`` is
         here_M, columns_M1 = _places(labels_M, ctx.start, logits_MV.shape[1])
         gradient_MV.scatter_add_(1, columns_M1, -here_M[:, None].to(gradient_MV.dtype))
         gradient_MV *= (loss_gradient * (labels_M >= 0))[:, None]

@@ -1,8 +1,8 @@
 """Hub of the watchdog on rank 0: it receives the reports of every rank and sends all ranks the verdict.
 
 Its port is open to anyone who can reach the host. A connection counts as a stranger until its first line contains the run's
-token and a rank. Strangers have a deadline and a maximum number, and if file descriptors run out, they are disconnected
-first.
+token and a rank. The hub limits the number of strangers and the time that each may stay connected. If file descriptors run
+out, the hub disconnects strangers first.
 """
 
 import asyncio
@@ -19,9 +19,9 @@ from bert.parallel.watchdog.judge import LINE, Ending, Judge, Member, encoded
 BACKLOG = 4096
 """Length of the system's queue of connections: all ranks connect at once."""
 _GREETING_S = 10.0
-"""Seconds within which a stranger must send the token."""
+"""Seconds within which a new connection must send the token."""
 _STRANGERS = 256
-"""Maximum number of strangers at a time; if there are more, the oldest is disconnected."""
+"""Maximum number of connections that have not sent the token; if there are more, the oldest is closed."""
 _UNREAD_BYTES = 1 << 16
 """The hub sends nothing more to a rank that has left this many bytes unread. ``Judge`` notices if the rank hangs."""
 _LINGER_S = 5.0
@@ -38,7 +38,7 @@ class Hub:
         self.verdict: Ending | None = None
         self._judge = Judge(names, seconds, beat_s)
         self._members = {str(member.rank).encode(): member for member in self._judge.members}
-        """Members by the text with which a greeting states the rank."""
+        """Members by their rank as it is written in a greeting."""
         self._listener, self._beat_s, self._token = listener, beat_s, token.encode()
         self._connected: dict[int, asyncio.StreamWriter] = {}
         self._strangers: dict[asyncio.StreamWriter, None] = {}
@@ -83,7 +83,7 @@ class Hub:
             try:
                 self._strangers[writer] = None
                 if len(self._strangers) > _STRANGERS:
-                    oldest = next(iter(self._strangers))  # dictionaries keep insertion order
+                    oldest = next(iter(self._strangers))  # keys are in the order of their insertion
                     del self._strangers[oldest]
                     oldest.transport.abort()
                 greeting = await asyncio.wait_for(reader.readuntil(b"\n"), _GREETING_S)

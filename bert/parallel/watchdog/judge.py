@@ -75,7 +75,7 @@ class Judge:
             member.left = True
         elif "failed" in message:
             status = int(message["status"])
-            # The system keeps eight bits of a status, so that 256 would become 0. Only an orderly end under torchrun is 0.
+            # The system keeps eight bits of a status, so 256 would become 0, which means an orderly end under torchrun.
             status = status if 0 <= status < 256 else FAULT_STATUS
             verdict = Ending(f"{member.name}: {message['failed']}", status, member.rank)
             self._failed.append((self._now_s + _GATHER_S, verdict))

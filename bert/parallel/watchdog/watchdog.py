@@ -136,7 +136,7 @@ class Watchdog:
             before = now
 
     def _take_in(self, data: bytes | None, elapsed_s: float) -> bool:
-        """Handle the hub's messages after ``elapsed_s``; return whether the watch is over."""
+        """Handle what the hub has sent in the last ``elapsed_s``; return whether the watch is over."""
         self._silence_s += elapsed_s
         if data:
             self._silence_s = 0.0
@@ -201,7 +201,7 @@ class Watchdog:
         os._exit(verdict.status)
 
     def _send(self, message: dict[str, object]) -> None:
-        with self._sending, contextlib.suppress(OSError):  # ``_receive`` notices a lost connection
+        with self._sending, contextlib.suppress(OSError):  # ignored, because ``_receive`` notices a lost connection
             self._connection.sendall(encoded(message))
 
 
