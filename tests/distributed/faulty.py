@@ -14,7 +14,7 @@ from dataloading.batches.loader import NumpyLoader
 from tests.distributed.worker import before_each
 
 AT_STEP = 50
-"""Number of the call at which the rank fails, some evaluations after the start."""
+"""Number of the call of a patched method at which the rank fails, some evaluations after the start."""
 
 
 def faulty(breaks: str, *arguments: str) -> int:

@@ -25,7 +25,7 @@ def ranks_on_hosts(
 ) -> Ranks:
     """Start the ranks of a run, ``a_host`` ranks on each host.
 
-    The rank ``pinned`` may use only one core, and competing processes leave a quarter of it to a probe's measurements.
+    The rank ``pinned`` may use only one core. In a probe, it shares this core with three competing processes.
     """
     port, count, ranks = free_port(), len(namespaces) * a_host, []
     for rank in range(count):
@@ -46,7 +46,7 @@ def on_host(namespace: str, host: str, core: str, module: str, *arguments: str) 
     if module == "cluster":
         from cluster.probe import computations
 
-        computations._COPIES = 1  # memory copies take a third of the probe's time and affect no test
+        computations._COPIES = 1  # saves a third of the probe's time; no test needs more copies
         if core != "any":
             compete_while_measured()
     sys.argv = [module, *arguments]

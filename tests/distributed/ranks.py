@@ -68,13 +68,13 @@ class Ranks:
 
 
 def train(run: SmallRun, results: Path, count: int, **changes: object) -> list[dict[str, Any]]:
-    """Train until the end, missing the target (exit status 1), and return the step records."""
+    """Train until the end without reaching the target (exit status 1), and return the step records."""
     trained(run, results, count, **changes)
     return records(results, "step")
 
 
 def trained(run: SmallRun, results: Path, count: int, **changes: object) -> str:
-    """Train until the end, missing the target (exit status 1), and return the output."""
+    """Train until the end without reaching the target (exit status 1), and return the output."""
     with Ranks(run.arguments(results, **changes), count) as started:
         assert started.ends() == [1] * count, started.output
     return started.output

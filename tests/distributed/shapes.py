@@ -32,7 +32,7 @@ DRAWS = 20
 DROPPING = "4,1,1,flat,block,4,1,4,fp64"
 """Shape whose losses with dropout are compared with the losses of one rank."""
 MIXED = {"dropout": 4, "fp32": 4}
-"""Number of micro-batches of the one-rank run for a precision, as dropout and rounding depend on it. Default: 1."""
+"""By precision, the number of micro-batches in the one-rank run, on which dropout and rounding depend. Default: 1."""
 MODEL = ModelConfig(5, 24, 8, 40, 70, 64, hidden_dropout=0.0, attention_dropout=0.0, initializer_range=0.3)
 """Model whose vocabulary does not divide evenly. The last of four tensor-parallel ranks has no words."""
 MODELS = {

@@ -74,7 +74,7 @@ class Elastic:
         hosts = [self._add_host(number) for number in range(HOSTS)]
         wait_for((self.folder / "whole").exists, hosts[1])
         (self.folder / "whole-is-done").touch()
-        (self.folder / "fewer").unlink(missing_ok=True)  # an attempt that some hosts joined late may have left it
+        (self.folder / "fewer").unlink(missing_ok=True)  # left by an earlier attempt that some hosts joined late
         self.kill_host(0)
         wait_for((self.folder / "fewer").exists, hosts[1])
         (self.folder / "fewer-is-done").touch()
@@ -135,7 +135,7 @@ def test_losing_and_regaining_a_host_does_not_change_losses(
 def turning_points(results: Path) -> tuple[str, str, str]:
     """Return the log before a host is lost, the last log without it, and the first log with it again.
 
-    On a busy machine, a host may miss the last call of a rendezvous. Its next attempt then has another log.
+    On a busy machine, a host may join too late for an attempt. It then causes another attempt, which has its own log.
     """
     files = sorted((results / "tiny_cpu" / "bert").glob("result_*.txt"), key=lambda path: int(path.stem.split("_")[1]))
     logs = [path.read_text() for path in files]

@@ -64,7 +64,7 @@ def test_the_probe_reports_only_the_slow_link_and_the_slow_rank(tmp_path: Path) 
 
 @needs_hosts
 @pytest.mark.measured
-def test_hosts_with_slow_links_between_them_are_divided_into_two_sites(tmp_path: Path) -> None:
+def test_the_probe_divides_hosts_with_slow_links_into_two_sites(tmp_path: Path) -> None:
     out = tmp_path / "cluster.json"
     with bridged_hosts(HOSTS) as names:
         for host, name in enumerate(names):

@@ -44,7 +44,7 @@ def run_at(sites: tuple[str, ...], run: SmallRun, results: Path, **changes: obje
 
 
 @pytest.mark.slow
-def test_repeating_and_resuming_a_run_are_bit_identical(small_run: SmallRun, tmp_path: Path) -> None:
+def test_repeated_and_resumed_runs_are_bit_identical(small_run: SmallRun, tmp_path: Path) -> None:
     """A checkpoint in the middle of a period gives all sites equal states, from which a run can resume."""
     sites = ("far", "near", "near", "near")
     keep = {"checkpoint__every_steps": 6, "checkpoint__keep": 9, "model__hidden_dropout": 0.1}

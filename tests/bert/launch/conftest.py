@@ -11,6 +11,6 @@ from tests.bert.launch.started import RUNNING
 def nothing_stays_behind() -> Iterator[None]:
     yield
     for process in RUNNING:
-        process.kill()  # its programs then get SIGTERM
+        process.kill()  # the launcher's programs then get SIGTERM
         process.wait()
     RUNNING.clear()

@@ -48,7 +48,7 @@ class Started:
         (folder / "tmp").mkdir()
 
         def set_signals() -> None:
-            signal.signal(signal.SIGINT, signal.SIG_DFL)  # ignored if pytest is a background job
+            signal.signal(signal.SIGINT, signal.SIG_DFL)  # a background job inherits that SIGINT is ignored
             if ignored:
                 signal.signal(signal.Signals[ignored], signal.SIG_IGN)
 

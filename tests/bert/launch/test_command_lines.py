@@ -91,7 +91,7 @@ def test_invalid_or_incomplete_variables_about_nodes_are_refused(variables: pyte
                 read_nodes(starts=True)
     variables.setenv("NODE_RANK", "")
     variables.delenv("MASTER_ADDR")
-    assert read_nodes(starts=False).count == 2  # srun or mpirun starts the processes and needs neither
+    assert read_nodes(starts=False).count == 2  # srun and mpirun need no NODE_RANK and MASTER_ADDR
 
 
 @pytest.mark.parametrize(

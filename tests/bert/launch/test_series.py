@@ -129,7 +129,7 @@ def test_invalid_input_and_killed_runs_end_the_series_and_missed_targets_do_not(
 def test_torchrun_starts_the_processes_of_a_node_without_elastic_agents(
     tmp_path: Path, variables: dict[str, str], options: str, said: str
 ) -> None:
-    """The dry run before a run gets WORLD_SIZE for all nodes, and MLPERF_BERT_CLAIM because a run follows."""
+    """The dry run gets WORLD_SIZE for all nodes. It gets MLPERF_BERT_CLAIM only if a run follows, as it does here."""
     check = 'echo "$WORLD_SIZE $LOCAL_WORLD_SIZE ${MLPERF_BERT_CLAIM:+claim}" >&2'
     shows = 'echo "${WORLD_SIZE-unset} $OMP_NUM_THREADS $(env | grep -c ^PET_)" >&2'
     started = start(tmp_path, "tiny_cpu", shows, check=check, **variables)
@@ -159,7 +159,7 @@ WITHOUT_GPUS = ":".join(each for each in os.environ["PATH"].split(":") if not Pa
         ("--prepare h100_1x8 --", {"NPROC": "", "NNODES": "2", "PATH": WITHOUT_GPUS}, 0, "2"),
     ],
 )
-def test_prepare_and_dry_runs_start_only_the_dry_run_for_the_ranks_of_all_nodes(
+def test_prepare_and_dry_run_check_the_ranks_of_all_nodes_and_train_nothing(
     tmp_path: Path, words: str, variables: dict[str, str], status: int, world_size: str | None
 ) -> None:
     shows = 'echo "${WORLD_SIZE-unset} ${MLPERF_BERT_CLAIM-none}" >&2'
@@ -238,7 +238,7 @@ def test_the_verdict_waits_for_processes_whose_launcher_was_killed(tmp_path: Pat
     assert modules(started.calls).count("compliance") == 4
 
 
-def test_a_signal_that_was_ignored_at_the_start_does_not_stop_the_series(tmp_path: Path, log: Path) -> None:
+def test_the_series_ignores_a_signal_that_its_parent_ignored(tmp_path: Path, log: Path) -> None:
     """``nohup`` starts programs with SIGHUP ignored."""
     train = f"touch {tmp_path}/waiting; while [[ ! -e {tmp_path}/go ]]; do sleep 0.02; done; {logs(log)}"
     started = start(tmp_path, "tiny_cpu", train, ignored="SIGHUP")

@@ -33,7 +33,7 @@ def on_ranks(
 
     def work(rank: int) -> Any:
         os.environ[SITE] = sites[rank] if sites else ""
-        environment._parent.cache_clear()  # the fork's parent is not the cached one
+        environment._parent.cache_clear()  # the cached parent is that of the test's process
         result = action(join_mesh("cpu"))
         if not statuses:
             barrier()  # wait, because other ranks may still connect to this one

@@ -52,14 +52,14 @@ def test_processes_agree_on_a_new_name_for_each_attempt_once_all_have_arrived(mo
         agree_on_attempt(store, Launch(0, 2), PATIENCE_S)
 
 
-def test_ranks_meet_in_the_store_of_torchruns_agent_and_again_after_a_restart() -> None:
+def test_ranks_meet_in_the_store_of_torchruns_agent_even_after_a_restart() -> None:
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     for _ in range(2):
         place = {"MASTER_PORT": store.port, "TORCHELASTIC_USE_AGENT_STORE": True}
         assert on_ranks(2, lambda mesh: (mesh.rank, mesh.sites), **place) == [(0, ()), (1, ())]
 
 
-def test_errors_of_a_store_that_a_stranger_has_overwritten_are_explained(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_message_explains_that_a_stranger_has_overwritten_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
     store = TCPStore("127.0.0.1", 0, 2, is_master=True, wait_for_workers=False)
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", str(store.port))

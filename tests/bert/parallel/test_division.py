@@ -72,7 +72,7 @@ def test_shards_are_consecutive_parts_of_every_block_and_can_be_joined() -> None
         assert torch.equal(split.whole(torch.stack([shard.flatten() for shard in found])), whole)
 
 
-def test_products_and_the_word_table_are_divided_and_other_parameters_replicated() -> None:
+def test_products_and_the_word_table_are_divided_and_other_parameters_are_replicated() -> None:
     shapes = parameter_shapes(ModelConfig(2, 8, 2, 16, 30, 12))
     found = {name: split for name, shape in shapes.items() if (split := split_of(name, shape, 2))}
     inner = {

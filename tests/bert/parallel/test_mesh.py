@@ -71,7 +71,7 @@ def test_stages_of_a_copy_share_hosts_and_data_groups_follow_rails() -> None:
         )
 
 
-def test_places_and_sites_of_ranks_follow_from_their_hosts() -> None:
+def test_the_hosts_of_ranks_determine_their_groups_names_and_sites() -> None:
     """Two sites have two hosts each. The hosts of a site have ranks in cyclic order: 0 and 2, 1 and 3."""
     nodes, sites = ((0, 2), (1, 3), (4, 6), (5, 7)), ("east",) * 4 + ("west",) * 4
     mesh = Mesh(6, 8, 1, CPU, nodes, 1, 2, ("h",) * 8, sites)
@@ -98,7 +98,7 @@ def test_places_and_sites_of_ranks_follow_from_their_hosts() -> None:
     assert changes(before, now) == ["host h1 is at site c; before b"]
 
 
-def test_ranks_that_do_not_divide_into_copies_are_refused_with_the_nearest_valid_sizes() -> None:
+def test_the_error_for_an_indivisible_number_of_ranks_names_the_nearest_valid_sizes() -> None:
     for tensor, stages, hosts in ((2, 1, 4), (2, 2, 4), (2, 4, 4), (2, 8, 4), (2, 16, 4), (4, 1, 2)):
         require_whole_copies(ParallelConfig(tensor, stages), hosts, 8)
     copies = "do not divide into copies of the model: set it to"

@@ -95,7 +95,7 @@ def test_a_slurm_task_with_a_terminal_is_a_single_process_unless_master_addr_is_
     assert Launch.from_environment().world_size == 8
 
 
-def test_the_death_of_a_launcher_that_should_outlive_its_ranks_is_reported(monkeypatch: Patch) -> None:
+def test_a_rank_reports_the_end_of_a_launcher_that_should_outlive_it(monkeypatch: Patch) -> None:
     environment._parent.cache_clear()
     Launch.from_environment()  # records the parent process
     parent = os.getppid()
@@ -147,7 +147,7 @@ def test_a_ranks_host_is_named_by_slurm_or_by_its_node_number(monkeypatch: Patch
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_master_addr_that_cannot_be_resolved_is_refused(monkeypatch: Patch, rank: int) -> None:
+def test_an_unresolvable_master_addr_is_refused(monkeypatch: Patch, rank: int) -> None:
     """A temporary failure of the resolver is retried. A name that no host can have is refused at once."""
     set_all(monkeypatch, {"RANK": rank, "WORLD_SIZE": 2, "MASTER_ADDR": "a..b", "MASTER_PORT": free_port()})
     with pytest.raises(ValueError, match=r"MASTER_ADDR is 'a\.\.b', .*\(.*label empty"):
@@ -219,7 +219,7 @@ def test_rank_0_refuses_a_port_that_another_program_has(monkeypatch: Patch, addr
 
 
 def test_the_limit_of_open_files_is_raised_for_a_ranks_connections(monkeypatch: Patch) -> None:
-    """gloo connects each rank to all others. Rank 0 also serves two connections per rank, and fails below this limit."""
+    """gloo connects each rank to all others. Rank 0 serves two more connections per rank, and fails if it may not."""
     no_limit = resource.RLIM_INFINITY
     for before, launch, after in (
         ((1024, 5000), Launch(1, 8), (1048, 5000)),

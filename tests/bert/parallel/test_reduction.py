@@ -87,7 +87,7 @@ def test_gradients_in_bf16_are_rounded_a_fixed_number_of_times() -> None:
             for strategy, dtype in product(get_args(ReductionStrategy), get_args(ReduceDtype)):
                 reduction = Reduction(flat, groups, strategy, dtype, bucket_bytes=50_000)
                 roundings = {"flat": 2, "sharded_world": 1}.get(strategy, 2 if local_size in (1, 4) else 3)
-                if strategy == "sharded" and local_size == 4:  # one node keeps sums in fp32 shards
+                if strategy == "sharded" and local_size == 4:  # the fp32 sums are not sent on
                     roundings = 1
                 least, most = bounds[roundings if dtype == "bf16" else 0]
                 assert least <= error_of(reduction, flat, mesh) < most, (strategy, dtype, local_size)
@@ -104,7 +104,7 @@ def test_gradients_are_summed_over_sites_of_unequal_size() -> None:
         flat_groups, groups = Communicators.create(mesh, is_flat=True), Communicators.create(mesh)
         assert (flat_groups.between, flat_groups.shards) == (None, 6), "as without sites"
         assert groups.between is not None
-        # The largest site has three ranks, so there are three pieces. Every bucket divides into 6 x 3 x 3 shards.
+        # The largest site has three ranks, so there are three pieces. Buckets must divide by ranks, pieces and sites.
         assert (groups.between.pieces, groups.shards) == (3, 6 * 3 * 3)
         assert list(groups.between.owned) == [[0, 1, 2], [0, 2], [1], [0], [1], [2]][mesh.rank]
         everyone = Communicators.create(mesh.own_site).everyone

@@ -50,7 +50,7 @@ def hold_weights_back(step: TrainingStep) -> list[slice]:
         start()
 
     def arriving(bucket: slice) -> None:
-        if before := sum(end <= bucket.start for end in ends):  # number of parts whose weights precede it
+        if before := sum(end <= bucket.start for end in ends):  # number of parts whose weights precede the bucket
             assert began[before - 1].wait(20), bucket
             held.append(bucket)
         arrive(bucket)
@@ -60,7 +60,7 @@ def hold_weights_back(step: TrainingStep) -> list[slice]:
 
 
 def test_each_part_of_the_model_waits_only_for_its_own_weights() -> None:
-    """A part that did not wait would use the last step's weights, and the result would differ from early gathering."""
+    """A part that did not wait would use the last step's weights, so results would differ from those of early gathering."""
     chosen = config("1,1,1,sharded,block,2,1,3,fp32")
     steps = 3
 
@@ -103,7 +103,7 @@ def test_fp8_weights_are_casts_of_the_gathered_weights() -> None:
     assert torch.equal(*on_ranks(2, require_casts))
 
 
-def test_captured_steps_of_ranks_with_shards_equal_eager_steps() -> None:
+def test_captured_and_eager_steps_give_equal_results_on_ranks_with_shards() -> None:
     """A step has separate graphs for its first, middle and last micro-batches, and one for the update."""
     chosen = config("1,1,1,sharded,block,2,3,3,fp32")
     buckets = ShapeBucket(160, 8, 64, 32), ShapeBucket(170, 8, 64, 32)
@@ -131,7 +131,7 @@ def test_captured_steps_of_ranks_with_shards_equal_eager_steps() -> None:
     on_ranks(2, compare)
 
 
-def test_sites_that_step_separately_settle_on_one_state() -> None:
+def test_sites_reach_one_state_after_separate_steps() -> None:
     """Moments become means over the sites. A site that has skipped a step takes over the other site's step count."""
     chosen = config("1,1,1,flat,block,1,1,3,fp32")
     chosen = replace(chosen, training=replace(chosen.training, site_steps=2))

@@ -84,7 +84,7 @@ def exchanged(joined: Mesh) -> dict[str, tuple[Tensor, Tensor, int]]:
     mesh = replace(joined, nodes=tuple((rank,) for rank in range(len(SITES))), sites=SITES)
     site = list(dict.fromkeys(SITES)).index(SITES[mesh.rank])
     config = replace(tiny_cpu().training, site_steps=APART, site_learning_rate=0.8, site_momentum=0.6)
-    if mesh.rank == 0:  # ranks may have different numbers of process groups
+    if mesh.rank == 0:  # sites must meet although rank 0 has one more process group
         process_group([0], alone=True)
     found = {}
     for dtype in get_args(SiteDtype):

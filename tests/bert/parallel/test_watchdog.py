@@ -114,7 +114,7 @@ def test_losing_the_hub_ends_all_ranks_and_one_rank_of_each_host_reports_it(capf
 
 
 @pytest.mark.slow
-def test_a_hub_that_is_silent_ends_the_rank(capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_rank_ends_if_its_hub_is_silent(capfd: pytest.CaptureFixture[str]) -> None:
     """A rank adds at most two beats, 0.4 s, to the silence at a time, so it reports a silence of less than 2.5 s."""
 
     def stop(mesh: Mesh) -> None:
@@ -131,8 +131,8 @@ def test_a_hub_that_is_silent_ends_the_rank(capfd: pytest.CaptureFixture[str]) -
 
 @pytest.mark.slow
 @pytest.mark.parametrize("count", [1, 2])
-def test_a_launcher_that_is_lost_ends_the_run(count: int, capfd: pytest.CaptureFixture[str]) -> None:
-    """A single rank sends itself SIGTERM. If there are two ranks, the watchdog reports the loss and ends both."""
+def test_a_run_ends_if_its_launcher_is_lost(count: int, capfd: pytest.CaptureFixture[str]) -> None:
+    """A single rank then sends itself SIGTERM. If there are two ranks, the watchdog reports the loss and ends both."""
 
     def lose(mesh: Mesh) -> None:
         own = Watchdog(mesh, 5.0)
@@ -158,7 +158,7 @@ def test_the_watchdog_of_a_single_rank_reports_nothing() -> None:
 
 
 def test_a_rank_connects_again_until_the_hub_answers_or_the_time_is_over() -> None:
-    """A stranger that listens on the port, or a hub that does not know the greeting, closes the connection."""
+    """The rank retries if a stranger that listens on the port, or a hub that rejects the greeting, closes the connection."""
     with socket.create_server(("127.0.0.1", 0)) as hub:
 
         def answer() -> None:
@@ -175,7 +175,7 @@ def test_a_rank_connects_again_until_the_hub_answers_or_the_time_is_over() -> No
             _join(hub.getsockname(), b"me", 0.0)
 
 
-def test_a_launcher_lost_before_the_ranks_have_joined_causes_no_error_in_a_thread(
+def test_losing_the_launcher_before_ranks_have_joined_raises_no_error_in_a_thread(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The thread that watches the launcher reports to the hub, so it must start after the rank has connected."""

@@ -69,7 +69,7 @@ def test_ranks_that_fell_silent_together_are_blamed_after_the_time_limit() -> No
 
 
 def test_the_stalled_rank_that_is_furthest_behind_is_blamed() -> None:
-    """Phases are ordered as in a step, each one before its exchange. An unknown phase comes last."""
+    """Phases are ordered as in a step, and "exchange in" a phase follows the phase. An unknown phase comes last."""
     phases = "data_wait", "forward_backward", "reduce", "update", "site_wait", "statistics", "checkpoint", "evaluation"
     order = [(each, 5) for phase in phases for each in (phase, f"exchange in {phase}")]
     for behind, ahead in pairwise([*order, ("something new", 5), ("data_wait", 6)]):
@@ -106,7 +106,7 @@ def test_a_rank_gets_the_timeout_that_it_requests_and_each_new_phase_restarts_it
     assert ranks.end() == (1, Ending(f"{text}, and the others wait for it in reduce of step 5", FAULT_STATUS, 1))
 
 
-def test_a_rank_that_sends_heartbeats_is_not_blamed_before_it_trains() -> None:
+def test_before_training_a_rank_is_not_blamed_while_it_sends_heartbeats() -> None:
     ranks = Played()
     ranks.at(0, "reduce", 1, limit=1000)
     assert ranks.end(1000) is None

@@ -30,7 +30,7 @@ Start = Callable[..., Ranks]
 
 @pytest.fixture
 def start(small_run: SmallRun, tmp_path: Path) -> Iterator[Start]:
-    """Yield a function that starts an endless run, and waits for its second evaluation unless ``breaks`` is a fault."""
+    """Yield a function that starts an endless run. Unless ``breaks`` is given, it waits for the second evaluation."""
     with ExitStack() as stack:
 
         def start(count: int = 3, breaks: str | None = None, **changes: object) -> Ranks:

@@ -59,7 +59,7 @@ def test_resuming_on_equally_many_ranks_is_bit_identical(small_run: SmallRun, tm
     assert [record["step"] for record in resumed] == list(range(9, STEPS + 1))
     assert_same(steps[8:], resumed, folder / "checkpoints" / "step_00000020", tmp_path / "further" / "step_00000020")
     found = evaluated(tmp_path)
-    assert [samples for samples, *_ in found] == [192, 288]  # the evaluation schedule continues
+    assert [samples for samples, *_ in found] == [192, 288]  # it continues the evaluation schedule
     assert set(found) <= set(evaluated(folder))
 
 

@@ -102,7 +102,7 @@ def test_a_rank_ends_with_the_fault_status_if_only_another_host_is_stopped(
     assert [record["status"] for record in records(tmp_path, "end")] == ["aborted"]
 
 
-def test_a_run_that_divides_the_model_agrees_with_one_rank(small_run: SmallRun, tmp_path: Path) -> None:
+def test_dividing_the_model_gives_the_results_of_one_rank(small_run: SmallRun, tmp_path: Path) -> None:
     """Compare steps, evaluations and saved weights, and resume each run from the other run's checkpoint."""
     common = {"model__num_hidden_layers": 4, "checkpoint__keep": 9}
     shape = {"parallel__tensor": 2, "parallel__pipeline": 2, "training__gradient_accumulation_steps": 2}
