@@ -1,4 +1,4 @@
-"""CUDA graphs of functions without arguments, and of functions of a batch, which are captured for each shape bucket.
+"""CUDA graphs of functions without arguments, and of functions of a batch, with one graph for each shape bucket.
 
 A replay costs the host one launch instead of thousands. It reads and writes the same memory addresses as the captured
 run, so batches are copied into static buffers, and all other tensors that a step changes must stay at their addresses.

@@ -25,7 +25,7 @@ from console.text import counted
 
 @dataclass(frozen=True)
 class Binding:
-    """CPUs (hardware threads) of one process, on ``cores`` cores, and its ``gpu``, which is "" if unknown."""
+    """CPUs (hardware threads) of one process, the number of their cores, and the process's GPU ("" if unknown)."""
 
     cpus: frozenset[int]
     cores: int

@@ -28,7 +28,7 @@ from console.text import counted
 
 _LONGEST_PAUSE_S = 1.0
 _RESOLUTION_S = 10.0
-"""Time for the resolver to recover from a temporary failure."""
+"""Seconds in which the resolver may recover from a temporary failure."""
 _IDENTITY_BYTES = 256
 _DESCRIPTORS = 1024
 """File descriptors for everything except connections between ranks: files, pipes, libraries, devices, other clients."""
@@ -56,7 +56,7 @@ def join_group(launch: Launch, device: torch.device, timeout: timedelta, arrival
                 f"{launch.world_size_variable}={launch.world_size}, but {name} is not set: export rank 0's address as "
                 "MASTER_ADDR and a free port there as MASTER_PORT"
             )
-    # torchrun's agent, if there is one, already listens on the port.
+    # Do not check the port if torchrun's agent serves the store, because the agent already listens on the port.
     if launch.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         require_free_port(master_port())
     allow_descriptors(launch)

@@ -91,7 +91,7 @@ def divided(costs: list[float], count: int) -> list[range]:
 
 
 class PipelineModel(BertForPreTraining):
-    """Pipeline stages that this rank holds. Calling it sends a batch through the stages of all ranks."""
+    """Pipeline stages that this rank holds. A call of this module sends a batch through the stages of all ranks."""
 
     def __init__(
         self,

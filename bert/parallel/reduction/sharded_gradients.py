@@ -69,7 +69,7 @@ class ShardedReduction(Reduction):
         self._started = 0
         if not last:
             with self._stopwatch.waiting():
-                # The next pass needs both buffers, and a capture must join its forks. After the last pass, ``finish`` joins.
+                # The next pass needs both buffers, and a capture must join its forks. ``finish`` joins after the last pass.
                 self.stream.join()
 
     def finish(self) -> None:
@@ -99,7 +99,7 @@ class ShardedReduction(Reduction):
             gradients_B[max(0, start) : min(size, stop)] = parameter.grad.reshape(-1)[
                 max(0, -start) : min(size, stop) - start
             ]
-            if start >= 0:  # the parameter's last part, because buckets go from the vector's end to its start
+            if start >= 0:  # its last part is copied, because buckets go from the vector's end to its start
                 parameter.grad = None
         return gradients_B
 

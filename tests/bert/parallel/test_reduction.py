@@ -215,7 +215,7 @@ def test_buckets_cover_the_vector_from_its_end_in_equal_and_aligned_pieces() -> 
         assert bucket_slices(size, shards, bytes_) == expected
 
 
-def test_spans_divide_a_shard_by_segment() -> None:
+def test_a_shard_is_divided_into_spans_at_the_ends_of_segments() -> None:
     spans = segment_spans((5, 1, 6), [(8, 10), (3, 7)])
     assert spans == [(2, 0, 2), (0, 2, 4), (1, 4, 5), (2, 5, 6)]
     assert segment_spans((5,), [(6, 8)]) == []  # the shard holds only padding

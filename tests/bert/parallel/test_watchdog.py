@@ -31,7 +31,7 @@ def stay() -> None:
 
 @pytest.mark.slow
 def test_the_hub_knows_a_ranks_phase_and_the_phases_time_limit() -> None:
-    """A phase may take ten times its longest duration, at least 120 s, or ten times 120 s before it has ended once."""
+    """A phase's limit is ten times its longest duration, but at least 120 s, or 1,200 s until the phase has ended once."""
 
     def report(mesh: Mesh) -> list[str]:
         faults: list[str] = []

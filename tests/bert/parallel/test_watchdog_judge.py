@@ -56,7 +56,7 @@ def test_a_lost_rank_is_blamed_unless_it_said_that_it_leaves() -> None:
         assert ranks.end() == (1, Ending(f"{names}{more}: ended without a word, last in start", 3, 0))
 
 
-def test_ranks_that_fell_silent_together_are_blamed_after_the_time_limit() -> None:
+def test_ranks_are_blamed_together_if_they_fell_silent_together() -> None:
     """Ranks that fall silent within two heartbeats of each other count as silent together."""
     ranks = Played(5)
     ranks.at(2, "forward_backward", 7, limit=1000)
@@ -68,7 +68,7 @@ def test_ranks_that_fell_silent_together_are_blamed_after_the_time_limit() -> No
     assert ranks.end() == (61 - 13, Ending(f"rank 2 on host h1, rank 3 on host h1: {text}", FAULT_STATUS, 2))
 
 
-def test_the_stalled_rank_that_is_furthest_behind_is_blamed() -> None:
+def test_the_rank_furthest_behind_is_blamed_for_a_stall() -> None:
     """Phases are ordered as in a step, and "exchange in" a phase follows the phase. An unknown phase comes last."""
     phases = "data_wait", "forward_backward", "reduce", "update", "site_wait", "statistics", "checkpoint", "evaluation"
     order = [(each, 5) for phase in phases for each in (phase, f"exchange in {phase}")]
@@ -94,8 +94,8 @@ def test_no_rank_is_blamed_if_several_ranks_all_stall_in_the_same_phase() -> Non
     )
 
 
-def test_a_rank_gets_the_timeout_that_it_requests_and_each_new_phase_restarts_it() -> None:
-    """A rank may request a longer timeout, and a new phase restarts it. Ranks that wait for that rank are not blamed."""
+def test_each_new_phase_restarts_the_timeout_that_a_rank_has_requested() -> None:
+    """Until the longer timeout of one rank has passed, another rank in the same phase is not blamed either."""
     ranks = Played()
     ranks.at(0, "reduce", 5)
     for entered in range(3):  # enter the same phase again, as for another micro-batch
