@@ -95,8 +95,8 @@ def _has_terminal() -> bool:
 def is_rank() -> bool:
     """Tell whether a launcher started this process as a rank of a run.
 
-    A single task of srun without MASTER_ADDR is not a rank, but starts its own processes. So does a task with NNODES,
-    because srun often starts one launcher for each node.
+    A single task of srun without MASTER_ADDR is not a rank, but starts its own processes. With NNODES, every task starts
+    its own processes, because srun often starts one launcher for each node.
     """
     names = ("RANK", "WORLD_SIZE", "OMPI_COMM_WORLD_RANK")
     if any(os.environ.get(name) for name in names):

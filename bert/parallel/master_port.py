@@ -17,7 +17,7 @@ def master_port() -> int:
 def require_free_port(port: int, name: str = "MASTER_PORT") -> None:
     """Raise ``ValueError`` if another program listens on the port, or if this user may not listen on it.
 
-    ``name`` is what the user knows the port by. PyTorch's own error message is long and hard to understand.
+    ``name`` is the variable or argument that sets the port. PyTorch's own error message is long and hard to understand.
     """
     both = socket.has_dualstack_ipv6()  # like PyTorch's store, which listens on all addresses
     family = socket.AF_INET6 if both else socket.AF_INET

@@ -31,7 +31,7 @@ _RESOLUTION_S = 10.0
 """Seconds in which the resolver may recover from a temporary failure."""
 _IDENTITY_BYTES = 256
 _DESCRIPTORS = 1024
-"""File descriptors for everything except connections between ranks: files, pipes, libraries, devices, other clients."""
+"""Number of file descriptors for files, pipes, libraries, devices and clients that are no ranks of this run."""
 
 
 @dataclass(frozen=True)

@@ -168,7 +168,7 @@ class PipelineModel(BertForPreTraining):
 
     @torch.no_grad()
     def add_word_gradient_(self) -> None:
-        """Add the gradient of the word table's copy to the table's own gradient. Every rank must call it."""
+        """Add the gradient of the word table's copy to the table's own gradient. Every rank must call this method."""
         if self._gradient is not None:
             dist.send(self._gradient, group=self.group, group_dst=0)
             self._gradient.zero_()

@@ -149,9 +149,9 @@ class ShardedLamb:
             self._collect(moment_N, shard_W)
 
     def _squares_with_sums_(self) -> Tensor:
-        """Sum replicated parameters' gradients over the tensor group, and return a sum of squares of gradients, fp64 [].
+        """Sum replicated parameters' gradients over the tensor group. Return the sum of squares of this shard's gradients.
 
-        The squares of replicated parameters count on only one rank of the group.
+        The sum is fp64 []. Replicated parameters count on only one rank of the group.
         """
         gradient_W, everywhere_I = self._gradient_W, self._everywhere_I
         if len(everywhere_I) == 0:

@@ -80,7 +80,7 @@ class Watchdog:
         tracker.forget()
         self._tracker = tracker
         if self._mesh.world_size > 1:
-            self._send(self._place())  # the rank may be lost before the next regular report
+            self._send(self._place())  # now, because the rank may be lost before the next regular report
         try:
             yield
         finally:
