@@ -87,7 +87,7 @@ class PartReport:
             if not all(isinstance(found.get(name, {}), dict) for name in ("versions", "without")):
                 raise ValueError("versions and without must be objects")
         except (ValueError, TypeError, KeyError, AttributeError) as error:
-            raise ValueError(f"{path} is not a report of this program, remove it: {first_line(error)}") from error
+            raise ValueError(f"{path} is not a report of this program; remove the file: {first_line(error)}") from error
         return cls(path, found, rows=rows, **state)
 
     @property

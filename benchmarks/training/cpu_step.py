@@ -79,7 +79,7 @@ def measure(config: ModelConfig, repeats: int) -> tuple[dict[str, list[float]], 
         adamw.zero_grad()
 
     lamb = Lamb(FlatParameters.of(ours), OptimizerConfig(1e-4, 100_000))
-    # Only the second function of a loss is timed: the first function collates the samples.
+    # Each loss function collates the samples, untimed, and returns the function that is timed.
     sides = {
         OURS: (partial(our_loss, ours), lamb.step),
         HUGGING_FACE: (partial(their_loss, theirs, config.max_position_embeddings), their_update),

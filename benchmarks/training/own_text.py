@@ -3,10 +3,10 @@
     python benchmarks/training/own_text.py [--text PLACE ...] [--repeats N] [--out FILE]
 
 Both train the same architecture from random weights, on the same sentence pairs in batches of 32. Both are evaluated on the
-same held-out samples with the same masks, and the times exclude evaluations. The recipe runs as for a user, with its own
-schedule. The Trainer uses AdamW, DataCollatorForLanguageModeling, which draws a new mask for each batch, and batches of
-samples of similar length. Its learning rate decays linearly. In the first repeat, it trains with each of the learning
-rates, and the best of these trainings counts. The other repeats use the best rate.
+same held-out samples with the same masks, and the times exclude evaluations. The recipe uses its own schedule.
+The Trainer uses AdamW, DataCollatorForLanguageModeling, which draws a new mask for each batch, and batches of samples of
+similar length. Its learning rate decays linearly. In the first repeat, the Trainer trains once with each learning rate in
+--rates, and the best of these trainings counts. The other repeats use the best learning rate.
 """
 
 import importlib.util
@@ -160,7 +160,7 @@ def main(
         text: Files or folders of text with an empty line between documents. Default: prose of the standard library.
         rates: Learning rates to try with the Trainer.
         samples: Number of training samples. Default: the recipe's number.
-        repeats: Number of times that both train.
+        repeats: Number of times that both programs train.
         out: Write the figures here as JSON.
     """
     if missing := [name for name in PEER_PACKAGES if importlib.util.find_spec(name) is None]:
