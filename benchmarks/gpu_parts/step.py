@@ -168,7 +168,7 @@ def recipe(name: str, **training: Any) -> Config:
 def training_step(
     context: Context, config: Config, *, dropout: bool = True, stopwatch: Stopwatch | None = None
 ) -> TrainingStep:
-    """Return a recipe's training step on the context's model. Precision bf16 becomes the context's low precision.
+    """Return a recipe's training step on the context's model. A recipe in bf16 uses the context's low precision.
 
     Raises ``NotUsableError`` if the recipe uses FP8 and the device lacks it.
     """

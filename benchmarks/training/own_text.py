@@ -83,7 +83,7 @@ class Trainings:
 
     @classmethod
     def on(cls, data: Path, samples: int | None) -> "Trainings":
-        """Take the recipe's schedule and space the evaluations evenly. ``samples`` replaces the number of samples."""
+        """Take the recipe's schedule and space the evaluations evenly. ``samples`` replaces the recipe's number."""
         given = [] if samples is None else [f"--training.max-samples={samples}"]
         config = parse([*recipe_arguments(data), *given])
         steps = -(-config.training.max_samples // BATCH)

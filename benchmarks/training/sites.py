@@ -45,10 +45,10 @@ from dataloading.preparation.demo import write_demo
 Row = dict[str, Any]
 
 SYNCHRONOUS = {"flat fp32": ("flat", "fp32"), "hierarchical bf16": ("hierarchical", "bf16")}
-"""Reduction and type of the gradients of each way in which all ranks take every step together."""
+"""For each way in which all ranks take every step together: the reduction, and the type of the reduced gradients."""
 APART = ("sites 8", "sites 32", "sites 128")
 STEPS = 128
-"""Number of steps between evaluations, which all numbers of site steps divide."""
+"""Number of steps between evaluations, a multiple of all numbers of site steps."""
 CHECKED = "sites 32"
 HOSTS = (1, 2)
 """Numbers of hosts of each site."""

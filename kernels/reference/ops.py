@@ -174,8 +174,8 @@ def masked_lm_loss(
     for the largest logit costs another pass. The caller divides the loss by the number of masked tokens in the whole global
     batch.
 
-    With ``count_correct``, as in an evaluation, the logits are ``masked_lm_logits``, because rounding to 16 bits would make
-    different logits equal. Otherwise, as in training, the logits have the type of the product.
+    With ``count_correct``, as in an evaluation, ``masked_lm_logits`` computes the logits without rounding to 16 bits, which
+    would make different logits equal. Otherwise, as in training, the logits have the type of the product.
 
     If ``decoder_gradient_VD`` (at least fp32) is given, the backward pass adds the decoder's gradient to it, or overwrites
     it, and returns no gradient for the decoder to autograd. The decoder may then be a copy that does not require a gradient.

@@ -47,7 +47,7 @@ ROUNDS = 11
 HEAD_START_CYCLES = 2_000_000
 """Clock cycles (about a millisecond) that the device waits while the host queues the work, so that launch latency does
 not count."""
-_LAST_RESORT = "reference"  # measured only if no other implementation works, because it takes seconds at full size
+_LAST_RESORT = "reference"  # measured only if no earlier implementation works, because it can take seconds
 _WITH = " with "
 FUSED, SEPARATE = f"{_WITH}fused casts", f"{_WITH}separate casts"
 """Suffixes of an implementation's name that say how attention's results are cast for FP8 products."""
@@ -194,7 +194,7 @@ def tune(
     kinds = {(request.op, request.signature): request for request in requests}
     choices = []
     for request in kinds.values():
-        # In FP8, time attention including the casts of its results, whether its own kernels or separate ones make them.
+        # In FP8, time attention together with the casts of its results, which its own or separate kernels make.
         cast = in_fp8 and request.op == varlen_self_attention.name and request.gradients
         if OPS[request.op].asked == AUTO or (cast and attention_cast_fp8.asked == AUTO):
             choices.append(_measure(request, cast, repeatable, timed))
@@ -211,7 +211,7 @@ def apply(choices: Iterable[KernelChoice]) -> None:
         for form in list(choice.milliseconds)[:1]:
             name = taken[choice.op][choice.signature] = form.partition(_WITH)[0]
             if choice.cast_signature:
-                # The definition of attention with casts makes separate casts, so choose it for SEPARATE.
+                # The reference of `attention_cast_fp8` also makes separate casts, so it is the choice for SEPARATE.
                 taken[attention_cast_fp8.name][choice.cast_signature] = name if form.endswith(FUSED) else _LAST_RESORT
     for op in OPS.values():
         op.prefer(taken[op.name], dropped[op.name])
@@ -222,8 +222,8 @@ def _measure(
 ) -> KernelChoice | None:
     """Time the implementations that the run may use for one kind of call.
 
-    Returns None if there is only one such implementation or too little memory to measure. Restores random states and frees
-    cached memory.
+    Returns None if there is nothing to compare, or too little memory to measure. Restores random states and frees cached
+    memory.
     """
     devices = [request.device] if request.device.type == "cuda" else []
     works: dict[str, Work] = {}
@@ -266,7 +266,7 @@ def _measure(
 
 
 def _candidates(request: CallKind, arguments: Arguments) -> list[Implementation]:
-    """Return the implementations that the run may use for this kind of call, except those after the reference."""
+    """Return the implementations that the run may use for this kind of call, in order up to the reference."""
     op = OPS[request.op]
     args, kwargs = arguments
     order = op.orders[device_type(*args, **kwargs)]

@@ -141,7 +141,7 @@ def attention_backward_keys(
     if cast is None:
         key_gradient += head * HEAD_SIZE
         value_gradient += head * HEAD_SIZE
-    else:  # casts have first the columns of the key gradients, then of the value gradients
+    else:  # in a cast, the columns of the key gradients precede those of the value gradients
         key_column, value_column = head * HEAD_SIZE, (HEADS + head) * HEAD_SIZE
         key_transposed = transposed + transposed_rows(key_column, keys)
         value_transposed = transposed + transposed_rows(value_column, keys)
