@@ -135,7 +135,7 @@ def run_ranks(
     # Status 1 is not a failure: it means that training missed its target, or that a probe found something slow.
     if not {*statuses} <= {0, 1}:
         said = "".join(path.read_text() for path in sorted(output.glob("rank_*.txt")))[-4000:]
-        raise SystemExit(f"error: a rank failed or ran too long (None). Exit statuses of the ranks: {statuses}\n{said}")
+        raise SystemExit(f"error: exit statuses of the ranks: {statuses}; None means that a rank is too slow\n{said}")
 
 
 def _rank(namespaces: Sequence[str], per_host: int, rank: int, program: Callable[[], int], output: Path) -> None:

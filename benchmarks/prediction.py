@@ -52,7 +52,7 @@ PUBLISHED_LINES: tuple[tuple[str, str, Callable[[Held], bool]], ...] = (
 
 _SAMPLES, _LONGEST = 20_000, 128
 _ROUNDS = 2
-"""Number of runs of each reduction. The fastest run counts, because disturbances only make a run slower."""
+"""Number of training runs with each reduction. The fastest run counts, because disturbances only make a run slower."""
 
 MODELS = {
     "2 x 128": (2, 128, 4, 512, 1024),

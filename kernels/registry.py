@@ -49,7 +49,7 @@ class Implementation:
     """Whether a second call can draw the same dropout mask inside a CUDA graph. This requires that the mask does not come
     from PyTorch's generator."""
     last_on_cpu: bool = False
-    """Whether the definition comes first on a CPU, because it is faster there."""
+    """Whether the definition precedes this implementation on a CPU, because the definition is faster there."""
 
     def function(self, name: str) -> Callable[..., Any]:
         """Import the library if necessary, and return its function with this name, usually the name of an op."""

@@ -125,7 +125,7 @@ def rows_of(metrics: "Metrics") -> list[Figure]:
 
 def _write_data(context: Context, folder: Path, counts: dict[str, int]) -> None:
     """Write a synthetic vocabulary, and data sets of ``counts`` samples with random tokens and Wikipedia's lengths."""
-    # Import here, because packages that this module needs may be missing.
+    # Import here, because packages that benchmarks.inputs needs may be missing.
     from benchmarks.inputs import synthetic_vocabulary, write_synthetic_set
 
     model = context.scale.model
@@ -153,7 +153,7 @@ def _arguments(context: Context, folder: Path, samples: int | None) -> list[str]
         # The closed division does not allow these settings.
         "log.division": "open",
         "log.system": "benchmark",
-        # After a signal, the run stops at the end of an interval.
+        # Keep the interval short, because a run that gets a signal stops at the end of an interval.
         "log.interval-steps": 10,
     }
     words = [word for pair in context.without.items() for word in pair]

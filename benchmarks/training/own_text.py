@@ -130,7 +130,7 @@ def compare(trainings: Trainings, rates: Sequence[float], target_share: float, r
         theirs.append(trainings.theirs(repeat, theirs[0].rate))
         _report(theirs[-1], target)
     pairs = list(zip(ours, theirs, strict=True))
-    # If the Trainer missed the target, its whole training is a lower bound of its time.
+    # If the Trainer missed the target, the time of its whole training is a lower bound of its time to the target.
     times = [min(their.seconds_to(target), their.curve[-1].seconds) / our.seconds_to(target) for our, their in pairs]
     ratios = {
         "time_to_target": times,
@@ -205,7 +205,7 @@ def _report(training: Training, target: float) -> None:
 
 
 def _run(*arguments: str) -> None:
-    """Run a Python program of this repository, and end with its output if it fails."""
+    """Run a Python program of this repository. If the program fails, exit with its output."""
     environment = os.environ | {"CLEAR_CACHES": "0"}  # keep the page cache, which other programs also use
     done = run([sys.executable, *arguments], folder=REPOSITORY, environment=environment)
     if done.trouble:

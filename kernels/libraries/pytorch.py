@@ -136,7 +136,7 @@ def accumulate_weight_gradient(
 ) -> Tensor:
     """Add ``output_gradient.T @ input`` to an fp32 gradient in place, or overwrite the gradient, and return it.
 
-    PyTorch has added products of 16-bit operands to fp32 since version 2.10, on CUDA only.
+    PyTorch supports adding a product of 16-bit operands to an fp32 tensor from version 2.10 on, on CUDA only.
     """
     transposed_NT = output_gradient_TN.t()
     # Unlike addmm, mm does not read the old gradient, which may contain NaN.

@@ -5,9 +5,9 @@
     choices = tune(requests)         # on one process
     apply(choices)                   # on every process: from now on, ``auto`` takes these implementations
 
-A request describes a kind of call. It stores only the shapes, strides and types of floating-point tensors, and creates new
-tensors for the measurement. Measuring therefore does not change the run's tensors or keep their memory. Results are not
-stored between runs.
+A request describes a kind of call. It stores only the shapes, strides and types of floating-point tensors (except scalars),
+and creates new tensors for the measurement. Measuring therefore does not change the run's tensors or keep their memory.
+Results are not stored between runs.
 """
 
 import dataclasses
@@ -66,7 +66,7 @@ class CallKind:
     gradients: bool
     """Whether the call was made with gradients enabled. If so, the backward pass is measured too."""
     args: tuple[Any, ...]
-    """Positional arguments. Tensors without values, on the device "meta", replace floating-point tensors."""
+    """Positional arguments. Tensors without values, on the device "meta", replace floating-point tensors except scalars."""
     kwargs: dict[str, Any]
 
     @classmethod
@@ -85,7 +85,7 @@ class CallKind:
         return f"{self.op} ({size}, {str(first.dtype).removeprefix('torch.')}{'' if self.gradients else ', forward'})"
 
     def arguments(self) -> Arguments:
-        """Return new arguments similar to the call's arguments. Floating-point tensors hold random values from 0 to 1."""
+        """Return new arguments like the call's. Floating-point tensors, except scalars, hold random values from 0 to 1."""
         return _made(self.args, self.device), {name: _made(value, self.device) for name, value in self.kwargs.items()}
 
     @contextmanager
