@@ -135,7 +135,7 @@ def run_ranks(
     # Status 1 is not a failure: it means that training missed its target, or that a probe found something slow.
     if not {*statuses} <= {0, 1}:
         said = "".join(path.read_text() for path in sorted(output.glob("rank_*.txt")))[-4000:]
-        raise SystemExit(f"error: exit statuses of the ranks: {statuses}; None means that a rank is too slow\n{said}")
+        raise SystemExit(f"error: exit statuses of the ranks (None if a rank did not end): {statuses}\n{said}")
 
 
 def _rank(namespaces: Sequence[str], per_host: int, rank: int, program: Callable[[], int], output: Path) -> None:
@@ -145,7 +145,7 @@ def _rank(namespaces: Sequence[str], per_host: int, rank: int, program: Callable
         os.dup2(file.fileno(), 2)
     host, local = divmod(rank, per_host)
     enter(namespaces[host], f"h{host}")
-    # Launchers also bind ranks, so that no rank migrates between cores.
+    # Bind the rank, as launchers do, so that it does not migrate between cores.
     cores = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, {cores[rank % len(cores)]})
     world_size = len(namespaces) * per_host

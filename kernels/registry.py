@@ -24,7 +24,7 @@ Returned = TypeVar("Returned")
 AUTO = "auto"
 
 _DEVICES = ("cuda", "cpu")
-_BY_VALUE = (bool, str, torch.dtype)  # of other values, such as learning rates, signatures contain the type only
+_BY_VALUE = (bool, str, torch.dtype)  # signatures contain the values of these types, but not of numbers
 _LOG = logging.getLogger(__name__)
 
 Observer = Callable[["Op[..., Any]", tuple[Any, ...], dict[str, Any]], None]

@@ -232,7 +232,7 @@ def lamb_cases(size: Size, device: torch.device) -> list[Case]:
 
 
 def weight_gradient_cases(size: Size, device: torch.device) -> list[Case]:
-    """Return a case that adds a weight's gradient to a sum, and one that overwrites it, as for the first batch."""
+    """Return a case that adds a weight's gradient to a sum, and one that overwrites the sum, as in a first batch."""
     total, *operands = example_inputs("accumulate_weight_gradient", device, torch.bfloat16, size)[0]
     total.normal_(generator=torch.Generator(device).manual_seed(0))
     work = LeastWork((2.0 * sum(size.lengths) * size.hidden * size.intermediate, 0))

@@ -78,7 +78,7 @@ def missing_packages() -> list[str]:
 
 
 def _samples(context: Context, config: "Config") -> int:
-    """Return the number of samples that training processes, at the measured rate, in the part's time or five minutes."""
+    """Return how many samples training processes, at the measured rate, in the part's time, at most in five minutes."""
     micro = micro_batch_size(context, config)
     name, report = rate_name(config, micro), context.report
     before = PartReport.load(report.path.with_name("step.json"))

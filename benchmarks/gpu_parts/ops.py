@@ -61,7 +61,7 @@ def _awkward_lengths(context: Context) -> list[int]:
 
 
 def _error_row(title: str, case: Case, name: str) -> Figure:
-    """Return the row of one implementation. Dropout is off unless it draws the definition's masks."""
+    """Return the row of one implementation. Unless it draws the definition's masks, dropout is off."""
     if not OPS[case.op].implementations[name].repeatable:
         case = case.without_dropout()
     arguments, definition = (case.arguments, dict(case.named)), OPS[case.op].definition

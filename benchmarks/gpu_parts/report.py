@@ -198,7 +198,7 @@ def _kind(error: Exception) -> str:
 
 
 def _json_value(value: object) -> object:
-    # JSON has no NaN and no infinity.
+    # Write None for NaN and infinity, which JSON does not have.
     if isinstance(value, list):
         return [_json_value(each) for each in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value

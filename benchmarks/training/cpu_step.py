@@ -49,7 +49,7 @@ def main(workload: Literal["wikipedia", "tiny"] = "wikipedia", repeats: int = 7,
         out: Write the figures here as JSON.
     """
     if repeats < 1 or importlib.util.find_spec("transformers") is None:
-        sys.exit(f"error: --repeats is {repeats}, expected at least 1; transformers must be installed")
+        sys.exit(f"error: --repeats (now {repeats}) must be at least 1, and the package transformers must be installed")
     torch.set_num_threads(2)
     seconds, tokens = measure(MODELS[workload], repeats)
     for name, times in seconds.items():

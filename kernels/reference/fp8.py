@@ -2,8 +2,8 @@
 
 Forward values use E4M3 and gradients use E5M2 (Micikevicius et al. 2022, arXiv 2209.05433). A tensor x is stored as
 ``q = x * scale``, rounded to nearest even and saturated at the largest finite value. Every cast also raises ``amax`` in
-place to the largest magnitude so far. The device computes the next step's scale from ``amax``, and the host never reads it.
-Scales are powers of two, so that scales and their inverses add no rounding error.
+place to the largest magnitude so far. The device computes the next step's scale from ``amax`` without copying ``amax``
+to the host. Scales are powers of two, so that scales and their inverses add no rounding error.
 
 Shape legend in ``kernels/__init__.py``; in addition, R rows, C columns, and M, N and K of a matrix product. ``scale``,
 ``amax`` and ``inverse_*`` are fp32 tensors [] on the device of the other tensors. Inputs are converted to fp32, unless they
@@ -212,7 +212,7 @@ def add_norm_backward_cast_fp8(
     dy_TD = dy_TD if shortcut_dy_TD is None else dy_TD + shortcut_dy_TD
     summed_TD = residual_TD + dropout_rows(x_TD + bias_D, dropout)
     mean_T1, rstd_T1 = statistics_2T[:, :, None]
-    # Pass bias_D in place of the norm's bias, because PyTorch uses only its shape and type.
+    # Pass bias_D in place of the norm's bias, because PyTorch uses only this argument's shape and type.
     dsummed_TD, dweight_D, dnorm_bias_D = torch.ops.aten.native_layer_norm_backward(
         dy_TD.to(summed_TD.dtype), summed_TD, weight_D.shape, mean_T1, rstd_T1, weight_D, bias_D, [True, True, True]
     )
@@ -241,7 +241,7 @@ def scaled_matmul(
     in tensor cores that keep only about 14 bits of the sum.
     """
     del use_fast_accum
-    # Autocast would convert the fp32 operands back to 16 bits.
+    # Turn autocast off, because it would convert the fp32 operands back to 16 bits.
     with torch.autocast(a_MK.device.type, enabled=False):
         product_MN = (a_MK.float() * inverse_a) @ (b_NK.float() * inverse_b).t()
         if bias_N is not None:

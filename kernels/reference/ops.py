@@ -108,10 +108,10 @@ def accumulate_weight_gradient(
     The operands may have any type. The gradient is at least fp32, and the product is accumulated in the gradient's type. A
     gradient that is overwritten may contain NaN. T is the number of tokens in the micro-batch.
     """
-    # Autocast would convert fp32 operands to 16 bits.
+    # Turn autocast off, because it would convert fp32 operands to 16 bits.
     with torch.autocast(gradient_NK.device.type, enabled=False):
         transposed_NT, input_TK = output_gradient_TN.t().to(gradient_NK.dtype), input_TK.to(gradient_NK.dtype)
-        # mm does not read the old gradient, which may be NaN.
+        # Use mm, because it does not read the old gradient, which may be NaN.
         if overwrite:
             return torch.mm(transposed_NT, input_TK, out=gradient_NK)
         return gradient_NK.addmm_(transposed_NT, input_TK)

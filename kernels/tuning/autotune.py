@@ -42,7 +42,7 @@ Timing = Callable[[Callable[[], object]], float]
 Run = Callable[["CallKind", Arguments], None]
 
 SAME = 0.03
-"""Times that differ by less than this fraction count as equal, and the implementation that comes first is taken."""
+"""Times that differ by less than this fraction count as equal, so the first implementation in the op's order is taken."""
 ROUNDS = 11
 HEAD_START_CYCLES = 2_000_000
 """Clock cycles (about a millisecond) that the device waits while the host queues the work, so that launch latency does
@@ -266,7 +266,7 @@ def _measure(
 
 
 def _candidates(request: CallKind, arguments: Arguments) -> list[Implementation]:
-    """Return the implementations that the run may use for this kind of call, in order up to the reference."""
+    """Return the implementations that the run may use for this kind of call, in order of preference up to the reference."""
     op = OPS[request.op]
     args, kwargs = arguments
     order = op.orders[device_type(*args, **kwargs)]
