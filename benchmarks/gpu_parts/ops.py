@@ -194,7 +194,7 @@ def _lamb_time_row(context: Context, name: str, ceilings: Ceilings) -> Figure:
         flat.gradients_P.copy_(drawn_P)  # because the previous step zeroed the gradients
 
     flat.weights_P.copy_(drawn_P)
-    # The registry raises ValueError if an implementation does not support the arguments.
+    # ``step`` raises ValueError if the implementation does not support the arguments.
     try:
         seconds = measured(step, context.device, context.scale.repeats, cold=True, before=draw)
     except ValueError as error:

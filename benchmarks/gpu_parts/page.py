@@ -10,7 +10,7 @@ OURS = {"bf16": "this repository, unpadded, bf16", "FP8": "this repository, unpa
 
 _MOST_ROWS = 10
 _WIDEST = 90
-"""Characters of the longest cell. Longer cells are cut, so that tables stay legible in a terminal."""
+"""Maximum number of characters in a cell. Longer cells are cut, so that tables stay legible in a terminal."""
 
 
 def page(folder: Path, parts: Collection[str], *, every_row: bool = False) -> str:

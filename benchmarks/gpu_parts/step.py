@@ -279,7 +279,7 @@ def _search(context: Context, precision: Precision) -> None:
     # Start with a quarter of the usual size.
     most, failing, size = 0, None, max(1, context.scale.sequences // 4)
     limit = context.scale.sequences * (1 if context.tiny else 16)
-    # Stop when the bounds differ by at most 8 sequences, or by a sixteenth.
+    # Stop when the bounds differ by at most 8 sequences or a sixteenth, whichever is more.
     while size <= limit and (failing is None or failing - most > max(8, most // 16)):
         name = f"{precision}, {size} sequences"
         row = report.attempt(name, partial(_peak, context, name, precision, size))
