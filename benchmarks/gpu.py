@@ -5,9 +5,9 @@
 
 Needs torch, triton and numpy. The parts peers and end-to-end report which other packages they need. Needs no network and no
 data set: samples are random tokens with Wikipedia's lengths. Without --part, all parts except end-to-end run. The part
-end-to-end trains for about five minutes, or on N samples after -- --evaluation.interval-samples N. Each part runs in its own
+end-to-end trains for about five minutes, or on N samples with -- --evaluation.interval-samples N. Each part runs in its own
 process with a share of the time. If a part fails or is cut off, the rows that it has measured are kept and the other parts
-still run. A row that takes too long is ended. --without switches off an implementation that is wrong. Figures go to
+still run. A row that takes too long is ended. --without replaces an implementation, for example a wrong one. Figures go to
 FOLDER/PART.json and FOLDER/report.md; the report's first page is also printed. Exit status: 0 if everything was measured and
 is correct, 1 if not, 2 for wrong input, 128 + n after signal n.
 """
@@ -56,7 +56,7 @@ PARTS = {
     "memory": Part("step:memory", 60),
     "end-to-end": Part("end_to_end:end_to_end", 450),
 }
-"""Parts in the order in which they run. The most informative parts come first, and some parts use earlier results."""
+"""Parts in the order in which they run. The most informative come first. Some parts use results of earlier ones."""
 
 SECONDS = 530
 """Seconds for all parts together, a little under nine minutes."""
@@ -133,7 +133,7 @@ def replacements(asked: Sequence[str], device: str) -> dict[str, str]:
         others = sorted(installed[1:], key=lambda each: not each.capturable)
         names = [each.name for each in (installed if name else others)]
         if not names:
-            raise ValueError(f"--without {text}: no other implementation is installed; leave out {op}")
+            raise ValueError(f"--without {text}: no other implementation is installed; remove {op} from --without")
         if name not in (*names, ""):
             raise ValueError(f"--without {text}: {name!r} is not available; use one of {', '.join(names)}")
         chosen[op] = name or names[0]
@@ -153,7 +153,7 @@ def measure(settings: Settings) -> bool:
     """Run the parts one after another, and return whether all succeeded."""
     end, well = time.monotonic() + settings.seconds, True
     for at, part in enumerate(settings.parts):
-        # Divide the remaining time among the remaining parts, so that the later parts get unused time.
+        # Divide the remaining time among the remaining parts, so that these also get the time that earlier parts saved.
         later = sum(PARTS[other].share for other in settings.parts[at:])
         seconds = (end - time.monotonic()) * PARTS[part].share / later
         report = run_part(part, f"benchmarks.gpu_parts.{PARTS[part].function}", settings, seconds)
@@ -221,7 +221,7 @@ def _wait(process: subprocess.Popen[bytes], path: Path, end: float) -> tuple[int
             status = process.wait(min(left, 1.0))
             return status, f"the process ended with {_ending(status)}"
         now, content = time.monotonic(), path.read_bytes() if path.exists() else b""
-        if content != written:  # a row has begun or ended, because each writes the file
+        if content != written:  # the part writes the file when a row begins or ends
             written, since, patience = content, now, _patience(end - now)
         elif now - since > patience and PartReport.load(path).measuring:
             return -signal.SIGKILL, f"ended after {now - since:.0f} s"

@@ -20,7 +20,7 @@ PORT = 29600
 
 @contextlib.contextmanager
 def bridged_hosts(hosts: int, rate: str | None = None, sites: int = 1) -> Iterator[list[str]]:
-    """Make namespaces that act as hosts on one bridge. Each host sends at most at ``rate`` (as for ``tc tbf``), if given.
+    """Make namespaces that act as hosts on one bridge. ``rate``, as for ``tc tbf``, limits what each host sends.
 
     With several ``sites``, each has a bridge for an equal number of hosts, and an uplink to a common bridge. Then ``rate``
     limits what each site sends, and not what each host sends.
@@ -135,7 +135,7 @@ def run_ranks(
     # Status 1 is not a failure: it means that training missed its target, or that a probe found something slow.
     if not {*statuses} <= {0, 1}:
         said = "".join(path.read_text() for path in sorted(output.glob("rank_*.txt")))[-4000:]
-        raise SystemExit(f"error: exit statuses of the ranks (None: not ended after {limit_s} s): {statuses}\n{said}")
+        raise SystemExit(f"error: exit statuses of the ranks (None if a rank did not end): {statuses}\n{said}")
 
 
 def _rank(namespaces: Sequence[str], per_host: int, rank: int, program: Callable[[], int], output: Path) -> None:
@@ -145,7 +145,7 @@ def _rank(namespaces: Sequence[str], per_host: int, rank: int, program: Callable
         os.dup2(file.fileno(), 2)
     host, local = divmod(rank, per_host)
     enter(namespaces[host], f"h{host}")
-    # Launchers also bind ranks, so that no rank migrates between cores.
+    # Bind the rank, as launchers do, so that it does not migrate between cores.
     cores = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, {cores[rank % len(cores)]})
     world_size = len(namespaces) * per_host

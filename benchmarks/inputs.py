@@ -25,7 +25,7 @@ def synthetic_vocabulary(path: Path, size: int) -> Vocabulary:
 
 def write_demo_text(path: Path) -> Path:
     """Write the standard library's prose, with one sentence a line and an empty line between documents."""
-    from dataloading.preparation.demo import demo_documents  # imported here: the GPU benchmark lacks its packages
+    from dataloading.preparation.demo import demo_documents  # imported here, because its packages may be missing
 
     path.write_text("\n\n".join("\n".join(document.sentences) for document in demo_documents()), encoding="utf-8")
     return path

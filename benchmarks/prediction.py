@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # PyTorch reads this when imported; ranks share few cores
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # one thread, because ranks share cores; PyTorch reads this when imported
 
 import numpy as np
 import tyro
@@ -48,11 +48,11 @@ PUBLISHED_LINES: tuple[tuple[str, str, Callable[[Held], bool]], ...] = (
     ("scale", "accelerator in the data", lambda held: held.model_seen),
     ("accelerator", "all", lambda _: True),
 )
-"""Kind of the held-out groups, title of the printed line, and a filter for the predictions that the line covers."""
+"""For each printed line: the kind of the held-out groups, the title, and a filter for the line's predictions."""
 
 _SAMPLES, _LONGEST = 20_000, 128
 _ROUNDS = 2
-"""Number of runs of each reduction. The fastest run counts, because disturbances only make a run slower."""
+"""Number of training runs with each reduction. The fastest run counts, because disturbances only make a run slower."""
 
 MODELS = {
     "2 x 128": (2, 128, 4, 512, 1024),
@@ -138,7 +138,7 @@ def of_errors(deviations: list[float]) -> dict[str, float]:
 
 
 def alike(result: Result) -> list[float]:
-    """Return the training times that other submitters reached with the same system and recipe."""
+    """Return the training times that other submitters reached with this result's system and recipe."""
     return [
         each.seconds for each in results_of_devices() if each.kind == result.kind and each.company != result.company
     ]
@@ -235,7 +235,7 @@ def _print(rows: list[dict[str, Any]]) -> None:
 
 
 def _summary(rows: list[dict[str, Any]]) -> dict[str, float]:
-    """Return the prediction errors, and the number of cases whose predicted fastest reduction was the fastest."""
+    """Return the prediction errors, and the number of cases in which the predicted fastest reduction was the fastest."""
     errors = [abs(row["predicted_ms"] / row["measured_ms"] - 1) for row in rows]
     cases = {row["case"]: [each for each in rows if each["case"] == row["case"]] for row in rows}
     chosen = [(min(ways, key=lambda row: row["predicted_ms"]), ways) for ways in cases.values()]

@@ -1,4 +1,4 @@
-"""The public ops, which take and return tensors, the types of their arguments, and functions that choose implementations.
+"""The public ops on tensors, the types of their arguments, and functions that choose the ops' implementations.
 
 Shape legend: T tokens of the flat stream, Q query tokens, S sequences, M masked tokens, D hidden, H heads, E head size,
 F intermediate, V vocabulary, L positions, N rows, C classes, P parameters.

@@ -58,9 +58,9 @@ TABLE: Mapping[str, tuple[Implementation, ...]] = {
     "lamb_apply": (_triton("kernels.triton.lamb", "vector_reasons"),),
     "sum_of_squares": (_triton("kernels.triton.squares", "vector_reasons"),),
 }
-"""Implementations of each op, in order of preference. ``op`` appends the definition, which on a CPU comes before the
-implementations that are ``last_on_cpu``. A call takes the first implementation that supports its inputs, or the fastest one
-if the run has measured them."""
+"""Implementations of each op, in order of preference. ``op`` appends the definition as the last one, but on a CPU, those
+that are ``last_on_cpu`` come after it. A call takes the first implementation that supports its inputs, or the fastest one if
+the run has measured them."""
 
 _READ_LENGTHS = {"varlen_attention", "varlen_self_attention", "attention_cast_fp8", "attention_backward_cast_fp8"}
 """Ops whose definition reads the sequence lengths on the host, so that a CUDA graph cannot capture it."""

@@ -24,7 +24,7 @@ Returned = TypeVar("Returned")
 AUTO = "auto"
 
 _DEVICES = ("cuda", "cpu")
-_BY_VALUE = (bool, str, torch.dtype)  # signatures have only the type of other values, such as learning rates
+_BY_VALUE = (bool, str, torch.dtype)  # signatures contain the values of these types, but not of numbers
 _LOG = logging.getLogger(__name__)
 
 Observer = Callable[["Op[..., Any]", tuple[Any, ...], dict[str, Any]], None]
@@ -49,7 +49,7 @@ class Implementation:
     """Whether a second call can draw the same dropout mask inside a CUDA graph. This requires that the mask does not come
     from PyTorch's generator."""
     last_on_cpu: bool = False
-    """Whether the definition comes first on a CPU, because it is faster there."""
+    """Whether the definition precedes this implementation on a CPU, because the definition is faster there."""
 
     def function(self, name: str) -> Callable[..., Any]:
         """Import the library if necessary, and return its function with this name, usually the name of an op."""
@@ -95,7 +95,7 @@ class Op(Generic[Parameters, Returned]):
     def decide(self, *args: Parameters.args, **kwargs: Parameters.kwargs) -> Implementation:
         """Pass the arguments to the observer, if any, and return the ``chosen`` implementation.
 
-        Warns if a GPU does not use the first implementation of its order.
+        Warns if ``auto``, without measurements, does not choose the first implementation of the order on a GPU.
         """
         self.show(*args, **kwargs)
         chosen = self.chosen(*args, **kwargs)
@@ -142,7 +142,7 @@ class Op(Generic[Parameters, Returned]):
             if not reasons:
                 return each
             against.append(f"{each.name}: {', '.join(reasons)}")
-        # This happens only inside an ``only_capturable`` block. Outside of it, the op's definition can compute any call.
+        # This happens only inside an ``only_capturable`` block. Elsewhere, the op's definition can compute any call.
         raise ValueError(
             f"{self.name} has no implementation that a CUDA graph can capture for such inputs ({'; '.join(against)}): "
             "set training.cuda_graphs to False, or use inputs that an implementation supports"

@@ -43,7 +43,7 @@ def outcome(function: Callable[..., Any], arguments: Arguments, dtype: torch.dty
     args, kwargs = arguments
     args = [_copy(value, dtype) for value in args]
     kwargs = {name: _copy(value, dtype) for name, value in kwargs.items()}
-    inputs = [*tensors_of(args, "update_P"), *tensors_of(list(kwargs.values()))]  # LAMB's scratch memory is no result
+    inputs = [*tensors_of(args, "update_P"), *tensors_of(list(kwargs.values()))]  # omit LAMB's scratch memory
     before = [tensor.detach().clone() for tensor in inputs]
     returned = list(tensors_of(function(*args, **kwargs)))
     written = [now.detach() for now, then in zip(inputs, before, strict=True) if not same_bits(now, then)]
@@ -94,9 +94,9 @@ def largest_ratio(
     """Return the largest error as a fraction of the allowed error, and the index of its tensor.
 
     The allowed root mean square of a tensor's errors is twice that of the ``plain`` results, plus ``tolerance`` times the
-    root mean square of the exact values. In the worst 256 neighbouring elements, twice as much is allowed. This limit finds
-    errors in a few places of a large tensor. A result that is missing, of another shape, or NaN where it should not be has
-    an infinite error. Integers may differ by one.
+    root mean square of the exact values. The worst 256 neighbouring elements may have twice as much, relative to the worst
+    256 of ``plain``. This second limit finds errors in a few places. A result that is missing, of another shape, or NaN
+    where it should not be has an infinite error. Integers may differ by one.
     """
     # Skip empty tensors, which only the backward pass of the same implementation reads.
     compared = [three for three in zip(ours, plain, exact, strict=False) if three[1].numel()]

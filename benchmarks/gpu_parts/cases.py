@@ -129,7 +129,7 @@ def cases(size: Size, device: torch.device, dtype: torch.dtype, *, counting: boo
     attention = LeastWork((scores, 3 * scores), (4 * row, 12 * row))
 
     def case(op: str, work: LeastWork, means: Mapping[int, float]) -> Case:
-        """Return a case with parameters, of these means, for the arguments at the given positions."""
+        """Return a case with example inputs, but with parameters at the positions in ``means``."""
         # `example_inputs` returns the arguments in the order of the op's parameters.
         drawn, _ = example_inputs(op, device, dtype, size)
         arguments = tuple(
@@ -161,7 +161,7 @@ def fp8_cases(size: Size, device: torch.device) -> list[Case]:
     """Return cases for the FP8 ops as an encoder layer calls them: bf16 activations, fp32 parameters, small gradients."""
     tokens, hidden, wide = sum(size.lengths), size.hidden, size.intermediate
     generator = torch.Generator(device).manual_seed(0)
-    weight = _parameter(generator, wide, hidden).detach()  # as bert.products.fp8 calls the op
+    weight = _parameter(generator, wide, hidden).detach()  # bert.products.fp8 also passes a detached weight
     bias = _parameter(generator, wide)
     norm = {place: _parameter(generator, hidden, mean=mean) for place, mean in ((1, 0), (3, 1), (4, 0))}
 
@@ -173,7 +173,7 @@ def fp8_cases(size: Size, device: torch.device) -> list[Case]:
         variant: str = "",
         size: Size = size,
     ) -> Case:
-        """Return a case with fixed values, such as scales, for the arguments at the given positions."""
+        """Return a case with example inputs, but with the values in ``placed``, such as scales, at their positions."""
         drawn, _ = example_inputs(op, device, torch.bfloat16, size)
         arguments = tuple(placed.get(place, value) for place, value in enumerate(drawn))
         return Case(op, arguments, torch.bfloat16, LeastWork((flop, 0), (moved, 0)), variant=variant)
@@ -232,7 +232,7 @@ def lamb_cases(size: Size, device: torch.device) -> list[Case]:
 
 
 def weight_gradient_cases(size: Size, device: torch.device) -> list[Case]:
-    """Return cases for a weight gradient that is added to a sum, and for the first one, which overwrites the sum."""
+    """Return a case that adds a weight's gradient to a sum, and one that overwrites the sum, as in a first batch."""
     total, *operands = example_inputs("accumulate_weight_gradient", device, torch.bfloat16, size)[0]
     total.normal_(generator=torch.Generator(device).manual_seed(0))
     work = LeastWork((2.0 * sum(size.lengths) * size.hidden * size.intermediate, 0))
@@ -270,7 +270,7 @@ def call(op: str, name: str, *arguments: object, **settings: object) -> Any:
 
 
 def _attention_both_ways(chosen: Implementation, *arguments: Any) -> Any:
-    """Run the forward pass, and call the backward pass with the tensors that the forward pass of this op saved."""
+    """Run an implementation's forward pass, and then its backward pass with the tensors that the forward pass saved."""
     gradient, qkv, bounds, _context, _lse, _kept, *others = arguments
     longest, dropout, scale, amax = others
     forward = chosen.function("attention_cast_fp8")

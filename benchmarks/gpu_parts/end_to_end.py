@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 _REPOSITORY = Path(__file__).resolve().parents[2]
 _SECONDS = 300
 _START_S, _STOP_S = 120, 40
-"""Seconds for data, start-up and captures, and seconds for the evaluation and the check of the log."""
+"""Seconds before training (data, start-up, captures), and seconds after it (evaluation, check of the log)."""
 
 
 def end_to_end(context: Context) -> None:
@@ -78,7 +78,7 @@ def missing_packages() -> list[str]:
 
 
 def _samples(context: Context, config: "Config") -> int:
-    """Return the number of samples that training takes in the part's time, at most five minutes, at its measured rate."""
+    """Return how many samples training processes, at the measured rate, in the part's time, at most in five minutes."""
     micro = micro_batch_size(context, config)
     name, report = rate_name(config, micro), context.report
     before = PartReport.load(report.path.with_name("step.json"))
@@ -125,7 +125,7 @@ def rows_of(metrics: "Metrics") -> list[Figure]:
 
 def _write_data(context: Context, folder: Path, counts: dict[str, int]) -> None:
     """Write a synthetic vocabulary, and data sets of ``counts`` samples with random tokens and Wikipedia's lengths."""
-    # Import here, because packages that this module needs may be missing.
+    # Import here, because packages that benchmarks.inputs needs may be missing.
     from benchmarks.inputs import synthetic_vocabulary, write_synthetic_set
 
     model = context.scale.model
@@ -153,7 +153,7 @@ def _arguments(context: Context, folder: Path, samples: int | None) -> list[str]
         # The closed division does not allow these settings.
         "log.division": "open",
         "log.system": "benchmark",
-        # After a signal, the run stops at the end of an interval.
+        # Keep the interval short, because a run that gets a signal stops at the end of an interval.
         "log.interval-steps": 10,
     }
     words = [word for pair in context.without.items() for word in pair]
@@ -165,7 +165,7 @@ def _arguments(context: Context, folder: Path, samples: int | None) -> list[str]
 
 
 def _train(context: Context, folder: Path, arguments: list[str], output: Path) -> str | None:
-    """Train, and update the rows until the run ends or its time is up. Returns the reason if it was no success."""
+    """Train, and update the rows until the run ends or its time is up. Returns the reason if the run did not succeed."""
     stopped = False
     with output.open("w", encoding="utf-8") as file:
         command = [sys.executable, "-m", "bert.train", *arguments]

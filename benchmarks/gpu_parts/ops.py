@@ -46,7 +46,7 @@ def correctness(context: Context) -> None:
             if name != "reference":
                 title = f"{case.title}, {name}"
                 context.report.attempt(title, partial(_error_row, title, case, name))
-    # A row has no figure if the implementation is not usable on this device, which is not an error.
+    # Omit rows without a figure: an implementation that this device cannot use is not an error.
     checked = [row for row in context.report.rows if row.figure is not None]
     worst = max((row.figure or 0 for row in checked), default=None)
     note = f"{len(checked)} checked, {len(context.report.failures)} wrong" if checked else "failed: nothing was checked"
@@ -61,12 +61,12 @@ def _awkward_lengths(context: Context) -> list[int]:
 
 
 def _error_row(title: str, case: Case, name: str) -> Figure:
-    """Return the row of one implementation. Dropout is off unless the implementation draws the same masks."""
+    """Return the row of one implementation. Unless it draws the definition's masks, dropout is off."""
     if not OPS[case.op].implementations[name].repeatable:
         case = case.without_dropout()
     arguments, definition = (case.arguments, dict(case.named)), OPS[case.op].definition
     in_training = case.call_as_in_training
-    # Fill new memory, which may hold the right result of an earlier call. The mode that fills it warns about some ops.
+    # Fill new memory with NaN, because it may hold an earlier call's right result. This mode warns about some ops.
     with warnings.catch_warnings(action="ignore"), uninitialized_memory_is_nan():
         ours = outcome(partial(in_training, partial(call, case.op, name)), arguments).tensors
     plain = outcome(partial(in_training, definition), arguments).tensors
@@ -172,7 +172,7 @@ def _attention_row(context: Context, name: str, case: Case) -> Figure:
     requests = [autotune.CallKind.of(op, arguments, {}) for op, arguments in calls.items()]
     choices = autotune.tune(requests, partial(replay_of, context.device) if context.captures else autotune.run_once)
     if not choices:
-        raise NotUsableError("attention has only one usable form, or too little memory is left to measure")
+        raise NotUsableError("only one form of attention is usable, or too little memory is left to measure several")
     (taken, milliseconds), *others = choices[0].milliseconds.items()
     peer = others[0][1] / milliseconds if others else None
     return Figure(name, milliseconds, peer=peer, note=f"{taken}; {choices[0]}", page=True)
@@ -194,7 +194,7 @@ def _lamb_time_row(context: Context, name: str, ceilings: Ceilings) -> Figure:
         flat.gradients_P.copy_(drawn_P)  # because the previous step zeroed the gradients
 
     flat.weights_P.copy_(drawn_P)
-    # The registry raises ValueError if an implementation does not support the arguments.
+    # ``step`` raises ValueError if the implementation does not support the arguments.
     try:
         seconds = measured(step, context.device, context.scale.repeats, cold=True, before=draw)
     except ValueError as error:

@@ -6,11 +6,11 @@ from pathlib import Path
 from benchmarks.gpu_parts.report import Figure, PartReport, number, percent
 
 OURS = {"bf16": "this repository, unpadded, bf16", "FP8": "this repository, unpadded, FP8"}
-"""Rows of the part ``peers`` with our rates, with which all its rates are compared."""
+"""Rows of the part ``peers`` that hold our rates. The page compares every rate of the part with ours."""
 
 _MOST_ROWS = 10
 _WIDEST = 90
-"""Characters of the longest cell. Longer cells are cut, so that tables stay legible in a terminal."""
+"""Maximum number of characters in a cell. Longer cells are cut, so that tables stay legible in a terminal."""
 
 
 def page(folder: Path, parts: Collection[str], *, every_row: bool = False) -> str:
@@ -88,7 +88,7 @@ def _parts(reports: Mapping[str, PartReport]) -> str:
 
 
 def _rates(rows: Iterable[Figure]) -> str:
-    """Return the training rates, and how many times as fast ours are."""
+    """Return a table of the training rates, and of the ratios of our rates to them."""
     rates = {row.name: row for row in rows if row.unit == "sequences/s" and row.figure}
     ours = {precision: rates[name].figure for precision, name in OURS.items() if name in rates}
     header = "", "sequences/s", "of the bf16 ceiling", *(f"ours in {precision} is" for precision in ours), ""

@@ -42,14 +42,14 @@ def peers(context: Context) -> None:
 
 
 def _peer_row(context: Context, name: str, side: Callable[[Context, int], Callable[[], None]]) -> Figure:
-    """Return the peer's rate with the largest batch that fits into memory: all of our sequences, half, or a quarter."""
+    """Return the peer's rate with the largest batch that fits into memory: as many sequences as ours, half, or a quarter."""
     # Try smaller batches too, because a peer that pads needs more memory per sequence.
     for parts in (1, 2, 4):
         sequences, seconds = context.scale.sequences // parts, []
         with suppress(torch.OutOfMemoryError):
             seconds = measured(side(context, sequences), context.device, context.scale.repeats, cold=False)
         if seconds:
-            # Unless it is compiled, Transformers reads the mask on the host to decide whether it is needed.
+            # Uncompiled, Transformers reads the attention mask on the host to decide whether attention needs the mask.
             waits = "; the host waits for the device in every step" if name == _EAGER else ""
             note = f"{sequences} sequences at once{waits}"
             return timed_row(name, seconds, sequences, "sequences/s", note=note, page=True)
@@ -74,7 +74,7 @@ def _hugging_face(context: Context, sequences: int, *, compiled: bool = False) -
 
 
 def _plain_varlen(context: Context, sequences: int) -> Callable[[], None]:
-    """Prepare a step of our model in plain PyTorch ops. It does less work, because varlen attention lacks dropout."""
+    """Prepare a step of our model in plain PyTorch ops. The step does less work: varlen attention lacks dropout."""
     model = context.model()
     (batch,) = micro_batches(context, sequences, 1)
     return _step(context, model, lambda: plain_loss(model, batch))
@@ -94,7 +94,7 @@ def _step(context: Context, model: torch.nn.Module, loss: Callable[[], Tensor]) 
 
 
 def plain_loss(model: BertForPreTraining, batch: Batch) -> Tensor:
-    """Compute the model's scalar loss, averaged over the batch, with plain PyTorch ops. Every layer runs on every token."""
+    """Return the sum of the mean losses of both heads, by plain PyTorch ops. Every layer runs on every token."""
     p = model.config.hidden_dropout if model.training else 0.0
     tables = model.embeddings
     ids = batch.input_ids, batch.position_ids, batch.segment_ids

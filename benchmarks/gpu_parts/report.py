@@ -87,7 +87,7 @@ class PartReport:
             if not all(isinstance(found.get(name, {}), dict) for name in ("versions", "without")):
                 raise ValueError("versions and without must be objects")
         except (ValueError, TypeError, KeyError, AttributeError) as error:
-            raise ValueError(f"{path} is not a report of this program, remove it: {first_line(error)}") from error
+            raise ValueError(f"{path} is not a report of this program; remove the file: {first_line(error)}") from error
         return cls(path, found, rows=rows, **state)
 
     @property
@@ -198,7 +198,7 @@ def _kind(error: Exception) -> str:
 
 
 def _json_value(value: object) -> object:
-    # JSON has no NaN and no infinity.
+    # Write None for NaN and infinity, which JSON does not have.
     if isinstance(value, list):
         return [_json_value(each) for each in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value

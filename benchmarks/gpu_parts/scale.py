@@ -32,14 +32,14 @@ class Scale:
     sequences: int
     """Sequences of one micro-batch."""
     repeats: int
-    """Number of timed steps. Kernels are timed three times this number."""
+    """Number of timed steps. For kernels, three times as many calls are timed."""
     square: int
     """Rows and columns of the large matrix product."""
     copied: int
     """Bytes of the large copy."""
     parity_steps: int
     parity_sequences: int
-    """Steps and sequences a step of the runs whose losses are compared."""
+    """Number of steps, and of sequences in a step, of the runs whose losses are compared."""
 
 
 FULL = Scale(ModelConfig(), 96, 10, 8192, 2**31, 200, 16)
@@ -90,7 +90,7 @@ class Context:
     @property
     def captures(self) -> bool:
         """Whether steps are captured: on a GPU, unless an op has a replacement that no CUDA graph can capture."""
-        # Ignore attention with FP8 casts: a layer never calls it if its implementation of attention makes no casts.
+        # Ignore attention with FP8 casts: layers call it only in the implementation that is chosen for attention itself.
         called = {op: name for op, name in self.without.items() if not op.endswith("cast_fp8")}
         return self.on_gpu and all(OPS[op].implementations[name].capturable for op, name in called.items())
 

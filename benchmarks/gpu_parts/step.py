@@ -168,7 +168,7 @@ def recipe(name: str, **training: Any) -> Config:
 def training_step(
     context: Context, config: Config, *, dropout: bool = True, stopwatch: Stopwatch | None = None
 ) -> TrainingStep:
-    """Return a recipe's training step on the context's model. Precision bf16 becomes the context's low precision.
+    """Return a recipe's training step on the context's model. A recipe in bf16 uses the context's low precision.
 
     Raises ``NotUsableError`` if the recipe uses FP8 and the device lacks it.
     """
@@ -279,7 +279,7 @@ def _search(context: Context, precision: Precision) -> None:
     # Start with a quarter of the usual size.
     most, failing, size = 0, None, max(1, context.scale.sequences // 4)
     limit = context.scale.sequences * (1 if context.tiny else 16)
-    # Stop when the bounds differ by at most 8 sequences, or by a sixteenth.
+    # Stop when the bounds differ by at most 8 sequences or a sixteenth, whichever is more.
     while size <= limit and (failing is None or failing - most > max(8, most // 16)):
         name = f"{precision}, {size} sequences"
         row = report.attempt(name, partial(_peak, context, name, precision, size))

@@ -78,7 +78,7 @@ def timed_row(
     *,
     page: bool = False,
 ) -> Figure:
-    """Return a row for calls that each do ``amount`` of work, such as TFLOP, and take ``floor`` seconds at the ceiling."""
+    """Return a row for calls that each do ``amount`` of work, such as TFLOP, and would take ``floor`` s at the ceiling."""
     median = statistics.median(seconds)
     share = None if floor is None else floor / median
     return Figure(name, 1e3 * median, amount / median, unit, share, note=note, page=page, seconds=seconds)
@@ -131,7 +131,7 @@ class Ceilings:
         The seconds are None if a ceiling that the work needs was not measured.
         """
         rate = self.fp8_flop_per_s if fp8 else self.flop_per_s
-        # One of two needed ceilings alone would give too low a floor.
+        # If only one of two needed ceilings is known, the floor would be too low.
         if (flop and not rate) or (moved and not self.bytes_per_s):
             return None, ""
         by_product, by_copy = flop / (rate or 1), moved / (self.bytes_per_s or 1)

@@ -49,7 +49,7 @@ def main(workload: Literal["wikipedia", "tiny"] = "wikipedia", repeats: int = 7,
         out: Write the figures here as JSON.
     """
     if repeats < 1 or importlib.util.find_spec("transformers") is None:
-        sys.exit(f"error: --repeats is {repeats}, expected at least 1; transformers must be installed")
+        sys.exit(f"error: --repeats (now {repeats}) must be at least 1, and the package transformers must be installed")
     torch.set_num_threads(2)
     seconds, tokens = measure(MODELS[workload], repeats)
     for name, times in seconds.items():
@@ -79,7 +79,7 @@ def measure(config: ModelConfig, repeats: int) -> tuple[dict[str, list[float]], 
         adamw.zero_grad()
 
     lamb = Lamb(FlatParameters.of(ours), OptimizerConfig(1e-4, 100_000))
-    # Only the second function of a loss is timed: the first function collates the samples.
+    # Each loss function collates the samples, untimed, and returns the function that is timed.
     sides = {
         OURS: (partial(our_loss, ours), lamb.step),
         HUGGING_FACE: (partial(their_loss, theirs, config.max_position_embeddings), their_update),

@@ -40,7 +40,7 @@ def model_with_weights_of(model: BertForPreTraining) -> torch.nn.Module:
 
 
 def padded(samples: Samples, length: int) -> dict[str, Tensor]:
-    """Return keyword arguments for Hugging Face's model: int64 [n, length], except the next-sentence labels [n]."""
+    """Return keyword arguments for Hugging Face's model: int64 tensors [n, length], and next-sentence labels [n]."""
     # Row and column of every token in the padded batch.
     rows = np.repeat(np.arange(len(samples)), samples.lengths)
     columns = np.arange(len(rows)) - np.repeat(samples.sequence_offsets[:-1], samples.lengths)

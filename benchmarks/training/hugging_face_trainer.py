@@ -90,7 +90,7 @@ def accuracy(model: torch.nn.Module, batches: list[dict[str, Tensor]]) -> float:
 
 
 def evaluation_batches(dataset: Dataset, ignored_id: int, size: int = 64) -> list[dict[str, Tensor]]:
-    """Return all samples as padded batches with their stored masks. Tokens with ``ignored_id`` get no label."""
+    """Return all samples as padded batches with their stored masks. Masked tokens that were ``ignored_id`` get no label."""
     batches = []
     by_length = np.argsort(-dataset.lengths.astype(np.int64))
     for start in range(0, len(by_length), size):

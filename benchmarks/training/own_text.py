@@ -3,10 +3,10 @@
     python benchmarks/training/own_text.py [--text PLACE ...] [--repeats N] [--out FILE]
 
 Both train the same architecture from random weights, on the same sentence pairs in batches of 32. Both are evaluated on the
-same held-out samples with the same masks, and the times exclude evaluations. The recipe runs as for a user, with its own
-schedule. The Trainer uses AdamW, DataCollatorForLanguageModeling, which draws a new mask for each batch, and batches of
-samples of similar length. Its learning rate decays linearly. In the first repeat, it trains with each of the learning
-rates, and the best of these trainings counts. The other repeats use the best rate.
+same held-out samples with the same masks, and the times exclude evaluations. The recipe uses its own schedule.
+The Trainer uses AdamW, DataCollatorForLanguageModeling, which draws a new mask for each batch, and batches of samples of
+similar length. Its learning rate decays linearly. In the first repeat, the Trainer trains once with each learning rate in
+--rates, and the best of these trainings counts. The other repeats use the best learning rate.
 """
 
 import importlib.util
@@ -83,7 +83,7 @@ class Trainings:
 
     @classmethod
     def on(cls, data: Path, samples: int | None) -> "Trainings":
-        """Take the recipe's schedule and space the evaluations evenly. ``samples`` replaces the number of samples."""
+        """Take the recipe's schedule and space the evaluations evenly. ``samples`` replaces the recipe's number."""
         given = [] if samples is None else [f"--training.max-samples={samples}"]
         config = parse([*recipe_arguments(data), *given])
         steps = -(-config.training.max_samples // BATCH)
@@ -130,7 +130,7 @@ def compare(trainings: Trainings, rates: Sequence[float], target_share: float, r
         theirs.append(trainings.theirs(repeat, theirs[0].rate))
         _report(theirs[-1], target)
     pairs = list(zip(ours, theirs, strict=True))
-    # If the Trainer missed the target, its whole training is a lower bound of its time.
+    # If the Trainer missed the target, the time of its whole training is a lower bound of its time to the target.
     times = [min(their.seconds_to(target), their.curve[-1].seconds) / our.seconds_to(target) for our, their in pairs]
     ratios = {
         "time_to_target": times,
@@ -160,7 +160,7 @@ def main(
         text: Files or folders of text with an empty line between documents. Default: prose of the standard library.
         rates: Learning rates to try with the Trainer.
         samples: Number of training samples. Default: the recipe's number.
-        repeats: Number of times that both train.
+        repeats: Number of times that both programs train.
         out: Write the figures here as JSON.
     """
     if missing := [name for name in PEER_PACKAGES if importlib.util.find_spec(name) is None]:
@@ -205,7 +205,7 @@ def _report(training: Training, target: float) -> None:
 
 
 def _run(*arguments: str) -> None:
-    """Run a Python program of this repository, and end with its output if it fails."""
+    """Run a Python program of this repository. If the program fails, exit with its output."""
     environment = os.environ | {"CLEAR_CACHES": "0"}  # keep the page cache, which other programs also use
     done = run([sys.executable, *arguments], folder=REPOSITORY, environment=environment)
     if done.trouble:

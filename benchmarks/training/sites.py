@@ -3,18 +3,18 @@
     sudo python benchmarks/training/sites.py [--parts samples links checks] [--out FILE]
 
 Hosts are network namespaces with one rank each. All ranks of a site share one core, so that one site alone has as much of
-the machine as each of two sites. Each site's uplink has the given rate and no added latency. All ways evaluate after every
-128 steps.
+the machine as each of two sites. The link has the given rate and no added latency. The ways are:
 
-- alone: one site with all hosts of its own, which needs no link
-- flat fp32, hierarchical bf16: all ranks take every step together, with these settings of the reduction
-- sites 8, 32, 128: training.site_steps
+- alone: train on one site only, which needs no link
+- flat fp32, hierarchical bf16: all ranks take every step together; the gradient reduction has these settings
+- sites 8, 32, 128: each site takes this number of steps (training.site_steps) between two exchanges
 
-A step of the synchronous ways takes seconds on a slow link, but the number of samples to the target depends on no link.
-Therefore the part "samples" trains to the target on links without a rate limit, with one host a site, and the part "links"
-measures the times of a step and of an evaluation on each link. The time to the target is computed from both parts. One
-site alone needs as many samples as "flat fp32", up to rounding. The part "checks" trains to the target on each link, to
-compare the time with the computed one. Other programs may run at the same time only during "samples".
+With every way, training evaluates after every 128 steps. If all ranks take every step together, a step takes seconds on a
+slow link, but the number of samples to the target does not depend on the link. Therefore the part "samples" trains to the
+target without a rate limit, with one host a site, and the part "links" measures the times of a step and of an evaluation
+on each link. The time to the target is computed from both parts. One site alone needs as many samples as "flat fp32", up to
+rounding errors. To check the computed time, the part "checks" trains "sites 32" to the target on each link. Other programs
+may run at the same time only during "samples".
 """
 
 import json
@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # PyTorch reads this when imported; ranks share few cores
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # one thread, because ranks share cores; PyTorch reads this when imported
 
 import tyro
 
@@ -45,10 +45,10 @@ from dataloading.preparation.demo import write_demo
 Row = dict[str, Any]
 
 SYNCHRONOUS = {"flat fp32": ("flat", "fp32"), "hierarchical bf16": ("hierarchical", "bf16")}
-"""Reduction and type of the gradients of each way in which all ranks take every step together."""
+"""For each way in which all ranks take every step together: the reduction, and the type of the reduced gradients."""
 APART = ("sites 8", "sites 32", "sites 128")
 STEPS = 128
-"""Number of steps between evaluations, which all numbers of site steps divide."""
+"""Number of steps between evaluations, a multiple of all numbers of site steps."""
 CHECKED = "sites 32"
 HOSTS = (1, 2)
 """Numbers of hosts of each site."""
@@ -99,7 +99,7 @@ class Cluster:
         metrics, _ = self.train(way, seed)
         end = metrics.end
         if end is None or not metrics.evaluations:
-            raise SystemExit(f"error: {way}, seed {seed}: the metrics lack an evaluation or the end; see {self.folder}")
+            raise SystemExit(f"error: {way}, seed {seed}: the metrics lack evaluations or the end; see {self.folder}")
         reached = end.status == "success"
         return {
             "samples": end.samples if reached else None,
@@ -110,7 +110,7 @@ class Cluster:
     def times(self, way: str) -> Row:
         """Return the times of steps and of an evaluation on this link, and the bytes between sites in a step.
 
-        The times are from the second half of the steps, in which at least one exchange begins and is applied.
+        The times are from the second half of the steps, in which at least one exchange of the sites is applied.
         ``link_bytes`` come from the kernel's counters: both directions, with packet headers, without the start of the run.
         ``site_bytes`` come from the ranks' own records.
         """
@@ -153,7 +153,7 @@ def measured(folder: Path, parts: Collection[str]) -> Iterator[tuple[str, Row]]:
 
 
 def summary(figures: dict[str, list[Row]]) -> list[Row]:
-    """Return the median time to the target over the seeds, and ratios to one site alone and to the best synchronous way."""
+    """Return each way's median time to the target, and its ratios to "alone" and to the faster way in `SYNCHRONOUS`."""
     rows: list[Row] = []
     for link in figures["links"]:
         way = "flat fp32" if link["way"] == "alone" else link["way"]
@@ -194,7 +194,7 @@ def main(parts: tuple[str, ...] = PARTS, out: Path | None = None) -> None:
     if len(os.sched_getaffinity(0)) < 2:
         raise ValueError("this process may use only one core; let it use at least two, one for each site")
     if unknown := set(parts) - {*PARTS}:
-        raise ValueError(f"--parts has {', '.join(sorted(unknown))}; use some of {', '.join(PARTS)}")
+        raise ValueError(f"--parts: there is no part {', '.join(sorted(unknown))}; use some of {', '.join(PARTS)}")
     old = json.loads(out.read_text()) if out is not None and out.exists() else {}
     figures: dict[str, list[Row]] = {part: [] if part in parts else old.get(part, []) for part in PARTS}
     with tempfile.TemporaryDirectory() as folder:

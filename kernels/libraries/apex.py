@@ -92,7 +92,7 @@ def norm_reasons(*inputs: Any, **_: Any) -> list[str]:
 
 
 def loss_reasons(hidden_MD: Tensor, decoder_VD: Tensor, *_: Any, **__: Any) -> list[str]:
-    """Return the known reasons against apex. Old releases also raise an error for bfloat16 when they are called."""
+    """Return the known reasons why apex cannot take these arguments. Old releases also raise an error for bfloat16."""
     reasons = _reasons(hidden_MD, compute_dtype(hidden_MD))
     # apex's kernels use 32-bit element indices.
     if len(hidden_MD) * len(decoder_VD) >= 2**32:

@@ -122,7 +122,7 @@ def scaled_matmul_reasons(
 ) -> list[str]:
     reasons = capability_reasons(a_MK.device)
     if {a_MK.dtype, b_NK.dtype} not in ({E4M3}, {E4M3, E5M2}):
-        reasons.append(f"operands in {a_MK.dtype} and {b_NK.dtype}: expected E4M3, or one of E4M3 and one of E5M2")
+        reasons.append(f"operands in {a_MK.dtype} and {b_NK.dtype}: expected both in E4M3, or one of them in E5M2")
     if out_dtype not in (torch.bfloat16, torch.float16, torch.float32):
         reasons.append(f"a product in {out_dtype}, expected bfloat16, float16 or float32")
     # M, the number of tokens in a micro-batch, need not be a multiple of ALIGNMENT.
@@ -136,7 +136,7 @@ def accumulate_weight_gradient(
 ) -> Tensor:
     """Add ``output_gradient.T @ input`` to an fp32 gradient in place, or overwrite the gradient, and return it.
 
-    PyTorch has added products of 16-bit operands to fp32 since version 2.10, on CUDA only.
+    PyTorch supports adding a product of 16-bit operands to an fp32 tensor from version 2.10 on, on CUDA only.
     """
     transposed_NT = output_gradient_TN.t()
     # Unlike addmm, mm does not read the old gradient, which may contain NaN.
@@ -154,7 +154,7 @@ def gradient_reasons(
         reasons.append(f"tensors on {gradient_NK.device.type}: PyTorch supports this product on CUDA only")
     dtypes = output_gradient_TN.dtype, input_TK.dtype
     if dtypes not in ((torch.bfloat16,) * 2, (torch.float16,) * 2):
-        reasons.append(f"operands in {dtypes[0]} and {dtypes[1]}: expected bfloat16 or float16 twice")
+        reasons.append(f"operands in {dtypes[0]} and {dtypes[1]}: expected both in bfloat16 or both in float16")
     if gradient_NK.dtype != torch.float32:
         reasons.append(f"a gradient in {gradient_NK.dtype}, expected float32")
     return reasons

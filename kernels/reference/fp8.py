@@ -1,9 +1,9 @@
 """FP8 with one scale per tensor: reference implementations of casts, products, ops between products and delayed scaling.
 
 Forward values use E4M3 and gradients use E5M2 (Micikevicius et al. 2022, arXiv 2209.05433). A tensor x is stored as
-``q = x * scale``, rounded to nearest even and saturated at the largest finite value. Every cast also updates ``amax`` in
-place to the largest magnitude so far. The device computes the next step's scale from it without copying it to the host.
-Scales are powers of two, so that scales and their inverses add no rounding error.
+``q = x * scale``, rounded to nearest even and saturated at the largest finite value. Every cast also raises ``amax`` in
+place to the largest magnitude so far. The device computes the next step's scale from ``amax`` without copying ``amax``
+to the host. Scales are powers of two, so that scales and their inverses add no rounding error.
 
 Shape legend in ``kernels/__init__.py``; in addition, R rows, C columns, and M, N and K of a matrix product. ``scale``,
 ``amax`` and ``inverse_*`` are fp32 tensors [] on the device of the other tensors. Inputs are converted to fp32, unless they
@@ -114,10 +114,10 @@ def bias_gelu_cast_fp8(product_TF: Tensor, bias_F: Tensor, scale: Tensor, amax: 
 def bias_gelu_backward_cast_fp8(
     output_gradient_TF: Tensor, product_TF: Tensor, bias_F: Tensor, scale: Tensor, amax: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradient of ``product`` cast to E5M2, the transpose of this cast, and the bias gradient.
+    """Return the gradients of ``product`` and ``bias`` in ``gelu(product + bias)``.
 
-    They are the gradients of ``gelu(product + bias)``. The shapes are [T, F], [F, padded(T)] and fp32 [F]. The bias
-    gradient is the sum of values before rounding to E5M2.
+    The results are product's gradient in E5M2 [T, F], its transpose [F, padded(T)], and bias's gradient, fp32 [F], which is
+    the sum of values before rounding to E5M2.
     """
     y_TF = _full(product_TF) + _full(bias_F)
     gradient_TF = torch.ops.aten.gelu_backward(_full(output_gradient_TF), y_TF, approximate="tanh")
@@ -212,7 +212,7 @@ def add_norm_backward_cast_fp8(
     dy_TD = dy_TD if shortcut_dy_TD is None else dy_TD + shortcut_dy_TD
     summed_TD = residual_TD + dropout_rows(x_TD + bias_D, dropout)
     mean_T1, rstd_T1 = statistics_2T[:, :, None]
-    # Pass bias_D in place of the norm's bias, because PyTorch uses only its shape and type.
+    # Pass bias_D in place of the norm's bias, because PyTorch uses only this argument's shape and type.
     dsummed_TD, dweight_D, dnorm_bias_D = torch.ops.aten.native_layer_norm_backward(
         dy_TD.to(summed_TD.dtype), summed_TD, weight_D.shape, mean_T1, rstd_T1, weight_D, bias_D, [True, True, True]
     )
@@ -241,7 +241,7 @@ def scaled_matmul(
     in tensor cores that keep only about 14 bits of the sum.
     """
     del use_fast_accum
-    # Autocast would convert the fp32 operands back to 16 bits.
+    # Turn autocast off, because it would convert the fp32 operands back to 16 bits.
     with torch.autocast(a_MK.device.type, enabled=False):
         product_MN = (a_MK.float() * inverse_a) @ (b_NK.float() * inverse_b).t()
         if bias_N is not None:
@@ -258,7 +258,7 @@ def new_scales(amax_N: Tensor, scale_N: Tensor, largest_N: Tensor) -> Tensor:
     """
     amax_fraction_N, amax_exponent_N = torch.frexp(amax_N)
     largest_fraction_N, largest_exponent_N = torch.frexp(largest_N)
-    # frexp returns fractions from 0.5 to below 1. If amax has the larger one, the scale must have an exponent one lower.
+    # Fractions are from 0.5 to below 1. If the fraction of amax is the larger one, lower the scale's exponent by 1.
     exponent_N = largest_exponent_N - amax_exponent_N - (amax_fraction_N > largest_fraction_N).int()
     exponent_N = exponent_N.clamp(max=_EXPONENT_BIAS - 1)
     power_N = ((exponent_N + _EXPONENT_BIAS) << _MANTISSA_BITS).view(torch.float32)  # build 2^exponent from its bits

@@ -156,8 +156,8 @@ def lamb_directions(
     root_factor, epsilon_factor = bias_corrections(step, hyperparameters)
     # A skipped step runs the same operations with factors that change nothing, so that the host need not read the norm.
     taken = norm < torch.inf  # False for infinity and NaN
-    clip = torch.where(taken, limit / norm.clamp(min=limit), 0.0)  # exactly 1 for norms below the limit
-    torch.nan_to_num(gradients_P, out=gradients_P)  # because NaN times a clip of 0 is NaN
+    clip = torch.where(taken, limit / norm.clamp(min=limit), 0.0)  # exactly 1 if the norm is below the limit
+    torch.nan_to_num(gradients_P, out=gradients_P)  # because a skipped step multiplies by 0, and NaN times 0 is NaN
     gradients_P.mul_(clip)
     # Use lerp: as fp32 numbers, beta and 1 - beta do not add up to 1, so a sum of two products would let the variance
     # drift by 1.3e-5.

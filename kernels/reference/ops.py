@@ -108,10 +108,10 @@ def accumulate_weight_gradient(
     The operands may have any type. The gradient is at least fp32, and the product is accumulated in the gradient's type. A
     gradient that is overwritten may contain NaN. T is the number of tokens in the micro-batch.
     """
-    # Autocast would convert fp32 operands to 16 bits.
+    # Turn autocast off, because it would convert fp32 operands to 16 bits.
     with torch.autocast(gradient_NK.device.type, enabled=False):
         transposed_NT, input_TK = output_gradient_TN.t().to(gradient_NK.dtype), input_TK.to(gradient_NK.dtype)
-        # mm does not read the old gradient, which may be NaN.
+        # Use mm, because it does not read the old gradient, which may be NaN.
         if overwrite:
             return torch.mm(transposed_NT, input_TK, out=gradient_NK)
         return gradient_NK.addmm_(transposed_NT, input_TK)
@@ -174,8 +174,8 @@ def masked_lm_loss(
     for the largest logit costs another pass. The caller divides the loss by the number of masked tokens in the whole global
     batch.
 
-    With ``count_correct``, as in an evaluation, the logits are ``masked_lm_logits``, because rounding to 16 bits would make
-    different logits equal. Otherwise, as in training, the logits have the type of the product.
+    With ``count_correct``, as in an evaluation, ``masked_lm_logits`` computes the logits without rounding to 16 bits, which
+    would make different logits equal. Otherwise, as in training, the logits have the type of the product.
 
     If ``decoder_gradient_VD`` (at least fp32) is given, the backward pass adds the decoder's gradient to it, or overwrites
     it, and returns no gradient for the decoder to autograd. The decoder may then be a copy that does not require a gradient.

@@ -42,7 +42,7 @@ class Dropout:
     def threshold(self) -> int:
         """Probability of dropping an element, in units of 1 / 65536.
 
-        An element is kept if its 8 bits, followed by the 8 bits of the draw's tie, are at least this number.
+        An element is kept if its 8 bits, followed by the 8 bits of the draw's tie (see ``mask``), are at least this number.
         """
         # At 65536 no element would be kept, so rounding must not reach it.
         return min(round(self.p * 65536), 65535)
@@ -76,7 +76,7 @@ class Dropout:
         lanes = torch.arange(PLACES_A_DRAW, dtype=torch.int16, device=rows.device)
         numbers = torch.zeros((), dtype=torch.int16, device=rows.device)
         halves = [word >> first for first in (16, 0) for word in words]
-        for place, half in enumerate(halves):  # int16, because this loop moves the most memory
+        for place, half in enumerate(halves):  # uses int16, because this loop moves the most memory
             numbers = numbers | ((half.to(torch.int16)[..., None] >> lanes) & 1) << place
         return (numbers >= least).flatten(1)[:, :columns]
 

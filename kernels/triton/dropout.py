@@ -67,10 +67,10 @@ def _limit(limits, place: tl.constexpr):
 
 @triton.jit
 def _majority(reached, word, limit):
-    """Continue the comparison of each column's number with the threshold, which goes from the lowest bit to the highest.
+    """Compare the next bits of each column's number and of the threshold. The comparison starts with the lowest bits.
 
-    ``word`` has the numbers' next bits, and ``limit`` the threshold's next bit, inverted. If a number's bit
-    differs from the threshold's bit, it decides. If not, ``reached``, the result for the lower bits, remains.
+    ``word`` has the numbers' next bits, and ``limit`` the threshold's next bit, inverted. If a number's bit differs from
+    the threshold's bit, this bit decides. If not, the result for the lower bits, ``reached``, remains.
     """
     return (reached & word) | (reached & limit) | (word & limit)
 

@@ -36,8 +36,8 @@ _COLUMNS = 64
 _WARPS = 8
 _STAGES = 1
 _ONCE = "evict_first"
-"""Eviction hint for data that is not read again soon. Without the hint, this data would evict LAMB's next group from the
-L2 cache."""
+"""Eviction hint for data that is not read again soon. Without the hint, this data would evict LAMB's next group of
+segments from the L2 cache."""
 
 
 @triton.jit(do_not_specialize_on_alignment=SCALARS)

@@ -23,7 +23,7 @@ def tensor_reasons(*tensors: Tensor, dtypes: Collection[torch.dtype] = FLOATS) -
 
 
 def vector_reasons(vector_P: Tensor, *_: Any, **__: Any) -> list[str]:
-    """Check the first argument of an op on vectors, which must be fp32."""
+    """Check that the first argument, a vector, is fp32."""
     return tensor_reasons(vector_P, dtypes=(torch.float32,))
 
 

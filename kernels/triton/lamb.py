@@ -16,7 +16,7 @@ directions to the same memory, which seldom leaves the cache. Bytes of memory tr
 | step | | parameter 4, its copy 2 |
 | FP8 casts, in place of the copy | | cast and transpose 2 |
 
-The sum is 34 or 38 bytes, or 46 or 50 if a group does not fit.
+The sum is 34 bytes, or 38 if zeros are written. If a group does not fit, it is 12 bytes more.
 """
 
 from dataclasses import astuple
@@ -42,9 +42,9 @@ WARPS = 8
 REDUCTION = 1024
 """Number of partial sums that are added at once."""
 GROUP = (1 << 22) + (1 << 16)
-"""Maximum number of elements in a group of segments, unless a single segment has more. A feed-forward weight of BERT-Large
-fits with the biases beside it. Their parameters and directions take 34 MB; the L2 cache of an A100 has 40 MB, and that of an
-H100 50 MB."""
+"""Maximum number of elements in a group of segments, unless a single segment has more. A group can hold a
+feed-forward weight of BERT-Large and the adjacent biases. Its parameters and directions take up to 34 MB; the L2 cache of an
+A100 has 40 MB, and that of an H100 50 MB."""
 
 
 def lamb_step(

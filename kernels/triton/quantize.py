@@ -39,7 +39,7 @@ def aligned(size):
 
 @triton.jit
 def raise_amax(amax, largest):
-    """Raise ``amax`` to ``largest`` if it is below. Both are magnitudes: the bits of fp32 numbers, as int32.
+    """Raise ``amax`` to ``largest`` if ``amax`` is lower. Both are magnitudes: the bits of fp32 numbers, as int32.
 
     As integers, the bits have the same order as the magnitudes, with infinity above all numbers and NaN above infinity.
     The load may return an outdated ``amax``, which can only be too small. The comparison with it skips the atomic

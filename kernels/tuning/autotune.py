@@ -5,9 +5,9 @@
     choices = tune(requests)         # on one process
     apply(choices)                   # on every process: from now on, ``auto`` takes these implementations
 
-A request describes a kind of call. It stores only the shapes, strides and types of floating-point tensors, and creates new
-tensors for the measurement. Measuring therefore does not change the run's tensors or keep their memory. Results are not
-stored between runs.
+A request describes a kind of call. It stores only the shapes, strides and types of floating-point tensors (except scalars),
+and creates new tensors for the measurement. Measuring therefore does not change the run's tensors or keep their memory.
+Results are not stored between runs.
 """
 
 import dataclasses
@@ -42,12 +42,12 @@ Timing = Callable[[Callable[[], object]], float]
 Run = Callable[["CallKind", Arguments], None]
 
 SAME = 0.03
-"""Times that differ by less than this fraction count as equal, and the implementation that comes first is taken."""
+"""Times that differ by less than this fraction count as equal, so the first implementation in the op's order is taken."""
 ROUNDS = 11
 HEAD_START_CYCLES = 2_000_000
 """Clock cycles (about a millisecond) that the device waits while the host queues the work, so that launch latency does
 not count."""
-_LAST_RESORT = "reference"  # measured only if no other implementation works, because it takes seconds at full size
+_LAST_RESORT = "reference"  # measured only if no earlier implementation works, because it can take seconds
 _WITH = " with "
 FUSED, SEPARATE = f"{_WITH}fused casts", f"{_WITH}separate casts"
 """Suffixes of an implementation's name that say how attention's results are cast for FP8 products."""
@@ -66,7 +66,7 @@ class CallKind:
     gradients: bool
     """Whether the call was made with gradients enabled. If so, the backward pass is measured too."""
     args: tuple[Any, ...]
-    """Positional arguments. Tensors without values, on the device "meta", replace floating-point tensors."""
+    """Positional arguments. Tensors without values, on the device "meta", replace floating-point tensors except scalars."""
     kwargs: dict[str, Any]
 
     @classmethod
@@ -85,7 +85,7 @@ class CallKind:
         return f"{self.op} ({size}, {str(first.dtype).removeprefix('torch.')}{'' if self.gradients else ', forward'})"
 
     def arguments(self) -> Arguments:
-        """Return new arguments similar to the call's arguments. Floating-point tensors hold random values from 0 to 1."""
+        """Return new arguments like the call's. Floating-point tensors, except scalars, hold random values from 0 to 1."""
         return _made(self.args, self.device), {name: _made(value, self.device) for name, value in self.kwargs.items()}
 
     @contextmanager
@@ -194,7 +194,7 @@ def tune(
     kinds = {(request.op, request.signature): request for request in requests}
     choices = []
     for request in kinds.values():
-        # In FP8, time attention including the casts of its results, whether its own kernels or separate ones make them.
+        # In FP8, time attention together with the casts of its results, which its own or separate kernels make.
         cast = in_fp8 and request.op == varlen_self_attention.name and request.gradients
         if OPS[request.op].asked == AUTO or (cast and attention_cast_fp8.asked == AUTO):
             choices.append(_measure(request, cast, repeatable, timed))
@@ -211,7 +211,7 @@ def apply(choices: Iterable[KernelChoice]) -> None:
         for form in list(choice.milliseconds)[:1]:
             name = taken[choice.op][choice.signature] = form.partition(_WITH)[0]
             if choice.cast_signature:
-                # The definition of attention with casts makes separate casts, so choose it for SEPARATE.
+                # The reference of `attention_cast_fp8` also makes separate casts, so it is the choice for SEPARATE.
                 taken[attention_cast_fp8.name][choice.cast_signature] = name if form.endswith(FUSED) else _LAST_RESORT
     for op in OPS.values():
         op.prefer(taken[op.name], dropped[op.name])
@@ -222,8 +222,8 @@ def _measure(
 ) -> KernelChoice | None:
     """Time the implementations that the run may use for one kind of call.
 
-    Returns None if there is only one such implementation or too little memory to measure. Restores random states and frees
-    cached memory.
+    Returns None if there is nothing to compare, or too little memory to measure. Restores random states and frees cached
+    memory.
     """
     devices = [request.device] if request.device.type == "cuda" else []
     works: dict[str, Work] = {}
@@ -266,7 +266,7 @@ def _measure(
 
 
 def _candidates(request: CallKind, arguments: Arguments) -> list[Implementation]:
-    """Return the implementations that the run may use for this kind of call, except those after the reference."""
+    """Return the implementations that the run may use for this kind of call, in order of preference up to the reference."""
     op = OPS[request.op]
     args, kwargs = arguments
     order = op.orders[device_type(*args, **kwargs)]

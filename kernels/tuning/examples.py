@@ -118,7 +118,7 @@ def _arguments(op: str, make: _Maker) -> tuple[Any, ...]:
         case "attention_cast_fp8":
             qkv_T3HE, *others = make.self_attention()
             return qkv_T3HE.detach(), *others, make.dropout, *scaling
-        case "attention_backward_cast_fp8":  # without dropout, which would need a mask from the forward pass
+        case "attention_backward_cast_fp8":  # without dropout, whose mask would come from a forward pass
             qkv_T3HE, bounds, longest = make.self_attention()
             gradient, context = make.detached(*[tuple(qkv_T3HE[:, 0].shape)] * 2)
             lse_HT = torch.full((size.heads, tokens), 10.0, device=make.device)

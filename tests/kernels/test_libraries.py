@@ -196,7 +196,7 @@ def test_products_that_add_to_gradients_need_16_bit_operands_and_a_gpu(dtype: to
         for device, reasons in (("cuda", []), ("cpu", [on_cpu])):
             x, half, wide = (torch.zeros(2, 2, dtype=kind, device=device) for kind in (dtype, torch.half, torch.float))
             if dtype == torch.float32:
-                reasons = [*reasons, f"operands in {dtype} and {dtype}: expected bfloat16 or float16 twice"]
+                reasons = [*reasons, f"operands in {dtype} and {dtype}: expected both in bfloat16 or both in float16"]
             assert pytorch.gradient_reasons(wide, x, x) == reasons
             assert pytorch.gradient_reasons(half, x, x) == [*reasons, "a gradient in torch.float16, expected float32"]
             assert (pytorch.gradient_reasons(wide, x, half) == reasons) is (dtype == torch.float16)

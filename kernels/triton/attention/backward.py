@@ -77,8 +77,8 @@ def attention_backward_queries(
     context = load_rows(output + output_offset, rows, length_q, OUTPUT_STRIDE, HEAD_SIZE)
     delta_Q = tl.sum(upstream.to(tl.float32) * context.to(tl.float32), 1)
     if DROPOUT:
-        # ``delta_Q`` contains dropout's scale, because the output does. Divide by it here: it is a factor of the whole
-        # gradient, so the final sum is multiplied by it once.
+        # ``delta_Q`` contains dropout's scale, because the output does. Divide by the scale here, because the whole gradient
+        # is multiplied by it once at the end.
         delta_Q /= kept_scale
     head_row = head.to(tl.int64) * queries + start_q
     tl.store(delta + head_row + rows, delta_Q, mask=valid_q)
@@ -141,7 +141,7 @@ def attention_backward_keys(
     if cast is None:
         key_gradient += head * HEAD_SIZE
         value_gradient += head * HEAD_SIZE
-    else:  # casts have first the columns of the key gradients, then of the value gradients
+    else:  # in a cast, the columns of the key gradients precede those of the value gradients
         key_column, value_column = head * HEAD_SIZE, (HEADS + head) * HEAD_SIZE
         key_transposed = transposed + transposed_rows(key_column, keys)
         value_transposed = transposed + transposed_rows(value_column, keys)

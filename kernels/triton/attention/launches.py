@@ -59,10 +59,10 @@ class Casts:
 
 
 NARROW: dict[int, int] = dict.fromkeys((16, 32), 184)
-"""Register limit per thread of the forward kernel with casts, by head size. Without this limit, the compiler chooses fewer
+"""Register limit per thread of the forward kernel with casts, by head size. If no limit is set, the compiler uses fewer
 registers on a B200, and spills."""
 
-# The keys are the lowest compute capabilities for which the launches are meant. The sizes were not measured: among those
+# Launches by the lowest compute capability for which they are meant. The block sizes were not chosen by timing. Of those
 # that spill no registers, they let the most warps reside on a multiprocessor. Blocks are short because sequences are short.
 # With three stages, the next tile is loaded while one is computed; with two stages, the kernel would wait for it.
 _LAUNCHES = {

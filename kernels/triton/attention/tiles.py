@@ -127,7 +127,7 @@ def upper_rows_of(ROWS: tl.constexpr):
 def store_kept(kept, drawn, rows, stop):
     """Store the low 16 bits of the draws ``drawn``, int32 [ROWS, draws], for the rows below ``stop``.
 
-    ``rows`` [ROWS / 2] comes from ``upper_rows_of``: draws are stored for each of these rows and for the row 8 further down.
+    ``rows`` [ROWS / 2] comes from ``upper_rows_of``: draws are stored for each row r in it and for row r + 8.
     """
     ROWS: tl.constexpr = drawn.shape[0]
     DRAWS: tl.constexpr = drawn.shape[1]

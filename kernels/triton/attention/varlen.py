@@ -99,7 +99,7 @@ def _attention_backward(
     max_seqlen: int,
     kept_scale: float,
 ) -> list[Tensor]:
-    # Contiguous, like the fake function's results. empty_like would keep the order of an input's strides.
+    # The results must be contiguous, like the fake function's. empty_like would keep the order of an input's strides.
     gradients = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in qkv]
     bounds = cu_seqlens_q, cu_seqlens_k
     launch_backward(output_gradient, _parts(qkv), output, lse, kept, _parts(gradients), *bounds, max_seqlen, kept_scale)

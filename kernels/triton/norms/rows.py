@@ -67,7 +67,7 @@ def load_state(state):
 def kept_places(rows, state, threshold, stream, BLOCK: tl.constexpr):
     """Return ``Dropout.mask`` for a tile, bool [ROWS, BLOCK / 8, 8]. ``state`` comes from ``load_state``.
 
-    A draw is for 16 columns and a thread has eight, so two neighbouring threads make the same draw.
+    A draw covers 16 columns, but a thread has only eight, so two neighbouring threads make the same draw.
     """
     eights = tl.arange(0, BLOCK // PLACES)[None, :]
     drawn = draw_kept(state[0], state[1], stream, threshold, rows[:, None], eights // (DRAW // PLACES))
