@@ -79,19 +79,20 @@ class Normalization:
 
 @dataclass(frozen=True)
 class NormalizationOptions:
-    """Settings that override the normalization that is stated or guessed for a vocabulary."""
+    """Settings that override what a tokenizer's files state about text normalization, or what is guessed."""
 
     do_lower_case: bool | None = None
-    """Lower-case the text. None: as tokenizer.json or tokenizer_config.json beside the vocabulary state, or else guessed
+    """Lower-case the text. None: as tokenizer.json or tokenizer_config.json beside the vocabulary states, or else guessed
     from the vocabulary."""
     strip_accents: bool | None = None
-    """Strip accents. None: as the tokenizer's files state, or else if the text is lower-cased."""
+    """Strip accents. None: as these files state. If only the letter case is known, accents of lower-cased text are stripped.
+    If nothing is known, this is guessed too."""
     tokenize_chinese_chars: bool | None = None
-    """Treat each Chinese character as a word. None: as the tokenizer's files state, or else guessed from the vocabulary."""
+    """Treat each Chinese character as a word. None: as these files state (default True), or guessed without them."""
 
 
 AS_STATED = NormalizationOptions()
-"""No settings: text is normalized as is stated or guessed for the vocabulary."""
+"""Override nothing: normalize text as the tokenizer's files state, or as is guessed from the vocabulary."""
 
 
 @dataclass(frozen=True)

@@ -1,12 +1,12 @@
 """Packing of several sequences into a row of ``capacity`` tokens, to reduce padding.
 
 A strategy is the number of packs for each combination of sequence lengths. Choosing a strategy is the one-dimensional
-cutting-stock problem with a limit on the pieces per pack. If the solution of first-fit decreasing is not within
+cutting-stock problem with a limit on the sequences per pack. If the solution of first-fit decreasing is not within
 ``_GOOD_ENOUGH`` of a lower bound, column generation (Gilmore and Gomory 1961, 1963) solves the linear program over all
 combinations, and the solution is rounded.
 
-Shape legend: N samples, P packs, C combinations, K longest combination, L = capacity + 1 possible lengths (0 stands for
-no sequence).
+Shape legend: N samples, P packs, C combinations, K sequences in the longest combination, L = capacity + 1
+possible lengths (0 stands for no sequence).
 """
 
 from collections import Counter
@@ -280,7 +280,7 @@ def _rounded(chosen: Mapping[Combination, float], counts: NDArray[np.int64], lim
         packs = int(amount)
         while packs and combination:
             packs -= take(combination, packs)
-            # If the solution has more slots for a length than sequences are left, the surplus slots stay empty.
+            # If the solution has more slots for a length than sequences of this length are left, some slots stay empty.
             combination = tuple((Counter(combination) & left).elements())
     # Ties are broken by content, so that equal arguments give equal packings.
     for combination in sorted(chosen, key=lambda each: (int(chosen[each]) - chosen[each], each)):

@@ -143,7 +143,8 @@ class Dataset:
         """
         if len(indices) and not (indices.min() >= 0 and indices.max() < len(self)):
             raise IndexError(
-                f"{self.folder}: indices {indices.min()} to {indices.max()}; it holds {counted(len(self), 'sample')}"
+                f"{self.folder}: indices {indices.min()} to {indices.max()} asked for; "
+                f"it holds {counted(len(self), 'sample')}"
             )
         # side="right", because an empty shard has the same start as the next shard, which has the sample.
         shard_of = np.searchsorted(self._first_samples, indices, side="right") - 1
@@ -194,7 +195,7 @@ class Dataset:
             size = path.stat().st_size if path.is_file() else None
             if size != record.file_bytes:
                 found = "missing" if size is None else f"{size:,} bytes"
-                raise ValueError(f"{path}: {found}, {MANIFEST_NAME} lists {record.file_bytes:,} bytes; {REMEDY}")
+                raise ValueError(f"{path}: {found}, but {MANIFEST_NAME} lists {record.file_bytes:,} bytes; {REMEDY}")
 
     def open_listed(self, index: int) -> Shard:
         """Open shard ``index`` and compare it with its record in the manifest, without reading the samples.
@@ -213,12 +214,12 @@ class Dataset:
         return shard
 
     def _shard(self, index: int) -> Shard:
-        """Return shard ``index``, and open it if needed. Closes the shards that were opened first to stay within limits."""
+        """Return shard ``index``, and open it if needed. To stay within limits, closes the shards that were opened first."""
         if index not in self._open_shards:
             shard = self.open_listed(index)
             if self._verified_on_opening:
                 shard.verify(self.shards[index].digest)
-            shard.expect_random_reads()  # only now, because verification reads sequentially
+            shard.expect_random_reads()  # not earlier, because verification reads sequentially
             held = shard.held_bytes + sum(other.held_bytes for other in self._open_shards.values())
             while self._open_shards and (len(self._open_shards) >= self._most_open or held > _MAX_HELD_BYTES):
                 oldest = next(iter(self._open_shards))  # the shard that was opened first
@@ -245,7 +246,7 @@ def scan_shards(folder: Path, names: Sequence[str], info: DatasetInfo) -> Datase
         text += shard.info.text
         digest = shard.digest or shard.read(0, len(shard)).digest()
         other = names_by_digest.setdefault(digest, name)
-        if other != name and len(shard):  # empty shards may be equal
+        if other != name and len(shard):  # shards without samples have equal digests
             raise ValueError(
                 f"{folder}: {name} holds the same samples as {other}: leave out one of the two, or one of the equal texts "
                 "that they were made from"
@@ -315,7 +316,7 @@ def open_or_scan(folder: Path, vocab: Path | None) -> Dataset:
         return dataset
     names = shard_names(folder)
     if vocab is None:
-        raise ValueError(f"{folder} has no {MANIFEST_NAME}: name the vocabulary of its ids by --vocab FILE")
+        raise ValueError(f"{folder} has no {MANIFEST_NAME}: name the vocabulary of its ids with --vocab FILE")
     return scan_shards(folder, names, info_of(folder, names, vocab))
 
 
@@ -337,7 +338,7 @@ def _read_manifest(folder: Path) -> _Manifest:
     try:
         # Parsed with Python's json module, because file names need not be UTF-8.
         return msgspec.convert(found, _Manifest)
-    # msgspec raises UnicodeEncodeError if half of a surrogate pair stands in place of another value.
+    # msgspec raises UnicodeEncodeError for a string with half of a surrogate pair where it expects another type.
     except (msgspec.MsgspecError, RecursionError, UnicodeEncodeError) as error:
         raise ValueError(f"{path}: damaged or of another version ({shown(error)}); {REMEDY}") from None
 

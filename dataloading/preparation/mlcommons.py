@@ -70,7 +70,7 @@ _OTHERS = {
     re.compile(r".+\.xml(\.bz2)?"): (TRAIN, "is a dump: run WikiExtractor on it"),
     re.compile(r".+\.(tar|tgz|tar\.gz|zip)"): (TRAIN, "is an archive: unpack it"),
 }
-"""Patterns of names of files that cannot be used: the result that such a file is meant for, and why it cannot be used."""
+"""Files that cannot be used, by a pattern for their names: the result that they are meant for, and the reason."""
 _MAX_LIST_BYTES = 64 << 20
 _MOST_NAMED = 10
 
@@ -159,7 +159,7 @@ def attention_heads(inputs: Inputs) -> int | None:
         stated = read_json(config, _MAX_LIST_BYTES, "download it again")
         heads = stated.get("num_attention_heads") if isinstance(stated, dict) else None
         if type(heads) is not int or heads < 1:
-            raise ValueError(f"{config}: num_attention_heads is {heads!r}; expected a number from 1: download it again")
+            raise ValueError(f"{config}: num_attention_heads is {heads!r}; expected 1 or more; download the file again")
         return heads
     return None
 

@@ -172,7 +172,7 @@ def _write(
     sources: dict[str, str],
     most_masked: int | None,
 ) -> Dataset:
-    """Write a data set. With ``most_masked``, keep only as many samples as have this number of masked tokens."""
+    """Write a data set. With ``most_masked``, keep samples with at most this number of masked tokens in total."""
     info = samples_info(tokenizer.vocabulary, options, sources)
     folder.mkdir()
     calls = _calls(documents)

@@ -22,7 +22,7 @@ MAX_ID = (1 << 16) - 1
 """Largest id, position and length. They are stored in 16 bits."""
 
 VOCABULARY_FITS = "vocabulary_fits"
-"""Key in the settings of samples: whether text with their normalization can contain nearly all tokens of the vocabulary."""
+"""Name of the setting that tells whether normalized text can contain nearly all tokens of the vocabulary."""
 
 _Size = Annotated[int, Meta(ge=1, le=MAX_ID + 1)]
 _Count = Annotated[int, Meta(ge=0, lt=1 << 62)]

@@ -160,7 +160,7 @@ class TokenizedDocuments:
 
 
 def tokenize_documents(documents: Iterable[Sequence[str]], tokenizer: Tokenizer) -> TokenizedDocuments:
-    """Return documents as flat token ids, without empty sentences and documents. Raises ``ValueError`` without tokens."""
+    """Return documents as flat token ids, without empty sentences and documents. Raises ``ValueError`` if all are empty."""
     documents = list(documents)
     return group_tokens(documents, *tokenizer.encode_lines(list(chain.from_iterable(documents))))
 

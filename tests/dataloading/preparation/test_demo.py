@@ -95,7 +95,7 @@ def test_source_that_does_not_parse_and_text_that_is_not_prose_are_skipped(tmp_p
         ("topic b", ("All of this comes later.",)),
         ("module", ("Reads the configuration from its file.", "Raises an error otherwise.")),
         ("module", ("Four plain English words.",)),
-        ("module", ("ab ab ab abc1234",)),  # three quarters are letters and spaces
+        ("module", ("ab ab ab abc1234",)),  # accepted, because three quarters are letters and spaces
         ("module", ("The class of all the things.", "Does what methods always do.")),
         ("pkg.pydoc_data.a", ("Only one folder is left out.",)),
     ]

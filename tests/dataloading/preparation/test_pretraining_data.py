@@ -77,7 +77,7 @@ some_options = st.builds(
 
 
 @given(st.lists(texts, min_size=1, max_size=3), some_options, st.booleans())
-@example([["w1 w2 w3"]], PretrainingOptions(dupe_factor=1), False)  # the only document also gives random sentences
+@example([["w1 w2 w3"]], PretrainingOptions(dupe_factor=1), False)  # random segments come from the only document
 def test_samples_equal_the_samples_of_a_plain_python_definition(
     tmp_path: Path, files: list[list[str]], options: PretrainingOptions, ends_with_newline: bool
 ) -> None:

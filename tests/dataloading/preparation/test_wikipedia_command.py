@@ -152,7 +152,7 @@ def test_parts_give_equal_results_and_the_last_part_makes_the_other_results(
         assert said[-1] == f"part {part} is done; the process that completes the last part makes the other results"
         assert progress(said) == "check 0 2; samples 100"
         assert {path.name for path in out.iterdir()} == {"vocab.txt", "preparation"}
-    run(*arguments(stand_in, out, "--part", "2/3"), status=1)  # 1 because no checkpoint is given
+    run(*arguments(stand_in, out, "--part", "2/3"), status=1)  # status 1, because no checkpoint is given
     assert results(out) == whole
     # A part that runs again, as in a requeued job, finds everything done.
     run(*arguments(stand_in, out, "--part", "1/3"), status=1)
@@ -189,7 +189,7 @@ def from_articles(stand_in: StandIn, out: Path, *part: str) -> list[object]:
     return ["wikipedia", ARTICLES, stand_in.files, "--out", out, "--checksums", stand_in.checksums, *options, *part]
 
 
-def test_extracted_articles_give_equal_data_sets_as_a_whole_and_in_parts(
+def test_data_sets_from_articles_are_equal_if_they_are_made_in_parts(
     run: Run, stand_in: StandIn, tmp_path: Path
 ) -> None:
     made = []
@@ -234,7 +234,7 @@ def test_results_of_other_inputs_or_settings_are_rejected_and_kept(
     )
 
 
-def test_a_locked_folder_is_an_error_except_with_part(run: Run, stand_in: StandIn, tmp_path: Path) -> None:
+def test_a_locked_folder_is_an_error_unless_a_part_is_requested(run: Run, stand_in: StandIn, tmp_path: Path) -> None:
     out = tmp_path / "out"
     (out / "preparation").mkdir(parents=True)
     busy = f"error: {out}: process {os.getpid()} on host {socket.gethostname()} is at work there; wait for it, or name "

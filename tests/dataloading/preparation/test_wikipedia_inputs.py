@@ -185,7 +185,7 @@ def test_messages_about_lost_text_name_no_options(
     assert "--" not in said
 
 
-def test_articles_are_not_used_beside_mlcommons_text(run: Run, own: StandIn, tmp_path: Path) -> None:
+def test_articles_are_ignored_if_mlcommons_text_is_given(run: Run, own: StandIn, tmp_path: Path) -> None:
     shutil.copytree(ARTICLES, own.files / "articles")
     for path in own.text.glob("part-*"):
         path.unlink()

@@ -110,7 +110,7 @@ def test_each_chunk_is_unpacked_by_its_own_filters_within_the_size_limit(tmp_pat
             column.id.write_direct_chunk((start,), content, filter_mask=skipped)
     found = HDF5File(tmp_path / "file", map_file(tmp_path / "file"))
     assert found.names == ["column"]
-    found._room = 10 * 4 + 4 * 4  # exactly the array and one chunk
+    found._room = 10 * 4 + 4 * 4  # room for exactly the array and one chunk
     array = found.array("column")
     assert (array.values.tolist(), array.in_place, found._room) == (list(range(10)), False, 0)
     found._room = 10 * 4 + 4 * 4 - 1

@@ -62,7 +62,7 @@ def test_token_ids_equal_the_ids_of_transformers(tmp_path: Path, name: str) -> N
         for text in TEXTS:
             expected = theirs(text, add_special_tokens=False)["input_ids"]
             assert ours.encode_lines([text])[0].tolist() == expected, (stated, text)
-        theirs.save_pretrained(tmp_path / "saved")  # only a tokenizer.json, without rows for repeated tokens
+        theirs.save_pretrained(tmp_path / "saved")  # saves only a tokenizer.json, without rows for repeated tokens
         saved = Vocabulary.read(tmp_path / "saved")
         assert (saved.ids, saved.sha256) == (vocabulary.ids, vocabulary.sha256)
         assert find_normalization(saved, tmp_path / "saved", AS_STATED).normalization == found.normalization
