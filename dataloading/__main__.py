@@ -28,7 +28,7 @@ app = Commands()
 def _extract(
     inputs: tyro.conf.Positional[tuple[Path, ...]],
     out: Path,
-    # With an empty name, the fields are options of the command itself, without a prefix.
+    # The empty name makes the fields of `options` command-line options without a prefix.
     options: Annotated[ExtractionOptions, tyro.conf.arg(name="")],
     jobs: int = 1,
 ) -> None:

@@ -221,7 +221,7 @@ class Uploads:
 
     def start(self, batches: list[Batch]) -> Step:
         """Start to copy ``batches`` to the GPU, from any thread, without waiting for the copies."""
-        # Select the GPU: a new thread is on GPU 0, and the end of the `with` block would create a CUDA context there.
+        # Select the GPU. A new thread uses GPU 0, so the end of the `with` block would create a CUDA context on GPU 0.
         torch.cuda.set_device(self._stream.device)
         with torch.cuda.stream(self._stream):
             # PyTorch's allocator keeps the pinned memory until the copies are complete.

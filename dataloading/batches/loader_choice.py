@@ -35,7 +35,7 @@ class LoaderChoice:
     name: str
     reason: str
     is_fallback: bool = False
-    """Whether DALI is installed but cannot start."""
+    """Whether NumPy was chosen because DALI is installed but cannot start."""
 
     def __str__(self) -> str:
         return f"loader: {self.name} ({self.reason})"

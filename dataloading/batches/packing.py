@@ -23,7 +23,7 @@ _GOOD_ENOUGH = 1e-4
 _CLOSE_ENOUGH = 3e-5
 """The rounds of linear programs stop when the packs exceed the lower bound by at most this fraction."""
 _MAX_ROUNDS = 60
-"""Limit on the number of linear programs. Wikipedia's lengths need 12 with three sequences per pack."""
+"""Limit on the number of linear programs. Wikipedia's lengths need 12 programs with three sequences per pack."""
 
 Combination = tuple[int, ...]
 """Lengths of the sequences in one pack, longest first."""
@@ -161,7 +161,7 @@ def _first_fit_decreasing(counts: NDArray[np.int64], limit: int) -> Counter[Comb
                 filled, rest = packs, 0
             left -= filled * fitting + rest
             partly = int(rest > 0)
-            # Some of these packs are filled, at most one is partly filled, and the other packs do not change.
+            # Of these equal packs, some are filled, at most one is partly filled, and the others do not change.
             for added, number in ((fitting, filled), (rest, partly), (0, packs - filled - partly)):
                 now = contents + (length,) * added
                 if now and number:
@@ -192,7 +192,7 @@ def _linear_program(
     best_prices, bound = np.where(counts > 0, np.arange(len(counts)) / (len(counts) - 1), 0.0), 0.0
     # Combinations of a single length ensure that every histogram can be packed.
     singles = [(length,) for length in lengths.tolist()]
-    # Rows [C, K] are different combinations, zeros last.
+    # The rows [C, K] are different combinations, padded with zeros at the end.
     columns = np.array(sorted({(*each, *[0] * (limit - len(each))) for each in (*start, *singles)}), np.int64)
     used, amounts = columns, np.zeros(0)
     for _ in range(_MAX_ROUNDS):
@@ -220,7 +220,7 @@ def _linear_program(
 def _best_combinations(
     prices: NDArray[np.float64], lengths: NDArray[np.int64], limit: int
 ) -> tuple[NDArray[np.int64], float]:
-    """Return for each length the most valuable combination that contains it [C, K], zeros last, and the largest value."""
+    """Return for each length the most valuable combination with it [C, K], padded with zeros, and the largest value."""
     capacity = len(prices) - 1
     values, choices = np.zeros(capacity + 1), []
     # values[s] is the highest value that fits into a space of s tokens. Each round allows one more sequence.

@@ -51,9 +51,9 @@ class MicroBatch:
     global_masked: int
     """Number of masked tokens in these sequences. The masked-LM loss is divided by this number."""
     largest_tokens: int = 0
-    """Largest number of tokens in the micro-batches that all ranks run at the same time, or 0 without a sampler."""
+    """Tokens in the largest of the micro-batches that all ranks run at the same time, or 0 without a sampler."""
     largest_masked: int = 0
-    """Largest number of masked tokens in the micro-batches that all ranks run at the same time, or 0 without a sampler."""
+    """Most masked tokens in one of the micro-batches that all ranks run at the same time, or 0 without a sampler."""
 
 
 @dataclass(frozen=True)
@@ -277,7 +277,7 @@ def draw_sizes(
 
 
 def _boundaries(sizes_U: NDArray[np.int64], counts_U: NDArray[np.int64], most: int) -> NDArray[np.int64]:
-    """Choose at most ``most`` of the ascending ``sizes_U``, with the last one, that minimize the total number of slots.
+    """Choose at most ``most`` of the ascending ``sizes_U``, including the last, that minimize the total number of slots.
 
     ``counts_U`` is the number of drawn micro-batches of each size.
     """
@@ -285,7 +285,7 @@ def _boundaries(sizes_U: NDArray[np.int64], counts_U: NDArray[np.int64], most: i
     # slots_UU[i, j]: number of slots for sizes i to j in a bucket of size j.
     slots_UU = (sizes_U * (below[1:] - below[:-1, None])).astype(np.float64)
     slots_UU[np.tril_indices(len(sizes_U), -1)] = np.inf
-    # best_U[j]: fewest slots for sizes up to j if the last boundary is j. Each round allows one more boundary.
+    # best_U[j]: fewest slots for sizes up to j if the largest bucket has size j. Each round allows one more bucket.
     # firsts: for each round and each j, the first size in the last bucket, for backtracking.
     best_U, firsts = slots_UU[0], [np.zeros(len(sizes_U), np.int64)]
     for _ in range(min(most, len(sizes_U)) - 1):
@@ -295,7 +295,7 @@ def _boundaries(sizes_U: NDArray[np.int64], counts_U: NDArray[np.int64], most: i
     chosen, last = [], len(sizes_U) - 1
     for first_U in reversed(firsts):
         if last < 0:
-            break  # fewer boundaries than `most` are enough
+            break  # fewer sizes than `most` are enough
         chosen.append(last)
         last = int(first_U[last]) - 1
     return sizes_U[chosen[::-1]]

@@ -209,7 +209,7 @@ class Dataset:
             agrees &= shard.digest == record.digest and shard.info.without_sources() == self.info.without_sources()
         if not agrees:
             raise ValueError(f"{shard.path}: not the shard that {MANIFEST_NAME} lists; {REMEDY}")
-        # Check the content against the manifest's description, because only native shards contain a description.
+        # Content will be checked against this description. Only native shards contain one, so use the manifest's.
         shard.info = self.info
         return shard
 
@@ -231,7 +231,7 @@ class Dataset:
 def scan_shards(folder: Path, names: Sequence[str], info: DatasetInfo) -> Dataset:
     """Read the shards ``names`` in ``folder``, and return them as a data set. ``info`` describes the samples.
 
-    Raises ``ValueError`` if a shard contains another description, or if two shards hold the same samples.
+    Raises ``ValueError`` if a shard's own description differs, or if two shards hold the same samples.
     """
     records, lengths = [], [np.empty((0, 2), np.uint16)]
     sources, text = dict(info.sources), TextCounts()
@@ -272,7 +272,7 @@ def index_shards(folder: Path, names: Sequence[str], info: DatasetInfo) -> Datas
 
 
 def shard_names(folder: Path) -> list[str]:
-    """Return the sorted names of the shards in a folder. Raises ``ValueError`` for a folder with a manifest or no file."""
+    """Return the sorted names of the shards in a folder. Raises ``ValueError`` if it has a manifest or is empty."""
     if not folder.is_dir():
         raise ValueError(f"{folder}: no such folder")
     # Skip hidden files, which an interrupted command may have left.
@@ -299,7 +299,7 @@ def info_of(folder: Path, names: Sequence[str], vocab: Path) -> DatasetInfo:
         shard = open_shard(folder / name)
         if shard.digest is not None:  # only native shards contain a description
             return shard.info.without_sources()
-        if shard.layout in ("fixed", "tfrecord"):  # one shard is enough, because it declares its row width
+        if shard.layout in ("fixed", "tfrecord"):  # these shards declare the row width, so one shard is enough
             most_tokens, most_masked = shard.info.max_seq_length, shard.info.max_predictions_per_seq
             break
         most_tokens = max(most_tokens, int(shard.lengths.max(initial=1)))
@@ -321,7 +321,7 @@ def open_or_scan(folder: Path, vocab: Path | None) -> Dataset:
 
 
 def _raise_open_file_limit(count: int) -> int:
-    """Raise this process's soft limit of descriptors if needed. Return how many of ``count`` shards may be open at once."""
+    """Raise this process's soft limit of open files if needed. Return how many of ``count`` shards may be open at once."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = count + _OTHER_DESCRIPTORS
     # The soft limit is often 1,024, but data sets commonly have 4,320 shards.
@@ -351,7 +351,7 @@ def _read_lengths(path: Path, manifest: _Manifest) -> NDArray[np.uint16]:
         lengths = np.asarray(np.load(path, mmap_mode="r", allow_pickle=False) if is_listed else ())
     except OSError as error:
         raise ValueError(f"{path}: {error.strerror or error}; {REMEDY}") from None
-    except Exception as error:  # NumPy reads the head of the file as Python, which can raise any error
+    except Exception as error:  # NumPy parses the head of the file as Python code, which can raise any error
         raise ValueError(f"{path}: not a valid NumPy array ({shown(error)}); {REMEDY}") from None
     if not is_listed:
         raise ValueError(f"{path}: digest differs from {MANIFEST_NAME}; {REMEDY}")

@@ -78,7 +78,7 @@ def make_shards(
     # If this process makes only a part, other processes may be making other parts in this folder now.
     with begun(out, JOB_NAME, description, finished="part_*", alone=part is None):
         if jobs > 1:
-            # Compile the core before forking, so that the processes share it.
+            # Compile the functions that make samples before forking, so that the processes share them.
             tokenizer = _tokenizer(job.vocab, info.vocabulary_sha256, job.options.normalization)
             samples_of([["a", "b"], ["c"]], tokenizer, job.options)
         make_files(partial(_make_shard, job, info, out), mine, jobs, report)

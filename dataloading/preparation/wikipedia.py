@@ -135,7 +135,7 @@ def _locked(request: Request, *, shared: bool, name: str = "lock", patience_s: f
 
 
 def _problems(request: Request, inputs: Inputs, checksums: Checksums) -> list[str]:
-    """Return a sentence for each reason to make nothing. Large files are not read."""
+    """Return a sentence for each problem that prevents the command from starting. Large files are not read."""
     problems = [*inputs.problems, *checksums.wrong_sizes(inputs.files)]
     has_text = inputs.evaluation or inputs.text or inputs.articles
     if not (has_text or inputs.files or problems):
@@ -251,7 +251,7 @@ class _Preparation:
         # Skip text that this command extracted: it has the file names of the benchmark's text, but other content.
         given_md5s = {path: md5 for path, md5 in self.md5s.items() if self.work.resolve() not in path.parents}
         if unlisted := self.checksums.check(given_md5s):
-            say(f"note: not compared with MD5 sums, because no list has them: {counted(unlisted, 'file')}")
+            say(f"note: no list has MD5 sums of {counted(unlisted, 'file')}, so they were not compared")
         if given and not self.vocab.exists():
             write_atomically(self.vocab, read_bounded(given, _MAX_RECORD_BYTES, "name a vocabulary"))
         elif given and sha256_of(self.vocab) != sha256_of(given):

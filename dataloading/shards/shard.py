@@ -149,7 +149,7 @@ class Shard(ABC):
 
         ``digest`` is the expected digest from a manifest. By default, the file's own digest is used, if it has one.
         """
-        # Prefer the manifest's digest: a shard that was swapped in from another data set matches its own.
+        # Prefer the manifest's digest, because a shard from another data set also matches the digest that it contains.
         expected = digest or self.digest
         samples = self.read(0, len(self))
         found = samples.digest()

@@ -87,7 +87,7 @@ def read_tokens(path: Path) -> tuple[list[str], list[str]]:
 def _ordered(ids: Mapping[str, int], first: int, path: Path) -> list[str]:
     """Return the tokens in the order of their ids, which start at ``first``, without blanks around the tokens."""
     if wrong := [f"{token!r} has the id {index}" for token, index in ids.items() if not first <= index < MAX_TOKENS]:
-        raise ValueError(f"{path}: {shown(wrong[0])}, outside {first} to {MAX_TOKENS - 1:,}; {_REMEDY}")
+        raise ValueError(f"{path}: {shown(wrong[0])}, outside the range {first} to {MAX_TOKENS - 1:,}; {_REMEDY}")
     if len(set(ids.values())) < len(ids):
         raise ValueError(f"{path}: two tokens have the same id; {_REMEDY}")
     rows = [""] * (1 + max(ids.values(), default=first - 1) - first)

@@ -102,7 +102,7 @@ def test_the_soft_limit_of_open_files_is_raised_for_many_shards(
         resource.setrlimit(resource.RLIMIT_NOFILE, (300, hard))
         dataset = open_dataset(tmp_path / "data")
         assert dataset.take(np.arange(60)).digest() == samples.digest()
-        assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == 316  # 60 shards, and 256 for the rest of the process
+        assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == 316  # 60 shards and 256 other files
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     for limits, raised, most in (
@@ -227,7 +227,7 @@ def test_a_damaged_manifest_is_rejected_with_the_reason(
             open_dataset(folder)
 
 
-def test_a_length_index_that_is_damaged_hostile_or_of_other_shards_is_rejected(folder: Path, samples: Samples) -> None:
+def test_damaged_hostile_and_wrong_length_indexes_are_rejected(folder: Path, samples: Samples) -> None:
     """NumPy parses the head of an array as Python. The digest is no protection: whoever wrote the index wrote it, too."""
     lengths = open_dataset(folder).lengths
     while isinstance(lengths.base, np.ndarray):

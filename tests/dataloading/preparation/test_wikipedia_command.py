@@ -160,7 +160,7 @@ def test_parts_give_equal_results_and_the_last_part_makes_the_other_results(
 
 
 @pytest.mark.slow
-def test_all_results_are_made_if_the_last_part_ends_while_another_holds_the_lock(
+def test_all_results_are_made_if_the_last_part_ends_while_another_part_holds_the_lock(
     stand_in: StandIn, whole: dict[str, object], tmp_path: Path
 ) -> None:
     out = tmp_path / "out"
@@ -221,7 +221,7 @@ def test_results_of_other_inputs_or_settings_are_rejected_and_kept(
     own.part.write_bytes(own.part.read_bytes() + b"One more sentence.\n")
     said = run(*arguments(own, out, "--checksums", empty), fails=True)
     assert f"{out / 'train'} {otherwise}" in said
-    assert "note: not compared with MD5 sums, because no list has them: 4 files" in said
+    assert "note: no list has MD5 sums of 4 files, so they were not compared" in said
     assert results(out) == whole
     (elsewhere / "evaluation").mkdir(parents=True)
     assert f"{elsewhere / 'evaluation'} {otherwise}" in run(

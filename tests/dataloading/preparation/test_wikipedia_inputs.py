@@ -30,7 +30,7 @@ CHECKPOINTS = REPOSITORY / "tests" / "bert" / "checkpoints" / "tf_bundles"
         ),
     ],
 )
-def test_a_checkpoint_that_cannot_be_converted_is_refused_with_the_reason(
+def test_an_unusable_checkpoint_is_refused_with_the_reason(
     run: Run, tmp_path: Path, checkpoint: str, stated: str | None, reason: str
 ) -> None:
     given, out = tmp_path / "given", tmp_path / "out"

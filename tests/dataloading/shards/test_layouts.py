@@ -194,7 +194,7 @@ def test_errors_name_contradictory_or_missing_columns(
     assert str(caught.value).count(str(path)) == 1
 
 
-def test_samples_that_the_packed_layout_cannot_hold_are_not_written(tmp_path: Path) -> None:
+def test_writing_fails_for_samples_that_the_packed_layout_cannot_hold(tmp_path: Path) -> None:
     def changed(name: str, value: int) -> Samples:
         values = getattr(make_samples(), name).copy()
         values[0] = value

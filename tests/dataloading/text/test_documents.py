@@ -77,7 +77,7 @@ def test_one_error_lists_all_files_that_cannot_be_read_as_text(tmp_path: Path) -
     assert read_documents([]) == []
 
 
-def test_a_small_file_that_unpacks_to_a_huge_one_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gzip_files_with_huge_content_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(documents, "_MAX_TEXT_BYTES", 1 << 20)
     (tmp_path / "bomb.gz").write_bytes(gzip.compress(b"a\n" * (1 << 19)))
     assert read_documents([tmp_path / "bomb.gz"]) == [["a"] * (1 << 19)]

@@ -115,7 +115,7 @@ def test_losses_are_reported_by_verify_prepare_and_from_text(run: Run, tmp_path:
         assert f"warning: {found}" in printed
 
 
-def test_text_that_is_mostly_lost_is_rejected_without_accept_losses(run: Run, tmp_path: Path) -> None:
+def test_mostly_lost_text_is_rejected_unless_losses_are_accepted(run: Run, tmp_path: Path) -> None:
     vocab, text = tmp_path / "vocab.txt", write_text(tmp_path / "text.txt", "x y x y x y x y x y")
     vocab.write_bytes(VOCABULARY.content)
     for command in ("prepare", "from-text"):

@@ -183,7 +183,7 @@ def wordpiece(ids: dict[str, int], **changes: str) -> dict[str, Any]:
         (None, {"do_lower_case": 1}, "got `int`"),
         (wordpiece({"a": 0}, type="BPE"), {}, "expected WordPiece"),
         (wordpiece({"a": 0}, continuing_subword_prefix="@@"), {}, "expected WordPiece"),
-        (wordpiece({"a": 1 << 16}), {}, "has the id 65536, outside 0 to 65,535; expected the files"),
+        (wordpiece({"a": 1 << 16}), {}, "has the id 65536, outside the range 0 to 65,535; expected the files"),
         (wordpiece({"a": -1}), {}, "has the id -1"),
         (wordpiece({"a": True}), {}, "got `bool`"),
         (wordpiece({"a": 3, "b": 3}), {}, "two tokens have the same id"),
