@@ -226,7 +226,7 @@ def _convert(
         out: Folder to make.
         to: Layout of the new shards.
         vocab: The vocabulary that the token ids refer to. Needed if the folder has no manifest.
-        max_sequences: Most samples in a pack (layout packed).
+        max_sequences: Maximum number of samples in a pack (layout packed).
         seed: Seed for choosing the samples of each pack and the order of packs (layout packed).
         jobs: Processes to use.
     """

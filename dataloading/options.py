@@ -85,10 +85,11 @@ class NormalizationOptions:
     """Lower-case the text. None: as tokenizer.json or tokenizer_config.json beside the vocabulary states, or else guessed
     from the vocabulary."""
     strip_accents: bool | None = None
-    """Strip accents. None: as these files state. If only the letter case is known, accents of lower-cased text are stripped.
-    If nothing is known, this is guessed too."""
+    """Strip accents. None: as the tokenizer's files state. If only the letter case is set or stated, accents of lower-cased
+    text are stripped. If neither is, guessed from the vocabulary."""
     tokenize_chinese_chars: bool | None = None
-    """Treat each Chinese character as a word. None: as these files state (default True), or guessed without them."""
+    """Treat each Chinese character as a word. None: as the tokenizer's files state (default True); guessed
+    from the vocabulary if there are no such files."""
 
 
 AS_STATED = NormalizationOptions()
@@ -100,9 +101,9 @@ class PretrainingOptions:
     """Flags of the reference script, with the same names, and with MLPerf's values as defaults."""
 
     max_seq_length: int = 512
-    """Most tokens in a sample, [CLS] and both [SEP] included."""
+    """Maximum number of tokens in a sample, [CLS] and both [SEP] included."""
     max_predictions_per_seq: int = 76
-    """Most masked tokens in a sample."""
+    """Maximum number of masked tokens in a sample."""
     dupe_factor: int = 10
     """Number of passes over the documents. Each pass has different sentence pairs and masks."""
     short_seq_prob: float = 0.1
@@ -157,7 +158,7 @@ class OwnText:
     """Share of the documents to hold out for evaluation, at least five documents. The evaluation set has about 10,000
     masked tokens if the documents are long enough."""
     max_seq_length: int = 128
-    """Most tokens in a sample, [CLS] and both [SEP] included."""
+    """Maximum number of tokens in a sample, [CLS] and both [SEP] included."""
     dupe_factor: int = 10
     """Passes over the training text, each with different sentence pairs and masks."""
     seed: int = 12345

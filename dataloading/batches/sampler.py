@@ -49,11 +49,11 @@ class MicroBatch:
     """Number of sequences by which the next-sentence loss is divided: those of all ranks and accumulation steps, or of the
     ranks in the argument ``together`` of `rank_batches`."""
     global_masked: int
-    """Number of masked tokens in these sequences. The masked-LM loss is divided by this number."""
+    """Number of masked tokens in the sequences that ``global_sequences`` counts. The masked-LM loss is divided by it."""
     largest_tokens: int = 0
-    """Tokens in the largest of the micro-batches that all ranks run at the same time, or 0 without a sampler."""
+    """Maximum number of tokens in one of the micro-batches that the ranks run at the same time; 0 without a sampler."""
     largest_masked: int = 0
-    """Most masked tokens in one of the micro-batches that all ranks run at the same time, or 0 without a sampler."""
+    """Maximum number of masked tokens in one of the micro-batches that the ranks run at once; 0 without a sampler."""
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ class BatchSampler:
         counted = batch[counted[counted >= 0]]
         masked = int(self.masked_counts[counted].sum())
         mine = micro_batches[rank :: self.world_size]
-        # Largest sizes among the micro-batches that all ranks run at the same time.
+        # Maximum numbers of tokens in one of the micro-batches that the ranks run at the same time.
         largest = (
             sums_of(sizes[batch], micro_batches).reshape(-1, self.world_size).max(axis=1).tolist()
             for sizes in (self.lengths, self.masked_counts)

@@ -90,7 +90,7 @@ def test_samples_equal_the_samples_of_a_plain_python_definition(
     assert prepare(paths, VOCABULARY, options).digest() == expected.digest()
 
 
-def test_random_numbers_equal_pythons() -> None:
+def test_random_numbers_equal_those_of_python() -> None:
     theirs = random.Random(5)
     ours = np.array(theirs.getstate()[1], np.uint32)
     assert [_next_word(ours) for _ in range(1300)] == [theirs.getrandbits(32) for _ in range(1300)]

@@ -41,7 +41,9 @@ def progress(said: list[str]) -> str:
 
 
 @pytest.mark.slow
-def test_both_downloads_give_all_data_of_the_recipes(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_data_of_the_recipes_are_made_from_both_downloads(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     stand_in = write_stand_in(tmp_path)
     monkeypatch.setattr(wikipedia, "EVALUATION_SAMPLES", 10_000)
     monkeypatch.setattr(mlcommons, "_STARTING_SECONDS", 0.02)
@@ -143,7 +145,7 @@ def test_a_repeatedly_killed_command_continues_and_keeps_finished_results(
     assert left_in(out) == {".json", "lock"}
 
 
-def test_parts_give_equal_results_and_the_last_part_makes_the_other_results(
+def test_the_runs_of_all_parts_together_give_the_results_of_a_whole_run(
     run: Run, stand_in: StandIn, whole: dict[str, object], tmp_path: Path
 ) -> None:
     out = tmp_path / "out"
