@@ -28,7 +28,7 @@ app = Commands()
 def _extract(
     inputs: tyro.conf.Positional[tuple[Path, ...]],
     out: Path,
-    # With an empty name, the fields are options of the command itself, without a prefix.
+    # The empty name makes the fields of `options` command-line options without a prefix.
     options: Annotated[ExtractionOptions, tyro.conf.arg(name="")],
     jobs: int = 1,
 ) -> None:
@@ -60,11 +60,11 @@ def _prepare(
     """Make a data set from text, one HDF5 shard per file. Continues after an interruption.
 
     Args:
-        text: Files with one sentence a line and an empty line between documents. Each file is one call of the algorithm.
+        text: Files with one sentence a line and an empty line between documents. The algorithm is called for each.
         vocab: The model's vocabulary, one token a line.
         out: Folder to make. It must be absent, empty, or from an interrupted run of the same command.
         options: The reference script's settings.
-        one_call: Use one call of the algorithm for all files, which makes one shard.
+        one_call: Call the algorithm once for all files together, which makes one shard.
         jobs: Processes to use.
         accept_losses: Go on if more than half of a text would be lost.
     """
@@ -73,7 +73,7 @@ def _prepare(
 
     found = find_normalization(Vocabulary.read(vocab), vocab, AS_STATED)
     if found.normalization != options.normalization:
-        # A warning before hours of work, and not an error: the reference also lower-cases text for cased vocabularies.
+        # This is no error, because the reference also lower-cases text for cased vocabularies.
         complain(
             f"{vocab} is for text with {found}, but these options give {options.normalization}; check --do-lower-case, "
             "--strip-accents and --tokenize-chinese-chars",
@@ -98,7 +98,7 @@ def wikipedia(
     """Make all data for the GPU recipes from MLCommons' files, and verify it. Continues after an interruption.
 
     The exit status is 0 if all results exist, 1 if the folders lack files for a result, and 2 after an error. With
-    --part, it is also 0 while other processes still have to make results.
+    --part, the status is also 0 while other processes still have to make results.
 
     Args:
         folders: Folders from the downloader (docs/data.md) with text, checkpoint and vocab.txt, or WikiExtractor's output.
@@ -107,7 +107,7 @@ def wikipedia(
         shards: Number of files of the training set.
         jobs: Processes to use.
         part: i/n: make part i of n of the samples. The process that completes the last part makes the other results.
-        checksums: File in md5sum's format with MD5 sums that replace the built-in sums, for mirrors.
+        checksums: File in md5sum's format. Its MD5 sums replace the built-in sums, for files from a mirror.
     """
     from dataloading.preparation.wikipedia import Request, make_wikipedia
 
@@ -226,7 +226,7 @@ def _convert(
         out: Folder to make.
         to: Layout of the new shards.
         vocab: The vocabulary that the token ids refer to. Needed if the folder has no manifest.
-        max_sequences: Most samples in a pack (layout packed).
+        max_sequences: Maximum number of samples in a pack (layout packed).
         seed: Seed for choosing the samples of each pack and the order of packs (layout packed).
         jobs: Processes to use.
     """
@@ -264,7 +264,7 @@ def dump(shards: tyro.conf.Positional[tuple[Path, ...]], out: Path) -> None:
     """Write the samples of some shards, in order, as plain NumPy arrays without padding.
 
     Args:
-        shards: Shards of any layout, or folders of shards. Data sets are read in manifest order, other folders by name.
+        shards: Shards of any layout, or folders of shards. Files of a data set are read in manifest order, others by name.
         out: The .npz file to write.
     """
     import numpy as np

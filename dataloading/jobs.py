@@ -25,8 +25,8 @@ Result = TypeVar("Result")
 _MAX_DESCRIPTION_BYTES = 64 << 20
 
 _PRIOR = 0.1
-"""Share of the expected total that is added to both the measured and the expected time, so that early estimates fluctuate
-less."""
+"""This share of the expected total time is added to the elapsed and to the expected time before they are compared, so that
+early estimates fluctuate less."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class JobProgress:
 
 
 class StageProgress:
-    """Progress over stages with known expected seconds. Prints a line for each percent of the expected time."""
+    """Progress over stages, given their expected seconds. Prints a line for each percent of the expected total time."""
 
     def __init__(self, seconds: Mapping[str, float]) -> None:
         self._seconds = seconds
@@ -188,7 +188,7 @@ def _begin_fork() -> None:
 
 def _check_same(path: Path, description: Mapping[str, object]) -> None:
     found = read_json(path, _MAX_DESCRIPTION_BYTES, "delete the folder and begin again")
-    expected = json.loads(json.dumps(description))  # tuples become lists, as in the file
+    expected = json.loads(json.dumps(description))  # turn tuples into lists, as the file has them
     if names := sorted(name for name in found.keys() | expected.keys() if found.get(name) != expected.get(name)):
         raise ValueError(
             f"{path.parent}: begun with other settings ({', '.join(names)}); give the same settings, or name another --out"

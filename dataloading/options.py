@@ -79,19 +79,21 @@ class Normalization:
 
 @dataclass(frozen=True)
 class NormalizationOptions:
-    """Settings that override the normalization that is stated or guessed for a vocabulary."""
+    """Settings that override what a tokenizer's files state about text normalization, or what is guessed."""
 
     do_lower_case: bool | None = None
-    """Lower-case the text. None: as tokenizer.json or tokenizer_config.json beside the vocabulary state, or else guessed
+    """Lower-case the text. None: as tokenizer.json or tokenizer_config.json beside the vocabulary states, or else guessed
     from the vocabulary."""
     strip_accents: bool | None = None
-    """Strip accents. None: as the tokenizer's files state, or else if the text is lower-cased."""
+    """Strip accents. None: as the tokenizer's files state. If only the letter case is set or stated, accents of lower-cased
+    text are stripped. If neither is, guessed from the vocabulary."""
     tokenize_chinese_chars: bool | None = None
-    """Treat each Chinese character as a word. None: as the tokenizer's files state, or else guessed from the vocabulary."""
+    """Treat each Chinese character as a word. None: as the tokenizer's files state (default True); guessed
+    from the vocabulary if there are no such files."""
 
 
 AS_STATED = NormalizationOptions()
-"""No settings: text is normalized as is stated or guessed for the vocabulary."""
+"""Override nothing: normalize text as the tokenizer's files state, or as is guessed from the vocabulary."""
 
 
 @dataclass(frozen=True)
@@ -99,9 +101,9 @@ class PretrainingOptions:
     """Flags of the reference script, with the same names, and with MLPerf's values as defaults."""
 
     max_seq_length: int = 512
-    """Most tokens in a sample, [CLS] and both [SEP] included."""
+    """Maximum number of tokens in a sample, [CLS] and both [SEP] included."""
     max_predictions_per_seq: int = 76
-    """Most masked tokens in a sample."""
+    """Maximum number of masked tokens in a sample."""
     dupe_factor: int = 10
     """Number of passes over the documents. Each pass has different sentence pairs and masks."""
     short_seq_prob: float = 0.1
@@ -156,7 +158,7 @@ class OwnText:
     """Share of the documents to hold out for evaluation, at least five documents. The evaluation set has about 10,000
     masked tokens if the documents are long enough."""
     max_seq_length: int = 128
-    """Most tokens in a sample, [CLS] and both [SEP] included."""
+    """Maximum number of tokens in a sample, [CLS] and both [SEP] included."""
     dupe_factor: int = 10
     """Passes over the training text, each with different sentence pairs and masks."""
     seed: int = 12345

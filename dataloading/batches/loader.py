@@ -49,7 +49,7 @@ class Batch:
     next_sentence_labels: Tensor
     """int64 [S], -1 in empty slots"""
     global_counts: Tensor
-    """int64 [2], sequences and masked tokens of the global batch, over all ranks and accumulation steps."""
+    """int64 [2], numbers of sequences and of masked tokens in the global batch (all ranks and accumulation steps)."""
     max_seqlen: int
     """Upper bound on the length of a sequence."""
 
@@ -172,7 +172,7 @@ def inert_batch(shape_bucket: ShapeBucket) -> Batch:
 
 
 def max_seqlen(samples: Samples, shape_bucket: ShapeBucket | None) -> int:
-    """Return the shape bucket's ``max_seqlen``, which a captured graph fixes, or without a bucket the longest length."""
+    """Return the bucket's ``max_seqlen``, which a captured graph fixes. Without a bucket, return the longest length."""
     return int(samples.lengths.max()) if shape_bucket is None else shape_bucket.max_seqlen
 
 
@@ -221,7 +221,7 @@ class Uploads:
 
     def start(self, batches: list[Batch]) -> Step:
         """Start to copy ``batches`` to the GPU, from any thread, without waiting for the copies."""
-        # Select the GPU: a new thread is on GPU 0, and the end of the `with` block would create a CUDA context there.
+        # Select the GPU. A new thread uses GPU 0, so the end of the `with` block would create a CUDA context on GPU 0.
         torch.cuda.set_device(self._stream.device)
         with torch.cuda.stream(self._stream):
             # PyTorch's allocator keeps the pinned memory until the copies are complete.

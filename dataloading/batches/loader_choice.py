@@ -35,7 +35,7 @@ class LoaderChoice:
     name: str
     reason: str
     is_fallback: bool = False
-    """Whether DALI is installed but cannot start."""
+    """Whether NumPy was chosen because DALI is installed but cannot start."""
 
     def __str__(self) -> str:
         return f"loader: {self.name} ({self.reason})"
@@ -99,7 +99,7 @@ def fastest_turns(loaders: Sequence[Loader], device: torch.device) -> list[float
         # Loaders take turns, so that a temporary slowdown of the machine affects all of them.
         for _ in range(_TURNS):
             for place, loader in enumerate(loaders):
-                for _ in range(PREFETCHED_STEPS + 4):  # not timed, because they may be loaded already
+                for _ in range(PREFETCHED_STEPS + 4):  # not timed, because these steps may be prefetched already
                     next(loader)
                 begin = time.perf_counter()
                 for _ in range(_STEPS):

@@ -1,12 +1,12 @@
 """Packing of several sequences into a row of ``capacity`` tokens, to reduce padding.
 
 A strategy is the number of packs for each combination of sequence lengths. Choosing a strategy is the one-dimensional
-cutting-stock problem with a limit on the pieces per pack. If the solution of first-fit decreasing is not within
+cutting-stock problem with a limit on the sequences per pack. If the solution of first-fit decreasing is not within
 ``_GOOD_ENOUGH`` of a lower bound, column generation (Gilmore and Gomory 1961, 1963) solves the linear program over all
 combinations, and the solution is rounded.
 
-Shape legend: N samples, P packs, C combinations, K longest combination, L = capacity + 1 possible lengths (0 stands for
-no sequence).
+Shape legend: N samples, P packs, C combinations, K sequences in the longest combination, L = capacity + 1
+possible lengths (0 stands for no sequence).
 """
 
 from collections import Counter
@@ -23,7 +23,7 @@ _GOOD_ENOUGH = 1e-4
 _CLOSE_ENOUGH = 3e-5
 """The rounds of linear programs stop when the packs exceed the lower bound by at most this fraction."""
 _MAX_ROUNDS = 60
-"""Limit on the number of linear programs. Wikipedia's lengths need 12 with three sequences per pack."""
+"""Limit on the number of linear programs. Wikipedia's lengths need 12 programs with three sequences per pack."""
 
 Combination = tuple[int, ...]
 """Lengths of the sequences in one pack, longest first."""
@@ -161,7 +161,7 @@ def _first_fit_decreasing(counts: NDArray[np.int64], limit: int) -> Counter[Comb
                 filled, rest = packs, 0
             left -= filled * fitting + rest
             partly = int(rest > 0)
-            # Some of these packs are filled, at most one is partly filled, and the other packs do not change.
+            # Of these equal packs, some are filled, at most one is partly filled, and the others do not change.
             for added, number in ((fitting, filled), (rest, partly), (0, packs - filled - partly)):
                 now = contents + (length,) * added
                 if now and number:
@@ -192,7 +192,7 @@ def _linear_program(
     best_prices, bound = np.where(counts > 0, np.arange(len(counts)) / (len(counts) - 1), 0.0), 0.0
     # Combinations of a single length ensure that every histogram can be packed.
     singles = [(length,) for length in lengths.tolist()]
-    # Rows [C, K] are different combinations, zeros last.
+    # The rows [C, K] are different combinations, padded with zeros at the end.
     columns = np.array(sorted({(*each, *[0] * (limit - len(each))) for each in (*start, *singles)}), np.int64)
     used, amounts = columns, np.zeros(0)
     for _ in range(_MAX_ROUNDS):
@@ -220,7 +220,7 @@ def _linear_program(
 def _best_combinations(
     prices: NDArray[np.float64], lengths: NDArray[np.int64], limit: int
 ) -> tuple[NDArray[np.int64], float]:
-    """Return for each length the most valuable combination that contains it [C, K], zeros last, and the largest value."""
+    """Return for each length the most valuable combination with it [C, K], padded with zeros, and the largest value."""
     capacity = len(prices) - 1
     values, choices = np.zeros(capacity + 1), []
     # values[s] is the highest value that fits into a space of s tokens. Each round allows one more sequence.
@@ -280,7 +280,7 @@ def _rounded(chosen: Mapping[Combination, float], counts: NDArray[np.int64], lim
         packs = int(amount)
         while packs and combination:
             packs -= take(combination, packs)
-            # If the solution has more slots for a length than sequences are left, the surplus slots stay empty.
+            # If the solution has more slots for a length than sequences of this length are left, some slots stay empty.
             combination = tuple((Counter(combination) & left).elements())
     # Ties are broken by content, so that equal arguments give equal packings.
     for combination in sorted(chosen, key=lambda each: (int(chosen[each]) - chosen[each], each)):

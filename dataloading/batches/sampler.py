@@ -26,8 +26,8 @@ _LINEAR_COST = 6144
 one token costs as much as 6 h pairs."""
 
 _FEW = 16
-"""Up to this number of sequences per micro-batch, giving each micro-batch one sequence per round leaves the costs unequal,
-so `deal` uses smaller rounds and then `_match`. With more sequences, the costs differ by at most 0.1 %."""
+"""If micro-batches have at most this number of sequences, rounds with a sequence for each micro-batch would leave unequal
+costs. So `deal` uses smaller rounds and then `_match`. With more sequences, the costs differ by at most 0.1 %."""
 
 _MATCHINGS = 2
 """Number of calls of `_match`. Each call brings the highest cost closer to the mean, and takes half as long as dealing."""
@@ -46,14 +46,14 @@ class MicroBatch:
     indices: NDArray[np.int64]
     """[S] sample numbers, longest sample first."""
     global_sequences: int
-    """Number of sequences in the global batch, or in the micro-batches of the ranks ``together`` (see `rank_batches`). The
-    next-sentence loss is divided by it."""
+    """Number of sequences by which the next-sentence loss is divided: those of all ranks and accumulation steps, or of the
+    ranks in the argument ``together`` of `rank_batches`."""
     global_masked: int
-    """Number of masked tokens in the same sequences. The masked-LM loss is divided by it."""
+    """Number of masked tokens in the sequences that ``global_sequences`` counts. The masked-LM loss is divided by it."""
     largest_tokens: int = 0
-    """Largest number of tokens in the micro-batches that all ranks run at the same time, or 0 without a sampler."""
+    """Maximum number of tokens in one of the micro-batches that the ranks run at the same time; 0 without a sampler."""
     largest_masked: int = 0
-    """Largest number of masked tokens in the micro-batches that all ranks run at the same time, or 0 without a sampler."""
+    """Maximum number of masked tokens in one of the micro-batches that the ranks run at once; 0 without a sampler."""
 
 
 @dataclass(frozen=True)
@@ -100,22 +100,22 @@ class BatchSampler:
         """Return the micro-batches of ``rank`` in step ``step``, whose costs are as equal as possible.
 
         No micro-batch is empty. If the global batch can be divided evenly, all have the same number of sequences. The
-        losses are divided by the counts over the ranks ``together``, by default all ranks.
+        losses are divided by the sequences and masked tokens of the ranks ``together``, by default all ranks.
         """
         batch = self.global_batch(step)
         micro_batches = deal(self.lengths[batch], self.micro_batches)
-        # Computed from the length index, so that the ranks need no all-reduce of their counts.
+        # Count with the length index, so that the ranks need no all-reduce of their counts.
         by_rank = micro_batches.reshape(-1, self.world_size, micro_batches.shape[1])
         counted = by_rank if together is None else by_rank[:, list(together)]
         counted = batch[counted[counted >= 0]]
         masked = int(self.masked_counts[counted].sum())
         mine = micro_batches[rank :: self.world_size]
-        # Largest sizes among the micro-batches that all ranks run at the same time.
+        # Maximum numbers of tokens in one of the micro-batches that the ranks run at the same time.
         largest = (
             sums_of(sizes[batch], micro_batches).reshape(-1, self.world_size).max(axis=1).tolist()
             for sizes in (self.lengths, self.masked_counts)
         )
-        # Drop empty places, which are -1.
+        # Drop the positions -1, which stand for no sequence.
         return [
             MicroBatch(batch[rows[rows >= 0]], len(counted), masked, *both)
             for rows, *both in zip(mine, *largest, strict=True)
@@ -133,7 +133,7 @@ def require_sequences(global_batch_size: int, world_size: int, gradient_accumula
 
 def sums_of(sizes: NDArray[np.integer], dealt: NDArray[np.int64]) -> NDArray[np.int64]:
     """Return the sum of ``sizes`` over each micro-batch in ``dealt``, which `deal` returned."""
-    return np.append(sizes, 0)[dealt].sum(axis=1, dtype=np.int64)  # an empty place, -1, reads the appended 0
+    return np.append(sizes, 0)[dealt].sum(axis=1, dtype=np.int64)  # -1 stands for no sequence, and reads the appended 0
 
 
 def cost(lengths: NDArray[np.integer]) -> NDArray[np.int64]:
@@ -149,8 +149,8 @@ def deal(lengths: NDArray[np.integer], micro_batches: int) -> NDArray[np.int64]:
     In each round, the longest remaining sequences go to the cheapest micro-batches that have room. With few sequences per
     micro-batch, a round serves only half of the micro-batches, because some need a second long sequence before others
     get a short one. Then `_match` makes the costs more equal. All micro-batches get the same number of sequences, which
-    keeps the number of captured shapes small. If n is not divisible by ``micro_batches``, empty places (position -1) are
-    dealt last, like sequences of length 0. Exact integers and stable sorts give the same result on every machine.
+    keeps the number of captured shapes small. For this, up to ``micro_batches - 1`` empty sequences are added, whose
+    positions are returned as -1. Exact integers and stable sorts give the same result on every machine.
     """
     empty = -len(lengths) % micro_batches
     if empty:
@@ -188,7 +188,7 @@ def _match(dealt_BS: NDArray[np.int64], cost_N: NDArray[np.int64], number: int) 
 
     The costliest left half joins the cheapest right half, the second costliest joins the second cheapest, and so on. No
     other way to join the halves gives a lower maximum or a higher minimum cost. If a, b, c, d are
-    a micro-batch's sequences in order of cost, the left half is a and c in even rounds, and a and d in odd rounds.
+    a micro-batch's sequences in order of cost, the left half is a and c if ``number`` is even, and a and d if it is odd.
     """
     dealt_BS = np.take_along_axis(dealt_BS, np.argsort(-cost_N[dealt_BS], axis=1, kind="stable"), axis=1)
     place_S = np.arange(dealt_BS.shape[1])
@@ -242,7 +242,7 @@ def choose_shape_buckets(
 
     Dynamic programming over the rounded sizes minimizes the number of padded token slots. The size of the last shape
     bucket exceeds the largest drawn size by a quarter of that size's distance from the mean, so that about one
-    micro-batch in 10^5 does not fit. The number of masked slots follows from the largest drawn ratio of masked tokens.
+    micro-batch in 10^5 does not fit. The number of masked slots follows from the largest drawn share of masked tokens.
     """
     largest, mean = int(tokens_N.max()), float(tokens_N.mean())
     # A micro-batch cannot be larger than all of its sequences at full length.
@@ -277,7 +277,7 @@ def draw_sizes(
 
 
 def _boundaries(sizes_U: NDArray[np.int64], counts_U: NDArray[np.int64], most: int) -> NDArray[np.int64]:
-    """Choose at most ``most`` of the ascending ``sizes_U``, with the last one, that minimize the total number of slots.
+    """Choose at most ``most`` of the ascending ``sizes_U``, including the last, that minimize the total number of slots.
 
     ``counts_U`` is the number of drawn micro-batches of each size.
     """
@@ -285,7 +285,7 @@ def _boundaries(sizes_U: NDArray[np.int64], counts_U: NDArray[np.int64], most: i
     # slots_UU[i, j]: number of slots for sizes i to j in a bucket of size j.
     slots_UU = (sizes_U * (below[1:] - below[:-1, None])).astype(np.float64)
     slots_UU[np.tril_indices(len(sizes_U), -1)] = np.inf
-    # best_U[j]: fewest slots for sizes up to j if the last boundary is j. Each round allows one more boundary.
+    # best_U[j]: fewest slots for sizes up to j if the largest bucket has size j. Each round allows one more bucket.
     # firsts: for each round and each j, the first size in the last bucket, for backtracking.
     best_U, firsts = slots_UU[0], [np.zeros(len(sizes_U), np.int64)]
     for _ in range(min(most, len(sizes_U)) - 1):
@@ -295,7 +295,7 @@ def _boundaries(sizes_U: NDArray[np.int64], counts_U: NDArray[np.int64], most: i
     chosen, last = [], len(sizes_U) - 1
     for first_U in reversed(firsts):
         if last < 0:
-            break  # fewer boundaries than `most` are enough
+            break  # fewer sizes than `most` are enough
         chosen.append(last)
         last = int(first_U[last]) - 1
     return sizes_U[chosen[::-1]]

@@ -143,7 +143,8 @@ class Dataset:
         """
         if len(indices) and not (indices.min() >= 0 and indices.max() < len(self)):
             raise IndexError(
-                f"{self.folder}: indices {indices.min()} to {indices.max()}; it holds {counted(len(self), 'sample')}"
+                f"{self.folder}: indices {indices.min()} to {indices.max()} asked for; "
+                f"it holds {counted(len(self), 'sample')}"
             )
         # side="right", because an empty shard has the same start as the next shard, which has the sample.
         shard_of = np.searchsorted(self._first_samples, indices, side="right") - 1
@@ -194,7 +195,7 @@ class Dataset:
             size = path.stat().st_size if path.is_file() else None
             if size != record.file_bytes:
                 found = "missing" if size is None else f"{size:,} bytes"
-                raise ValueError(f"{path}: {found}, {MANIFEST_NAME} lists {record.file_bytes:,} bytes; {REMEDY}")
+                raise ValueError(f"{path}: {found}, but {MANIFEST_NAME} lists {record.file_bytes:,} bytes; {REMEDY}")
 
     def open_listed(self, index: int) -> Shard:
         """Open shard ``index`` and compare it with its record in the manifest, without reading the samples.
@@ -208,17 +209,17 @@ class Dataset:
             agrees &= shard.digest == record.digest and shard.info.without_sources() == self.info.without_sources()
         if not agrees:
             raise ValueError(f"{shard.path}: not the shard that {MANIFEST_NAME} lists; {REMEDY}")
-        # Check the content against the manifest's description, because only native shards contain a description.
+        # Content will be checked against this description. Only native shards contain one, so use the manifest's.
         shard.info = self.info
         return shard
 
     def _shard(self, index: int) -> Shard:
-        """Return shard ``index``, and open it if needed. Closes the shards that were opened first to stay within limits."""
+        """Return shard ``index``, and open it if needed. To stay within limits, closes the shards that were opened first."""
         if index not in self._open_shards:
             shard = self.open_listed(index)
             if self._verified_on_opening:
                 shard.verify(self.shards[index].digest)
-            shard.expect_random_reads()  # only now, because verification reads sequentially
+            shard.expect_random_reads()  # not earlier, because verification reads sequentially
             held = shard.held_bytes + sum(other.held_bytes for other in self._open_shards.values())
             while self._open_shards and (len(self._open_shards) >= self._most_open or held > _MAX_HELD_BYTES):
                 oldest = next(iter(self._open_shards))  # the shard that was opened first
@@ -230,7 +231,7 @@ class Dataset:
 def scan_shards(folder: Path, names: Sequence[str], info: DatasetInfo) -> Dataset:
     """Read the shards ``names`` in ``folder``, and return them as a data set. ``info`` describes the samples.
 
-    Raises ``ValueError`` if a shard contains another description, or if two shards hold the same samples.
+    Raises ``ValueError`` if a shard's own description differs, or if two shards hold the same samples.
     """
     records, lengths = [], [np.empty((0, 2), np.uint16)]
     sources, text = dict(info.sources), TextCounts()
@@ -245,7 +246,7 @@ def scan_shards(folder: Path, names: Sequence[str], info: DatasetInfo) -> Datase
         text += shard.info.text
         digest = shard.digest or shard.read(0, len(shard)).digest()
         other = names_by_digest.setdefault(digest, name)
-        if other != name and len(shard):  # empty shards may be equal
+        if other != name and len(shard):  # shards without samples have equal digests
             raise ValueError(
                 f"{folder}: {name} holds the same samples as {other}: leave out one of the two, or one of the equal texts "
                 "that they were made from"
@@ -271,7 +272,7 @@ def index_shards(folder: Path, names: Sequence[str], info: DatasetInfo) -> Datas
 
 
 def shard_names(folder: Path) -> list[str]:
-    """Return the sorted names of the shards in a folder. Raises ``ValueError`` for a folder with a manifest or no file."""
+    """Return the sorted names of the shards in a folder. Raises ``ValueError`` if it has a manifest or is empty."""
     if not folder.is_dir():
         raise ValueError(f"{folder}: no such folder")
     # Skip hidden files, which an interrupted command may have left.
@@ -298,7 +299,7 @@ def info_of(folder: Path, names: Sequence[str], vocab: Path) -> DatasetInfo:
         shard = open_shard(folder / name)
         if shard.digest is not None:  # only native shards contain a description
             return shard.info.without_sources()
-        if shard.layout in ("fixed", "tfrecord"):  # one shard is enough, because it declares its row width
+        if shard.layout in ("fixed", "tfrecord"):  # these shards declare the row width, so one shard is enough
             most_tokens, most_masked = shard.info.max_seq_length, shard.info.max_predictions_per_seq
             break
         most_tokens = max(most_tokens, int(shard.lengths.max(initial=1)))
@@ -315,12 +316,12 @@ def open_or_scan(folder: Path, vocab: Path | None) -> Dataset:
         return dataset
     names = shard_names(folder)
     if vocab is None:
-        raise ValueError(f"{folder} has no {MANIFEST_NAME}: name the vocabulary of its ids by --vocab FILE")
+        raise ValueError(f"{folder} has no {MANIFEST_NAME}: name the vocabulary of its ids with --vocab FILE")
     return scan_shards(folder, names, info_of(folder, names, vocab))
 
 
 def _raise_open_file_limit(count: int) -> int:
-    """Raise this process's soft limit of descriptors if needed. Return how many of ``count`` shards may be open at once."""
+    """Raise this process's soft limit of open files if needed. Return how many of ``count`` shards may be open at once."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = count + _OTHER_DESCRIPTORS
     # The soft limit is often 1,024, but data sets commonly have 4,320 shards.
@@ -337,7 +338,7 @@ def _read_manifest(folder: Path) -> _Manifest:
     try:
         # Parsed with Python's json module, because file names need not be UTF-8.
         return msgspec.convert(found, _Manifest)
-    # msgspec raises UnicodeEncodeError if half of a surrogate pair stands in place of another value.
+    # msgspec raises UnicodeEncodeError for a string with half of a surrogate pair where it expects another type.
     except (msgspec.MsgspecError, RecursionError, UnicodeEncodeError) as error:
         raise ValueError(f"{path}: damaged or of another version ({shown(error)}); {REMEDY}") from None
 
@@ -350,7 +351,7 @@ def _read_lengths(path: Path, manifest: _Manifest) -> NDArray[np.uint16]:
         lengths = np.asarray(np.load(path, mmap_mode="r", allow_pickle=False) if is_listed else ())
     except OSError as error:
         raise ValueError(f"{path}: {error.strerror or error}; {REMEDY}") from None
-    except Exception as error:  # NumPy reads the head of the file as Python, which can raise any error
+    except Exception as error:  # NumPy parses the head of the file as Python code, which can raise any error
         raise ValueError(f"{path}: not a valid NumPy array ({shown(error)}); {REMEDY}") from None
     if not is_listed:
         raise ValueError(f"{path}: digest differs from {MANIFEST_NAME}; {REMEDY}")

@@ -22,12 +22,12 @@ from dataloading.shards.shard import VOCABULARY_FITS, DatasetInfo, ShardRecord
 VOCABULARY_MD5 = "64800d5d8528ce344256daf115d4965e"
 TRAINING_SAMPLES = 156_726_829
 TRAINING_SAMPLES_4320 = 156_725_280
-"""Size of the training set in 4,320 shards of 36,279 samples, as published. The last few samples are dropped."""
+"""Size of the training set as published: 4,320 shards of 36,279 samples, which leave out the last few samples."""
 EVALUATION_CONTENT_MD5 = "611d8bae26646145e1c33338a27ba124"
 
 _LONG_ENOUGH = 64
-"""Smallest number of tokens for which two samples cannot be equal by chance: 10 of 64 tokens are masked, in one of more
-than 10^10 ways. Samples of a few words can be equal, because every document is drawn ten times."""
+"""From this number of tokens on, two samples are never equal by chance: 10 of 64 tokens can be masked in more than 10^10
+ways. Samples of a few words can be equal, because samples are drawn from every document ten times."""
 _LONG_MARK = np.uint64(1)
 """Bit of each digest that is overwritten to store whether the sample is long. This saves a second array."""
 

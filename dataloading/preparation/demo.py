@@ -78,7 +78,7 @@ def _recorded(options: PretrainingOptions) -> dict[str, int | float | bool | str
 
 
 def _is_current(folder: Path, tokenizer: Tokenizer, options: PretrainingOptions) -> bool:
-    """Return whether the data set exists, intact. Raises ``ValueError`` if the folder holds anything else."""
+    """Return whether the data set exists. Raises ``ValueError`` if it is damaged, or if the folder holds anything else."""
     if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
         return False
     dataset = open_dataset(folder)

@@ -13,14 +13,14 @@ from dataloading.text.tokenization import MAX_CHARACTERS_PER_WORD, split_words
 from dataloading.text.vocabulary import SPECIAL_TOKENS
 
 _FREQUENT = 1 / 20_000
-"""A character with at least this share of the text's characters takes precedence over every longer piece."""
+"""A character that makes up at least this share of the text takes precedence over every longer piece."""
 
 
 def learn_vocabulary(lines: Iterable[str], size: int, normalization: Normalization) -> list[str]:
     """Learn at most ``size`` tokens. Return the special tokens, characters and longer pieces in id order.
 
-    The most frequent characters come first and take up to half of the vocabulary. All frequent ones are kept, even if they
-    need more than half, because a word with an unknown character becomes [UNK]. Longer pieces fill the rest. If the text
+    The most frequent characters come first. They take up to half of the vocabulary, or more if more characters exceed the
+    share ``_FREQUENT``, because a word with an unknown character becomes [UNK]. Longer pieces fill the rest. If the text
     has too few pieces, rarer characters follow. A character counts separately at the beginning of a word and, with "##"
     before it, inside a word. Raises ``ValueError`` if there is no room for any character.
     """
@@ -48,13 +48,13 @@ def _forms(word: str) -> list[str]:
 
 
 def _longer_pieces(words: Counter[str], known: Sequence[str], size: int) -> list[str]:
-    """Learn pieces from the words of ``known`` characters, until there are ``size`` tokens or no more pieces."""
+    """Learn pieces from words that have only ``known`` characters, until there are ``size`` tokens or no more pieces."""
     forms = set(known)
     learnable = Counter({word: count for word, count in words.items() if forms.issuperset(_forms(word))})
-    # The trainer also expects the form of each character that begins a word.
+    # The trainer skips a character if its form without "##" is no token.
     extra = sorted({form[2:] for form in known if form.startswith("##")} - forms)
-    # Pass the forms as special tokens, with an empty alphabet. Otherwise the trainer would number the characters differently
-    # in each run, and the learned pieces depend on these numbers.
+    # Pass the characters as special tokens, with an empty alphabet. Otherwise the trainer would number them differently in
+    # each run, and the learned pieces depend on these numbers.
     fixed = [*known, *extra]
     trainer = WordPieceTrainer(
         vocab_size=size + len(extra), special_tokens=fixed, limit_alphabet=0, show_progress=False

@@ -45,8 +45,8 @@ def _with_size(name: str) -> str:
 INDEX, TF1_DATA = (name for name in KNOWN if name.startswith("tf1_ckpt/"))
 TF1_FILES = f"{_with_size(INDEX)} and {_with_size(TF1_DATA)}"
 OBJECT_GRAPH = "_CHECKPOINTABLE_OBJECT_GRAPH"
-"""Name in the index of a TF2 checkpoint. An index omits what a name shares with the start of the name before it. This name
-shares nothing, so it is stored in full and can be searched for."""
+"""Name in the index of a TF2 checkpoint. In an index, a name omits the beginning that it shares with the name before it.
+This name shares nothing, so it is stored in full and can be searched for."""
 _PREFIX = PurePath(INDEX).stem
 
 _FILES, _TEXT = "bert-input-files", "bert-preprocessed-wikipedia-dataset"
@@ -70,7 +70,7 @@ _OTHERS = {
     re.compile(r".+\.xml(\.bz2)?"): (TRAIN, "is a dump: run WikiExtractor on it"),
     re.compile(r".+\.(tar|tgz|tar\.gz|zip)"): (TRAIN, "is an archive: unpack it"),
 }
-"""Patterns of names of files that cannot be used: the result that such a file is meant for, and why it cannot be used."""
+"""Files that cannot be used, by a pattern for their names: the result that they are meant for, and the reason."""
 _MAX_LIST_BYTES = 64 << 20
 _MOST_NAMED = 10
 
@@ -89,7 +89,7 @@ _SAMPLE_BYTES = 11
 
 @dataclass(frozen=True)
 class Inputs:
-    """Input files that were found. A tuple is empty if there are no such files."""
+    """Input files that were found. A tuple is empty if no file of its kind was found."""
 
     vocabulary: tuple[Path, ...] = ()
     config: tuple[Path, ...] = ()
@@ -159,7 +159,7 @@ def attention_heads(inputs: Inputs) -> int | None:
         stated = read_json(config, _MAX_LIST_BYTES, "download it again")
         heads = stated.get("num_attention_heads") if isinstance(stated, dict) else None
         if type(heads) is not int or heads < 1:
-            raise ValueError(f"{config}: num_attention_heads is {heads!r}; expected a number from 1: download it again")
+            raise ValueError(f"{config}: num_attention_heads is {heads!r}; expected 1 or more; download the file again")
         return heads
     return None
 
@@ -184,7 +184,7 @@ def _walk(folders: Sequence[Path], leave_out: Path, problems: list[str]) -> Iter
         unreadable: list[OSError] = []
         for top, below, files in os.walk(folder, onerror=unreadable.append, followlinks=True):
             here = Path(top).resolve()
-            # A link to a parent folder would lead here again and again.
+            # Visit each folder once, because a link to a parent folder would lead here again and again.
             is_new = here != leave_out and here not in seen
             below[:] = sorted(name for name in below if is_new and not name.startswith("."))
             for path in (here / name for name in sorted(files) if is_new):
@@ -297,7 +297,7 @@ class Checksums:
         )
 
     def check(self, md5s: Mapping[Path, str]) -> int:
-        """Return the number of files in no list. Raises ``ValueError`` with the names of all files with wrong MD5 sums."""
+        """Return the number of files without a known sum. Raises ``ValueError`` that names all files with wrong sums."""
         wanted = {path: self.expected(path) for path in md5s}
         wrong = _wrong(
             f"{path} (MD5 {md5}, expected {' or '.join(sorted(wanted[path]))})"

@@ -34,7 +34,7 @@ _EVALUATED_TOKENS = 10_000
 """Masked tokens in the evaluation set if the held-out text is long enough. The standard error of an accuracy is then at most
 0.5 %, and a run spends little time on its evaluations."""
 _MOST_PASSES = 10
-"""Most passes over a short held-out text. Each pass has different masks."""
+"""Maximum number of passes over a short held-out text. Each pass has different masks."""
 _CHARACTERS_PER_TOKEN = 4
 _SHARD_CHARACTERS = 27 << 20
 """Characters of text per shard, like a part of the benchmark's text. A shard takes 30 bytes of memory per character."""
@@ -172,7 +172,7 @@ def _write(
     sources: dict[str, str],
     most_masked: int | None,
 ) -> Dataset:
-    """Write a data set. With ``most_masked``, keep only as many samples as have this number of masked tokens."""
+    """Write a data set. With ``most_masked``, keep samples with at most this number of masked tokens in total."""
     info = samples_info(tokenizer.vocabulary, options, sources)
     folder.mkdir()
     calls = _calls(documents)

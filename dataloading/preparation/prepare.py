@@ -38,7 +38,7 @@ class Job:
     accept_losses: bool = False
     """Whether to go on if more than half of a text is lost."""
     remedy: str = ""
-    """Remedy in messages about lost text, for programs that lack the options that the usual remedies name."""
+    """Remedy in messages about lost text. Programs set it if they lack the options that the usual remedies name."""
 
     def __post_init__(self) -> None:
         if not self.texts:
@@ -71,14 +71,14 @@ def make_shards(
     """Make all shards of a data set, or only one ``part``, without a manifest. Return the shards' common description."""
     info = samples_info(Vocabulary.read(job.vocab), job.options)
     mine = part.share_of(len(job.calls)) if part else range(len(job.calls))
-    # Check first, so that an unreadable text does not end the job after hours.
+    # Check the texts first, because an unreadable text would otherwise end the job after hours.
     check_texts([path for index in mine for path in job.calls[index]])
     calls = [[path.as_posix() for path in call] for call in job.calls]
     description = {**info.options, "vocabulary": info.vocabulary_sha256, "calls": calls}
-    # With a part, this process may not be alone: other processes may make other parts in this folder now.
+    # If this process makes only a part, other processes may be making other parts in this folder now.
     with begun(out, JOB_NAME, description, finished="part_*", alone=part is None):
         if jobs > 1:
-            # Compile the core before forking, so that the processes share it.
+            # Compile the functions that make samples before forking, so that the processes share them.
             tokenizer = _tokenizer(job.vocab, info.vocabulary_sha256, job.options.normalization)
             samples_of([["a", "b"], ["c"]], tokenizer, job.options)
         make_files(partial(_make_shard, job, info, out), mine, jobs, report)

@@ -142,7 +142,7 @@ def create_samples(
     )
 
 
-# The compiled core.
+# The following functions are compiled.
 
 
 def compiled(function: Function) -> Function:
@@ -305,7 +305,7 @@ def _draw_pair(
     if stop - first >= 2 and _random(twister) >= 0.5:
         return a_start, a_stop, a_stop, sentence_offsets[stop], False, stop
     other = document
-    # If there is only one document, or all ten draws give this document, its segment still counts as random.
+    # If there is only one document, or all ten draws give this document, the segment still counts as random.
     for _ in range(_DRAWS_OF_ANOTHER_DOCUMENT):
         other = _random_below(twister, len(bounds_D2))
         if other != document:
@@ -369,7 +369,7 @@ def _mask(
         elif _random(twister) < 0.5:
             replacements[position] = row[position]
         else:
-            replacements[position] = _random_below(twister, vocab_size)  # including special tokens
+            replacements[position] = _random_below(twister, vocab_size)  # any token, even a special one
     masked = 0
     for position in range(len(row)):
         if replacements[position] >= 0:

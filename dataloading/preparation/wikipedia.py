@@ -77,8 +77,8 @@ class Request:
 def make_wikipedia(request: Request) -> bool:
     """Make all results that the inputs allow, or one part of the samples.
 
-    The process that completes the last part also makes the other results. Returns False if the folders lack the files for a
-    result, which was therefore not made.
+    The process that completes the last part also makes the other results. Returns False if a result was not made because
+    the folders lack files for it.
     """
     inputs = find_inputs(request.folders, request.out)
     checksums = Checksums(request.checksums, inputs.lists)
@@ -104,7 +104,7 @@ def make_wikipedia(request: Request) -> bool:
     except BusyError as holder:
         if request.part is None:
             raise ValueError(f"{request.out}: {holder} is at work there; wait for it, or name another --out") from None
-        # The lock's holder makes another part and then looks for missing parts, or it makes the other results already.
+        # The process with the lock is making the other results, or will make them after its part.
         say(f"part {request.part} is done; another process makes the other results")
         return True
     return _conclude(request.out, inputs)
@@ -116,8 +116,8 @@ def _with_extracted_text(request: Request, inputs: Inputs) -> Inputs:
         return inputs
     job = [asdict(request.extraction), *((str(path), path.stat().st_size) for path in inputs.articles)]
     folder = request.work / f"text-{hashlib.sha256(json.dumps(job).encode()).hexdigest()[:16]}"
-    # Use a separate lock only for the extraction, because every process needs the whole text, but processes can make their
-    # parts of the samples at the same time.
+    # One process extracts the whole text, and the others wait for it with this separate lock. Afterwards, all of them make
+    # their parts of the samples at the same time.
     with _locked(request, shared=False, name="text.lock", patience_s=86_400):
         if not (folder / "eval.txt").exists():
             extract(inputs.articles, folder, request.extraction, jobs=request.jobs)
@@ -135,7 +135,7 @@ def _locked(request: Request, *, shared: bool, name: str = "lock", patience_s: f
 
 
 def _problems(request: Request, inputs: Inputs, checksums: Checksums) -> list[str]:
-    """Return a sentence for each reason to make nothing. Large files are not read."""
+    """Return a sentence for each problem that prevents the command from starting. Large files are not read."""
     problems = [*inputs.problems, *checksums.wrong_sizes(inputs.files)]
     has_text = inputs.evaluation or inputs.text or inputs.articles
     if not (has_text or inputs.files or problems):
@@ -251,7 +251,7 @@ class _Preparation:
         # Skip text that this command extracted: it has the file names of the benchmark's text, but other content.
         given_md5s = {path: md5 for path, md5 in self.md5s.items() if self.work.resolve() not in path.parents}
         if unlisted := self.checksums.check(given_md5s):
-            say(f"note: not compared with MD5 sums, because no list has them: {counted(unlisted, 'file')}")
+            say(f"note: no list has MD5 sums of {counted(unlisted, 'file')}, so they were not compared")
         if given and not self.vocab.exists():
             write_atomically(self.vocab, read_bounded(given, _MAX_RECORD_BYTES, "name a vocabulary"))
         elif given and sha256_of(self.vocab) != sha256_of(given):
@@ -300,7 +300,7 @@ class _Preparation:
         self.progress.set(result, kept=True)
 
     def _unfinished(self, name: str, made_from: _MadeFrom) -> Path:
-        """Return the path of a result while it is being made. Other inputs or settings have another path."""
+        """Return the path of an unfinished result. It differs for other inputs or settings."""
         digest = hashlib.sha256(json.dumps(made_from, sort_keys=True).encode()).hexdigest()
         return self.work / f"{name}-{digest[:16]}"
 

@@ -199,7 +199,7 @@ def _text_sizes(content: mmap.mmap | bytes, header: int, key: bytes) -> Iterator
                 blocks.append(struct.unpack_from("<QQ", message))
             elif kind == _ATTRIBUTE and len(message) >= 9:
                 version, *sizes = struct.unpack_from("<BxHHH", message)
-                # Version 3 adds an encoding; version 1 pads each part to 8 bytes.
+                # Messages of version 3 have one more byte, the encoding. Version 1 pads each part to 8 bytes.
                 begin, unit = (9 if version == 3 else 8), (8 if version == 1 else 1)
                 data = begin + sum(-(-each // unit) * unit for each in sizes)
                 if message[begin : begin + sizes[0]] == key and data + REFERENCE.itemsize <= len(message):

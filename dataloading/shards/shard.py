@@ -22,7 +22,7 @@ MAX_ID = (1 << 16) - 1
 """Largest id, position and length. They are stored in 16 bits."""
 
 VOCABULARY_FITS = "vocabulary_fits"
-"""Key in the settings of samples: whether text with their normalization can contain nearly all tokens of the vocabulary."""
+"""Name of the setting that tells whether normalized text can contain nearly all tokens of the vocabulary."""
 
 _Size = Annotated[int, Meta(ge=1, le=MAX_ID + 1)]
 _Count = Annotated[int, Meta(ge=0, lt=1 << 62)]
@@ -149,7 +149,7 @@ class Shard(ABC):
 
         ``digest`` is the expected digest from a manifest. By default, the file's own digest is used, if it has one.
         """
-        # Prefer the manifest's digest: a shard that was swapped in from another data set matches its own.
+        # Prefer the manifest's digest, because a shard from another data set also matches the digest that it contains.
         expected = digest or self.digest
         samples = self.read(0, len(self))
         found = samples.digest()

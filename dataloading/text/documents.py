@@ -37,7 +37,7 @@ _OTHER_FILES = {
     b"\x28\xb5\x2f\xfd": "compressed with zstd; unzstd it first",
     b"\x89HDF": "an HDF5 file, which holds samples and no text; leave it out",
 }
-"""Files that are not text in UTF-8, by their first bytes."""
+"""First bytes of files that are not text in UTF-8, each with the kind of file and a remedy."""
 
 _MARKUP = {
     re.compile(r"<doc\s", re.IGNORECASE): "WikiExtractor's output; run `python -m dataloading extract` on it",
@@ -46,7 +46,7 @@ _MARKUP = {
 
 
 def decode_text(content: bytes, path: Path) -> str:
-    """Decode UTF-8 without its byte order mark. Raises ``ValueError`` that names another kind of content.
+    """Decode UTF-8, and drop a byte order mark. For other content, raises ``ValueError`` with its kind if it is known.
 
     ``path`` is for error messages.
     """
@@ -71,7 +71,7 @@ def _other_kind(content: bytes) -> str:
     for start, kind in _OTHER_FILES.items():
         if content.startswith(start):
             return kind
-    # UTF-16 without a byte order mark has a zero byte for each Latin letter. Headers of gzip may also have many zeros.
+    # UTF-16 without a byte order mark has a zero byte for each Latin letter. So do not count the zeros of gzip's headers.
     if content.count(0) > len(content) // 8 and not content.startswith(_GZIP):
         return "binary, or text in UTF-16; expected text in UTF-8"
     return ""
@@ -159,7 +159,7 @@ def _checked_lines(path: Path) -> list[str]:
             raise ValueError(f"{path}: {kind}")
     if _is_json_object(first):
         raise ValueError(
-            f"{path}: JSON, an object a line; write its text alone, for example with jq -r '.text + \"\\n\"'"
+            f"{path}: JSON with one object a line; write only its text, for example with jq -r '.text + \"\\n\"'"
         )
     return lines
 

@@ -7,7 +7,7 @@ from itertools import pairwise
 
 from dataloading.options import Sentences
 
-# Unicode 18's property Sentence_Terminal from U+0080 to U+FFFF, without the one dot leader. The terminals of the higher
+# Unicode 18's property Sentence_Terminal from U+0080 to U+FFFF, without U+2024. The terminals of the higher
 # planes belong to rare scripts, and `re` searches for them seven times as slowly.
 _TERMINALS = (
     r"\u0589\u061d-\u061f\u06d4\u0700-\u0702\u07f9\u0837\u0839\u083d\u083e\u0964\u0965\u104a\u104b\u1362\u1367\u1368"
@@ -20,7 +20,7 @@ _CONTINUING = r",\-:;\u037e\u055d\u060c\u061b\u2013\u2014\u3001\uff0c\uff0d\uff1
 """Commas, colons and dashes, which continue a sentence after a terminal."""
 
 _NON_ASCII = [chr(code_point) for code_point in range(0x80, 0x20000)]
-# Exclude Georgian letters, which are lower case but begin sentences. They are their own title case.
+# Exclude Georgian letters, which are lower case but begin sentences. Each is its own title-case form.
 _LOWER = "".join(letter for letter in _NON_ASCII if letter.islower() and letter != letter.title())
 _OPENING, _CLOSING, _INITIAL, _FINAL, _INVISIBLE = (
     "".join(mark for mark in _NON_ASCII if unicodedata.category(mark) == category)

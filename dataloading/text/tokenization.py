@@ -49,7 +49,7 @@ class Tokenizer:
         return np.frombuffer(b"".join(encoded), np.uint16), np.concatenate(([0], lengths.cumsum()))
 
     def count_unknown(self, line: str) -> int:
-        """Count the characters of the words in a line that are [UNK]."""
+        """Count the characters of those words in a line that become [UNK]."""
         unknown = np.uint16(self.vocabulary.ids["[UNK]"]).tobytes()
         return sum(len(word) for word in split_words(line, self.normalization) if self._word_ids[word] == unknown)
 
@@ -160,7 +160,7 @@ class TokenizedDocuments:
 
 
 def tokenize_documents(documents: Iterable[Sequence[str]], tokenizer: Tokenizer) -> TokenizedDocuments:
-    """Return documents as flat token ids, without empty sentences and documents. Raises ``ValueError`` without tokens."""
+    """Return documents as flat token ids, without empty sentences and documents. Raises ``ValueError`` if all are empty."""
     documents = list(documents)
     return group_tokens(documents, *tokenizer.encode_lines(list(chain.from_iterable(documents))))
 

@@ -72,7 +72,7 @@ class _Configuration(msgspec.Struct):
 def read_tokens(path: Path) -> tuple[list[str], list[str]]:
     """Return the tokens of a ``tokenizer.json`` in id order, and the added tokens with ids after them.
 
-    Ids without a token get an empty one. Raises ``ValueError`` if the tokenizer is not WordPiece, or an id is impossible.
+    Ids without a token get an empty token. Raises ``ValueError`` if the tokenizer is not WordPiece or an id is invalid.
     """
     tokenizer = read_typed(path, _Tokenizer, _MAX_BYTES, _REMEDY)
     model = tokenizer.model
@@ -85,14 +85,14 @@ def read_tokens(path: Path) -> tuple[list[str], list[str]]:
 
 
 def _ordered(ids: Mapping[str, int], first: int, path: Path) -> list[str]:
-    """Return tokens by id from ``first``, without blanks around them."""
+    """Return the tokens in the order of their ids, which start at ``first``, without blanks around the tokens."""
     if wrong := [f"{token!r} has the id {index}" for token, index in ids.items() if not first <= index < MAX_TOKENS]:
-        raise ValueError(f"{path}: {shown(wrong[0])}, outside {first} to {MAX_TOKENS - 1:,}; {_REMEDY}")
+        raise ValueError(f"{path}: {shown(wrong[0])}, outside the range {first} to {MAX_TOKENS - 1:,}; {_REMEDY}")
     if len(set(ids.values())) < len(ids):
         raise ValueError(f"{path}: two tokens have the same id; {_REMEDY}")
     rows = [""] * (1 + max(ids.values(), default=first - 1) - first)
     for token, index in ids.items():
-        rows[index - first] = token.strip()  # without blanks, as from vocab.txt
+        rows[index - first] = token.strip()  # as if read from vocab.txt, which is read without blanks
     return rows
 
 
@@ -100,7 +100,7 @@ def stated_normalization(folder: Path, decided: Collection[str] = ()) -> tuple[d
     """Return the fields of ``Normalization`` that a tokenizer's files in a folder state, and the names of these files.
 
     Raises ``ValueError`` if the files describe a tokenizer that splits text in another way than BERT's, or if they disagree
-    about a field that is not ``decided`` otherwise.
+    about a field, except for the fields ``decided``, which options set.
     """
     stated: dict[str, bool] = {}
     names = [name for name in (TOKENIZER, TOKENIZER_CONFIG) if (folder / name).is_file()]

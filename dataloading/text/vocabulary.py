@@ -107,7 +107,7 @@ class Vocabulary:
 
     @cached_property
     def _identity(self) -> bytes:
-        # Treat repeated lines as blank lines, because neither gives its id to a token.
+        # Treat repeated lines as blank lines, because no token has the id of such a line.
         rows = [token if self.ids.get(token) == index else "" for index, token in enumerate(self.tokens)]
         return ("\n".join(rows).rstrip("\n") + "\n").encode()
 

@@ -99,7 +99,7 @@ def test_commands_report_what_they_made_and_detect_damage(
     *steps, said = run("shuffle", out, "--out", shuffled, "--shards", 20).splitlines()
     assert said == f"{visible(shuffled)}: {described(shuffled, expected)}, each sample of {visible(out)} exactly once"
     written = [int(len(expected) * shard / 20) for shard in range(1, 21)]
-    first: dict[tuple[str, int], int] = {}  # one line for each tenth of a step
+    first: dict[tuple[str, int], int] = {}  # a step prints a line for each tenth
     for step, several in (("read", np.cumsum(counts).tolist()), ("written", written), ("checked", written)):
         for done in several:
             first.setdefault((step, 10 * done // len(expected)), done)

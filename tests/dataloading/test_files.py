@@ -56,7 +56,7 @@ def test_too_long_lines_and_too_large_texts_are_rejected(tmp_path: Path) -> None
         read_documents([path])
 
 
-def test_a_shard_that_is_truncated_while_it_is_open_is_rejected(tmp_path: Path) -> None:
+def test_reading_an_open_shard_fails_after_its_file_was_truncated(tmp_path: Path) -> None:
     """Reading a memory map beyond the end of its file would kill the process by SIGBUS."""
     code = """
 import os, sys, pathlib, numpy

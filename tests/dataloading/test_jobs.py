@@ -127,7 +127,9 @@ with begun(out, "job.json", {}, finished="part_*"):
 @pytest.mark.parametrize(
     ("number", "jobs"), [(signal.SIGTERM, 1), (signal.SIGHUP, 2), (signal.SIGINT, 2), (signal.SIGKILL, 2)]
 )
-def test_interrupted_jobs_leave_no_files_and_killed_jobs_no_processes(tmp_path: Path, number: int, jobs: int) -> None:
+def test_interrupted_jobs_leave_no_files_and_killed_jobs_leave_no_processes(
+    tmp_path: Path, number: int, jobs: int
+) -> None:
     command = [sys.executable, "-c", STOPPED, str(tmp_path / "out"), str(jobs)]
     process = subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
     assert process.stdout is not None

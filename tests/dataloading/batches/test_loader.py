@@ -169,7 +169,7 @@ def test_reading_starts_at_the_first_batch_and_next_raises_read_errors(small_run
 
 
 def test_uploads_select_their_gpu_before_other_cuda_calls(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A new thread would use GPU 0 otherwise. On a machine without a GPU, any earlier CUDA call would raise here."""
+    """Without the selection, a new thread would use GPU 0. If there is no GPU, earlier CUDA calls raise other errors."""
 
     def select(device: torch.device) -> None:
         raise LookupError(device)
@@ -240,7 +240,7 @@ def test_dali_loads_a_synthetic_step_with_the_runs_lengths_before_it_is_chosen(d
     assert dali.closed == 1
 
 
-def test_if_dali_cannot_start_dali_is_an_error_and_auto_chooses_numpy(
+def test_if_dali_cannot_start_kind_dali_raises_and_kind_auto_chooses_numpy(
     dali: type[Dali], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(dali, "error", f"CUDA driver version is insufficient{300 * '.'}\n[frame 0]: lib.so")

@@ -57,7 +57,7 @@ def histograms(draw: st.DrawFn) -> tuple[list[int], int, int | None]:
 @example(([0, 1000], 512, None))
 @example(
     (np.bincount([1, 26, 35], [1, 32, 37]).astype(int).tolist(), 128, 12)
-)  # the linear program has many slots for the one sequence of length 1
+)  # the linear program's solution has many slots for the one sequence of length 1
 @example((np.bincount([75, 118, 160, 258], [4302, 190_691, 1, 1]).astype(int).tolist(), 512, 5))  # has many solutions
 def test_every_sequence_is_packed_once_within_limits(given_: tuple[list[int], int, int | None]) -> None:
     histogram, capacity, limit = given_
@@ -70,7 +70,7 @@ def test_every_sequence_is_packed_once_within_limits(given_: tuple[list[int], in
 
 
 @given(st.lists(st.integers(1, 20), max_size=60), st.sampled_from([1, 2, 3, 20]))
-def test_first_fit_decreasing_by_groups_of_packs_equals_packing_one_by_one(lengths: list[int], limit: int) -> None:
+def test_first_fit_decreasing_gives_the_packs_of_a_plain_implementation(lengths: list[int], limit: int) -> None:
     packs: list[tuple[int, ...]] = []
     for length in sorted(lengths, reverse=True):
         fits = (place for place, pack in enumerate(packs) if sum(pack) + length <= 20 and len(pack) < limit)

@@ -52,7 +52,7 @@ def from_elsewhere(source: Dataset, folder: Path, layout: str) -> np.ndarray:
 
 
 @pytest.mark.parametrize("layout", ["native", "packed"])
-def test_an_interrupted_conversion_continues_with_equal_results(
+def test_an_interrupted_conversion_continues_and_gives_the_same_data_set(
     source: Dataset, tmp_path: Path, layout: Layout
 ) -> None:
     out, reports = tmp_path / "data", list[JobProgress]()

@@ -102,7 +102,7 @@ def test_the_soft_limit_of_open_files_is_raised_for_many_shards(
         resource.setrlimit(resource.RLIMIT_NOFILE, (300, hard))
         dataset = open_dataset(tmp_path / "data")
         assert dataset.take(np.arange(60)).digest() == samples.digest()
-        assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == 316  # 60 shards, and 256 for the rest of the process
+        assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == 316  # 60 shards and 256 other files
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     for limits, raised, most in (
@@ -136,7 +136,7 @@ def test_open_shards_are_limited_in_number_and_memory(
         assert list(dataset._open_shards) == still_open
 
 
-def test_another_vocabulary_is_rejected(folder: Path) -> None:
+def test_only_the_vocabulary_of_the_samples_is_accepted(folder: Path) -> None:
     vocabulary, other = Vocabulary(tuple(TOKENS)), Vocabulary((*TOKENS, "more"))
     dataset = open_dataset(folder)
     dataset.info = replace(dataset.info, vocabulary_sha256=vocabulary.sha256)
@@ -165,7 +165,7 @@ def test_errors_for_missing_swapped_and_damaged_shards_name_the_path(
         with pytest.raises(ValueError, match=f"^{paths[2]}: {complaint}"):
             open_dataset(folder).take(EVERYTHING)
     paths[2].write_bytes(content[:-1])
-    listed = rf"manifest\.json lists {len(content):,} bytes; copy"
+    listed = rf"but manifest\.json lists {len(content):,} bytes; copy"
     with pytest.raises(ValueError, match=rf"{paths[2]}: {len(content) - 1:,} bytes, {listed}"):
         open_dataset(folder).check_files()
     paths[2].unlink()
@@ -180,7 +180,9 @@ def test_errors_for_missing_swapped_and_damaged_shards_name_the_path(
     paths[1].write_bytes(first)
     with pytest.raises(ValueError, match=rf"{paths[0]}: not the shard that manifest\.json lists"):
         open_dataset(folder).take(np.array([0]))
-    write_shard(paths[0], samples.slice(0, 5), replace(INFO, options={"random_seed": 1}))  # only other settings
+    write_shard(
+        paths[0], samples.slice(0, 5), replace(INFO, options={"random_seed": 1})
+    )  # right samples, other settings
     for record in (dataset.shards[0], replace(dataset.shards[0], file_bytes=paths[0].stat().st_size)):
         with pytest.raises(ValueError, match=rf"{paths[0]}: not the shard"):
             Dataset(folder, INFO, (record,), dataset._length_index[:5]).take(np.array([0]))
@@ -225,8 +227,8 @@ def test_a_damaged_manifest_is_rejected_with_the_reason(
             open_dataset(folder)
 
 
-def test_a_length_index_that_is_damaged_hostile_or_of_other_shards_is_rejected(folder: Path, samples: Samples) -> None:
-    """NumPy reads the head of an array as Python. Whoever wrote the data set has also written the digest."""
+def test_damaged_hostile_and_wrong_length_indexes_are_rejected(folder: Path, samples: Samples) -> None:
+    """NumPy parses the head of an array as Python. The digest is no protection: whoever wrote the index wrote it, too."""
     lengths = open_dataset(folder).lengths
     while isinstance(lengths.base, np.ndarray):
         lengths = lengths.base

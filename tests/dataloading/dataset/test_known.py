@@ -77,7 +77,7 @@ def test_the_benchmarks_settings_vocabulary_and_sizes_are_recognised(
     assert found(10_000) == f"samples: the benchmark's evaluation set, 10,000 samples, content md5 {md5}"
 
 
-def test_verify_finds_repeated_samples_and_ignores_their_order_in_the_digest(tmp_path: Path) -> None:
+def test_verify_finds_repeated_samples_and_its_digest_ignores_the_order(tmp_path: Path) -> None:
     one = make(tmp_path / "none", [5, 70, 30])
     found = known.verify(one)
     samples = one.take(np.arange(3))

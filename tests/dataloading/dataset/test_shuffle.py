@@ -34,7 +34,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def order_of(dataset: Dataset, samples: Samples) -> np.ndarray:
-    """Return the index [n] in ``samples`` for each sample of the data set."""
+    """Return for each sample of the data set its index in ``samples`` [n]."""
     digests = samples.sample_digests()
     assert len(np.unique(digests)) == len(digests)
     found = dataset.take(np.arange(len(dataset))).sample_digests()
@@ -116,7 +116,7 @@ def test_too_few_and_too_many_shards_are_rejected(tmp_path: Path, source: Datase
         assert [record.samples for record in dataset.shards] == [3 // shards] * shards
 
 
-def test_a_shard_that_is_replaced_during_a_shuffle_is_detected(source: Dataset, tmp_path: Path) -> None:
+def test_replacing_a_shard_during_a_shuffle_is_detected(source: Dataset, tmp_path: Path) -> None:
     def swap(step: str, done: int, total: int) -> None:
         if (step, done) == ("written", total):
             write_shard(tmp_path / "data" / shard_name(1, 2), make_samples(COUNT // 2), INFO.without_sources())

@@ -29,7 +29,7 @@ def own(stand_in: StandIn, tmp_path: Path) -> StandIn:
 def whole(stand_in: StandIn, tmp_path_factory: pytest.TempPathFactory) -> dict[str, object]:
     """Results of a run without interruption."""
     out = tmp_path_factory.mktemp("whole") / "out"
-    assert child(*arguments(stand_in, out)) == 1  # 1 because no checkpoint is given
+    assert child(*arguments(stand_in, out)) == 1  # status 1, because no checkpoint is given
     return results(out)
 
 

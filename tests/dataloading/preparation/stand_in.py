@@ -43,7 +43,7 @@ def write_stand_in(folder: Path, *, checkpoints: bool = True) -> StandIn:
         (files / form).mkdir()
         for path in _BUNDLES.glob("tf1.*"):
             shutil.copy(path, files / form / path.name.replace("tf1", "model.ckpt-28252"))
-        if form == "tf2_ckpt":  # this index shows its kind only by its folder
+        if form == "tf2_ckpt":  # only the folder's name shows that this index is for TensorFlow 2
             (files / form / "model.ckpt-28252.index").write_bytes(b"\0")
     shutil.copy(_VOCAB, files / "vocab.txt")
     (files / "bert_config.json").write_text('{"num_attention_heads": 2}\n')

@@ -78,7 +78,7 @@ def h():
 '''
 
 
-def test_source_that_does_not_parse_and_text_that_is_not_prose_are_skipped(tmp_path: Path) -> None:
+def test_invalid_source_and_text_without_prose_are_skipped(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=f"no {tmp_path}/pydoc_data/topics.py: the demo corpus needs the full"):
         demo_documents(tmp_path)
     for path, content in (
@@ -95,7 +95,7 @@ def test_source_that_does_not_parse_and_text_that_is_not_prose_are_skipped(tmp_p
         ("topic b", ("All of this comes later.",)),
         ("module", ("Reads the configuration from its file.", "Raises an error otherwise.")),
         ("module", ("Four plain English words.",)),
-        ("module", ("ab ab ab abc1234",)),  # three quarters are letters and spaces
+        ("module", ("ab ab ab abc1234",)),  # accepted, because three quarters are letters and spaces
         ("module", ("The class of all the things.", "Does what methods always do.")),
         ("pkg.pydoc_data.a", ("Only one folder is left out.",)),
     ]

@@ -12,7 +12,7 @@ from dataloading.preparation.mlcommons import CHECKPOINT, EVALUATION, KNOWN, TRA
 from tests.conftest import REPOSITORY
 from tests.dataloading.conftest import Run
 
-G = 10**9  # bytes of a gigabyte, which is less than a gibibyte
+G = 10**9  # bytes of a gigabyte (a gibibyte has more)
 
 
 def sized(path: Path, size: int) -> Path:

@@ -43,7 +43,7 @@ def test_held_out_documents_do_not_depend_on_the_order_of_the_documents() -> Non
     assert len([each for each in split.evaluation if each not in more.evaluation]) <= 2
 
 
-def test_folders_and_patterns_give_each_visible_file_once(tmp_path: Path) -> None:
+def test_each_visible_file_in_folders_and_patterns_is_found_once(tmp_path: Path) -> None:
     names = ["a.txt", "b.md", "deep/c.txt", ".git/d.txt", "deep/.hidden.txt"]
     for name in names:
         (tmp_path / "texts" / name).parent.mkdir(parents=True, exist_ok=True)

@@ -39,7 +39,7 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir() if path.name != "prepare.json"}
 
 
-def test_several_processes_and_parts_give_the_data_set_of_one_process(
+def test_several_processes_or_parts_make_the_same_data_set_as_one_process(
     job: Job, whole: dict[str, bytes], tmp_path: Path
 ) -> None:
     told: list[JobProgress] = []

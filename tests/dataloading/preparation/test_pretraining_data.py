@@ -77,7 +77,7 @@ some_options = st.builds(
 
 
 @given(st.lists(texts, min_size=1, max_size=3), some_options, st.booleans())
-@example([["w1 w2 w3"]], PretrainingOptions(dupe_factor=1), False)  # the only document also gives random sentences
+@example([["w1 w2 w3"]], PretrainingOptions(dupe_factor=1), False)  # random segments come from the only document
 def test_samples_equal_the_samples_of_a_plain_python_definition(
     tmp_path: Path, files: list[list[str]], options: PretrainingOptions, ends_with_newline: bool
 ) -> None:
@@ -90,7 +90,7 @@ def test_samples_equal_the_samples_of_a_plain_python_definition(
     assert prepare(paths, VOCABULARY, options).digest() == expected.digest()
 
 
-def test_random_numbers_equal_pythons() -> None:
+def test_random_numbers_equal_those_of_python() -> None:
     theirs = random.Random(5)
     ours = np.array(theirs.getstate()[1], np.uint32)
     assert [_next_word(ours) for _ in range(1300)] == [theirs.getrandbits(32) for _ in range(1300)]

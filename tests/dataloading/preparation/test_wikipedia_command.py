@@ -41,7 +41,9 @@ def progress(said: list[str]) -> str:
 
 
 @pytest.mark.slow
-def test_both_downloads_give_all_data_of_the_recipes(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_data_of_the_recipes_are_made_from_both_downloads(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     stand_in = write_stand_in(tmp_path)
     monkeypatch.setattr(wikipedia, "EVALUATION_SAMPLES", 10_000)
     monkeypatch.setattr(mlcommons, "_STARTING_SECONDS", 0.02)
@@ -143,7 +145,7 @@ def test_a_repeatedly_killed_command_continues_and_keeps_finished_results(
     assert left_in(out) == {".json", "lock"}
 
 
-def test_parts_give_equal_results_and_the_last_part_makes_the_other_results(
+def test_the_runs_of_all_parts_together_give_the_results_of_a_whole_run(
     run: Run, stand_in: StandIn, whole: dict[str, object], tmp_path: Path
 ) -> None:
     out = tmp_path / "out"
@@ -152,7 +154,7 @@ def test_parts_give_equal_results_and_the_last_part_makes_the_other_results(
         assert said[-1] == f"part {part} is done; the process that completes the last part makes the other results"
         assert progress(said) == "check 0 2; samples 100"
         assert {path.name for path in out.iterdir()} == {"vocab.txt", "preparation"}
-    run(*arguments(stand_in, out, "--part", "2/3"), status=1)  # 1 because no checkpoint is given
+    run(*arguments(stand_in, out, "--part", "2/3"), status=1)  # status 1, because no checkpoint is given
     assert results(out) == whole
     # A part that runs again, as in a requeued job, finds everything done.
     run(*arguments(stand_in, out, "--part", "1/3"), status=1)
@@ -160,7 +162,7 @@ def test_parts_give_equal_results_and_the_last_part_makes_the_other_results(
 
 
 @pytest.mark.slow
-def test_all_results_are_made_if_the_last_part_ends_while_another_holds_the_lock(
+def test_all_results_are_made_if_the_last_part_ends_while_another_part_holds_the_lock(
     stand_in: StandIn, whole: dict[str, object], tmp_path: Path
 ) -> None:
     out = tmp_path / "out"
@@ -189,7 +191,7 @@ def from_articles(stand_in: StandIn, out: Path, *part: str) -> list[object]:
     return ["wikipedia", ARTICLES, stand_in.files, "--out", out, "--checksums", stand_in.checksums, *options, *part]
 
 
-def test_extracted_articles_give_equal_data_sets_as_a_whole_and_in_parts(
+def test_data_sets_from_articles_are_equal_if_they_are_made_in_parts(
     run: Run, stand_in: StandIn, tmp_path: Path
 ) -> None:
     made = []
@@ -221,7 +223,7 @@ def test_results_of_other_inputs_or_settings_are_rejected_and_kept(
     own.part.write_bytes(own.part.read_bytes() + b"One more sentence.\n")
     said = run(*arguments(own, out, "--checksums", empty), fails=True)
     assert f"{out / 'train'} {otherwise}" in said
-    assert "note: not compared with MD5 sums, because no list has them: 4 files" in said
+    assert "note: no list has MD5 sums of 4 files, so they were not compared" in said
     assert results(out) == whole
     (elsewhere / "evaluation").mkdir(parents=True)
     assert f"{elsewhere / 'evaluation'} {otherwise}" in run(
@@ -234,7 +236,7 @@ def test_results_of_other_inputs_or_settings_are_rejected_and_kept(
     )
 
 
-def test_a_locked_folder_is_an_error_except_with_part(run: Run, stand_in: StandIn, tmp_path: Path) -> None:
+def test_a_locked_folder_is_an_error_unless_a_part_is_requested(run: Run, stand_in: StandIn, tmp_path: Path) -> None:
     out = tmp_path / "out"
     (out / "preparation").mkdir(parents=True)
     busy = f"error: {out}: process {os.getpid()} on host {socket.gethostname()} is at work there; wait for it, or name "

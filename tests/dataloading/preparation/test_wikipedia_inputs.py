@@ -30,7 +30,7 @@ CHECKPOINTS = REPOSITORY / "tests" / "bert" / "checkpoints" / "tf_bundles"
         ),
     ],
 )
-def test_a_checkpoint_that_cannot_be_converted_is_refused_with_the_reason(
+def test_an_unusable_checkpoint_is_refused_with_the_reason(
     run: Run, tmp_path: Path, checkpoint: str, stated: str | None, reason: str
 ) -> None:
     given, out = tmp_path / "given", tmp_path / "out"
@@ -185,7 +185,7 @@ def test_messages_about_lost_text_name_no_options(
     assert "--" not in said
 
 
-def test_articles_are_not_used_beside_mlcommons_text(run: Run, own: StandIn, tmp_path: Path) -> None:
+def test_articles_are_ignored_if_mlcommons_text_is_given(run: Run, own: StandIn, tmp_path: Path) -> None:
     shutil.copytree(ARTICLES, own.files / "articles")
     for path in own.text.glob("part-*"):
         path.unlink()

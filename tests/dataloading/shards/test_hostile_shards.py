@@ -161,7 +161,7 @@ for path in map(Path, sys.argv[1:]):
 """
 
 
-def test_shards_that_claim_huge_sizes_are_rejected_with_little_memory(tmp_path: Path) -> None:
+def test_little_memory_is_used_to_reject_shards_that_claim_huge_sizes(tmp_path: Path) -> None:
     for name, (make, _) in GREEDY.items():
         make(tmp_path / name)
     done = python("-c", READ_ALL, *(tmp_path / name for name in GREEDY))
@@ -185,7 +185,7 @@ def attribute(version: int, name: bytes, claimed: int) -> bytes:
     return message(0x0C, head + b"".join(parts) + struct.pack("<IQI", claimed, 0xCCCC, 0xDDDD))
 
 
-def test_the_sizes_that_an_attribute_claims_are_found_in_all_blocks_of_a_header() -> None:
+def test_claimed_attribute_sizes_are_found_in_all_blocks_of_a_header() -> None:
     def sizes(messages: bytes, size: int | None = None, first: int = 1) -> list[int]:
         head = struct.pack("<BxHIII", first, 0xEE, 0xEEEE, len(messages) if size is None else size, 0xEEEE)
         return list(_text_sizes(bytes(24) + head + messages + more, 24, b"digest\0"))
@@ -207,7 +207,7 @@ def test_the_sizes_that_an_attribute_claims_are_found_in_all_blocks_of_a_header(
 
 
 def stored_elsewhere(file: h5py.File, folder: Path, way: str) -> None:
-    """Replace the ids by ids that need another file, another name in the file, or a decompression plug-in."""
+    """Store the ids again so that reading them needs another file, a link in this file, or a decompression plug-in."""
     data, other = array_of(file, "input_ids")[()], folder / "elsewhere"
     del file["input_ids"]
     if way == "plug-in":
@@ -239,7 +239,7 @@ def stored_elsewhere(file: h5py.File, folder: Path, way: str) -> None:
         ("plug-in", r"input_ids uses the HDF5 filters \[32000\], expected gzip, shuffle, both or none"),
     ],
 )
-def test_arrays_that_need_another_file_or_a_plug_in_are_refused(tmp_path: Path, way: str, message: str) -> None:
+def test_links_external_storage_and_unknown_filters_are_refused(tmp_path: Path, way: str, message: str) -> None:
     for layout in ("native", "fixed"):
         (path := tmp_path / layout / "shard").parent.mkdir()
         test_layouts.write(path, layout)

@@ -110,7 +110,7 @@ def test_each_chunk_is_unpacked_by_its_own_filters_within_the_size_limit(tmp_pat
             column.id.write_direct_chunk((start,), content, filter_mask=skipped)
     found = HDF5File(tmp_path / "file", map_file(tmp_path / "file"))
     assert found.names == ["column"]
-    found._room = 10 * 4 + 4 * 4  # exactly the array and one chunk
+    found._room = 10 * 4 + 4 * 4  # room for exactly the array and one chunk
     array = found.array("column")
     assert (array.values.tolist(), array.in_place, found._room) == (list(range(10)), False, 0)
     found._room = 10 * 4 + 4 * 4 - 1
@@ -194,7 +194,7 @@ def test_errors_name_contradictory_or_missing_columns(
     assert str(caught.value).count(str(path)) == 1
 
 
-def test_samples_that_the_packed_layout_cannot_hold_are_not_written(tmp_path: Path) -> None:
+def test_writing_fails_for_samples_that_the_packed_layout_cannot_hold(tmp_path: Path) -> None:
     def changed(name: str, value: int) -> Samples:
         values = getattr(make_samples(), name).copy()
         values[0] = value

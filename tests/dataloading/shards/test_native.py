@@ -123,7 +123,7 @@ def test_truncation_and_flipped_bits_in_arrays_are_detected(shard_path: Path) ->
             open_shard(shard_path).verify()
 
 
-def test_slices_taken_rows_and_digests_agree(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_digests_are_equal_for_equal_samples_however_they_are_selected(monkeypatch: pytest.MonkeyPatch) -> None:
     samples, rows = make_samples(7), np.array([6, 0, 0, 3])
     whole = samples.sample_digests().tolist(), samples.take(rows).digest()
     assert [list(block) for block in row_blocks(np.array([0, 3, 4, 9, 9, 30]))] == [[0, 1, 2, 3, 4]]

@@ -38,7 +38,7 @@ OTHERS = {
     "truncated.gz": (gzip.compress(TEXT.encode() * 100)[:-12], "cannot be unpacked"),
     "damaged.gz": (gzip.compress(TEXT.encode())[:20] + b"damaged!", "cannot be unpacked"),
     "gz-of-picture": (gzip.compress(b"\x89PNG\r\n\x1a\n" + bytes(40)), "a picture .PNG."),
-    "json": (b'{"id": 1, "text": "One sentence."}\n', "JSON, an object a line"),
+    "json": (b'{"id": 1, "text": "One sentence."}\n', "JSON with one object a line"),
     "wiki": (b'<doc id="1" url="u" title="t">\nt\n\nOne.\n</doc>\n', "dataloading extract"),
     "html": (b"\n<!DOCTYPE html>\n<p>One.</p>\n", "HTML or XML"),
     "three-of-16-bytes-are-zero": (b"\0\0\0" + b"a" * 13, "binary, or text in UTF-16"),
@@ -77,7 +77,7 @@ def test_one_error_lists_all_files_that_cannot_be_read_as_text(tmp_path: Path) -
     assert read_documents([]) == []
 
 
-def test_a_small_file_that_unpacks_to_a_huge_one_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gzip_files_with_huge_content_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(documents, "_MAX_TEXT_BYTES", 1 << 20)
     (tmp_path / "bomb.gz").write_bytes(gzip.compress(b"a\n" * (1 << 19)))
     assert read_documents([tmp_path / "bomb.gz"]) == [["a"] * (1 << 19)]

@@ -92,7 +92,7 @@ def write_text(path: Path, words: str, count: int = 30) -> Path:
     return path
 
 
-def test_prepare_from_text_and_verify_report_losses(run: Run, tmp_path: Path) -> None:
+def test_losses_are_reported_by_verify_prepare_and_from_text(run: Run, tmp_path: Path) -> None:
     vocab, text = tmp_path / "vocab.txt", write_text(tmp_path / "text.txt", "a b c x")
     vocab.write_bytes(VOCABULARY.content)
     parts = [write_text(tmp_path / f"{count}.txt", "a b c x", count) for count in (8, 16)]
@@ -115,7 +115,7 @@ def test_prepare_from_text_and_verify_report_losses(run: Run, tmp_path: Path) ->
         assert f"warning: {found}" in printed
 
 
-def test_text_that_is_mostly_lost_is_rejected_without_accept_losses(run: Run, tmp_path: Path) -> None:
+def test_mostly_lost_text_is_rejected_unless_losses_are_accepted(run: Run, tmp_path: Path) -> None:
     vocab, text = tmp_path / "vocab.txt", write_text(tmp_path / "text.txt", "x y x y x y x y x y")
     vocab.write_bytes(VOCABULARY.content)
     for command in ("prepare", "from-text"):

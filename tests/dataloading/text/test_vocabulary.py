@@ -62,7 +62,7 @@ def test_token_ids_equal_the_ids_of_transformers(tmp_path: Path, name: str) -> N
         for text in TEXTS:
             expected = theirs(text, add_special_tokens=False)["input_ids"]
             assert ours.encode_lines([text])[0].tolist() == expected, (stated, text)
-        theirs.save_pretrained(tmp_path / "saved")  # only a tokenizer.json, without rows for repeated tokens
+        theirs.save_pretrained(tmp_path / "saved")  # saves only a tokenizer.json, without rows for repeated tokens
         saved = Vocabulary.read(tmp_path / "saved")
         assert (saved.ids, saved.sha256) == (vocabulary.ids, vocabulary.sha256)
         assert find_normalization(saved, tmp_path / "saved", AS_STATED).normalization == found.normalization
@@ -183,7 +183,7 @@ def wordpiece(ids: dict[str, int], **changes: str) -> dict[str, Any]:
         (None, {"do_lower_case": 1}, "got `int`"),
         (wordpiece({"a": 0}, type="BPE"), {}, "expected WordPiece"),
         (wordpiece({"a": 0}, continuing_subword_prefix="@@"), {}, "expected WordPiece"),
-        (wordpiece({"a": 1 << 16}), {}, "has the id 65536, outside 0 to 65,535; expected the files"),
+        (wordpiece({"a": 1 << 16}), {}, "has the id 65536, outside the range 0 to 65,535; expected the files"),
         (wordpiece({"a": -1}), {}, "has the id -1"),
         (wordpiece({"a": True}), {}, "got `bool`"),
         (wordpiece({"a": 3, "b": 3}), {}, "two tokens have the same id"),

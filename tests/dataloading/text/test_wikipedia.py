@@ -23,7 +23,7 @@ TEXT = FIXTURES / "text"
 PLAIN = ExtractionOptions("plain", evaluation_articles=9, part_bytes=int(0.02 * 1024 * 1024))
 
 
-def test_articles_and_clean_give_the_references_bytes() -> None:
+def test_articles_and_clean_return_what_the_reference_returns() -> None:
     for name in ("AA/wiki_00", "AA/wiki_01", "AA/wiki_03", "AB/wiki_00"):
         expected = FIXTURES / "expected_steps" / name.replace("/", "-")
         found = articles((TEXT / name).read_bytes().decode())
@@ -32,7 +32,7 @@ def test_articles_and_clean_give_the_references_bytes() -> None:
 
 
 @pytest.mark.parametrize(("sentences", "jobs"), [("plain", 1), ("plain", 2), ("punkt", 1)])
-def test_shards_and_evaluation_text_have_the_references_bytes(sentences: Sentences, jobs: int, tmp_path: Path) -> None:
+def test_shards_and_evaluation_text_equal_the_references_files(sentences: Sentences, jobs: int, tmp_path: Path) -> None:
     try:
         sentence_splitter(sentences)
     except ValueError as error:
@@ -46,7 +46,7 @@ def test_shards_and_evaluation_text_have_the_references_bytes(sentences: Sentenc
     assert not list((tmp_path / "out").glob("**/*.partial"))
 
 
-def test_clean_gives_the_lines_of_the_references_commands() -> None:
+def test_clean_returns_what_the_references_commands_return() -> None:
     """The expected lines were made by the commands of the reference's clean.sh with GNU sed 4.9."""
     for line, expected in (
         ("a [[b|c]] [[d]] [e] [[File:x|y [[z]] w]].", "a c d e y z w."),
@@ -65,7 +65,7 @@ def test_clean_gives_the_lines_of_the_references_commands() -> None:
         assert made == ("" if expected is None else expected + "\n"), line
 
 
-def test_sentences_are_split_articles_held_out_and_parts_gathered() -> None:
+def test_functions_split_sentences_hold_out_articles_and_gather_parts() -> None:
     text = '\nOne. Two!  Three? "Four." (Five.) [Six.] seven. 8 nine.\n \t\n\nEnd'
     lines = ["", "One.", "Two!", "Three?", '"Four." (Five.) [Six.] seven.', "8 nine.", "", "End", ""]
     assert segment(text, sentence_splitter("plain")) == "".join(f"{line}\n" for line in lines)
@@ -114,7 +114,7 @@ def json_article(number: int, title: str, text: str, *, version: int, ascii_only
 
 
 @pytest.mark.parametrize(("version", "ascii_only"), [(2, False), (3, True), (3, False)])
-def test_json_output_gives_the_bytes_of_the_plain_output(version: int, ascii_only: bool, tmp_path: Path) -> None:
+def test_json_and_plain_files_are_extracted_to_equal_text(version: int, ascii_only: bool, tmp_path: Path) -> None:
     json_form = partial(json_article, version=version, ascii_only=ascii_only)
     for form, article in (("plain", plain_article), ("json", json_form)):
         for file in ("AA/wiki_00", "AA/wiki_01"):
@@ -172,7 +172,7 @@ def test_no_text_for_training_is_an_error(tmp_path: Path) -> None:
         assert not list(tmp_path.glob("out*/eval*"))
 
 
-def test_compressed_inputs_are_rejected_without_an_unpacked_copy_beside_them(tmp_path: Path) -> None:
+def test_compressed_inputs_are_rejected_unless_unpacked_copies_are_beside_them(tmp_path: Path) -> None:
     for name in ("wiki_00.bz2", "wiki_01.bz2", "wiki_01"):
         (tmp_path / name).write_bytes(b"BZh9")
     for given in (tmp_path, tmp_path / "wiki_00.bz2"):
