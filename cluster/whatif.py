@@ -73,7 +73,7 @@ def _without(account: Account, removed: set[tuple[str, int]]) -> float:
     saved = 0.0
     for steps, slow in account.slow:
         if slow:
-            # Without the removed ranks, a step takes as long as the next slowest rank or the median rank.
+            # Without the removed ranks, a step takes as long as the slowest other straggler, or else the median rank.
             others = [each.own_ms for each in slow if (each.host, each.rank) not in removed]
             saved += steps * max(0.0, max(each.own_ms for each in slow) - max([slow[0].median_ms, *others])) / 1000
     return saved

@@ -34,8 +34,8 @@ class Commands:
         given = sys.argv[1:] if arguments is None else arguments
         answer_version(given)
         _refuse_empty(given)
-        # tyro calls a function while it parses. A bound function only stores its arguments, so that the command runs later,
-        # and its own errors are not reported as errors in the options.
+        # tyro calls a function while it parses. A function from `bound` only stores its arguments, so that the command runs
+        # after parsing, and its errors are not reported as errors in the options.
         commands = {name: bound(function) for name, function in self._functions.items()}
         try:
             call = parsed(partial(subcommand_cli_from_dict, commands, prog=program, args=arguments))

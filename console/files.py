@@ -33,9 +33,9 @@ _TEMPORARY = re.compile(r"\..+\.[0-9a-f]+\.partial")
 
 @contextmanager
 def atomic_path(path: Path) -> Iterator[Path]:
-    """Yield a temporary path for the block to create. If the block succeeds, sync it to disk and rename it to ``path``.
+    """Yield a temporary path, at which the block creates a file or a folder. Then sync it to disk and rename it to ``path``.
 
-    The block may create a file or a folder. Nobody can guess its temporary name, and it is removed if the block fails.
+    Nobody can guess the temporary name. If the block fails, the file or folder is removed.
     """
     temporary = path.absolute().with_name(f".{path.absolute().name}.{secrets.token_hex(8)}.partial")
     try:

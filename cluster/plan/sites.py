@@ -73,7 +73,7 @@ def _ms(step: PredictedStep) -> str:
 
 
 def _steps_in_site(work: Work, target: Target, found: Found, view: View) -> Iterator[tuple[PredictedStep, Candidate]]:
-    """Yield the step within the largest site for each way that keeps every copy of the model within a site."""
+    """Yield (predicted step within the largest site, candidate) for candidates without a model copy that spans sites."""
     # All precisions of a probe have the same rates, so take the first.
     rates = rates_in_site(next(iter(target.rates.values())), view)
     for each in found.ranked:

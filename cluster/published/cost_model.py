@@ -134,5 +134,5 @@ def _reduction(p: Parameters, machine: Machine, backward: float) -> tuple[float,
         between = 2 * gradient * ring_share(machine.accelerators) / network_rate(p, machine)
         between += exp(p["network_latency"]) * log2(machine.groups)
     together = smooth_maximum(inside, between)
-    # Split the time of the pipeline in proportion to both times, so that the parts add up to it.
+    # Split the pipeline's time in proportion to `inside` and `between`, so that the parts add up to it.
     return (together * inside / (inside + between), together * between / (inside + between)) if together else (0.0, 0.0)

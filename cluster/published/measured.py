@@ -34,7 +34,7 @@ CAUSES = {
 
 @dataclass(frozen=True)
 class Measured:
-    """Measured minutes. If they come from logs, also what the logs state, samples to the target, and minutes by part."""
+    """Measured minutes. If the minutes come from logs, the other fields have what the logs and metrics state."""
 
     minutes: float = 0.0
     batch: int | None = None
@@ -53,7 +53,7 @@ def agreed(option: str, given: Any, stated: Any) -> Any:
 
 
 def read_minutes(text: str, name: str, other: str = "") -> float:
-    """Parse positive minutes. The error message calls the setting ``name``, and adds ``other`` to what is expected."""
+    """Parse positive minutes. An error message names the setting ``name``, and ends with ``other``, another valid input."""
     minutes = float(text) if re.fullmatch(r"\d{1,6}(\.\d+)?", text, re.ASCII) else 0.0
     if not minutes:
         raise ValueError(f"{name} is {text[:80]!r}, expected minutes such as 6.1{other}")
@@ -132,8 +132,8 @@ def _parts(log: Log) -> Mapping[str, float]:
 def compare(measured: Measured, prediction: Prediction) -> dict[str, Any]:
     """Return a JSON document about measured minutes.
 
-    Its ``causes`` have the predicted minutes of each part, for the measured samples, and the measured minutes. Without
-    metrics of the run, ``alone`` replaces the measured minutes: what the part would take if it caused the whole delay.
+    For each part, ``causes`` has the minutes predicted for the measured samples, and the measured minutes. Without metrics
+    of the run, ``alone`` replaces the measured minutes: the minutes of the part if it caused the whole delay.
     """
     minutes, device, parameters = measured.minutes, prediction.run.machine.device, calibration().parameters
     ratio, expected = minutes / prediction.minutes, run_time(parameters, prediction.run, measured.samples)
