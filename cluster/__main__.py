@@ -76,7 +76,7 @@ def _predict(
         text, rows, refused = predict_table(table)
         sys.stdout.buffer.write(text.encode())
         if refused:
-            complain(f"{table}: no prediction for {refused} of {counted(rows, 'row')}; the column reason says why")
+            complain(f'{table}: no prediction for {refused} of {counted(rows, "row")}; the column "reason" says why')
         return int(refused > 0)
     found = None if measured is None else read_measured(measured)
     stated = found or Measured()

@@ -45,7 +45,7 @@ def place(paths: Sequence[Path], nodes: int, group: int = 1) -> list[int]:
 
 
 def hosts_below(paths: Sequence[Path], hosts: Sequence[int], level: int | None = None) -> dict[Path, list[int]]:
-    """Group hosts by their first ``level`` switches, or by leaf if it is None, in the order of the tree."""
+    """Group hosts by their first ``level`` switches, or by leaf if ``level`` is None, in the order of the tree."""
     ordered = sorted(hosts, key=lambda host: (paths[host], host))
     return {path: [*below] for path, below in groupby(ordered, lambda host: paths[host][:level])}
 

@@ -45,7 +45,7 @@ def atomic_path(path: Path) -> Iterator[Path]:
         # Without syncing the folder, a loss of power may undo the renaming.
         sync(path.absolute().parent)
     except OSError as error:
-        # Name `path`: a failing write names no file, and the temporary name means nothing to the user.
+        # Name `path` in the error. A failed write names no file, and the temporary name means nothing to the user.
         named = str(error.filename or temporary)
         raise OSError(
             error.errno, error.strerror or str(error), str(path) if named.startswith(str(temporary)) else named
@@ -183,7 +183,7 @@ def lock_file(path: Path, *, shared: bool = False, patience_s: float = 0.0) -> i
             if time.monotonic() > deadline:
                 raise BusyError(visible(os.pread(descriptor, _NOTE_BYTES, 0).decode(errors="replace")))
             time.sleep(_POLL_S)
-        with suppress(OSError):  # on a full disk, the lock holds without the note
+        with suppress(OSError):  # on a full disk, writing this note fails, but the lock holds
             # Write in place, because a new file of this name would be another file to lock.
             os.ftruncate(descriptor, 0)
             os.pwrite(descriptor, f"process {os.getpid()} on host {socket.gethostname()}".encode(), 0)

@@ -18,7 +18,7 @@ from console.text import did_you_mean, json_document, visible
 from console.version import version_line
 
 _MOST_SAID = 400
-"""Maximum number of characters of tyro's complaint that are shown. It repeats values, which a file may make long."""
+"""Maximum number of characters of tyro's complaint that are shown. The complaint repeats values, which may be long."""
 
 # Escapes of GitHub's workflow commands.
 _IN_MESSAGE = str.maketrans({"%": "%25", "\r": "%0D", "\n": "%0A"})

@@ -100,7 +100,7 @@ def model_shares(
 
 
 def hidden_bytes(precision: Precision, on_gpu: bool) -> int:
-    """Return the bytes per activation element sent between stages. On CPUs it is 4, as norms under autocast return fp32."""
+    """Return the bytes of an activation element that stages send: on CPUs 4, because norms under autocast return fp32."""
     return 2 if precision != "fp32" and on_gpu else 4
 
 

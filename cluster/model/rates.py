@@ -38,7 +38,7 @@ LINEAR_FLOPS = 6.0
 """Floating-point operations of a linear layer for each row x input x output: three products of two operations each."""
 
 ACCESSES = {"attention": 8.0, "norm": 10.0, "gelu": 5.0, "embedding": 8.0, "loss": 6.0}
-"""Assumed memory accesses per unit of the second cost term, by kind of computation. Only data-sheet rates use them."""
+"""Assumed number of memory accesses for each unit of a kind's second cost term. Only data-sheet rates use it."""
 
 SEQUENCE_BYTES, LAUNCHES = 599_294_086, 1406
 """For BERT-Large: bytes of memory traffic of a sequence outside matrix products, averaged over Wikipedia's lengths, and

@@ -93,7 +93,7 @@ def _predict_without_pipeline(work: Work, strategy: Strategy, rates: Rates, step
 
 
 def _predict_pipeline(work: Work, strategy: Strategy, rates: Rates, step: int) -> PredictedStep:
-    """Predict a step with pipeline parallelism. It has no CUDA graphs and reduces gradients after its last micro-batch.
+    """Predict a step of a pipeline. Such a step has no CUDA graphs and reduces gradients after its last micro-batch.
 
     Like the records of rank 0, the prediction counts the first stage's computation, and any other time as waiting.
     """

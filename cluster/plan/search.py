@@ -119,7 +119,7 @@ class _Search:
         return True
 
     def ways_to_compute(self) -> list[Candidate]:
-        """Return candidates for all ways to compute that may be among the best, with the least-memory reduction.
+        """Return candidates for all ways that may be among the best, each with the reduction that takes the least memory.
 
         Sharing a copy of the model among ranks only saves memory and reduction time. If a number of ranks per copy is too
         slow even with a free reduction, only one way with this number is predicted, so that the output can show why it

@@ -26,7 +26,7 @@ SCREENING = 4
 _SEQUENCES = 56
 """Sequences per rank of the BERT-Large step. The cost of an outlier is stated as a share of this step's time."""
 _AS_SLOW = 1.25
-"""A slow rank explains the bandwidth of its path if the path's ratio is at most this multiple of the rank's ratio."""
+"""A slow rank explains the low bandwidth of its path if the path's ratio is at most this multiple of the rank's ratio."""
 _SLOWER = 5.0
 """Minimum ratio of path times between sites to path times within a site. The switches of one room are rarely oversubscribed
 by more than four to one, so a larger ratio means another network."""

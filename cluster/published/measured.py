@@ -29,12 +29,12 @@ CAUSES = {
     "evaluations": ({"evaluation"}, "number of evaluations"),
     "start and other": ({"start"}, "storage; compilation while the clock runs; checkpoints"),
 }
-"""Causes of a slow run, named as in `cluster.whatif`: the parts of the prediction that each lengthens, and what to check."""
+"""Parts of the prediction that a cause of a slow run lengthens, and what to check, by its name in `cluster.whatif`."""
 
 
 @dataclass(frozen=True)
 class Measured:
-    """Measured minutes. If the minutes come from logs, the other fields have what the logs and metrics state."""
+    """Measured minutes. If they come from logs, other fields have what the logs state, and ``parts`` the minutes by part."""
 
     minutes: float = 0.0
     batch: int | None = None
@@ -119,7 +119,7 @@ def _fault(log: Log) -> str:
 
 
 def _parts(log: Log) -> Mapping[str, float]:
-    """Return the seconds by part from the metrics beside a log, or {} without metrics that have the log's run time."""
+    """Return the seconds by part from the metrics beside a log, or {} if no metrics there have the log's run time."""
     try:
         account = read_run(log.path.with_name(f"{log.path.stem.replace('result', 'metrics')}.jsonl"))
     except ValueError:

@@ -125,7 +125,7 @@ def _stated(published: _Published, limits: Mapping[int, int]) -> list[BatchSched
         optimizer = OptimizerConfig(rate, round(steps), beta_1, beta_2, weight_decay_rate=decay)
         others = f" and {counted(len(rows) - 1, 'other')}" if len(rows) > 1 else ""
         source = f"{rows[0]['submitter']} {rows[0]['round']}, {rows[0]['system']}{others}"
-        # Use the limit of the next smaller (or equal) batch size that has a recipe, or else of the smallest.
+        # Use the limit of the next smaller (or equal) batch size that has a recipe, or else the smallest recipe's.
         limit = limits[max((size for size in limits if size <= batch), default=min(limits))]
         found.append(BatchSchedule(round(batch), optimizer, limit, _median_samples(rows), source))
     return found

@@ -87,7 +87,7 @@ def test_an_unwritable_file_is_refused_before_the_work_begins(tmp_path: Path) ->
             files.require_writable(place)
 
 
-def test_files_beyond_the_limit_folders_and_pipes_are_not_read(tmp_path: Path) -> None:
+def test_folders_pipes_and_files_beyond_the_limit_are_not_read(tmp_path: Path) -> None:
     path, pipe = tmp_path / "file", tmp_path / "pipe"
     os.mkfifo(pipe)
     for size in (0, 4096):

@@ -54,7 +54,7 @@ def test_site_steps_hide_the_exchange_over_a_slow_link(sites: str) -> None:
         assert f"training.site_steps {enough[0]}" in said
 
 
-def test_fast_links_closed_runs_and_evaluation_intervals_limit_site_steps() -> None:
+def test_closed_runs_fast_links_and_evaluation_intervals_limit_site_steps() -> None:
     found, best, said = chosen("aaaabbbb", 1.01)
     assert (best, best.strategy.site_steps) == (found.best[0], 1)
     step = f"{1000 * best.step.total:.2f} ms"
