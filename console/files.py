@@ -33,7 +33,7 @@ _TEMPORARY = re.compile(r"\..+\.[0-9a-f]+\.partial")
 
 @contextmanager
 def atomic_path(path: Path) -> Iterator[Path]:
-    """Yield a temporary path, at which the block creates a file or a folder. Then sync it to disk and rename it to ``path``.
+    """Yield a temporary path, at which the block creates a file or folder. Then sync this to disk and rename it to ``path``.
 
     Nobody can guess the temporary name. If the block fails, the file or folder is removed.
     """
@@ -66,7 +66,7 @@ def write_atomically(path: Path, content: bytes | memoryview) -> None:
 def require_writable(path: Path) -> None:
     """Raise ``ValueError`` unless a file can be made at ``path``. Long-running programs call this before they start."""
     try:
-        # Permissions do not show that a file system is read-only, so this tries to write.
+        # Permissions do not show that a file system is read-only, so try to write a file.
         with tempfile.TemporaryFile(dir=path.absolute().parent):
             pass
     except OSError as error:

@@ -44,7 +44,7 @@ def end_in_order() -> None:
 def ignore_signals() -> None:
     """From now on, ignore the signals that end programs, because this program is about to end.
 
-    While Python ends, it would restore the default actions, so that a late signal would change the exit status.
+    Otherwise Python restores the default actions while it ends, so that a late signal changes the exit status.
     """
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)

@@ -153,7 +153,7 @@ class RaisingParser(argparse.ArgumentParser):
 
 
 def unknown_option(function: Callable[..., Any], words: Sequence[str]) -> str:
-    """Return a complaint about the first option that is not in the help of ``function``, or "" if all options are.
+    """Return a complaint about the first option that is not in the help of ``function``, or "" if the help has all of them.
 
     tyro would first complain about missing arguments, even if one of them is there but misspelt.
     """

@@ -58,7 +58,7 @@ class ModelShare:
     ends: tuple[int, ...]
 
     def padded(self, shards: int) -> int:
-        """Return the elements of the vector, padded so that it divides into equal shards."""
+        """Return the number of elements of the vector with the padding that lets it divide into equal shards."""
         return padded(self.elements, shards)
 
     def buckets(self, shards: int, bucket_bytes: int) -> list[slice]:

@@ -2,9 +2,9 @@
 
 The computation is counted from the real batch sampler: the micro-batches of each rank, for some steps. A simulated timeline
 overlaps the reduction's buckets with the backward pass, and the all-gather of sharded weights with the forward pass. A
-rank's computations run in a fixed order, and so do its messages. Either may wait for the other. On CPUs, both need
-processors. If there are too few for both, messages get what they need, but at most half of all processors, or at most
-the idle ones if these are more than half. Computation gets the rest.
+rank's computations run in a fixed order, and so do its messages. Computations and messages may wait for each other. On CPUs,
+both need processors. If there are too few, messages get what they need, but at most half of all processors, or at most the
+processors that computation leaves idle if these are more. Computation gets the rest.
 
 Shape legend: A micro-batches of a step, R copies of the model, P ranks of a pipeline.
 """

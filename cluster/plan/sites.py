@@ -97,7 +97,7 @@ def rates_in_site(whole: Rates, view: View) -> Rates:
     inside = view.links_of_sites(between_sites=False)
     of_sites = [[each for each in inside if view.ranks[each.source].host in site] for site in view.sites.values()]
     per_byte = max(median(each.seconds_per_byte for each in links) for links in of_sites if links)
-    # A ring over all ranks uses all network cards of a host, and rails share them.
+    # A ring over all ranks uses all network cards of a host. Rings along rails share the cards.
     per_byte *= len(view.hosts) / len({each.source for each in view.links_of(between_hosts=True)})
     wait = (hosts - 1) * median(each.latency_s for each in inside)
     world, rail = ring_share(hosts * whole.ranks) * per_byte, ring_share(hosts) * per_byte * whole.ranks

@@ -41,7 +41,7 @@ class WrongResult:
 def measure_collectives(mesh: Mesh, seconds: float) -> tuple[list[Collective], list[WrongResult]]:
     """Time all collectives in all scopes. All ranks must call this function at the same time, and get the same result.
 
-    Each collective gets an equal part of ``seconds``. The message size grows until the next size would exceed its part.
+    Each collective gets an equal part of ``seconds``. The message size grows until the next size would take more time.
     """
     groups = Communicators.create(mesh)
     scopes: dict[Scope, dist.ProcessGroup | None] = {"world": groups.data}

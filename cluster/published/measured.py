@@ -101,7 +101,7 @@ def _machine(log: Log) -> tuple[str | None, int | None]:
 
 
 def _fault(log: Log) -> str:
-    """Return why a log is not a result, or "" if it is. Raises ``ValueError`` if it is not a log of the benchmark."""
+    """Return why a log is not a result, or "" for a result. Raises ``ValueError`` for other benchmarks and open runs."""
     run = log.run
     kind = (run.division, run.value("submission_benchmark") or "bert", run.value("max_sequence_length") or 512)
     if log.records and kind != ("closed", "bert", 512):

@@ -110,7 +110,7 @@ def _published() -> _Published:
 def _of_recipe(config: Config, published: _Published, source: str) -> BatchSchedule:
     batch = config.training.global_batch_size
     own = (batch, *(getattr(config.optimizer, name) for name in _STATED))
-    # Compare exactly, because recipes state the same digits that logs print. Some logs state a decay of 0, so omit it.
+    # Compare exactly, because recipes state the digits that logs print. Omit the decay, because some logs state 0.
     rows = [row for key, found in published.items() if key[:-1] == own[:-1] for row in found]
     samples = _median_samples(rows) if rows else None
     return BatchSchedule(batch, config.optimizer, config.training.max_samples, samples, source)
