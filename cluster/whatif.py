@@ -45,7 +45,7 @@ def read_run(path: Path) -> Account:
         account.slow.append((steps, list(slow.values())))
         account.steps = max(account.steps, record.step)
     if not account.steps or not account.seconds:
-        raise ValueError(f"{path}: no record of steps; expected metrics_N.jsonl of a run, beside its result_N.txt")
+        raise ValueError(f"{path}: no record of steps; expected the file metrics_N.jsonl beside a run's result_N.txt")
     account.parts["evaluations"] = sum(record.eval_s for record in metrics.evaluations)
     # The remaining time covers the start, checkpoints and everything else.
     account.parts["start and other"] = max(0.0, account.seconds - sum(account.parts.values()))

@@ -78,7 +78,9 @@ def read_measured(text: str) -> Measured:
     settings = {(log.run.global_batch_size, *_machine(log)) for log in kept}
     if len(settings) > 1:
         found = " and ".join(sorted(map(str, settings))[:2])
-        raise ValueError(f"{path}: runs with different batch sizes, accelerators or ranks: {found}; name one log")
+        raise ValueError(
+            f"{path}: runs with different batch sizes, accelerators or ranks: {found}; pass one log instead"
+        )
     if len(kept) > 2 and len(kept) + missed >= 5:
         # As in MLPerf, a run that missed the target counts as the slowest.
         kept.sort(key=lambda log: log.run.seconds or 0.0)

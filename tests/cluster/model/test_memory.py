@@ -147,7 +147,7 @@ def test_predicted_memory_of_a_pipeline_stage_equals_its_tensors(place: int) -> 
         assert hidden_bytes("bf16", on_gpu=False) == pipeline.hidden_dtype().itemsize
 
 
-def test_model_shares_have_the_layers_neighbours_and_offsets_of_their_stages() -> None:
+def test_each_share_of_a_model_matches_its_pipeline_stages() -> None:
     config, embeddings, layer = ModelConfig(8, 128, 4, 512, 1024, 128), 1154 * 128 + 256, 12 * 128**2 + 13 * 128
     expected = {
         (1, 1): [(True, True, 7, 0)],

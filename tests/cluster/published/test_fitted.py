@@ -79,7 +79,7 @@ def test_link_and_network_rates_follow_from_data_sheets_and_efficiencies() -> No
     assert network_rate(p, gaudi) == pytest.approx(0.8e9 * 8 * (gaudi.device.network_gb_s or 0))
 
 
-def test_samples_grow_with_batch_size_accumulation_duration_and_old_recipes() -> None:
+def test_samples_grow_with_batch_size_and_accumulation_and_duration_and_old_recipes() -> None:
     reference = 2_414_421
 
     def samples(batch: int, accelerators: int = 8, rate: float = 1e9, old: bool = False, **p: float) -> float:
