@@ -50,7 +50,7 @@ def _predict(
 
     Args:
         accelerator: Name of the accelerator, such as H100-SXM; `devices` lists the known ones.
-        nodes: Number of nodes; by default 1, or enough for all ranks that the logs of --measured state.
+        nodes: Number of nodes. By default 1, or if logs are given as --measured, enough for the ranks that they state.
         gpus_per_node: Accelerators of each node, or sockets if the accelerator is a CPU; by default as listed by `devices`.
         batch: Global batch size. By default, the fastest batch size that was published at this scale.
         interconnect: Links between the accelerators of a node, in words. For PCIe cards, "NVLINK BRIDGE" adds bridges.
@@ -76,7 +76,7 @@ def _predict(
         text, rows, refused = predict_table(table)
         sys.stdout.buffer.write(text.encode())
         if refused:
-            complain(f"{table}: no prediction for {refused} of {counted(rows, 'row')}; the column reason says why")
+            complain(f'{table}: no prediction for {refused} of {counted(rows, "row")}; the column "reason" says why')
         return int(refused > 0)
     found = None if measured is None else read_measured(measured)
     stated = found or Measured()
@@ -195,7 +195,7 @@ def _place(
     say()
     before, after = (cost([paths[host] for host in each], group) for each in (range(len(order)), order))
     if not any(paths):
-        say(f"{view} does not know the switches, so no order is better than another")
+        say(f"{view} states no switches, so no order is better than another")
     say(f"switch levels that traffic climbs in this order: {after}; in the order of {view}: {before}")
     if out is not None:
         # These names come from an untrusted file. Reject names that Slurm could misread.
@@ -221,7 +221,7 @@ def _plan(
     Args:
         recipe: Recipe of bert.train.
         cluster: File that `probe` wrote on the machines, such as cluster.json. Without it, the prediction uses data sheets.
-        gpus: Number of devices, in whole nodes; by default the recipe's or the probe's number.
+        gpus: Number of devices, in whole nodes. By default the number of the recipe, or with --cluster that of the probe.
         accelerator: Name of the devices; by default the recipe's.
         networking: Network of a node, in words, such as "8x ConnectX-7 IB NDR 400Gb/s".
         out: Plan file to write, for the option --plan of a run.
@@ -245,8 +245,8 @@ def _plan(
     # Write before printing, because a reader such as `head` may close the pipe early.
     write_plan(run_plan(config, target, best), out)
     where = f"{counted(target.nodes, 'node')} of {target.ranks_per_node} x {target.device}"
-    source = f"as measured in {cluster}" if cluster else "by its facts"
-    say(f"{recipe} on {where}, {source}: {counted(len(found.ranked), 'way')} predicted")
+    source = f"as measured in {cluster}" if cluster else "from the data sheet"
+    say(f"{recipe} on {where}, {source}: predicted {counted(len(found.ranked), 'way')} to run")
     for line in as_lines(found, target.world_size):
         say(line)
     say()

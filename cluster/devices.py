@@ -15,7 +15,7 @@ from pathlib import Path
 TABLE = Path(__file__).with_name("devices.toml")
 
 MOST_ACCELERATORS = 1 << 20
-"""Limit that catches typing errors. No cluster has this many accelerators."""
+"""Limit of numbers that users state. No cluster has this many accelerators, so a larger number is a typing error."""
 
 _GBIT_S = {"XDR": 800, "NDR": 400, "HDR100": 100, "HDR": 200, "EDR": 100, "E810": 100}
 """Rate of a port in Gbit/s, by the product name that implies the rate."""
@@ -141,7 +141,7 @@ class Machine:
 def describe_machine(
     device: Device, nodes: int, per_node: int, interconnect: str = "", networking: str = ""
 ) -> Machine:
-    """Return a machine, given its numbers and two texts in the words of MLPerf's system descriptions.
+    """Return a machine, given its numbers of nodes and devices, and two texts as in MLPerf's system descriptions.
 
     ``interconnect`` describes the links within a node, such as "NVLINK BRIDGE". ``networking`` describes the network between
     nodes, such as "Compute: 8x ConnectX-7 IB NDR 400Gb/s, Management: ...".

@@ -109,7 +109,7 @@ def heading(view: View) -> str:
 
 
 def rate_rows(view: View) -> list[tuple[str, str, str, str, str]]:
-    """Return a row for each quantity: name, typical rate, and the slowest rank's rate, number and excess time."""
+    """Return a row for each quantity: name, typical rate, and the slowest rank's rate, rank number and extra time in %."""
     rows = []
     for one, *others in zip(*(rank.rates for rank in view.ranks), strict=False):
         times = [one.seconds, *(rate.seconds for rate in others)]
@@ -134,7 +134,7 @@ def link_rows(view: View) -> list[tuple[str, str]]:
 
 
 def collective_rows(view: View) -> list[tuple[str, ...]]:
-    """Return a row for each collective: operation, scope, ranks, and the times of its smallest and largest size."""
+    """Return a row for each collective: operation, scope, ranks, and the times for the smallest and the largest vector."""
     rows = []
     for each in view.collectives:
         ends = each.points[:1] + each.points[-1:]

@@ -2,9 +2,9 @@
 
     python -m cluster.dry_run RECIPE [--section.field value ...]
 
-The prediction is made for runs that use GPUs, or in which several ranks share a copy of the model. For the benchmark's
-recipes, it does not need the data set. ``python -m bert.train RECIPE --dry-run`` makes the check and determines the exit
-status. Without a launcher, the number of ranks comes from the plan or from the recipe's name.
+The prediction covers runs that use GPUs, or in which several ranks share a copy of the model. For the benchmark's recipes,
+the prediction needs no data set. The check is that of ``python -m bert.train RECIPE --dry-run``. It determines the exit
+status unless only the prediction fails. Without a launcher, the number of ranks comes from the plan or the recipe's name.
 """
 
 import math
@@ -45,7 +45,7 @@ def main(arguments: Sequence[str]) -> int:
                 say(f"{config.recipe}: {line}")
     except (ValueError, OSError) as error:
         problem = error
-    # Check last, so that the verdict is the last line.
+    # Run the check last, so that the verdict is the last line.
     status = train([*arguments, "--dry-run"])
     # The prediction reads the same inputs as the check, so report its error only if the check found no error.
     return refused(problem) if problem and not status else status
@@ -54,9 +54,9 @@ def main(arguments: Sequence[str]) -> int:
 def memory_and_step(config: Config, world_size: int, local_size: int = 0) -> Iterator[str]:
     """Yield lines about a rank's memory with each recomputation mode, and about the step time if the device is known.
 
-    ``local_size`` is the number of ranks of a node, or 0 if it is unknown. Then nodes have the device's usual size.
+    ``local_size`` is the number of ranks of a node, or 0 to assume nodes of the device's usual size.
     """
-    # These imports take a second, which a refused run does not need.
+    # Import only here, so that a refused run does not spend a second on these imports.
     from cluster.model.memory import USABLE_MEMORY, memory_of_rank
     from cluster.model.rates import device_of, target_of_devices
     from cluster.model.step import predict_step

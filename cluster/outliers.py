@@ -51,7 +51,7 @@ _SMALL_SAMPLE = {2: 1.196, 3: 1.495, 4: 1.363, 5: 1.206, 6: 1.200, 7: 1.140, 8: 
 
 @dataclass(frozen=True)
 class Judgement:
-    """Result for each part: ratio to the median time of all parts, deviations from it, and whether it is an outlier."""
+    """Result for each part: its time relative to the median part, the distance in standard deviations, and the verdict."""
 
     ratios: Array
     deviations: Array

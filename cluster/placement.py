@@ -36,7 +36,7 @@ def place(paths: Sequence[Path], nodes: int, group: int = 1) -> list[int]:
     """
     if nodes < 1 or group < 1 or nodes % group:
         raise ValueError(
-            f"--nodes is {nodes} and --group is {group}: expected at least 1, --nodes a multiple of --group"
+            f"--nodes is {nodes} and --group is {group}; both must be at least 1, and --nodes a multiple of --group"
         )
     if nodes > len(paths):
         raise ValueError(f"--nodes is {nodes}, but the cluster has only {counted(len(paths), 'host')}")
@@ -45,7 +45,7 @@ def place(paths: Sequence[Path], nodes: int, group: int = 1) -> list[int]:
 
 
 def hosts_below(paths: Sequence[Path], hosts: Sequence[int], level: int | None = None) -> dict[Path, list[int]]:
-    """Group hosts by their first ``level`` switches, or by leaf if it is None, in the order of the tree."""
+    """Group hosts by their first ``level`` switches, or by leaf if ``level`` is None, in the order of the tree."""
     ordered = sorted(hosts, key=lambda host: (paths[host], host))
     return {path: [*below] for path, below in groupby(ordered, lambda host: paths[host][:level])}
 

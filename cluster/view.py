@@ -207,7 +207,7 @@ def _check(view: View) -> None:
     # All readers of a view assume that ranks are evenly distributed over hosts.
     places = range(len(ranks) // max(1, len(hosts)))
     if not ranks or sorted((rank.host, rank.place) for rank in view.ranks) != [*product(hosts, places)]:
-        raise ValueError("hosts have no ranks, different numbers of ranks, or two ranks in the same place")
+        raise ValueError("hosts have no ranks, different numbers of ranks, or two ranks at the same position")
     ends = [(link.source, link.target) for link in view.links] + [outlier.ranks for outlier in view.outliers]
     if any(rank not in ranks for end in ends for rank in end):
         raise ValueError(f"a link or an outlier names a rank that is not among the {counted(len(ranks), 'rank')}")

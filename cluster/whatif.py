@@ -45,7 +45,7 @@ def read_run(path: Path) -> Account:
         account.slow.append((steps, list(slow.values())))
         account.steps = max(account.steps, record.step)
     if not account.steps or not account.seconds:
-        raise ValueError(f"{path}: no record of steps; expected metrics_N.jsonl of a run, beside its result_N.txt")
+        raise ValueError(f"{path}: no record of steps; expected the file metrics_N.jsonl beside a run's result_N.txt")
     account.parts["evaluations"] = sum(record.eval_s for record in metrics.evaluations)
     # The remaining time covers the start, checkpoints and everything else.
     account.parts["start and other"] = max(0.0, account.seconds - sum(account.parts.values()))
@@ -73,7 +73,7 @@ def _without(account: Account, removed: set[tuple[str, int]]) -> float:
     saved = 0.0
     for steps, slow in account.slow:
         if slow:
-            # Without the removed ranks, a step takes as long as the next slowest rank or the median rank.
+            # Without the removed ranks, a step takes as long as the slowest other straggler, or else the median rank.
             others = [each.own_ms for each in slow if (each.host, each.rank) not in removed]
             saved += steps * max(0.0, max(each.own_ms for each in slow) - max([slow[0].median_ms, *others])) / 1000
     return saved

@@ -34,8 +34,8 @@ class Commands:
         given = sys.argv[1:] if arguments is None else arguments
         answer_version(given)
         _refuse_empty(given)
-        # tyro calls a function while it parses. A bound function only stores its arguments, so that the command runs later,
-        # and its own errors are not reported as errors in the options.
+        # tyro calls a function while it parses. A function from `bound` only stores its arguments, so that the command runs
+        # after parsing, and the command's errors are not reported as errors in the options.
         commands = {name: bound(function) for name, function in self._functions.items()}
         try:
             call = parsed(partial(subcommand_cli_from_dict, commands, prog=program, args=arguments))
@@ -88,7 +88,7 @@ def _status_of(run: Callable[[], Any]) -> int:
     accept_any_text()
     try:
         return run() or 0
-    # Catch this before its base class OSError, because it is not an error if the reader of the output has ended.
+    # Catch this before its base class OSError. It means that the reader of the output has ended, which is no error.
     except BrokenPipeError:
         return abandon_stdout()
     except (ValueError, OSError) as error:

@@ -9,7 +9,7 @@ def require_extra(extra: str, *modules: str) -> None:
 
     Only programs started by ``python -m`` are checked: another program that imports the package may need less of it.
     """
-    if sys.argv[:1] != ["-m"]:  # "-m" only while `python -m` looks for its module
+    if sys.argv[:1] != ["-m"]:  # it is "-m" only while `python -m` looks for its module
         return
     missing = next((module for module in modules if find_spec(module) is None), None)
     if missing is not None:

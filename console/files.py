@@ -33,9 +33,9 @@ _TEMPORARY = re.compile(r"\..+\.[0-9a-f]+\.partial")
 
 @contextmanager
 def atomic_path(path: Path) -> Iterator[Path]:
-    """Yield a temporary path for the block to create. If the block succeeds, sync it to disk and rename it to ``path``.
+    """Yield a temporary path, at which the block creates a file or folder. Then sync this to disk and rename it to ``path``.
 
-    The block may create a file or a folder. Nobody can guess its temporary name, and it is removed if the block fails.
+    Nobody can guess the temporary name. If the block fails, the file or folder is removed.
     """
     temporary = path.absolute().with_name(f".{path.absolute().name}.{secrets.token_hex(8)}.partial")
     try:
@@ -45,7 +45,7 @@ def atomic_path(path: Path) -> Iterator[Path]:
         # Without syncing the folder, a loss of power may undo the renaming.
         sync(path.absolute().parent)
     except OSError as error:
-        # Name `path`: a failing write names no file, and the temporary name means nothing to the user.
+        # Name `path` in the error. A failed write names no file, and the temporary name means nothing to the user.
         named = str(error.filename or temporary)
         raise OSError(
             error.errno, error.strerror or str(error), str(path) if named.startswith(str(temporary)) else named
@@ -66,7 +66,7 @@ def write_atomically(path: Path, content: bytes | memoryview) -> None:
 def require_writable(path: Path) -> None:
     """Raise ``ValueError`` unless a file can be made at ``path``. Long-running programs call this before they start."""
     try:
-        # Permissions do not show that a file system is read-only, so this tries to write.
+        # Permissions do not show that a file system is read-only, so try to write a file.
         with tempfile.TemporaryFile(dir=path.absolute().parent):
             pass
     except OSError as error:
@@ -183,7 +183,7 @@ def lock_file(path: Path, *, shared: bool = False, patience_s: float = 0.0) -> i
             if time.monotonic() > deadline:
                 raise BusyError(visible(os.pread(descriptor, _NOTE_BYTES, 0).decode(errors="replace")))
             time.sleep(_POLL_S)
-        with suppress(OSError):  # on a full disk, the lock holds without the note
+        with suppress(OSError):  # on a full disk, writing this note fails, but the lock holds
             # Write in place, because a new file of this name would be another file to lock.
             os.ftruncate(descriptor, 0)
             os.pwrite(descriptor, f"process {os.getpid()} on host {socket.gethostname()}".encode(), 0)

@@ -1,4 +1,4 @@
-"""Signals that end a program: one line for Ctrl-C from the first import on, and an orderly end for SIGTERM and SIGHUP."""
+"""Signals: Ctrl-C prints one line, even during imports, and SIGTERM and SIGHUP let the program remove unfinished files."""
 
 import os
 import signal
@@ -17,7 +17,7 @@ def show_in_one_line() -> None:
 
 
 def in_one_line(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """Print an error with its traceback, but Ctrl-C in one line. This function is a `sys.excepthook`."""
+    """Print one line for Ctrl-C, and the traceback for any other error. This function is a `sys.excepthook`."""
     if issubclass(kind, KeyboardInterrupt):
         sys.stderr.write("interrupted\n")
     else:
@@ -44,7 +44,7 @@ def end_in_order() -> None:
 def ignore_signals() -> None:
     """From now on, ignore the signals that end programs, because this program is about to end.
 
-    While Python ends, it would restore the default actions, so that a late signal would change the exit status.
+    Otherwise Python restores the default actions while it ends, so that a late signal changes the exit status.
     """
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)

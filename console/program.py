@@ -18,7 +18,7 @@ from console.text import did_you_mean, json_document, visible
 from console.version import version_line
 
 _MOST_SAID = 400
-"""Maximum number of characters of tyro's complaint that are shown. It repeats values, which a file may make long."""
+"""Maximum number of characters of tyro's complaint that are shown. The complaint repeats values, which may be long."""
 
 # Escapes of GitHub's workflow commands.
 _IN_MESSAGE = str.maketrans({"%": "%25", "\r": "%0D", "\n": "%0A"})
@@ -153,7 +153,7 @@ class RaisingParser(argparse.ArgumentParser):
 
 
 def unknown_option(function: Callable[..., Any], words: Sequence[str]) -> str:
-    """Return a complaint about the first option that is not in the help of ``function``, or "" if all options are.
+    """Return a complaint about the first option that is not in the help of ``function``, or "" if the help has all of them.
 
     tyro would first complain about missing arguments, even if one of them is there but misspelt.
     """

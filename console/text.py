@@ -80,12 +80,12 @@ def clock(seconds: float) -> str:
 
 
 def duration(seconds: float | None) -> str:
-    """Format a measured time with three digits below a second, else with one or two places: 12.3 us, 5.3 s, 5.45 min."""
+    """Format a measured time. Below a second it has three digits, else one or two decimals: 12.3 us, 5.3 s, 5.45 min."""
     if seconds is None:
         return "-"
     if seconds >= 120:
         return f"{seconds / 60:.2f} min"
-    rounded = float(f"{seconds:.3g}")  # before the unit is chosen: 0.9996 s is 1.0 s, not 1000 ms
+    rounded = float(f"{seconds:.3g}")  # round first, so that 0.9996 s becomes 1.0 s and not 1000 ms
     if rounded >= 1 or rounded <= 0:
         return f"{seconds:.1f} s"
     unit, size = next((each for each in (("ms", 1e-3), ("us", 1e-6)) if rounded >= each[1]), ("ns", 1e-9))

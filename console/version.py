@@ -32,7 +32,7 @@ def version_line() -> str:
 @functools.cache
 def commit() -> str:
     """Return the checkout's commit, marked if tracked files differ; in an image, the commit of its source or "unknown"."""
-    # Untracked files do not count, because results and data lie beside the source. No tag may name the commit.
+    # Untracked files do not count, because results and data lie beside the source. Tags are excluded to get the hash.
     described = ("describe", "--always", "--abbrev=64", "--exclude=*", "--dirty= with local changes")
     found = run(["git", "-C", str(REPOSITORY), *described], timeout_s=30).answer.strip()
     return found or os.environ.get("MLPERF_BERT_COMMIT", "unknown")

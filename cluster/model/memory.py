@@ -1,4 +1,4 @@
-"""Share of the model that a rank holds, and its memory in bytes: permanent buffers, and its largest micro-batch.
+"""Share of the model that a rank holds, and the bytes that the rank needs for permanent buffers and activations.
 
 Activations are counted tensor by tensor: on a CPU for PyTorch's own operations, and on a GPU for this program's kernels,
 which regenerate dropout masks and store no attention probabilities.
@@ -58,7 +58,7 @@ class ModelShare:
     ends: tuple[int, ...]
 
     def padded(self, shards: int) -> int:
-        """Return the elements of the vector, padded so that it divides into equal shards."""
+        """Return the number of elements of the vector with the padding that lets it divide into equal shards."""
         return padded(self.elements, shards)
 
     def buckets(self, shards: int, bucket_bytes: int) -> list[slice]:
@@ -66,7 +66,7 @@ class ModelShare:
         return bucket_slices(self.padded(shards), shards, bucket_bytes)
 
 
-# Cached, because a search asks for the same few divisions many times.
+# Cached, because a search divides the model in the same few ways many times.
 @functools.cache
 def model_shares(
     model: ModelConfig, tensor: int = 1, pipeline: int = 1, virtual_stages: int = 1
@@ -100,7 +100,7 @@ def model_shares(
 
 
 def hidden_bytes(precision: Precision, on_gpu: bool) -> int:
-    """Return the bytes per activation element sent between stages. On CPUs it is 4, as norms under autocast return fp32."""
+    """Return the bytes of an activation element that stages send: on CPUs 4, because norms under autocast return fp32."""
     return 2 if precision != "fp32" and on_gpu else 4
 
 
@@ -170,7 +170,7 @@ def fixed_memory(
     copies, node_copies = nodes * ranks // strategy.copy_ranks, max(1, ranks // strategy.copy_ranks)
     elements = share.padded(copies)
     shard = elements / strategy.shards(node_copies, copies)
-    # Ranks that share a copy of the model also use the sharded LAMB.
+    # Ranks that share a copy of the model use the sharded LAMB even if the reduction shards nothing.
     sharded_lamb = strategy.reduction in SHARDED or strategy.copy_ranks > 1
     bucket = max(each.stop - each.start for each in share.buckets(copies, strategy.bucket_bytes))
     # 16-bit copies of weights: in bf16 on a GPU, unsharded LAMB writes copies of all weights. Otherwise autocast copies
@@ -181,12 +181,12 @@ def fixed_memory(
     cast += share.has_last * (2 * D * D + work.model.vocab_size * D + 2 * D)
     return {
         "weights": 4.0 * (elements + share.copied),
-        # Sharded gradients pass through two buffers, each as large as a bucket. "update" includes their sums.
+        # Sharded gradients pass through two buffers, each as large as a bucket. "update" includes the summed gradients.
         "gradients": 8.0 * bucket if strategy.shard_gradients and copies > 1 else 4.0 * (elements + share.copied),
         "moments": 8.0 * shard,
         # Sharded LAMB also holds contiguous copies of its shard's gradients and weights.
         "update": (12.0 if sharded_lamb else 4.0) * shard,
-        # Two 16-bit buffers, each with as many elements as a bucket.
+        # A sum in bf16 needs two 16-bit buffers, each with as many elements as a bucket.
         "reduction buffers": 4.0 * bucket if strategy.reduce_dtype == "bf16" and copies > 1 else 0.0,
         # Three vectors: the weights that sites share, the weights sent last, and the momentum.
         "site exchange": 12.0 * share.elements if strategy.site_steps > 1 else 0.0,
@@ -210,11 +210,11 @@ def saved_activations(
     norm = (2 * size if on_gpu else 4) * D + 8 + (4 * D if model.hidden_dropout and not on_gpu else 0)
 
     def attention(rows: NDArray[np.float64], pairs: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Return the bytes of two output-sized tensors and of softmax statistics (CPUs: scores, probabilities, mask)."""
+        """Return the bytes of two output-sized tensors, and of softmax statistics (CPU dropout: of three matrices)."""
         return rows * 2 * size * D + (3 * size * pairs * H if cpu_dropout else rows * 4 * H)
 
     def rest(rows: NDArray[np.float64], norms_kept: int) -> NDArray[np.float64]:
-        """Return the bytes of both norms and the feed-forward block. Products store ``norms_kept`` of the norms' outputs."""
+        """Return the bytes of both norms and the feed-forward block. Products store the outputs of ``norms_kept`` norms."""
         return rows * (2 * norm + norms_kept * size * D + 2 * size * F)
 
     if on_gpu or strategy.recompute != "none":

@@ -38,7 +38,7 @@ LINEAR_FLOPS = 6.0
 """Floating-point operations of a linear layer for each row x input x output: three products of two operations each."""
 
 ACCESSES = {"attention": 8.0, "norm": 10.0, "gelu": 5.0, "embedding": 8.0, "loss": 6.0}
-"""Assumed memory accesses per unit of the second cost term, by kind of computation. Only data-sheet rates use them."""
+"""Assumed memory accesses for each unit of a kind's second cost term. Only rates from data sheets use these numbers."""
 
 SEQUENCE_BYTES, LAUNCHES = 599_294_086, 1406
 """For BERT-Large: bytes of memory traffic of a sequence outside matrix products, averaged over Wikipedia's lengths, and
@@ -343,7 +343,7 @@ def rates_of_machine(machine: Machine, precision: str = "bf16") -> Rates:
     # Attention has two products, which stay in 16 bits even if the encoder's linear layers use FP8.
     costs["attention"] = (*costs["attention"], 2 * LINEAR_FLOPS * sixteen)
     costs["lamb"] = (0.0, 0.0, UPDATE_BYTES / update_bytes_per_s(device))
-    # Batches cost no time, because the host assembles them while the device computes.
+    # Assembling batches adds no time, because the host does it while the device computes.
     costs["batch"] = (0.0, 0.0)
     link, network = link_rate(p, machine), network_rate(p, machine) if machine.groups > 1 else math.inf
     return Rates(

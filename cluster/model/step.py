@@ -2,9 +2,9 @@
 
 The computation is counted from the real batch sampler: the micro-batches of each rank, for some steps. A simulated timeline
 overlaps the reduction's buckets with the backward pass, and the all-gather of sharded weights with the forward pass. A
-rank's computations run in a fixed order, and so do its messages. Either may wait for the other. On CPUs, both need
-processors. If there are too few for both, messages get as many as they need, up to half of all processors or, if it is more,
-as many as computation leaves idle. Computation gets the rest.
+rank's computations run in a fixed order, and so do its messages. Computations and messages may wait for each other. On CPUs,
+both need processors. If there are too few, messages get what they need, but at most half of all processors, or at most the
+processors that computation leaves idle if these are more. Computation gets the rest.
 
 Shape legend: A micro-batches of a step, R copies of the model, P ranks of a pipeline.
 """
@@ -93,7 +93,7 @@ def _predict_without_pipeline(work: Work, strategy: Strategy, rates: Rates, step
 
 
 def _predict_pipeline(work: Work, strategy: Strategy, rates: Rates, step: int) -> PredictedStep:
-    """Predict a step with pipeline parallelism. It has no CUDA graphs and reduces gradients after its last micro-batch.
+    """Predict a step of a pipeline. Such a step has no CUDA graphs and reduces gradients after its last micro-batch.
 
     Like the records of rank 0, the prediction counts the first stage's computation, and any other time as waiting.
     """
@@ -179,7 +179,7 @@ def _computation(
 
 
 def _exchanged(model: ModelConfig, strategy: Strategy, rates: Rates, sizes: MicroBatches) -> tuple[float, float, float]:
-    """Return the seconds of a tensor group's collectives in each part of `parts_of`, averaged over micro-batches.
+    """Return the seconds of a tensor group's collectives in each part that `parts_of` returns, as means of micro-batches.
 
     For each all-gather in one pass, the other pass (forward or backward) has a reduce-scatter of as many rows.
     """
@@ -314,7 +314,7 @@ def _reduce(strategy: Strategy, rates: Rates, bucket: slice) -> tuple[float, flo
         if strategy.reduction == "hierarchical":
             collectives.append(("all-gather", "node", size))
     if strategy.reduce_dtype == "bf16":
-        # Ranks send bf16, half of the bytes, to the rank that adds them in fp32. In an all-reduce, it sends back bf16 sums.
+        # Ranks send bf16, half of the bytes, to the rank that sums in fp32. In an all-reduce, that rank returns bf16 sums.
         halves: dict[Operation, list[Operation]] = {
             "reduce-scatter": ["all-to-all"],
             "all-gather": ["all-gather"],

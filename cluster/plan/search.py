@@ -1,6 +1,7 @@
 """Search for the fastest feasible way to run a recipe on given ranks, by predictions only, and print the result.
 
-A way is a schedule with a `Strategy`. A way is skipped if its computation alone takes longer than the best ways in total.
+A way to run is a `Strategy` with a schedule, which has the batch size and its hyperparameters. A way is skipped if its
+computation alone takes longer than the fifth best way in total.
 Only the largest micro-batch that fits in memory and the next smaller one are tried, because more accumulation adds launches
 and saves nothing. A pipeline gets the number of micro-batches that makes its step fastest. Recomputation is tried only if it
 allows larger micro-batches.
@@ -31,7 +32,7 @@ PIPELINES = (1, 2, 4, 8, 16, 32, 64)
 VIRTUAL_STAGES = (1, 2, 4)
 BEST = 5
 _REACH = 1.1
-"""Ways are predicted again from several steps if one step predicts at most this multiple of the fifth best time."""
+"""A way is predicted again, from several steps, if its time from one step is at most this multiple of the fifth best."""
 _MICRO_BATCHES = 2
 """Number of micro-batch sizes to try, starting with the largest that fits."""
 _MOST_VALUES = 8
@@ -86,7 +87,7 @@ def search(config: Config, work: Work, target: Target) -> Found:
         if _may_be_among_best(each.least_seconds, ranked):
             ranked += search.other_reductions(each)
     ranked.sort(key=lambda candidate: candidate.seconds)
-    # So far, times come from one step of the sampler, which is enough to find slow ways. Average several for the others.
+    # So far, times come from one step of the sampler, which is enough to find slow ways. Average several for fast ways.
     limit = _REACH * max(each.seconds for each in ranked[:BEST])
     ranked = [search.refine(each) if each.seconds <= limit else each for each in ranked]
     ranked.sort(key=lambda candidate: candidate.seconds)
@@ -118,7 +119,7 @@ class _Search:
         return True
 
     def ways_to_compute(self) -> list[Candidate]:
-        """Return candidates for all ways to compute that may be among the best, with the least-memory reduction.
+        """Return candidates for all ways that may be among the best, each with the reduction that takes the least memory.
 
         Sharing a copy of the model among ranks only saves memory and reduction time. If a number of ranks per copy is too
         slow even with a free reduction, only one way with this number is predicted, so that the output can show why it
@@ -137,7 +138,7 @@ class _Search:
         return found
 
     def _by_least_seconds(self, tensors: Sequence[int], pipeline: int) -> list[tuple[float, BatchSchedule, Strategy]]:
-        """Return (lower bound of the time to train, schedule, strategy) for these group sizes, sorted by the bound."""
+        """Return (lower bound of the time to train, schedule, strategy) of all ways with these group sizes, sorted."""
         virtual_stages = self._virtual_stages(pipeline)[-1]  # with the most stages per rank, ranks wait the least
         timed = []
         for tensor in tensors:
@@ -301,7 +302,7 @@ def run_plan(config: Config, target: Target, chosen: Candidate) -> RunPlan:
 
 
 def as_lines(found: Found, world_size: int) -> Iterator[str]:
-    """Yield the best plans as a table, a line for each other value of a setting, and the infeasible settings."""
+    """Yield the best plans as a table, a line for each setting's values that the first plan lacks, and refused settings."""
     table = [_row(place, each, world_size) for place, each in enumerate(found.best, 1)]
     rows = [tuple(table[0]), *(tuple(row.values()) for row in table)]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
@@ -362,7 +363,7 @@ def table_settings(each: Candidate, world_size: int) -> dict[str, str]:
 
 
 def _rivals(found: Found, world_size: int) -> Iterator[str]:
-    """Yield a line about the fastest candidate for each value of each setting, except the best plan's own values.
+    """Yield a line about the fastest candidate with each value of each setting, except the best plan's values.
 
     Numbers of micro-batches can be compared only between plans with the same batch size and number of model copies.
     """

@@ -73,7 +73,7 @@ def _ms(step: PredictedStep) -> str:
 
 
 def _steps_in_site(work: Work, target: Target, found: Found, view: View) -> Iterator[tuple[PredictedStep, Candidate]]:
-    """Yield the step within the largest site for each way that keeps every copy of the model within a site."""
+    """Yield (predicted step within the largest site, candidate) for candidates without a model copy that spans sites."""
     # All precisions of a probe have the same rates, so take the first.
     rates = rates_in_site(next(iter(target.rates.values())), view)
     for each in found.ranked:
@@ -97,7 +97,7 @@ def rates_in_site(whole: Rates, view: View) -> Rates:
     inside = view.links_of_sites(between_sites=False)
     of_sites = [[each for each in inside if view.ranks[each.source].host in site] for site in view.sites.values()]
     per_byte = max(median(each.seconds_per_byte for each in links) for links in of_sites if links)
-    # A ring over all ranks uses all network cards of a host, and rails share them.
+    # A ring over all ranks uses all network cards of a host. Rings along rails share the cards.
     per_byte *= len(view.hosts) / len({each.source for each in view.links_of(between_hosts=True)})
     wait = (hosts - 1) * median(each.latency_s for each in inside)
     world, rail = ring_share(hosts * whole.ranks) * per_byte, ring_share(hosts) * per_byte * whole.ranks

@@ -41,7 +41,7 @@ class WrongResult:
 def measure_collectives(mesh: Mesh, seconds: float) -> tuple[list[Collective], list[WrongResult]]:
     """Time all collectives in all scopes. All ranks must call this function at the same time, and get the same result.
 
-    Each collective gets an equal part of ``seconds``. The message size grows until the next size would exceed its part.
+    Each collective gets an equal part of ``seconds``. The message size grows until the next size would take more time.
     """
     groups = Communicators.create(mesh)
     scopes: dict[Scope, dist.ProcessGroup | None] = {"world": groups.data}
@@ -95,12 +95,12 @@ class CollectiveTrial:
     def of(
         cls, operation: Operation, mesh: Mesh, group: dist.ProcessGroup | None, ranks: list[int], piece: int
     ) -> "CollectiveTrial":
-        """Prepare a collective of a group's ``ranks`` on vectors with one piece of ``piece`` elements for each rank."""
+        """Prepare a collective of a group's ``ranks`` on vectors of one piece for each rank, with ``piece`` elements."""
         many, place = len(ranks), ranks.index(mesh.rank)
         whole = torch.arange(piece * many, device=mesh.device) % _PERIOD
         mine = slice(place * piece, (place + 1) * piece)
         own = (whole + place % _PERIOD).float()
-        # The expected sum of (element + place % period) over the places of all ranks in the group.
+        # The rank at each place in the group contributes element + place % _PERIOD. The sum covers all places.
         total = (whole * many + sum(other % _PERIOD for other in range(many))).float()
         out = torch.empty_like(own)
         if operation == "all-reduce":

@@ -73,7 +73,7 @@ def probe(out: Path, seconds: float = 30.0, limit: float = 60.0) -> int:
         leave_mesh()
 
 
-# Measurements that need gradients enable them again.
+# Measurements that need gradients enable gradients themselves.
 @torch.no_grad()
 def _measure(mesh: Mesh, seconds: float) -> View | None:
     """Return the view on rank 0, and None on the other ranks."""

@@ -50,19 +50,19 @@ _LINEAR = (
     (192, 1024, 384),
     (64, 256, 8192),
 )
-"""(Rows, inputs, outputs). On a GPU, each number is eight times as large."""
+"""Linear layers: (rows, inputs, outputs). On a GPU, each number is eight times as large."""
 _ATTENTION = ((1, 128, 4, 32), (1, 384, 4, 64), (16, 32, 4, 32), (6, 128, 4, 32), (2, 96, 16, 64))
-"""(Sequences, length of each sequence, heads, head size)."""
+"""Attention: (sequences, length of each sequence, heads, head size)."""
 _NORM = ((32, 128), (512, 128), (768, 512))
 _GELU = ((32, 128), (512, 512), (512, 1024))
 _LOSS = ((8, 1024), (64, 1024), (32, 16384))
-"""(Rows, columns)."""
+"""Norm, GELU and loss: (rows, columns)."""
 _EMBEDDING = ((64, 128, 1024), (768, 128, 1024), (192, 256, 8192))
-"""(Tokens, hidden size, vocabulary size)."""
+"""Embeddings: (tokens, hidden size, vocabulary size)."""
 _LAMB = ((8, 4096), (32, 16384), (16, 393216))
-"""(Segments, elements of each segment). The sizes fit a core's cache, the processor's cache, and neither."""
+"""LAMB: (segments, elements of each segment). The sizes fit a core's cache, the processor's cache, and neither."""
 _BATCH = (32, 256)
-"""Global batch sizes."""
+"""Assembly of batches: global batch sizes."""
 _PRODUCT, _REPEATS = 256, 3
 """Matrix size of the products that measure contention, and the number of repetitions."""
 

@@ -85,7 +85,7 @@ def time_in_window(action: Callable[[], object], seconds: float, device: torch.d
 
 
 def measure_rates(mesh: Mesh, cells: Sequence[Cell], own_group: int, turns: int, seconds: float) -> NDArray[np.float64]:
-    """Return this rank's seconds for every turn T and cell C. All ranks must call this function at the same time.
+    """Return this rank's seconds for each turn T and operation (cell) C. All ranks must call this at the same time.
 
     Ranks that slow each other down are in different groups, which are numbered from 0 and never measure at the same time.
     The whole measurement takes about ``seconds`` seconds.

@@ -24,9 +24,9 @@ SCREENING = 4
 """One in this many healthy clusters is measured a second time without need."""
 
 _SEQUENCES = 56
-"""Sequences per rank of the BERT-Large step. The cost of an outlier is stated as a share of its time."""
+"""Sequences per rank of the BERT-Large step. The cost of an outlier is stated as a share of this step's time."""
 _AS_SLOW = 1.25
-"""A slow rank explains a slow path whose ratio is at most this multiple of the rank's own ratio."""
+"""A slow rank explains the low bandwidth of its path if the path's ratio is at most this multiple of the rank's ratio."""
 _SLOWER = 5.0
 """Minimum ratio of path times between sites to path times within a site. The switches of one room are rarely oversubscribed
 by more than four to one, so a larger ratio means another network."""
@@ -94,7 +94,7 @@ class Measurements:
 
     @cached_property
     def step(self) -> dict[str, float]:
-        """Seconds of a step on a typical device and path, by the measured quantity that determines each part of them."""
+        """Seconds of each part of a step on a typical device and path, by the measured quantity that determines the part."""
         typical_C = np.median(self.rates_RTC, axis=(0, 1)).tolist()
         timed = [*zip(self.cells, typical_C, strict=True)]
         # A multiply-add counts as two operations, and a copy both reads and writes.
@@ -118,7 +118,7 @@ class Measurements:
         chance: int,
         fitted: int = 1,
     ) -> Iterator[Outlier]:
-        """Yield the outliers among parts P. ``kind`` becomes their name: rank, sending, receiving, path or component."""
+        """Yield the outliers among parts P. ``kind`` becomes `Outlier.name`: rank, sending, receiving, path or component."""
         judgement = judge(times_TP, self.comparisons, chance, fitted)
         for place in np.flatnonzero(judgement.is_outlier).tolist():
             ratio = float(judgement.ratios[place])
@@ -194,7 +194,7 @@ def _slow_paths(
     ends, source_E, target_E = _ends(paths)
     leaf_of = [switches[host][-1:] for host in measured.host_of]
     site_of = [measured.sites[host] if paths is measured.between_hosts else "" for host in measured.host_of]
-    # Compare a path only with paths from and to the same sites that, like it, stay under one leaf or cross leaves.
+    # Compare only paths that have the same source and target site, and that all cross leaves or all stay within leaves.
     pairs = [*zip(paths.source_E.tolist(), paths.target_E.tolist(), strict=True)]
     kinds = [(site_of[one], site_of[other], leaf_of[one] != leaf_of[other]) for one, other in pairs]
     kind_E = [*map(sorted({*kinds}).index, kinds)]
@@ -209,7 +209,7 @@ def _slow_paths(
         # Number of fitted parameters: a level for each ordered pair of sites, and a share for each end with enough paths.
         fitted = len({kind[:2] for kind in kinds})
         fitted += sum(int((np.bincount(of_E) >= FEWEST_PARTNERS).sum()) for of_E in (source_E, target_E))
-        # Report a path with a slow end only if its ratio, without the shares of its ends, exceeds the ratio of the slow end.
+        # Report a path with a slow end only if the path, without the shares of its ends, is slower than that end.
         slow_paths = measured.outliers(times.rest_TE, pairs, "path", quantity, chance, fitted)
         found += [each for each in slow_paths if each.ratio > max(slow.get(rank, 1.0) for rank in each.ranks)]
     return found

@@ -178,7 +178,7 @@ class _Messages:
             start = time.perf_counter()
             other[0].wait()
             end = time.perf_counter()
-            # If the receiver wakes up late, all data has arrived already. Then estimate from the time of the whole message.
+            # If the receiver wakes up late, all data has arrived already. Then estimate from the whole message's time.
             seconds = max(end - start, 0.75 * (end - begin) / 2)
         return max(seconds, 1e-9) / (size - size // 4)
 

@@ -78,7 +78,7 @@ def nearest_card(sys: Path, address: str, cards: Sequence[str]) -> str:
 
 
 def slurm_switches() -> tuple[str, ...]:
-    """Return the switches above this host from the top to its leaf, from Slurm's topology; empty if there is none.
+    """Return the switches above this host in Slurm's topology, from the top to the leaf; empty without a topology.
 
     With the tree topology plugin, Slurm passes the switches in environment variables. Otherwise this calls ``scontrol``.
     """

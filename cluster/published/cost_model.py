@@ -1,10 +1,10 @@
 """Cost model of a submission: its time and its parts, from facts about the devices, the links and the work.
 
 A step consists of the time of its sequences on a device, a constant cost per micro-batch, the gradient's reduction, and the
-update. A sequence takes the time of its matrix products at a share of the peak rate plus its memory traffic, and at least
-its energy divided by the device's power. The backward pass hides a part of the reduction inside nodes. The rest of it runs
-as one pipeline with the reduction between nodes, so the slower of the two determines the time. The fitted efficiency of the
-network includes the overlap of the reduction between nodes.
+update. A sequence takes the time of its matrix products, which reach a share of the peak rate, plus the time of its memory
+traffic. It takes at least its energy divided by the device's power. The backward pass hides a part of the reduction inside
+nodes. The other part runs as one pipeline with the reduction between nodes, so the slower of the two determines the time.
+The fitted efficiency of the network includes the overlap of the reduction between nodes.
 """
 
 import re
@@ -34,7 +34,7 @@ from cluster.published.fitted import (
 from compliance.log.schedule import evaluation_interval
 
 FP8_SEQUENCES_PER_GB = 3.2
-"""`SEQUENCES_PER_GB` of published FP8 runs on HBM: 256 sequences in 80 GB without accumulation."""
+"""Like `SEQUENCES_PER_GB`, but for published FP8 runs on HBM: 256 sequences in 80 GB without accumulation."""
 
 ROUND = re.compile(r"v[0-9]\.[0-9]")
 """Name of a round of MLPerf Training."""
@@ -134,5 +134,5 @@ def _reduction(p: Parameters, machine: Machine, backward: float) -> tuple[float,
         between = 2 * gradient * ring_share(machine.accelerators) / network_rate(p, machine)
         between += exp(p["network_latency"]) * log2(machine.groups)
     together = smooth_maximum(inside, between)
-    # Split the time of the pipeline in proportion to both times, so that the parts add up to it.
+    # Split the pipeline's time in proportion to `inside` and `between`, so that the parts add up to it.
     return (together * inside / (inside + between), together * between / (inside + between)) if together else (0.0, 0.0)

@@ -3,10 +3,10 @@
 Both cost models use this module: `cluster.published.cost_model`, which predicts a submission, and `cluster.model`, which
 predicts a step of this program. `cluster.published.calibration` fits and reads the parameters, and says what each means.
 
-The samples to the target are the reference convergence with corrections from published results. Only reference points that
-count in review are listed: no larger batch converges in fewer samples, and no point lies above the line between its
-neighbours. Samples are interpolated linearly in the batch size, as the rules do. Beyond the largest point, the line through
-the last two points continues.
+The samples to the target are the reference convergence with corrections from published results. Only reference points
+that reviewers compare with are listed: no larger batch converges in fewer samples, and no point lies above the line between
+its neighbours. Samples are interpolated linearly in the batch size, as the rules do. Beyond the largest point, the line
+through the last two points continues.
 """
 
 from bisect import bisect_left
@@ -77,7 +77,7 @@ SWITCHED = 8
 """Boards with at least this many devices have PCIe switches."""
 
 OLD_ROUNDS = ("v0.5", "v0.6", "v0.7", "v1.0", "v1.1", "v2.0")
-"""Rounds whose software and hyperparameters were slower."""
+"""Rounds whose software and hyperparameters were slower than those of later rounds."""
 
 
 def chip_parameter(chip: str) -> str:
@@ -169,7 +169,7 @@ def network_rate(p: Parameters, machine: Machine) -> float:
     device, network = machine.device, machine.network
     if device.network_gb_s is not None:
         return exp(p["network_efficiency"]) * device.network_gb_s * machine.group * 1e9
-    ns_per_byte = 8 / (exp(p["network_efficiency"]) * network.gbit_s)  # of one port
+    ns_per_byte = 8 / (exp(p["network_efficiency"]) * network.gbit_s)  # nanoseconds per byte of one port
     if network.ports < machine.per_node < SWITCHED:
         ns_per_byte = smooth_maximum(ns_per_byte, 1 / (exp(p["staging_efficiency"]) * device.host_gb_s))
     return network.ports * machine.group / machine.per_node / ns_per_byte * 1e9
@@ -193,11 +193,11 @@ def log_samples(
     """
     practice = [(log_knot, p[name]) for log_knot, name in _PRACTICE]
     found = log(_line(REFERENCE_POINTS, batch)) + _line(practice, min(log(batch), practice[-1][0]))
-    if old_recipe:  # the effect decays with scale, because large runs had tuned recipes even then
+    if old_recipe:  # less at large scale, where even old recipes were tuned
         growth = p["old_recipe_growth"] * max(0.0, log2(batch / 448))
         found += (p["old_recipe"] + growth) * exp(-accelerators / TUNED_ACCELERATORS)
     found += p["accumulation"] * max(0.0, log2(batch / accelerators / (SEQUENCES_PER_GB * memory_gb)))
-    # The longer a trial takes (here at the smallest reference batch), the fewer trials a submitter makes.
+    # Submitters tune less if a trial takes long. This is the time of a trial at the smallest reference batch.
     minutes = REFERENCE_POINTS[0][1] / sequences_per_second / 60
     return found + p["tuning"] * max(0.0, log2(minutes / LONG_RUN_MINUTES))
 

@@ -29,12 +29,12 @@ CAUSES = {
     "evaluations": ({"evaluation"}, "number of evaluations"),
     "start and other": ({"start"}, "storage; compilation while the clock runs; checkpoints"),
 }
-"""Causes of a slow run, named as in `cluster.whatif`: the parts of the prediction that each lengthens, and what to check."""
+"""Parts of the prediction that a cause of a slow run lengthens, and what to check, by its name in `cluster.whatif`."""
 
 
 @dataclass(frozen=True)
 class Measured:
-    """Measured minutes. If they come from logs, also what the logs state, samples to the target, and minutes by part."""
+    """Measured minutes. If they come from logs, other fields have what the logs state, and ``parts`` the minutes by part."""
 
     minutes: float = 0.0
     batch: int | None = None
@@ -53,7 +53,7 @@ def agreed(option: str, given: Any, stated: Any) -> Any:
 
 
 def read_minutes(text: str, name: str, other: str = "") -> float:
-    """Parse positive minutes. The error message calls the setting ``name``, and adds ``other`` to what is expected."""
+    """Parse positive minutes. An error message names the setting ``name``, and ends with ``other``, another valid input."""
     minutes = float(text) if re.fullmatch(r"\d{1,6}(\.\d+)?", text, re.ASCII) else 0.0
     if not minutes:
         raise ValueError(f"{name} is {text[:80]!r}, expected minutes such as 6.1{other}")
@@ -78,7 +78,9 @@ def read_measured(text: str) -> Measured:
     settings = {(log.run.global_batch_size, *_machine(log)) for log in kept}
     if len(settings) > 1:
         found = " and ".join(sorted(map(str, settings))[:2])
-        raise ValueError(f"{path}: runs with different batch sizes, accelerators or ranks: {found}; name one log")
+        raise ValueError(
+            f"{path}: runs with different batch sizes, accelerators or ranks: {found}; pass one log instead"
+        )
     if len(kept) > 2 and len(kept) + missed >= 5:
         # As in MLPerf, a run that missed the target counts as the slowest.
         kept.sort(key=lambda log: log.run.seconds or 0.0)
@@ -101,7 +103,7 @@ def _machine(log: Log) -> tuple[str | None, int | None]:
 
 
 def _fault(log: Log) -> str:
-    """Return why a log is not a result, or "" if it is. Raises ``ValueError`` if it is not a log of the benchmark."""
+    """Return why a log is not a result, or "" for a result. Raises ``ValueError`` for other benchmarks and open runs."""
     run = log.run
     kind = (run.division, run.value("submission_benchmark") or "bert", run.value("max_sequence_length") or 512)
     if log.records and kind != ("closed", "bert", 512):
@@ -119,7 +121,7 @@ def _fault(log: Log) -> str:
 
 
 def _parts(log: Log) -> Mapping[str, float]:
-    """Return the seconds by part from the metrics beside a log, or {} without metrics that have the log's run time."""
+    """Return the seconds by part from the metrics beside a log, or {} if no metrics there have the log's run time."""
     try:
         account = read_run(log.path.with_name(f"{log.path.stem.replace('result', 'metrics')}.jsonl"))
     except ValueError:
@@ -132,8 +134,8 @@ def _parts(log: Log) -> Mapping[str, float]:
 def compare(measured: Measured, prediction: Prediction) -> dict[str, Any]:
     """Return a JSON document about measured minutes.
 
-    Its ``causes`` have the predicted minutes of each part, for the measured samples, and the measured minutes. Without
-    metrics of the run, ``alone`` replaces the measured minutes: what the part would take if it caused the whole delay.
+    For each part, ``causes`` has the minutes predicted for the measured samples, and the measured minutes. Without metrics
+    of the run, ``alone`` replaces the measured minutes: the minutes of the part if it caused the whole delay.
     """
     minutes, device, parameters = measured.minutes, prediction.run.machine.device, calibration().parameters
     ratio, expected = minutes / prediction.minutes, run_time(parameters, prediction.run, measured.samples)

@@ -58,10 +58,10 @@ def predict_table(source: Path) -> tuple[str, int, int]:
 
 
 def _predicted(cells: dict[str, str], decimal: str) -> list[str]:
-    """Return the cells of the columns `ADDED`, without the reason. Raises ``ValueError`` with the reason."""
+    """Return the cells of `ADDED` except the reason. If there is no prediction, raises ``ValueError`` with the reason."""
     whole = {}
     for name in ("nodes", "accelerators_per_node", "global_batch_size"):
-        # Accept 8.0, because spreadsheets write whole numbers so if another cell of the column is empty.
+        # Accept 8.0, because some spreadsheets write 8 as 8.0 if another cell of the column is empty.
         if not re.fullmatch(r"\d{1,9}(\.0+)?", cells[name], re.ASCII) and (cells[name] or name in REQUIRED):
             raise ValueError(f"{name} is {cells[name][:40]!r}, expected a whole number")
         whole[name] = cells[name].partition(".")[0]

@@ -138,10 +138,10 @@ def _scale(marks: Sequence[float], start: float, stop: float) -> Callable[[float
 
 
 def thin(points: Points, limit: int = MAX_POINTS) -> list[tuple[float, float]]:
-    """Return at most `limit` points: the means of stretches of equal length, and the last point unchanged."""
+    """Return at most `limit` points: the means of groups of neighbouring points, and the last point unchanged."""
     if len(points) <= limit:
         return list(points)
-    # Round up, so that the means and the last point together are at most `limit`.
+    # Round the size of a group up, so that there are at most `limit` - 1 means besides the last point.
     size = -(-(len(points) - 1) // (limit - 1))
     stretches = [points[start : min(start + size, len(points) - 1)] for start in range(0, len(points) - 1, size)]
     return [(sum(x for x, _ in s) / len(s), sum(y for _, y in s) / len(s)) for s in stretches] + [points[-1]]

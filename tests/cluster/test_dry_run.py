@@ -1,4 +1,4 @@
-"""Predictions of the dry run, and their order with errors of the check."""
+"""Predictions that a dry run prints before the errors of its check."""
 
 import os
 import re
@@ -38,7 +38,7 @@ def _without_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "environ", os.environ.copy())
 
 
-def test_the_prediction_matches_scaling_md_and_precedes_missing_inputs(capfd: pytest.CaptureFixture[str]) -> None:
+def test_the_prediction_matches_scaling_md_and_precedes_errors_about_inputs(capfd: pytest.CaptureFixture[str]) -> None:
     assert dry_run.main(["bert_3_9b_8x8"]) == 2
     said = capfd.readouterr()
     assert_shown(said.out, "scaling.md")

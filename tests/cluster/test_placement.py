@@ -58,7 +58,7 @@ def test_groups_are_placed_in_one_leaf_or_else_in_one_pod() -> None:
     assert cost([("a",), ("b",)]) == 1, "a ring of two hosts has one link"
     for nodes, group, said in (
         (10, 1, "--nodes is 10, but the cluster has only 9 hosts"),
-        (8, 3, "--nodes is 8 and --group is 3: expected at least 1, --nodes a multiple of --group"),
+        (8, 3, "--nodes is 8 and --group is 3; both must be at least 1, and --nodes a multiple of --group"),
         (0, 1, "--nodes is 0 and --group is 1"),
         (6, 0, "--nodes is 6 and --group is 0"),
     ):
@@ -85,7 +85,7 @@ def test_place_writes_a_line_for_each_task(tmp_path: Path, cluster: Command) -> 
     ]
     assert out.read_text().split() == ["n1", "n1", "n3", "n3", "n2", "n2", "n4", "n4"]
     view = write_hosts(view, {"b": (), "a": ()})
-    assert f"{view} does not know the switches, so" in cluster("place", view, "--out", out).stdout
+    assert f"{view} states no switches, so" in cluster("place", view, "--out", out).stdout
     assert out.read_text() == "b\na\n"
 
 

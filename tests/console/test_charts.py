@@ -71,7 +71,7 @@ def test_lines_guides_and_bands_are_drawn_at_their_values() -> None:
     assert high.of("path", "stroke")[0]["d"] == "M1000.0 333.3"
 
 
-def test_columns_start_at_zero_unlike_dots_and_crowded_charts_show_fewer_names() -> None:
+def test_only_columns_start_at_zero_and_crowded_charts_show_fewer_names() -> None:
     bars = [Bar("0", 80.0), Bar("1", 100.0, "dropped", "slowest")]
     columns = Page(run_chart(bars, AXES, columns=True))
     drawn = [[rect[name] for name in ("x", "y", "width", "height")] for rect in columns.of("rect")]

@@ -123,7 +123,7 @@ def test_untrusted_text_in_log_messages_and_warnings_is_escaped() -> None:
     ("arguments", "imported"),
     [
         *((f"{name} --help", "tyro") for name in WITH_TYRO),
-        # These import torch after parsing the command line.
+        # These programs import torch after they parse the command line.
         *(pytest.param(f"bert.{name} tiny_cpu", "torch", marks=pytest.mark.slow) for name in ("train", "evaluate")),
     ],
 )
@@ -173,7 +173,7 @@ def test_unexpected_errors_keep_their_traceback_and_importing_keeps_sys_exceptho
         ["compliance", "summary", "results/cpu_2cores/bert"],
     ],
 )
-def test_a_pipe_that_its_reader_closes_early_causes_no_error_message(program: list[str], small_run: SmallRun) -> None:
+def test_a_pipe_closed_early_causes_no_error_message(program: list[str], small_run: SmallRun) -> None:
     """A program prints no error if its reader closes the pipe early, as in ``python -m kernels | head -1``."""
     command = [sys.executable, "-m", *(part.format(run=small_run.folder) for part in program)]
     with subprocess.Popen(
@@ -186,14 +186,14 @@ def test_a_pipe_that_its_reader_closes_early_causes_no_error_message(program: li
     assert process.returncode == 1
 
 
-def test_output_to_a_stream_that_the_caller_has_closed_is_dropped() -> None:
+def test_output_to_a_closed_stream_is_dropped() -> None:
     for closed, words, status in ((">&-", "check results/cpu_2cores", 0), ("2>&-", "check none", 2)):
         command = f'"$0" -m compliance {words} {closed}'
         done = subprocess.run(["bash", "-c", command, sys.executable], cwd=REPOSITORY, capture_output=True, text=True)
         assert (done.returncode, done.stdout, done.stderr) == (status, "", "")
 
 
-def test_output_that_a_full_device_refuses_is_reported_once_and_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_loss_of_output_to_a_full_device_is_reported_once(monkeypatch: pytest.MonkeyPatch) -> None:
     notes: list[str] = []
     read, write = os.pipe2(os.O_NONBLOCK)  # a full pipe that does not block is no failure
     with Path("/dev/full").open("w") as output, Path("/dev/full").open("w") as errors, os.fdopen(write, "w") as crowded:

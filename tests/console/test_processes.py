@@ -30,7 +30,7 @@ def interrupt(*_: object) -> None:
     raise KeyboardInterrupt
 
 
-def test_a_program_that_hangs_or_is_interrupted_is_killed_with_its_children(tmp_path: Path) -> None:
+def test_a_hanging_or_interrupted_program_is_killed_with_its_children(tmp_path: Path) -> None:
     numbers, before = tmp_path / "numbers", signal.signal(signal.SIGALRM, interrupt)
     hanging = ["bash", "-c", f"sleep 600 & echo $$ $! > {numbers}; wait"]
     try:

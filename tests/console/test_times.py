@@ -14,7 +14,7 @@ def test_times_are_formatted_in_the_unit_that_fits() -> None:
     assert {seconds: duration(seconds) for seconds in durations} == durations
 
 
-def test_counted_forms_the_plural_and_did_you_mean_finds_a_similar_name() -> None:
+def test_nouns_get_a_plural_and_similar_names_are_suggested() -> None:
     words = {(0, "process"): "0 processes", (1, "process"): "1 process", (2, "copy"): "2 copies", (1, "copy"): "1 copy"}
     words |= {(1000, "way"): "1,000 ways", (2, "key"): "2 keys", (2, "boy"): "2 boys", (999, "rank"): "999 ranks"}
     assert {each: counted(*each) for each in words} == words

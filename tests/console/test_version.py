@@ -28,7 +28,7 @@ def commit_of(monkeypatch: pytest.MonkeyPatch) -> Iterator[CommitOf]:
     version.commit.cache_clear()
 
 
-def test_the_version_of_a_git_checkout_has_its_commit_and_local_changes(
+def test_the_version_of_a_git_checkout_states_its_commit_and_local_changes(
     commit_of: CommitOf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "file").write_text("one")
@@ -45,7 +45,7 @@ def test_the_version_of_a_git_checkout_has_its_commit_and_local_changes(
     assert version.version_line() == f"mlperf-bert 1.2.3 (commit {revision[:7]} with local changes)"
 
 
-def test_the_version_in_a_container_image_has_its_commit(
+def test_the_version_in_a_container_image_states_its_commit(
     commit_of: CommitOf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "launch").mkdir()

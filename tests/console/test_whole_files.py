@@ -21,7 +21,7 @@ from console.documents import FileKind, read_typed
 def _no_file_stays_open() -> Iterator[None]:
     before = set(Path("/proc/self/fd").iterdir())
     yield
-    assert set(Path("/proc/self/fd").iterdir()) <= before  # fewer if files of earlier tests were closed
+    assert set(Path("/proc/self/fd").iterdir()) <= before  # files of earlier tests may have been closed
 
 
 def test_a_file_is_on_disk_before_it_gets_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -79,7 +79,7 @@ def test_an_error_without_a_file_name_gets_the_name_of_the_requested_file(tmp_pa
         assert list(tmp_path.iterdir()) == []
 
 
-def test_a_file_that_cannot_be_written_is_refused_before_the_work(tmp_path: Path) -> None:
+def test_an_unwritable_file_is_refused_before_the_work_begins(tmp_path: Path) -> None:
     files.require_writable(tmp_path / "plan.json")
     assert list(tmp_path.iterdir()) == []
     for place in (tmp_path / "none" / "plan.json", tmp_path, Path("/proc/plan.json")):
@@ -87,7 +87,7 @@ def test_a_file_that_cannot_be_written_is_refused_before_the_work(tmp_path: Path
             files.require_writable(place)
 
 
-def test_files_beyond_the_limit_folders_and_pipes_are_not_read(tmp_path: Path) -> None:
+def test_folders_pipes_and_files_beyond_the_limit_are_not_read(tmp_path: Path) -> None:
     path, pipe = tmp_path / "file", tmp_path / "pipe"
     os.mkfifo(pipe)
     for size in (0, 4096):
@@ -107,7 +107,7 @@ def test_files_beyond_the_limit_folders_and_pipes_are_not_read(tmp_path: Path) -
 
 
 def test_a_folder_is_private_if_no_other_user_can_write_or_replace_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """If only this user can enter the outer folder, any inner mode is private. Of other owners, only root is trusted."""
+    """If only this user can enter the outer folder, any inner mode is private. No other owner but root is trusted."""
     modes = {(0o755, 0o755): True, (0o755, 0o770): False, (0o755, 0o1777): False, (0o777, 0o755): False}
     modes |= {(0o1777, 0o755): True, (0o700, 0o777): True}
     user = os.geteuid()

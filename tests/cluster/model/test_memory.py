@@ -96,7 +96,7 @@ def fake_group() -> Iterator[dist.ProcessGroup]:
 def test_predicted_memory_equals_the_tensors_that_a_real_model_keeps(
     layers: int, tensor: int, dropout: float, precision: Precision, fake_group: dist.ProcessGroup
 ) -> None:
-    """Sequences of the model with six layers are so short that some have equal lengths."""
+    """The model with six layers gets sequences so short that some have equal lengths."""
     shape = (layers, *((192, 6, 768, 1000, 40) if layers == 6 else (128, 4, 512, 1024, 128)))
     config = ModelConfig(*shape, hidden_dropout=dropout, attention_dropout=dropout)
     placement = TensorParallel(config, fake_group, Stopwatch()).placement if tensor > 1 else None
@@ -147,7 +147,7 @@ def test_predicted_memory_of_a_pipeline_stage_equals_its_tensors(place: int) -> 
         assert hidden_bytes("bf16", on_gpu=False) == pipeline.hidden_dtype().itemsize
 
 
-def test_model_shares_have_the_layers_neighbours_and_offsets_of_their_stages() -> None:
+def test_each_share_of_a_model_matches_its_pipeline_stages() -> None:
     config, embeddings, layer = ModelConfig(8, 128, 4, 512, 1024, 128), 1154 * 128 + 256, 12 * 128**2 + 13 * 128
     expected = {
         (1, 1): [(True, True, 7, 0)],
@@ -197,7 +197,7 @@ def test_each_setting_changes_its_part_of_the_fixed_memory() -> None:
     assert fixed_memory(work, apart, 4, 1)["moments"] == 8 * share.padded(2), "a node has no second copy to share with"
 
 
-def test_the_micro_batches_that_a_stage_stores_at_once_are_assumed_to_be_the_largest() -> None:
+def test_predicted_memory_assumes_that_the_largest_micro_batches_are_in_flight() -> None:
     ways = {(1, 1, 8, 0): 1, (4, 1, 8, 0): 4, (4, 1, 8, 3): 1, (4, 1, 2, 0): 2, (4, 2, 8, 3): 2.5}
     for (stages, virtual, steps, place), at_once in ways.items():
         assert micro_batches_in_flight(Strategy(64, steps, pipeline=stages, virtual_stages=virtual), place) == at_once
@@ -229,7 +229,7 @@ def test_gpu_activation_bytes_equal_a_count_by_hand(precision: Precision, size: 
     expected = by_token * tokens + by_row * (SEQUENCES + masked) + by_masked * masked + by_sequence * SEQUENCES
     strategy = Strategy(SEQUENCES, precision=precision)
     assert float(saved_activations(work, strategy, sizes, True, share).sum()) == expected
-    # Each rank of a tensor group has the whole inputs of the last layer's and the decoder's products, half of the others.
+    # A rank of a tensor group holds the whole inputs of the last layer's and the decoder's products, and half of the rest.
     inputs = hidden * (tokens + 2 * (SEQUENCES + masked) + masked)
     halved = saved_activations(work, replace(strategy, tensor=2), sizes, True, share)
     assert float(halved.sum()) == (expected + inputs) / 2

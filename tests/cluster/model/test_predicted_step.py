@@ -116,7 +116,7 @@ with the share of the vector that it sends."""
 
 @pytest.mark.parametrize("name", REDUCTIONS)
 def test_each_reduction_takes_the_time_of_its_collectives(name: str) -> None:
-    """One bucket holds all, so nothing overlaps: weights arrive before the forward pass, sums follow the backward pass."""
+    """The only bucket overlaps with nothing: weights arrive before the forward pass, and sums follow the backward pass."""
     shards, gathers, sums = REDUCTIONS[name]
 
     def seconds(messages: str, size: float) -> float:
@@ -355,7 +355,7 @@ def test_recomputation_repeats_forward_passes_of_inner_layers_only() -> None:
         assert found.forward_backward - plain == pytest.approx(again)
 
 
-def test_rates_of_a_probe_fit_its_times_and_contention() -> None:
+def test_rates_from_a_probe_reproduce_its_times_and_contention() -> None:
     found = rates_of_view(made_up())
     assert float(found.seconds(Computation("gelu", (1.0, 524288.0)))) == pytest.approx(1e-3)
     assert found.collective("all-reduce", "world", 131072)[0] == pytest.approx(1.6e-4 + 2e-4 / 3)
@@ -382,7 +382,7 @@ def test_a_curve_interpolates_extrapolates_and_never_falls() -> None:
     assert {size: curve.seconds(size) for size in seconds} == pytest.approx(seconds)
 
 
-def test_indivisible_batches_and_ranks_and_missing_fp8_are_refused() -> None:
+def test_indivisible_batches_indivisible_ranks_and_missing_fp8_are_refused() -> None:
     with pytest.raises(ValueError, match=r"global_batch_size is 30.* multiple of 4"):
         predict_step(TINY, Strategy(30), rates())
     with pytest.raises(ValueError, match=r"parallel\.tensor is 3"):

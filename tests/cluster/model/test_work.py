@@ -24,7 +24,7 @@ def numbers(sizes: MicroBatches) -> list[float]:
     return [sizes.sequences, *(float(each.sum()) for each in counts)]
 
 
-def test_micro_batches_have_the_tokens_pairs_and_lengths_of_their_sequences() -> None:
+def test_sizes_of_micro_batches_follow_from_their_sequences() -> None:
     work = Work(MODEL, LENGTHS, MASKED)
     # In the last layer, only [CLS] and the masked tokens of a sequence attend to its tokens.
     pairs, last_pairs = 25 + 25 + 9 + 4, 2 * 5 + 3 * 5 + 2 * 3 + 2 * 2
@@ -88,7 +88,7 @@ def test_a_strategy_formats_its_stages_and_refuses_indivisible_batches() -> None
         Strategy(6, 2, tensor=2).sequences(4)
 
 
-def test_a_data_sheet_target_has_whole_nodes_and_supported_precisions() -> None:
+def test_a_target_from_a_data_sheet_has_whole_nodes_and_supported_precisions() -> None:
     device = device_named("A100")
     for count, shape in {1: (1, 1), 8: (1, 8), 24: (3, 8)}.items():
         target = target_of_devices(device, count, 8)

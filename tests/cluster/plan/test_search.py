@@ -62,7 +62,7 @@ def test_the_best_plan_is_the_fastest_data_parallel_way_to_run_its_batch(
 
 
 @pytest.mark.parametrize(("nodes", "per_node", "memory"), [(2, 2, 80e9), (1, 4, 8e9)])
-def test_ways_that_the_search_skips_are_not_among_the_best(
+def test_the_search_skips_none_of_the_best_ways(
     nodes: int, per_node: int, memory: float, work: Work, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config, work = RECIPES["h100_1x8"](), replace(work, samples=1e6)
@@ -125,7 +125,7 @@ def test_ranks_share_copies_only_if_needed(
         assert search(few, work, target).best[0].strategy.tensor > 1, "4 sequences on 8 ranks"
 
 
-def test_printed_rivals_are_sorted_and_agree_with_the_table(found: Found) -> None:
+def test_printed_alternatives_are_sorted_and_agree_with_the_table(found: Found) -> None:
     lines = list(as_lines(found, 8))
     text = "\n".join(lines)
     losses = [float(line.split("%")[0].split()[-1]) for line in lines if line.startswith("  batch ") and "%" in line]

@@ -54,7 +54,7 @@ def test_site_steps_hide_the_exchange_over_a_slow_link(sites: str) -> None:
         assert f"training.site_steps {enough[0]}" in said
 
 
-def test_fast_links_closed_runs_and_evaluation_intervals_limit_site_steps() -> None:
+def test_closed_runs_fast_links_and_evaluation_intervals_limit_site_steps() -> None:
     found, best, said = chosen("aaaabbbb", 1.01)
     assert (best, best.strategy.site_steps) == (found.best[0], 1)
     step = f"{1000 * best.step.total:.2f} ms"
@@ -96,7 +96,7 @@ def test_a_site_of_several_hosts_uses_rings_over_its_own_paths() -> None:
         assert found.collectives["all-gather", scope].seconds(BUCKET_BYTES) == pytest.approx(ring)  # type: ignore[index]
 
 
-def test_plans_whose_copies_span_sites_get_no_site_steps() -> None:
+def test_plans_get_no_site_steps_if_model_copies_span_sites() -> None:
     work, target = replace(TINY, interval_samples=BATCH * 128), target_of(4, 400)
     found = search(RECIPES["tiny_cpu"](), work, target)
     spread = replace(found, ranked=tuple(each for each in found.ranked if each.strategy.pipeline == 2))

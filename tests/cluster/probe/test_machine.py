@@ -80,7 +80,7 @@ def test_processor_seconds_exclude_idle_iowait_and_guests(monkeypatch: pytest.Mo
 
 
 @pytest.mark.slow
-def test_gpu_cells_have_the_expected_sizes_and_repetitions() -> None:
+def test_gpu_operations_have_the_expected_sizes_and_repetitions() -> None:
     with FakeTensorMode():
         cells = computing.cells_of(torch.device("cuda"))
     expected = [("product", "bf16", 8192, 1), ("copy", "fp32", 2**28, 1), ("launch", "fp32", 1, 1000)]
@@ -88,7 +88,7 @@ def test_gpu_cells_have_the_expected_sizes_and_repetitions() -> None:
     assert [(cell.quantity, cell.dtype, cell.size, cell.times) for cell in cells] == expected
 
 
-def test_computations_share_the_seconds_in_up_to_three_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_computations_are_timed_in_up_to_three_turns_within_the_given_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first calls take 0.5 s. The remaining seconds hold up to three turns, with windows of at least 15 ms."""
     windows: list[float] = []
 
@@ -126,7 +126,7 @@ def test_a_window_has_whole_actions_and_lasts_at_least_its_seconds(monkeypatch: 
         assert found.tolist() == [[0.25, 1.0]] * 2
 
 
-def test_facts_of_a_cpu_rank_state_its_interface_and_truncate_names(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_facts_of_a_cpu_rank_have_its_interface_and_truncated_names(monkeypatch: pytest.MonkeyPatch) -> None:
     mesh = Mesh(0, 1, 0, torch.device("cpu"))
     monkeypatch.setattr("socket.gethostname", lambda: "n" * 200)
     monkeypatch.setattr("cluster.probe.machine.processor_name", lambda: "d" * 200)

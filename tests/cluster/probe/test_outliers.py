@@ -24,7 +24,7 @@ TURNS = 10
 
 @pytest.mark.parametrize("noise", NOISES.values(), ids=NOISES)
 @pytest.mark.parametrize("parts", [4, 8, 64])
-def test_noise_of_any_distribution_is_rarely_an_outlier(noise: Noise, parts: int) -> None:
+def test_noise_of_any_distribution_rarely_gives_an_outlier(noise: Noise, parts: int) -> None:
     rng = np.random.default_rng(parts)
     named = sum(judge(noise(rng, (TURNS, parts)), 4 * parts).is_outlier.any() for _ in range(100))
     assert named <= 1
@@ -56,8 +56,8 @@ def test_deviations_and_limits_are_those_of_the_formula(parts: int, fitted: int,
         assert judgement.is_outlier[-1] == (factor < 1), (comparisons, factor)
 
 
-def test_excesses_below_a_thousandth_and_pairs_of_parts_have_no_outlier() -> None:
-    """All parts but the first have equal times, so the deviation of the first part is limited only by clipping."""
+def test_small_excesses_and_pairs_of_parts_give_no_outlier() -> None:
+    """All parts but the first have equal times, so the first part's deviation would be infinite without clipping."""
     for parts, excess in itertools.product((1, 2, 3, 8), (0.0009, 0.0011, -0.5)):
         times = np.zeros((3, parts))
         times[:, 0] = excess

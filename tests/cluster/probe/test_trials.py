@@ -83,7 +83,7 @@ def test_stale_lost_or_misplaced_data_differs_from_the_expected_result(operation
 
 
 @pytest.mark.slow
-def test_sizes_grow_until_the_next_would_take_too_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_message_sizes_grow_until_the_next_takes_too_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each repetition takes 1 s by the clock, so each of at least 3 repetitions of the next size is expected to take 4 s."""
     monkeypatch.setattr(collectives, "_LARGEST_BYTES", 2**22)
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)

@@ -35,7 +35,7 @@ def test_a_new_fit_equals_the_shipped_calibration(made: tuple[Calibration, objec
 
 
 @pytest.mark.parametrize("name", GROUPS)
-def test_held_out_results_are_near_predictions_and_in_intervals(
+def test_held_out_results_are_near_their_predictions_and_in_their_intervals(
     name: str, made: tuple[Calibration, dict[str, list[Held]]]
 ) -> None:
     held = made[1][name]

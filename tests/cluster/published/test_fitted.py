@@ -26,7 +26,7 @@ def eighths(*values: float) -> float:
     return sum(value**8 for value in values) ** 0.125
 
 
-def test_sequence_time_is_products_traffic_and_the_delay_by_the_power_limit() -> None:
+def test_sequence_time_adds_up_products_traffic_and_slowdown_by_the_power_limit() -> None:
     products = 500e9 / 312e12  # an A100 has 312 TFLOP/s
     seconds = sequence_time(ONES | {"traffic": log(1e9), "energy": log(1e-9)}, A100, False)
     assert seconds == pytest.approx((products, 1 / A100.memory_gb_s, 0), abs=1e-9)
@@ -79,7 +79,7 @@ def test_link_and_network_rates_follow_from_data_sheets_and_efficiencies() -> No
     assert network_rate(p, gaudi) == pytest.approx(0.8e9 * 8 * (gaudi.device.network_gb_s or 0))
 
 
-def test_samples_grow_with_batch_accumulation_duration_and_old_recipes() -> None:
+def test_samples_grow_with_batch_size_and_accumulation_and_duration_and_old_recipes() -> None:
     reference = 2_414_421
 
     def samples(batch: int, accelerators: int = 8, rate: float = 1e9, old: bool = False, **p: float) -> float:
@@ -140,7 +140,7 @@ def test_reference_points_equal_those_of_the_rulesets() -> None:
             assert (found.origin, round(found.mean)) == ("exact", samples)
 
 
-def test_impossible_batches_rounds_and_node_counts_are_refused() -> None:
+def test_impossible_batch_sizes_rounds_and_node_counts_are_refused() -> None:
     device = device_named("A100")
     for batch in (8, 8 * 16384):
         assert TimedRun(describe_machine(device, 1, 8), batch).batch == batch

@@ -64,7 +64,7 @@ def test_a_device_with_few_results_is_compared_with_its_chip_or_all_devices() ->
         assert (found["compared_with"], found["results"]) == expected
 
 
-def test_a_results_folder_gives_the_machine_the_convergence_and_the_speed(tmp_path: Path, cluster: Command) -> None:
+def test_machine_samples_and_time_are_read_from_a_results_folder(tmp_path: Path, cluster: Command) -> None:
     """The mean covers three runs with 16 evaluations. It leaves out the fastest run (15) and the slowest run (17)."""
     write_runs(tmp_path / "SYSTEM" / "bert")
     found, expected = read_measured(str(tmp_path / "SYSTEM")), prediction()
@@ -103,7 +103,7 @@ def write_metrics(log: Path, seconds: float) -> None:
     log.with_name(log.name.replace("result", "metrics")).with_suffix(".jsonl").write_text(json.dumps(step) + "\n")
 
 
-def test_the_part_that_exceeds_its_prediction_most_comes_first(tmp_path: Path, cluster: Command) -> None:
+def test_the_largest_excess_over_a_prediction_comes_first(tmp_path: Path, cluster: Command) -> None:
     [log] = write_runs(tmp_path, (16,), step_ms=6000)  # takes 498 s
     write_metrics(log, 498)
     lines = cluster("predict", "--measured", log).stdout.splitlines()

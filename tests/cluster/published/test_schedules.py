@@ -74,7 +74,7 @@ def test_usual_batches_come_from_the_next_smaller_and_larger_scale() -> None:
     assert usual_batches(100_000) == (100_000,), "no published batch is large enough"
 
 
-def test_the_distance_of_two_runs_counts_devices_then_doublings() -> None:
+def test_the_distance_between_runs_depends_on_devices_then_on_doublings() -> None:
     a100, h100, pcie = (device_named(name) for name in ("A100-SXM", "H100-SXM", "A100-PCIe-80GB"))
     old = TimedRun(describe_machine(a100, 1, 8), 448, "v2.0")
     # Four times the accelerators, nodes and batch, and newer software.

@@ -66,7 +66,7 @@ def test_a_row_without_a_prediction_is_kept_with_its_reason(tmp_path: Path, clus
     source = tmp_path / "table.csv"
     source.write_text("\n".join((f"{HEADER},global_batch_size,round,minutes", *REASONS, "H100,1,8", "")))
     done = cluster("predict", "--table", source)
-    said = f"error: {source}: no prediction for 9 of 10 rows; the column reason says why\n"
+    said = f'error: {source}: no prediction for 9 of 10 rows; the column "reason" says why\n'
     assert (done.returncode, done.stderr) == (1, said)
     *refused, last = csv.reader(done.stdout.splitlines()[1:])
     assert [",".join(row[:6] + row[11:]) for row in refused] == [*REASONS], "cells beyond the header are kept"
@@ -89,7 +89,7 @@ FAULTS = {
 }
 
 
-def test_malformed_tables_and_other_options_are_refused(tmp_path: Path, refused: Refused, cluster: Command) -> None:
+def test_malformed_tables_and_needless_options_are_refused(tmp_path: Path, refused: Refused, cluster: Command) -> None:
     source = tmp_path / "table.csv"
     for content, said in FAULTS.items():
         source.write_bytes(content)
