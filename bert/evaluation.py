@@ -35,7 +35,7 @@ class Accuracy:
 
     @property
     def perplexity(self) -> float:
-        """Exponential of the mean cross-entropy: as uncertain as a choice among this many equally probable tokens."""
+        """Exponential of the mean cross-entropy. A choice among this many equally probable tokens is as uncertain."""
         # The bound keeps the exponential of a diverged model finite.
         return math.exp(min(self.loss / self.count, _MOST_LOSS))
 
@@ -133,7 +133,7 @@ class Evaluator:
             # Ranks that share a copy of the model must all run it, because the model contains collectives.
             output = model(batch)
         assert output.masked_lm_correct is not None  # in evaluation mode, the model counts correct predictions
-        if not self._counted:  # another rank of this copy of the model counts the predictions
+        if not self._counted:  # another rank with this copy of the model does
             return
         self._loss += output.masked_lm_loss
         self._counts[0] += output.masked_lm_correct

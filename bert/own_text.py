@@ -88,7 +88,7 @@ def own_text(
 
 
 def _starting_point(start: str | None, own: OwnText) -> tuple[Path | None, OwnText]:
-    """Return the path of the initial weights (None: random weights), and ``own`` with the vocabulary of these weights."""
+    """Return the path of the initial weights (None: random weights), and ``own``, by default with their vocabulary."""
     if start is None:
         return None, own
     if start == "tiny_cpu":

@@ -270,8 +270,8 @@ class Statistics:
         self._share = site.data_size / mesh.data_size
         """This site's share of the samples if sites take steps by themselves, otherwise 1."""
         self._counts_steps = mesh.rank == min(site.copies[0])
-        # One vector holds all values, so that one all-reduce is enough: the own seconds of each rank (each rank fills only
-        # its own entry), one sum for each name, the number of steps, and the request to stop. It is fp64 so that token
+        # One vector holds all values, so that one all-reduce is enough: each rank's own seconds (which only that rank
+        # sets), one sum for each name, the number of steps, and the request to stop. It is fp64 so that token
         # counts stay exact.
         size = mesh.world_size + len(self.NAMES) + 2
         self._all = torch.zeros(size, dtype=torch.float64, device=mesh.device)
@@ -288,7 +288,7 @@ class Statistics:
     def add_step(self, gradient_norm: Tensor) -> None:
         """Count a step and add its gradient norm. A norm that is not finite means that the step was skipped.
 
-        Only one rank counts the step, or one rank of each site with ``apart``, because they all have the same norm.
+        Only one rank counts the step (with ``apart``, one rank of each site), because all its ranks have the same norm.
         """
         if self._counts_steps:
             taken = torch.isfinite(gradient_norm)

@@ -190,7 +190,7 @@ def _complain(error: Exception) -> None:
     """Print the error in one line, with the rank's number, because the error may concern only one machine."""
     try:
         rank = Launch.from_environment().rank
-    except ValueError:  # the error may be about the environment itself
+    except ValueError:  # ``error`` may say that the environment is invalid
         rank = 0
     complain(error, f"error: rank {rank}" if rank else "error")
 

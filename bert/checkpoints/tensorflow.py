@@ -80,7 +80,7 @@ class TensorBundle:
             self.entries = {
                 key.decode(): _entry(value)
                 for key, value in records.items()
-                if not key.startswith(b"\0") and key  # not the header or a part of a partitioned variable
+                if not key.startswith(b"\0") and key  # skip the header and parts of partitioned variables
             }
         except ValueError as error:  # includes UnicodeDecodeError, for a name that is not UTF-8
             raise ValueError(f"{self.index}: {error}; {_REMEDY}") from None
@@ -133,7 +133,7 @@ class TensorBundle:
         for shard in {entry.shard for entry in self.entries.values()} | {0}:
             if shard >= self.shards:
                 raise ValueError(
-                    f"{self.index}: a tensor in data file {shard}, but the last is {self.shards - 1}; {_REMEDY}"
+                    f"{self.index}: a tensor is in data file {shard}, but the last data file is {self.shards - 1}; {_REMEDY}"
                 )
             try:
                 found[shard] = self.data_file(shard).stat().st_size
@@ -164,7 +164,7 @@ def _shard_count(records: dict[bytes, bytes]) -> int:
     shards = header.get(1, 0)
     if header.get(2, 0) != 0:
         raise ValueError("it was written on a big-endian machine, which is not supported")
-    if not 0 < shards < 100_000:  # the number has five digits in file names
+    if not 0 < shards < 100_000:  # file names hold the number in five digits
         raise ValueError(f"it states {shards} data files, expected 1 to 99999")
     return shards
 
@@ -212,7 +212,10 @@ def _block(content: bytes, offset: int, size: int, end: int) -> Iterator[tuple[b
     """Yield the keys and values of one block. The block and its trailer must end before the byte ``end``."""
     after = offset + size
     if after + _TRAILER_BYTES > end or size < 4:
-        raise ValueError(f"a block is at bytes {offset:,} to {after:,}, expected at least four bytes before {end:,}")
+        raise ValueError(
+            f"the block at bytes {offset:,} to {after:,} must have at least 4 bytes and end at least {_TRAILER_BYTES} bytes "
+            f"before byte {end:,}"
+        )
     kind, checksum = struct.unpack_from("<BI", content, after)
     # The checksum covers the block and its type byte.
     if _masked(google_crc32c.value(content[offset : after + 1])) != checksum:
@@ -267,7 +270,9 @@ def _uncompressed(packed: bytes) -> bytes:
             piece = result[start : start + count]
             result += (piece * (-(-count // len(piece))))[:count]  # a copy may overlap its own output
     if position != len(packed) or len(result) != length or length < 4:
-        raise ValueError(f"a compressed block yields {len(result):,} bytes, expected {length:,} and at least 4")
+        raise ValueError(
+            f"a compressed block that states {length:,} bytes (at least 4 are required) yields {len(result):,}"
+        )
     return bytes(result)
 
 

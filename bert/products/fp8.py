@@ -134,7 +134,7 @@ class Fp8Dense(Dense):
         def add(sum_NK: Tensor | None, overwrite: bool) -> Tensor:
             # Fast accumulation would cause an error of 1.4 to 2.8 % here, in addition to 2.1 to 4.3 % from rounding to FP8.
             inverses = self.gradient_scaling.inverse, self.input_scaling.inverse
-            written_NK = sum_NK if overwrite else None  # the scaled product can write, but not add
+            written_NK = sum_NK if overwrite else None  # the product can overwrite a tensor, but not add to it
             product_NK = scaled_matmul(
                 gradient_NT, input_KT, *inverses, torch.float32, use_fast_accum=False, out_MN=written_NK
             )
@@ -186,8 +186,8 @@ class Fp8State:
         """Find initial scales in a few rounds. In each round, the caller computes a loss and its gradients.
 
         With a scale of 1, gradients of about 1e-7 vanish in E5M2. The residual stream still carries a gradient to every
-        layer, so the first run yields the scales of FC2 and the attention output. The second run yields the scales of FC1
-        and QKV. Further runs refine the scales, using gradients with little rounding error.
+        layer, so the first round yields the scales of FC2 and the attention output. The second round yields the scales of
+        FC1 and QKV. Further rounds refine the scales, using gradients with little rounding error.
 
         Call it before the clock starts. The batches may be synthetic, because scales are not learned: they only describe
         ranges, affect the result only by rounding, and are replaced after the first step. The caller must restore gradients
