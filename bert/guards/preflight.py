@@ -231,7 +231,7 @@ def _schedule(config: Config) -> EvaluationSchedule:
     if interval < batch:
         raise ValueError(
             f"evaluation.interval_samples is {interval:,}, less than training.global_batch_size {batch:,}: raise the "
-            "former, because a run evaluates at most once a step"
+            "interval, because a run evaluates at most once a step"
         )
     together = batch * training.site_steps
     if training.site_steps > 1 and interval % together:

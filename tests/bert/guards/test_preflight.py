@@ -69,7 +69,7 @@ FIRST = "ends the run before its first evaluation, after"
         ({"training__max_steps": 4}, f"training.max_steps 4 {FIRST} 80 samples"),
         (
             {"evaluation__interval_samples": 15},
-            "interval_samples is 15, less than training.global_batch_size 16: raise it",
+            "interval_samples is 15, less than training.global_batch_size 16: raise the interval",
         ),
         ({"evaluation__interval_samples": 16}, None),
         (
