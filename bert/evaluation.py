@@ -96,7 +96,7 @@ class Evaluator:
         """Start to read this rank's share in the background. Call this only after the clock has started."""
         thread = ThreadPoolExecutor(1, "evaluation")
         self._read = thread.submit(self._read_all)
-        # Do not wait for the task. The thread ends by itself after the task.
+        # ``wait=False`` returns at once; the thread ends by itself after the task.
         thread.shutdown(wait=False)
 
     @torch.inference_mode()

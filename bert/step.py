@@ -208,7 +208,7 @@ class TrainingStep:
         return self.vectors.gather_model(self.flat.weights_P, model.config)
 
     def refresh_copies_(self) -> None:
-        """Refresh the low-precision weight copies after any change that was not made by a step."""
+        """Refresh the low-precision copies of the weights after a change of the weights that no step has made."""
         if isinstance(self.optimizer, Lamb):
             self.optimizer.refresh_copies_()
         if self.fp8 is not None:

@@ -20,7 +20,7 @@ from dataloading.text.tokenization import MAX_CHARACTERS_PER_WORD
 from dataloading.text.vocabulary import Vocabulary
 
 SHARDS_SUFFIX = ".safetensors.index.json"
-"""Suffix of the index file of a checkpoint in several files. The index names the file of each tensor."""
+"""Suffix of the index of a checkpoint that consists of several files. The index names the file of each tensor."""
 _MOST_JSON_BYTES = 1 << 20
 _SHARD = re.compile(r"[\w-][\w.-]{0,200}\.safetensors", re.ASCII)
 

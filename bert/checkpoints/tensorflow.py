@@ -178,7 +178,7 @@ def _entry(value: bytes) -> Entry:
     shape = tuple(_fields(dim)[0].get(1, 0) for dim in dims)
     # Numbers are unsigned here, so a negative number in a damaged file exceeds these bounds.
     if len(shape) > 8 or any(dim >= 1 << 40 for dim in shape) or max(offset, size) >= 1 << 62:
-        raise ValueError(f"a tensor cannot have {counted(len(shape), 'dimension')} and {size:,} bytes at {offset:,}")
+        raise ValueError(f"no tensor has {counted(len(shape), 'dimension')} and {size:,} bytes at offset {offset:,}")
     return Entry(dtype, shape, shard, offset, size, checksum, 7 in dict(messages))
 
 
@@ -213,8 +213,7 @@ def _block(content: bytes, offset: int, size: int, end: int) -> Iterator[tuple[b
     after = offset + size
     if after + _TRAILER_BYTES > end or size < 4:
         raise ValueError(
-            f"the block at bytes {offset:,} to {after:,} must have at least 4 bytes and end at least {_TRAILER_BYTES} bytes "
-            f"before byte {end:,}"
+            f"a block at bytes {offset:,} to {after:,} has under 4 bytes, or its trailer ends after {end:,}"
         )
     kind, checksum = struct.unpack_from("<BI", content, after)
     # The checksum covers the block and its type byte.
@@ -265,14 +264,12 @@ def _uncompressed(packed: bytes) -> bytes:
             # The short form of a copy copies 4 to 11 bytes. Its tag also holds the upper three bits of the distance.
             count, distance = (count % 8 + 4, tag >> 5 << 8 | number) if kind == 1 else (count + 1, number)
             if not 0 < distance <= len(result):
-                raise ValueError(f"a compressed block copies from {distance:,} bytes back after only {len(result):,}")
+                raise ValueError(f"a compressed block copies from {distance:,} bytes back, but has {len(result):,}")
             start = len(result) - distance
             piece = result[start : start + count]
             result += (piece * (-(-count // len(piece))))[:count]  # a copy may overlap its own output
     if position != len(packed) or len(result) != length or length < 4:
-        raise ValueError(
-            f"a compressed block that states {length:,} bytes (at least 4 are required) yields {len(result):,}"
-        )
+        raise ValueError(f"a compressed block states {length:,} bytes, expected 4 or more, and yields {len(result):,}")
     return bytes(result)
 
 

@@ -82,7 +82,7 @@ class Allocation:
 def rebalance_batch(config: Config, before: Allocation, data_size: int) -> Config:
     """Divide the global batch among ``data_size`` copies of the model, in as few micro-batches as fit in memory.
 
-    A micro-batch gets at most ``before.fitting`` sequences, or two if that is 1 and ``data_size`` does not divide the batch.
+    A micro-batch gets at most ``before.fitting`` sequences. If this limit is 1, some get 2 where no other division exists.
     Nothing else needs adjusting: reduction, shape buckets and kernels are chosen at every start.
     """
     batch = config.training.global_batch_size

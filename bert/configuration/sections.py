@@ -116,14 +116,14 @@ class TrainingConfig:
     """Seed of the sample order and of dropout. None: a random seed from the system's entropy (rules, section 5.1)."""
     device: Literal["cpu", "cuda"] = "cpu"
     precision: Precision = "fp32"
-    """Precision of matrix products; parameters are fp32. fp8: the encoder's products in FP8, all other products in bf16."""
+    """Precision of matrix products; parameters are fp32. fp8: FP8 in all encoder layers but the last, bf16 elsewhere."""
     fault_seconds: float = 60.0
     """End the run on all ranks if a rank sends no heartbeat for this many seconds, or if all other ranks wait for a
     rank that stays in a phase too long. The limit of a phase is ten times its longest duration so far (the first time:
     ten times fault_seconds), and at least fault_seconds."""
     cuda_graphs: bool = True
     """On a GPU: pad micro-batches to a few sizes, capture the step for each size before the clock starts, and replay
-    it, which saves thousands of kernel launches. Turn it off for debugging, and for profiles of single operators."""
+    it, which saves thousands of kernel launches. Turn it off to debug, and for profiles of single operators."""
     autotune: bool = True
     """On a GPU: before the clock starts, time the implementations of each op under the conditions of the step, and use
     the fastest. Implementations that fail are skipped."""

@@ -165,9 +165,7 @@ def _open_inputs(config: Config, folders: Sequence[Path]) -> tuple[list[Dataset]
                 f"model.max_position_embeddings is {config.model.max_position_embeddings}: raise it, or use shorter samples"
             )
         if not dataset.masked_counts.any():
-            raise ValueError(
-                f"{dataset.folder}: no token is masked, so there is nothing to predict: prepare the data again"
-            )
+            raise ValueError(f"{dataset.folder}: no token is masked, so there is nothing to predict: prepare new data")
     normalizations = {str(dataset.folder): dataset.info.normalization for dataset in datasets}
     normalizations[str(config.data.vocab)] = read_stated(config.data.vocab)
     if (start := config.data.initial_checkpoint) is not None:
@@ -238,7 +236,7 @@ def _schedule(config: Config) -> EvaluationSchedule:
         most = max(steps for steps in range(1, training.site_steps) if interval % (batch * steps) == 0 or steps == 1)
         raise ValueError(
             f"training.site_steps is {training.site_steps}, which does not divide the {interval / batch:g} steps between "
-            f"evaluations: set it to {most}, or evaluation.interval_samples {interval:,} to a multiple of {together:,}"
+            f"evaluations: set it to {most}, or set evaluation.interval_samples to a multiple of {together:,}"
         )
     schedule = EvaluationSchedule(interval, batch)
     # A run trains whole global batches, so its last step may exceed the sample limit.

@@ -148,7 +148,7 @@ class Fp8State:
 
     Call ``update_scales_`` before every optimizer step. After the step, call ``refresh_weights_``, unless the optimizer
     has made the ``casts``. Also call ``refresh_weights_`` after other changes of the weights, or ``calibration_`` if weights
-    or data are entirely new. This is not training state: a run computes it from its weights and a few batches.
+    or data are entirely new. A new run computes the scales from its weights and a few batches.
     """
 
     def __init__(self, scales: Fp8Scales, model: nn.Module, group: dist.ProcessGroup | None = None) -> None:

@@ -74,8 +74,8 @@ FIRST = "ends the run before its first evaluation, after"
         ({"evaluation__interval_samples": 16}, None),
         (
             {"training__site_steps": 4, "evaluation__interval_samples": 160},
-            "training.site_steps is 4, which does not divide the 10 steps between evaluations: set it to 2, or "
-            "evaluation.interval_samples 160 to a multiple of 64",
+            "training.site_steps is 4, which does not divide the 10 steps between evaluations: set it to 2, or set "
+            "evaluation.interval_samples to a multiple of 64",
         ),
         ({"training__site_steps": 3, "evaluation__interval_samples": 112}, "divide the 7 steps .*: set it to 1, or"),
         ({"training__site_steps": 2, "evaluation__interval_samples": 120}, "divide the 7.5 steps .*: set it to 1, or"),
