@@ -95,7 +95,7 @@ def train(run: Run) -> Status:
     assert status is not None
     log.run_stop(status, samples=at.samples, eval_samples=run.evaluator.samples)
     seconds = run.reporter.seconds
-    run.step.gather_weights()  # an exchange between sites may still be in progress
+    run.step.gather_weights()  # complete an exchange between sites that is in progress
     # Writing the last checkpoint is not part of the timed run.
     run.checkpoints.wait(at)
     run.reporter.end(at.steps, EndRecord(status, seconds, at.samples, accuracy))

@@ -139,7 +139,7 @@ def _complaint(read: Callable[[], Config]) -> str:
 
 
 def _explained(error: ValueError, recipe: str) -> str:
-    """Return the error message about settings. For an unknown setting, replace tyro's message by a similar name."""
+    """Return the error message about settings. For an unknown setting, suggest a similar name."""
     unknown = re.match("unexpected argument (.+)", str(error))
     if unknown is None:
         return str(error)

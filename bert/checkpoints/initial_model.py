@@ -30,7 +30,7 @@ def first_model(config: Config, mesh: Mesh, seed: int) -> BertForPreTraining:
     with mesh.device:
         model = BertForPreTraining(config.model)
     start = config.data.initial_checkpoint
-    # A single file must contain all weights, so skip the random weights. Drawing them takes half a minute on a CPU.
+    # A single file contains all weights, so do not draw random ones, which takes half a minute on a CPU.
     if start is None or start.is_dir():
         initialize_(model, seed)
     missing = [] if start is None else load_initial_weights(model, start)

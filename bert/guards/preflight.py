@@ -1,7 +1,7 @@
 """Preflight checks, which find within seconds the problems that would stop a run later.
 
-They run before the log exists and before the ranks have joined. They write nothing, and read only the metadata of the
-data sets.
+They run before the log exists and before the ranks have joined. They leave no files behind, and of the data sets they read
+only the metadata.
 """
 
 import os
@@ -177,7 +177,7 @@ def _open_inputs(config: Config, folders: Sequence[Path]) -> tuple[list[Dataset]
         raise ValueError(f"training.implementations: {error}") from None
     # Skip this check if PyTorch sees no GPU, as in a dry run elsewhere. If the driver is outdated, PyTorch itself warns.
     if config.training.device == "cuda" and torch.cuda.is_available() and (lacks := missing_build_tools()):
-        raise ValueError(f"training.device is cuda, but {'; '.join(lacks)}")
+        raise ValueError(f"training.device is cuda, but this machine has {'; '.join(lacks)}")
     return datasets, vocabulary, normalization
 
 

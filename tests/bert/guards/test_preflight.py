@@ -94,7 +94,7 @@ FIRST = "ends the run before its first evaluation, after"
             {"parallel__pipeline": 2, "training__gradient_accumulation_steps": 2},
             "pipeline is 2, but 1 host of 1 rank do",
         ),
-        ({"training__device": "cuda"}, "training.device is cuda, but no compiler; no headers"),
+        ({"training__device": "cuda"}, "training.device is cuda, but this machine has no compiler; no headers"),
         ({"training__implementations": "dense_gelu unknown"}, "training.implementations: "),
     ],
 )
