@@ -133,7 +133,7 @@ class Evaluator:
             # Ranks that share a copy of the model must all run it, because the model contains collectives.
             output = model(batch)
         assert output.masked_lm_correct is not None  # in evaluation mode, the model counts correct predictions
-        if not self._counted:  # another rank with this copy of the model does
+        if not self._counted:  # another rank of this copy of the model counts them
             return
         self._loss += output.masked_lm_loss
         self._counts[0] += output.masked_lm_correct

@@ -82,7 +82,7 @@ def train(run: Run) -> Status:
         log.block_stop(at.samples)
 
         if status is None and at.samples < due:
-            status = "aborted"  # the sample limit comes before the next evaluation
+            status = "aborted"  # the run reached its sample limit before the next evaluation
         if status is None:
             accuracy = _evaluate(run, at)
             run.intervals.resume()

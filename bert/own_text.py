@@ -82,7 +82,7 @@ def own_text(
     except Stopped:
         say(f"to continue, run the same command again ({out})")
         raise SystemExit(supervisor.status) from None
-    from bert.export import export  # imports PyTorch
+    from bert.export import export  # late, because it imports PyTorch
 
     export(out / _TRAINED, out / "data", out / _LOGS, model)
 

@@ -126,7 +126,7 @@ class TrainingStep:
         if is_first and self.gather is not None and self.gathers_in_forward:
             self.gather.start()
             if not is_capturing():
-                with self.stopwatch.waiting():  # for the weights that the forward pass needs first
+                with self.stopwatch.waiting():  # wait for the weights that the forward pass needs first
                     self.gather.wait(1)
         if self.weight_gradients is not None:
             self.weight_gradients.overwrite = is_first
@@ -142,7 +142,7 @@ class TrainingStep:
     def update(self) -> None:
         """Update the weights from the summed gradients."""
         if self.fp8 is not None:
-            self.fp8.update_scales_()  # before the update, whose casts need the new scales
+            self.fp8.update_scales_()  # now, because the casts of the update need the new scales
         self.statistics.add_step(self.optimizer.step())
         if not self.gathers_in_forward:
             self.gather_in_site()
@@ -244,7 +244,7 @@ class TrainingStep:
     def rehearsal(self) -> Iterator[None]:
         """Restore, after steps on synthetic batches in a ``with`` block, everything that they change except FP8 scales."""
         weights_P, dropout_state = self.flat.weights_P.clone(), self.model.dropout_state.clone()
-        devices = [self.mesh.device] if self.mesh.device.type == "cuda" else []  # fork_rng's default is every GPU
+        devices = [self.mesh.device] if self.mesh.device.type == "cuda" else []  # fork_rng would save every GPU's state
         with torch.random.fork_rng(devices), self.restricted_ops():
             yield
         with torch.no_grad():

@@ -63,7 +63,7 @@ def main(arguments: Sequence[str]) -> int:
     try:
         return run(config, arguments)
     except Interrupted as interrupted:
-        if CLAIM not in os.environ:  # otherwise the launcher prints that the run was interrupted
+        if CLAIM not in os.environ:  # if it is set, the launcher reports the interruption
             _complain(interrupted)
         return interrupted.status
     except (ValueError, OSError) as error:

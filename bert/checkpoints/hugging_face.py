@@ -92,7 +92,7 @@ def write_folder(
         weight = weights[ours]
         count = len(theirs)
         shape = (weight.shape[0] // count, *weight.shape[1:])
-        for place, name in enumerate(theirs):  # reads the fused weight for each part, to save memory
+        for place, name in enumerate(theirs):  # each part reads the fused weight by itself, to save memory
             parts[name] = Weight(shape, lambda each=weight, count=count, at=place: each.read().chunk(count)[at])
     with atomic_path(out) as folder:
         folder.mkdir()
@@ -169,7 +169,7 @@ class _Stated(msgspec.Struct, rename=_THEIR_NAMES):
     # from the exact form (docs/checkpoints.md).
     model_type: Literal["bert"] | None = None
     position_embedding_type: Literal["absolute"] | None = None
-    hidden_act: Annotated[str, msgspec.Meta(pattern="^gelu(?!_10$)")] | None = None  # gelu_10 clips
+    hidden_act: Annotated[str, msgspec.Meta(pattern="^gelu(?!_10$)")] | None = None  # refuses gelu_10, which clips
     # If one of these is set, transformers computes a different model, so `stated_configuration` refuses the file.
     is_decoder: bool | None = None
     add_cross_attention: bool | None = None

@@ -76,7 +76,7 @@ def open_source(path: Path, num_attention_heads: int | None = None, whole: bool 
         end = file.read(8)
     if end == MAGIC:
         return _open_tensorflow(path.with_suffix(""), num_attention_heads)
-    if start[8:9] == b"{":  # safetensors: the length of the header, then the header
+    if start[8:9] == b"{":  # in a safetensors file, the header follows its length
         return _open_safetensors(path, num_attention_heads, whole)
     # An archive of torch.save, or a bare pickle file.
     if start.startswith((b"PK\x03\x04", b"\x80")) or path.suffix in (".bin", ".pt", ".pth", ".pkl"):

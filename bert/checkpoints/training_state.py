@@ -190,7 +190,7 @@ def lock(folder: Path, mesh: Mesh, again: bool) -> None:
             return f"warning: no lock on {folder} ({error.strerror}): make sure that no other run writes there"
         # These folders are left over from killed runs, because only the process that has the lock writes here.
         for left in filter(is_temporary, folder.glob(".step_*.partial")):
-            shutil.rmtree(left, ignore_errors=True)  # errors leave plain files and other users' folders
+            shutil.rmtree(left, ignore_errors=True)  # plain files and other users' folders stay, without an error
         return ""
 
     warning = _on_rank0(take, mesh)

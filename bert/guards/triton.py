@@ -23,7 +23,7 @@ def require_private_cache() -> str | None:
     home = Path(os.environ.get("TRITON_HOME") or Path.home())
     folder = Path(os.environ.get(CACHE_VARIABLE) or home / ".triton" / "cache")
     try:
-        folder.mkdir(parents=True, exist_ok=True)  # before another user can create it
+        folder.mkdir(parents=True, exist_ok=True)  # create it before another user can
         if is_private(folder):
             return None
         why = f"other users can write to {folder}"

@@ -7,7 +7,7 @@ keeps autocast's precision, as do attention, heads, norms, embeddings and the re
 fp32.
 
 Each quantized tensor has its own scale: the largest power of two that keeps the previous step's largest magnitude within
-the format, with some headroom (``kernels.reference.fp8.HEADROOM_BITS``). All scales stay on the device and the host reads none
+the format, with some headroom (``kernels.reference.fp8.HEADROOM_BITS``). Scales stay on the device and the host reads none
 in a step, so that a captured step can be replayed. Each copy of the model has its own scales for activations and gradients.
 Ranks of a tensor group hold parts of the same tensors, so they use the same scales.
 
@@ -74,7 +74,9 @@ class Fp8Scales:
         """Raises ``ValueError`` if ``device`` is a GPU without FP8 support."""
         require_fp8(device)
         self.layers = layers
-        largest = [largest_scaled(dtype) for dtype in (E4M3, E4M3, E5M2)]  # of input, weight and output gradient
+        largest = [
+            largest_scaled(dtype) for dtype in (E4M3, E4M3, E5M2)
+        ]  # formats of input, weight and output gradient
         self.largest_S = torch.tensor(largest * len(DENSES) * layers, device=device)
         self.scale_S = torch.ones_like(self.largest_S)
         self.inverse_S = torch.ones_like(self.largest_S)

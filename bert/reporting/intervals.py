@@ -82,7 +82,7 @@ class Intervals:
 
     def resume(self) -> None:
         """Restart the measurement, so that the time since the last report does not count as step time."""
-        self._stopwatch.reset()  # drop waits for other sites during an evaluation
+        self._stopwatch.reset()  # forget the time of waiting for other sites in an evaluation
         self._since = time.perf_counter()
 
     def report(self, at: Position, stop: bool) -> bool:

@@ -60,7 +60,7 @@ class StepLines:
         return time_left(found, self.schedule, samples, rate, self.max_samples)
 
     def write(self, record: Record) -> None:
-        self.records.add(record)  # before `_text`, which uses the records
+        self.records.add(record)  # first, because `_text` uses the records
         self.put(self._text(record))
 
     def close(self) -> None:
