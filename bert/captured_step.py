@@ -17,7 +17,7 @@ from kernels import only_capturable
 
 
 class CapturedStep(TrainingStep):
-    """``TrainingStep`` that runs each micro-batch and the update as CUDA graphs, once ``capture`` has been called.
+    """``TrainingStep`` that runs each micro-batch and the update as CUDA graphs, after ``capture`` has been called.
 
     Micro-batches that fit no captured shape bucket run operator by operator.
     """

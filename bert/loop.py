@@ -53,7 +53,7 @@ def train(run: Run) -> Status:
     run.evaluator.read_ahead()
     run.intervals.resume()
 
-    # The evaluation points never end, so the loop ends only when it has a status.
+    # The schedule of evaluations has no end, so the loop ends only when the run has a status.
     for due in map(run.schedule.samples, itertools.count(run.schedule.index_after(at.samples))):
         log.block_start(at.samples)
         end = min(due, training.sample_limit)

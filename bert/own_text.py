@@ -39,7 +39,7 @@ _DEFAULTS = OwnText()
 _TRIAL_STEPS, _TRIAL_MINUTES = 60, 0.15
 """Limits of the trial run that measures the time of a step. The limit that is reached first ends it."""
 _LINE_SECONDS = 5.0
-"""Approximate time in seconds between two lines about steps."""
+"""Approximate time in seconds between two printed lines about training steps."""
 _MOST_BYTES = 1 << 24
 """Largest size of own_text.json, which records the command that made the folder."""
 

@@ -34,7 +34,7 @@ class Stragglers:
     def __init__(self, hosts: Sequence[str], stages: Sequence[int], names: Sequence[str]) -> None:
         self._hosts, self._stages, self._names = hosts, stages, names
         self._in_a_row = [0] * len(hosts)
-        """For each rank, the number of consecutive intervals that contradict `_named`."""
+        """For each rank, for how many consecutive intervals `_named` has been wrong."""
         self._named = [False] * len(hosts)
         """For each rank, whether the last warning says that it is slow."""
 
