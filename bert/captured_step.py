@@ -17,7 +17,7 @@ from kernels import only_capturable
 
 
 class CapturedStep(TrainingStep):
-    """``TrainingStep`` that runs each micro-batch and the update as CUDA graphs, once ``capture`` has been called.
+    """``TrainingStep`` that runs each micro-batch and the update as CUDA graphs, after ``capture`` has been called.
 
     Micro-batches that fit no captured shape bucket run operator by operator.
     """
@@ -39,7 +39,7 @@ class CapturedStep(TrainingStep):
             for is_first in (False, True)
             for is_last in (False, True)
         }
-        """Graphs for each kind of micro-batch. The key tells whether it is the first, and the last, of its step."""
+        """Graphs by kind of micro-batch: whether it is the first one of its step, and whether it is the last one."""
         self._replay_update: Callable[[], None] | None = None
 
     def forward_backward(self, batch: Batch, is_first: bool, is_last: bool) -> None:
@@ -54,7 +54,7 @@ class CapturedStep(TrainingStep):
         return seconds
 
     def capture(self, shape_buckets: Sequence[ShapeBucket]) -> None:
-        """Capture all kinds of micro-batches, and the update."""
+        """Capture a graph for the update, and graphs for each kind of micro-batch."""
         batches = [inert_batch(shape_bucket).to(self.mesh.device) for shape_bucket in shape_buckets]
         last = self._micro_batches - 1
         kinds = [self._graphs_of(index == 0, index == last) for index in range(self._micro_batches)]

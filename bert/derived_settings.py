@@ -15,7 +15,7 @@ _FEWEST_STEPS = 1000
 
 
 def _learning_rate(hidden_size: int) -> float:
-    """Return a learning rate for LAMB: 0.01 up to a hidden size of 128, 0.00063 for BERT-Large.
+    """Return a learning rate for LAMB: 0.01 up to a hidden size of 128, falling to 0.00063 for BERT-Large.
 
     At a hidden size of 128, a rate of 0.005 learned less in the same time, 0.02 did not learn more, and 0.04 diverged. For
     BERT-Large, the rate is less than twice the published rates for small batches.
@@ -26,7 +26,7 @@ def _learning_rate(hidden_size: int) -> float:
 def affordable_samples(budget: float, held_out: int) -> int:
     """Return the number of samples to train on, so that training and evaluations together take the time ``budget``.
 
-    The budget is in samples that could be trained on without evaluations. An evaluation takes ``held_out`` samples.
+    The unit of the budget is the time to train on one sample. An evaluation takes ``held_out`` samples.
     """
     most = _MOST_EVALUATIONS * EVALUATION_COST * held_out
     return int(max(budget / (1 + _EVALUATION_SHARE), budget - most))

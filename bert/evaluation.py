@@ -35,7 +35,7 @@ class Accuracy:
 
     @property
     def perplexity(self) -> float:
-        """Exponential of the mean cross-entropy: as uncertain as a choice among this many equally probable tokens."""
+        """Exponential of the mean cross-entropy. A choice among this many equally probable tokens is as uncertain."""
         # The bound keeps the exponential of a diverged model finite.
         return math.exp(min(self.loss / self.count, _MOST_LOSS))
 
@@ -96,7 +96,7 @@ class Evaluator:
         """Start to read this rank's share in the background. Call this only after the clock has started."""
         thread = ThreadPoolExecutor(1, "evaluation")
         self._read = thread.submit(self._read_all)
-        # Do not wait for the task. The thread ends by itself after the task.
+        # ``wait=False`` returns at once; the thread ends by itself after the task.
         thread.shutdown(wait=False)
 
     @torch.inference_mode()
@@ -133,7 +133,7 @@ class Evaluator:
             # Ranks that share a copy of the model must all run it, because the model contains collectives.
             output = model(batch)
         assert output.masked_lm_correct is not None  # in evaluation mode, the model counts correct predictions
-        if not self._counted:  # another rank of this copy of the model counts the predictions
+        if not self._counted:  # another rank of this copy of the model counts them
             return
         self._loss += output.masked_lm_loss
         self._counts[0] += output.masked_lm_correct

@@ -53,7 +53,7 @@ def train(run: Run) -> Status:
     run.evaluator.read_ahead()
     run.intervals.resume()
 
-    # The evaluation points never end, so the loop ends only when it has a status.
+    # The schedule of evaluations has no end, so the loop ends only when the run has a status.
     for due in map(run.schedule.samples, itertools.count(run.schedule.index_after(at.samples))):
         log.block_start(at.samples)
         end = min(due, training.sample_limit)
@@ -82,7 +82,7 @@ def train(run: Run) -> Status:
         log.block_stop(at.samples)
 
         if status is None and at.samples < due:
-            status = "aborted"  # the sample limit comes before the next evaluation
+            status = "aborted"  # the run reached its sample limit before the next evaluation
         if status is None:
             accuracy = _evaluate(run, at)
             run.intervals.resume()
@@ -95,7 +95,7 @@ def train(run: Run) -> Status:
     assert status is not None
     log.run_stop(status, samples=at.samples, eval_samples=run.evaluator.samples)
     seconds = run.reporter.seconds
-    run.step.gather_weights()  # an exchange between sites may still be in progress
+    run.step.gather_weights()  # complete an exchange between sites that is in progress
     # Writing the last checkpoint is not part of the timed run.
     run.checkpoints.wait(at)
     run.reporter.end(at.steps, EndRecord(status, seconds, at.samples, accuracy))

@@ -67,7 +67,7 @@ class Placement:
         return product
 
     def words(self, input_ids_T: Tensor, word_VD: Tensor) -> tuple[Tensor, Tensor]:
-        """Return word indices, and the table that they index."""
+        """Return an index for each token, and the table of word embeddings that the indices refer to."""
         return input_ids_T, word_VD
 
     def masked_lm_loss(
@@ -234,7 +234,7 @@ class EncoderLayer(nn.Module):
         return self._after_attention(context_QHE.flatten(1), self.placement.own_rows(chosen_QD), others)
 
     def dropouts(self, state: Tensor | None) -> list[Dropout | None]:
-        """Return the dropout on attention probabilities, before the norm after attention, and before the last norm.
+        """Return three dropouts: on attention probabilities, before the norm after attention, and before the last norm.
 
         Each has its own random stream, so that pipeline stages draw the same numbers as a single rank.
         """

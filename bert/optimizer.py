@@ -182,7 +182,7 @@ class Lamb:
 
     @torch.no_grad()
     def refresh_copies_(self) -> None:
-        """Refresh the copies after any change that was not made by a step."""
+        """Refresh the copies of the weights after a change of the weights that no step has made."""
         if self.copies_P is not None:
             self.copies_P.copy_(self.flat.weights_P)
 

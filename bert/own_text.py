@@ -39,7 +39,7 @@ _DEFAULTS = OwnText()
 _TRIAL_STEPS, _TRIAL_MINUTES = 60, 0.15
 """Limits of the trial run that measures the time of a step. The limit that is reached first ends it."""
 _LINE_SECONDS = 5.0
-"""Approximate time in seconds between two lines about steps."""
+"""Approximate time in seconds between two printed lines about training steps."""
 _MOST_BYTES = 1 << 24
 """Largest size of own_text.json, which records the command that made the folder."""
 
@@ -82,13 +82,13 @@ def own_text(
     except Stopped:
         say(f"to continue, run the same command again ({out})")
         raise SystemExit(supervisor.status) from None
-    from bert.export import export  # imports PyTorch
+    from bert.export import export  # late, because it imports PyTorch
 
     export(out / _TRAINED, out / "data", out / _LOGS, model)
 
 
 def _starting_point(start: str | None, own: OwnText) -> tuple[Path | None, OwnText]:
-    """Return the path of the initial weights (None: random weights), and ``own`` with the vocabulary of these weights."""
+    """Return the path of the initial weights (None: random weights), and ``own``, by default with their vocabulary."""
     if start is None:
         return None, own
     if start == "tiny_cpu":

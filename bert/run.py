@@ -104,7 +104,7 @@ def _timed_run(config: Config, inputs: Inputs, mesh: Mesh, guard: DataGuard, int
     # it must be equal on all ranks.
     seed = resumed.seed if resumed else agreed_integer(_seed(config), mesh)
     barrier()  # no rank creates files before all have passed their checks
-    log = MLLog(None)  # without a path, it writes nothing
+    log = MLLog(None)  # this log has no path, so it writes nothing
     if mesh.is_main:
         # Creating the file reserves its number. The number that was free during the checks may be taken by now.
         log, files = create_log(result_folder(config), config.log.run)
@@ -183,7 +183,7 @@ def _fail_together(config: Config, mesh: Mesh, log: MLLog) -> Iterator[Watchdog]
 
 
 def _note_lost_output(log: MLLog, text: str) -> None:
-    with suppress(ValueError):  # the log is closed already
+    with suppress(ValueError):  # `line` fails if the log is closed already
         log.line(f"# {text}")
 
 
@@ -266,5 +266,5 @@ def _say_how_to_go_on(config: Config, arguments: Sequence[str]) -> None:
     """Print the command that resumes the run, if a checkpoint exists."""
     folder = config.checkpoint.folder
     if folder is not None and config.log.division == "open" and checkpoint_folders(folder):
-        settings = [*arguments, "--resume", str(folder)]  # overrides an earlier --resume
+        settings = [*arguments, "--resume", str(folder)]  # this --resume overrides an earlier one
         say(f"to continue: python -m bert.train {shlex.join(settings)}")

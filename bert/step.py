@@ -126,7 +126,7 @@ class TrainingStep:
         if is_first and self.gather is not None and self.gathers_in_forward:
             self.gather.start()
             if not is_capturing():
-                with self.stopwatch.waiting():  # for the weights that the forward pass needs first
+                with self.stopwatch.waiting():  # wait for the weights that the forward pass needs first
                     self.gather.wait(1)
         if self.weight_gradients is not None:
             self.weight_gradients.overwrite = is_first
@@ -142,7 +142,7 @@ class TrainingStep:
     def update(self) -> None:
         """Update the weights from the summed gradients."""
         if self.fp8 is not None:
-            self.fp8.update_scales_()  # before the update, whose casts need the new scales
+            self.fp8.update_scales_()  # now, because the casts of the update need the new scales
         self.statistics.add_step(self.optimizer.step())
         if not self.gathers_in_forward:
             self.gather_in_site()
@@ -208,7 +208,7 @@ class TrainingStep:
         return self.vectors.gather_model(self.flat.weights_P, model.config)
 
     def refresh_copies_(self) -> None:
-        """Refresh the low-precision weight copies after any change that was not made by a step."""
+        """Refresh the low-precision copies of the weights after a change of the weights that no step has made."""
         if isinstance(self.optimizer, Lamb):
             self.optimizer.refresh_copies_()
         if self.fp8 is not None:
@@ -244,7 +244,7 @@ class TrainingStep:
     def rehearsal(self) -> Iterator[None]:
         """Restore, after steps on synthetic batches in a ``with`` block, everything that they change except FP8 scales."""
         weights_P, dropout_state = self.flat.weights_P.clone(), self.model.dropout_state.clone()
-        devices = [self.mesh.device] if self.mesh.device.type == "cuda" else []  # fork_rng's default is every GPU
+        devices = [self.mesh.device] if self.mesh.device.type == "cuda" else []  # fork_rng would save every GPU's state
         with torch.random.fork_rng(devices), self.restricted_ops():
             yield
         with torch.no_grad():
@@ -270,8 +270,8 @@ class Statistics:
         self._share = site.data_size / mesh.data_size
         """This site's share of the samples if sites take steps by themselves, otherwise 1."""
         self._counts_steps = mesh.rank == min(site.copies[0])
-        # One vector holds all values, so that one all-reduce is enough: the own seconds of each rank (each rank fills only
-        # its own entry), one sum for each name, the number of steps, and the request to stop. It is fp64 so that token
+        # One vector holds all values, so that one all-reduce is enough: each rank's own seconds (which only that rank
+        # sets), one sum for each name, the number of steps, and the request to stop. It is fp64 so that token
         # counts stay exact.
         size = mesh.world_size + len(self.NAMES) + 2
         self._all = torch.zeros(size, dtype=torch.float64, device=mesh.device)
@@ -288,7 +288,7 @@ class Statistics:
     def add_step(self, gradient_norm: Tensor) -> None:
         """Count a step and add its gradient norm. A norm that is not finite means that the step was skipped.
 
-        Only one rank counts the step, or one rank of each site with ``apart``, because they all have the same norm.
+        Only one rank counts the step (with ``apart``, one rank of each site), because all its ranks have the same norm.
         """
         if self._counts_steps:
             taken = torch.isfinite(gradient_norm)

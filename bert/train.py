@@ -63,7 +63,7 @@ def main(arguments: Sequence[str]) -> int:
     try:
         return run(config, arguments)
     except Interrupted as interrupted:
-        if CLAIM not in os.environ:  # otherwise the launcher prints that the run was interrupted
+        if CLAIM not in os.environ:  # if it is set, the launcher reports the interruption
             _complain(interrupted)
         return interrupted.status
     except (ValueError, OSError) as error:
@@ -139,7 +139,7 @@ def _complaint(read: Callable[[], Config]) -> str:
 
 
 def _explained(error: ValueError, recipe: str) -> str:
-    """Return the error message about settings. For an unknown setting, replace tyro's message by a similar name."""
+    """Return the error message about settings. For an unknown setting, suggest a similar name."""
     unknown = re.match("unexpected argument (.+)", str(error))
     if unknown is None:
         return str(error)
@@ -190,7 +190,7 @@ def _complain(error: Exception) -> None:
     """Print the error in one line, with the rank's number, because the error may concern only one machine."""
     try:
         rank = Launch.from_environment().rank
-    except ValueError:  # the error may be about the environment itself
+    except ValueError:  # ``error`` may say that the environment is invalid
         rank = 0
     complain(error, f"error: rank {rank}" if rank else "error")
 

@@ -20,7 +20,7 @@ from dataloading.text.tokenization import MAX_CHARACTERS_PER_WORD
 from dataloading.text.vocabulary import Vocabulary
 
 SHARDS_SUFFIX = ".safetensors.index.json"
-"""Suffix of the index file of a checkpoint in several files. The index names the file of each tensor."""
+"""Suffix of the index of a checkpoint that consists of several files. The index names the file of each tensor."""
 _MOST_JSON_BYTES = 1 << 20
 _SHARD = re.compile(r"[\w-][\w.-]{0,200}\.safetensors", re.ASCII)
 
@@ -92,7 +92,7 @@ def write_folder(
         weight = weights[ours]
         count = len(theirs)
         shape = (weight.shape[0] // count, *weight.shape[1:])
-        for place, name in enumerate(theirs):  # each part reads the whole fused weight again
+        for place, name in enumerate(theirs):  # each part reads the fused weight by itself, to save memory
             parts[name] = Weight(shape, lambda each=weight, count=count, at=place: each.read().chunk(count)[at])
     with atomic_path(out) as folder:
         folder.mkdir()
@@ -165,10 +165,11 @@ class _Stated(msgspec.Struct, rename=_THEIR_NAMES):
     layer_norm_eps: _Fraction | None = None
     hidden_dropout: _Fraction | None = None
     attention_dropout: _Fraction | None = None
-    # Only these values are supported. The tanh form replaces an exact GELU, and differs by up to 5e-4 (docs/checkpoints.md).
+    # The next three fields support only these values. The model computes GELU in its tanh form, which differs by up to 5e-4
+    # from the exact form (docs/checkpoints.md).
     model_type: Literal["bert"] | None = None
     position_embedding_type: Literal["absolute"] | None = None
-    hidden_act: Annotated[str, msgspec.Meta(pattern="^gelu(?!_10$)")] | None = None  # not gelu_10, which clips
+    hidden_act: Annotated[str, msgspec.Meta(pattern="^gelu(?!_10$)")] | None = None  # refuses gelu_10, which clips
     # If one of these is set, transformers computes a different model, so `stated_configuration` refuses the file.
     is_decoder: bool | None = None
     add_cross_attention: bool | None = None

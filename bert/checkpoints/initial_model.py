@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from dataloading.options import Normalization
     from dataloading.text.vocabulary import Vocabulary
 
-# Fields that may differ: a checkpoint's word table may be padded, and weights do not depend on dropout and initialization.
+# These fields may differ from a checkpoint's: its word table may be padded, and the others do not affect loading.
 _NOT_COMPARED = ("vocab_size", "hidden_dropout", "attention_dropout", "initializer_range")
 
 
@@ -30,7 +30,7 @@ def first_model(config: Config, mesh: Mesh, seed: int) -> BertForPreTraining:
     with mesh.device:
         model = BertForPreTraining(config.model)
     start = config.data.initial_checkpoint
-    # A single file must contain all weights, so skip the random weights. Drawing them takes half a minute on a CPU.
+    # A single file contains all weights, so do not draw random ones, which takes half a minute on a CPU.
     if start is None or start.is_dir():
         initialize_(model, seed)
     missing = [] if start is None else load_initial_weights(model, start)
@@ -60,7 +60,7 @@ def check_initial_weights(path: Path, config: Config, vocabulary: "Vocabulary") 
     """
     from dataloading.text.vocabulary import Vocabulary, read_stated
 
-    # In the closed division, even a folder needs the heads: the run starts from the benchmark's checkpoint, which has both.
+    # In the closed division, even a folder needs both heads, because the benchmark's checkpoint has them.
     source = _open(path, config.model, whole=not path.is_dir() or config.log.division == "closed")
     theirs = Vocabulary.from_folder(path) if path.is_dir() else None
     sha256 = source.vocabulary_sha256 if theirs is None else theirs.sha256
@@ -100,7 +100,7 @@ def _open(path: Path, model: ModelConfig, whole: bool) -> "CheckpointSource":
     # Extra rows of the word table are padding and are omitted. With fewer rows, some tokens would have no embedding.
     if source.model.vocab_size < model.vocab_size:
         raise ValueError(
-            f"{path} holds a model of {source.model.vocab_size:,} tokens, but model.vocab_size is {model.vocab_size:,}: "
-            "make the samples with that model's vocabulary, and set data.vocab to it"
+            f"{path} holds a model with a vocabulary of {source.model.vocab_size:,} tokens, but model.vocab_size is "
+            f"{model.vocab_size:,}: make the samples with that model's vocabulary, and set data.vocab to it"
         )
     return source

@@ -76,7 +76,7 @@ def open_source(path: Path, num_attention_heads: int | None = None, whole: bool 
         end = file.read(8)
     if end == MAGIC:
         return _open_tensorflow(path.with_suffix(""), num_attention_heads)
-    if start[8:9] == b"{":  # the JSON header follows its own length
+    if start[8:9] == b"{":  # in a safetensors file, the header follows its length
         return _open_safetensors(path, num_attention_heads, whole)
     # An archive of torch.save, or a bare pickle file.
     if start.startswith((b"PK\x03\x04", b"\x80")) or path.suffix in (".bin", ".pt", ".pth", ".pkl"):
@@ -130,7 +130,7 @@ def _weights_file(folder: Path) -> Path:
             raise ValueError(f"{folder / name} {_PICKLE}")
     prefixes = [path.with_suffix("") for depth in ("", "*/") for path in sorted(folder.glob(f"{depth}*{INDEX_SUFFIX}"))]
     if prefixes:
-        TensorBundle(prefixes[0])  # raises if the checkpoint is not supported, because the hint must not name it
+        TensorBundle(prefixes[0])  # refuses an unsupported checkpoint, which the hint must not name
     hint = f"; for a TensorFlow checkpoint name its prefix: {prefixes[0]}" if prefixes else ""
     raise ValueError(f"{folder} holds no model.safetensors: name a checkpoint file or a Hugging Face folder{hint}")
 
@@ -298,7 +298,7 @@ def _model_of(weights: Mapping[str, Weight], layers: int, heads: int, source: st
     tables = [weights[f"embeddings.{name}"].shape for name in ("word", "position", "segment")]
     if layers < 1 or any(len(shape) != 2 for shape in tables):
         raise ValueError(
-            f"{source}: {counted(layers, 'layer')} and tables of shapes {tables}, expected a BERT: choose another file"
+            f"{source} is no BERT, with {counted(layers, 'layer')} and tables of shapes {tables}: choose another file"
         )
     (vocab, hidden), (positions, _), (segments, _) = tables
     try:

@@ -80,7 +80,7 @@ class TensorBundle:
             self.entries = {
                 key.decode(): _entry(value)
                 for key, value in records.items()
-                if not key.startswith(b"\0") and key  # not the header or a part of a partitioned variable
+                if not key.startswith(b"\0") and key  # skip the header and parts of partitioned variables
             }
         except ValueError as error:  # includes UnicodeDecodeError, for a name that is not UTF-8
             raise ValueError(f"{self.index}: {error}; {_REMEDY}") from None
@@ -133,7 +133,7 @@ class TensorBundle:
         for shard in {entry.shard for entry in self.entries.values()} | {0}:
             if shard >= self.shards:
                 raise ValueError(
-                    f"{self.index}: a tensor in data file {shard}, but the last is {self.shards - 1}; {_REMEDY}"
+                    f"{self.index}: a tensor is in data file {shard}, but the last data file is {self.shards - 1}; {_REMEDY}"
                 )
             try:
                 found[shard] = self.data_file(shard).stat().st_size
@@ -164,7 +164,7 @@ def _shard_count(records: dict[bytes, bytes]) -> int:
     shards = header.get(1, 0)
     if header.get(2, 0) != 0:
         raise ValueError("it was written on a big-endian machine, which is not supported")
-    if not 0 < shards < 100_000:  # the number has five digits in file names
+    if not 0 < shards < 100_000:  # file names hold the number in five digits
         raise ValueError(f"it states {shards} data files, expected 1 to 99999")
     return shards
 
@@ -178,7 +178,7 @@ def _entry(value: bytes) -> Entry:
     shape = tuple(_fields(dim)[0].get(1, 0) for dim in dims)
     # Numbers are unsigned here, so a negative number in a damaged file exceeds these bounds.
     if len(shape) > 8 or any(dim >= 1 << 40 for dim in shape) or max(offset, size) >= 1 << 62:
-        raise ValueError(f"a tensor cannot have {counted(len(shape), 'dimension')} and {size:,} bytes at {offset:,}")
+        raise ValueError(f"no tensor has {counted(len(shape), 'dimension')} and {size:,} bytes at offset {offset:,}")
     return Entry(dtype, shape, shard, offset, size, checksum, 7 in dict(messages))
 
 
@@ -212,7 +212,9 @@ def _block(content: bytes, offset: int, size: int, end: int) -> Iterator[tuple[b
     """Yield the keys and values of one block. The block and its trailer must end before the byte ``end``."""
     after = offset + size
     if after + _TRAILER_BYTES > end or size < 4:
-        raise ValueError(f"a block is at bytes {offset:,} to {after:,}, expected at least four bytes before {end:,}")
+        raise ValueError(
+            f"a block at bytes {offset:,} to {after:,} has under 4 bytes, or its trailer ends after {end:,}"
+        )
     kind, checksum = struct.unpack_from("<BI", content, after)
     # The checksum covers the block and its type byte.
     if _masked(google_crc32c.value(content[offset : after + 1])) != checksum:
@@ -262,12 +264,12 @@ def _uncompressed(packed: bytes) -> bytes:
             # The short form of a copy copies 4 to 11 bytes. Its tag also holds the upper three bits of the distance.
             count, distance = (count % 8 + 4, tag >> 5 << 8 | number) if kind == 1 else (count + 1, number)
             if not 0 < distance <= len(result):
-                raise ValueError(f"a compressed block copies from {distance:,} bytes back after only {len(result):,}")
+                raise ValueError(f"a compressed block copies from {distance:,} bytes back, but has {len(result):,}")
             start = len(result) - distance
             piece = result[start : start + count]
             result += (piece * (-(-count // len(piece))))[:count]  # a copy may overlap its own output
     if position != len(packed) or len(result) != length or length < 4:
-        raise ValueError(f"a compressed block yields {len(result):,} bytes, expected {length:,} and at least 4")
+        raise ValueError(f"a compressed block states {length:,} bytes, expected 4 or more, and yields {len(result):,}")
     return bytes(result)
 
 

@@ -44,7 +44,7 @@ def tokenizer_of(
 
 
 def _confirmed(trained: Normalization, beside: FoundNormalization, source: Path) -> FoundNormalization:
-    """Return the normalization that a checkpoint states, unless the files beside its vocabulary state another one."""
+    """Return ``trained``, which the checkpoint states. Raises ``ValueError`` if the vocabulary's files state another one."""
     if beside.is_stated and beside.normalization != trained:
         raise ValueError(
             f"{source} was trained on text with {trained}, but {beside.normalization} is {beside.source}: choose one by "

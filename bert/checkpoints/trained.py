@@ -28,8 +28,8 @@ def stated_evaluation(path: Path) -> EvaluationRecord | None:
 class TrainedWeights:
     """Writer of a run's final weights or, without a target, of the weights of its best evaluation.
 
-    All ranks must call each method at the same time. ``of_text`` is the metadata about the training text. If
-    ``is_resumed`` is set, an existing file is from before the interruption, and only better weights replace it.
+    All ranks must call each method at the same time. ``of_text`` is the metadata about the training text. A
+    resumed run without a target replaces the file from before the interruption only with better weights.
     """
 
     def __init__(self, config: Config, of_text: Mapping[str, str], step: TrainingStep, *, is_resumed: bool) -> None:

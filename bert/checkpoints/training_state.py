@@ -82,14 +82,14 @@ class Allocation:
 def rebalance_batch(config: Config, before: Allocation, data_size: int) -> Config:
     """Divide the global batch among ``data_size`` copies of the model, in as few micro-batches as fit in memory.
 
-    A micro-batch gets at most ``before.fitting`` sequences, or two if that is 1 and ``data_size`` does not divide the batch.
+    A micro-batch gets at most ``before.fitting`` sequences. If this limit is 1, some get 2 where no other division exists.
     Nothing else needs adjusting: reduction, shape buckets and kernels are chosen at every start.
     """
     batch = config.training.global_batch_size
     # Use the largest micro-batch so far: the last run may have had smaller ones, because it had more hosts.
     steps = -(-batch // (data_size * before.fitting))
     steps = max(1, min(steps, batch // data_size))  # no micro-batch may be empty
-    # Pipeline schedules need rounds of equal size.
+    # Use a multiple of the pipeline ranks, because schedules may need rounds with equally many micro-batches.
     steps = -(-steps // config.parallel.pipeline) * config.parallel.pipeline
     return replace(config, training=replace(config.training, gradient_accumulation_steps=steps))
 
@@ -162,7 +162,7 @@ def written_in(folder: Path) -> list[Path]:
 
 
 def reseed(seed: int, steps: int, mesh: Mesh) -> None:
-    """Seed PyTorch's random generators from the seed, the step and the rank, as a resumed run does too."""
+    """Seed PyTorch's generators from seed, step and rank: at each checkpoint, and when a run resumes from it."""
     known = f"seed {seed} step {steps} rank {mesh.rank} of {mesh.world_size}"
     # Hash the values, because the CPU's generator uses only the low 32 bits of its seed.
     torch.manual_seed(int.from_bytes(hashlib.sha256(known.encode()).digest()[:8]))
@@ -190,7 +190,7 @@ def lock(folder: Path, mesh: Mesh, again: bool) -> None:
             return f"warning: no lock on {folder} ({error.strerror}): make sure that no other run writes there"
         # These folders are left over from killed runs, because only the process that has the lock writes here.
         for left in filter(is_temporary, folder.glob(".step_*.partial")):
-            shutil.rmtree(left, ignore_errors=True)  # plain files and other users' folders remain
+            shutil.rmtree(left, ignore_errors=True)  # plain files and other users' folders stay, without an error
         return ""
 
     warning = _on_rank0(take, mesh)
@@ -241,8 +241,8 @@ def _on_rank0(act: Callable[[], str], mesh: Mesh) -> str:
 def restore(step: TrainingStep, state: RunState) -> None:
     """Restore model and optimizer from the checkpoint that `find` has checked and returned as ``state``.
 
-    Every rank must call it at the same time. Raises ``ValueError`` if the files are those of another model, as a checkpoint
-    of another version of this program may be.
+    Every rank must call it at the same time. Raises ``ValueError`` if the files are those of another model, which
+    another version of this program may have written.
     """
     reseed(state.seed, state.step, step.mesh)
     # Start from zeros, because checkpoints contain no values for the padding between parameters.
@@ -263,12 +263,12 @@ def restore(step: TrainingStep, state: RunState) -> None:
         step.model.dropout_state[1] = state.dropout_draws
         if step.fp8 is not None and state.fp8_scales is not None:
             if len(state.fp8_scales) != step.fp8.scale_S.numel():
-                raise ValueError(f"{state.path}: {len(state.fp8_scales)} FP8 scales of another model; {_REMEDY}")
+                raise ValueError(f"{state.path} holds {len(state.fp8_scales)} FP8 scales of another model; {_REMEDY}")
             step.fp8.set_scales_(torch.tensor(state.fp8_scales))
         step.refresh_copies_()
-        if step.fp8 is not None and state.fp8_scales is None:  # the checkpoint is not from an fp8 run
-            step.fp8.update_()  # choose scales for the largest absolute values, which `refresh_copies_` measured
-    step.gather_weights()  # refresh the weights that other ranks update
+        if step.fp8 is not None and state.fp8_scales is None:  # the checkpoint is from a run without FP8
+            step.fp8.update_()  # compute scales from the magnitudes that `refresh_copies_` measured
+    step.gather_weights()  # fetch the weights that other ranks update
     if step.sites is not None:
         step.sites.restore_(*site_momentum)
 
@@ -306,7 +306,7 @@ def _newest(folder: Path, config: Config, train: Dataset) -> RunState:
                 )
         if config.training.seed not in (None, state.seed):
             raise ValueError(
-                f"{path} was made with training.seed {state.seed}: leave training.seed out, or set it to that"
+                f"{path} was made with training.seed {state.seed}: leave training.seed out, or set it to {state.seed}"
             )
         for reason in broken:
             say(f"warning: {reason}; resuming from {path}")

@@ -66,7 +66,7 @@ def text_metadata(vocabulary_sha256: str | None, normalization: Normalization | 
 
 
 def write_safetensors(path: Path, weights: Mapping[str, Weight], metadata: Mapping[str, str]) -> None:
-    """Write fp32 weights one after the other, so that at most one of them is in memory, unlike with the library's writer."""
+    """Write fp32 weights one after the other. The safetensors package would need all of them in memory at once."""
     with path.open("xb") as file:
         file.write(safetensors_header({name: weight.shape for name, weight in weights.items()}, metadata)[0])
         # Write in the order of the names, because the header's offsets follow this order.
@@ -79,8 +79,8 @@ def write_safetensors(path: Path, weights: Mapping[str, Weight], metadata: Mappi
 def safetensors_header(shapes: Mapping[str, tuple[int, ...]], metadata: Mapping[str, str]) -> tuple[bytes, int]:
     """Return the head of a file of fp32 tensors, and the number of bytes that the tensors take after it.
 
-    A file begins with the length of its JSON header in eight bytes and the header. The tensors follow in the order of their
-    names (safetensors, "Format").
+    A file holds the length of its JSON header in eight bytes, the header, and the tensors in the order of their names
+    (safetensors, "Format").
     """
     header: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
     end = 0

@@ -72,7 +72,7 @@ class Checkpoints:
             return
         # The future keeps the thread's error until the training loop asks for it here.
         error, self._written = self._written.exception(), None
-        # The watchdog limits a phase to a multiple of its longest duration. The wait for a checkpoint may take this long.
+        # Waiting for a checkpoint may take this long. The watchdog limits a phase to a multiple of its longest duration.
         self._tracker.longest["checkpoint_write"] = self._longest_s
         if isinstance(error, OSError):
             self._reporter.warn(at.steps, f"no checkpoint was written: {error.filename}: {error.strerror}")
@@ -93,7 +93,7 @@ class Checkpoints:
         step = self._step
         # A generator's state depends on the rank, so reseed here as a resumed run does, on any number of ranks.
         reseed(self._seed, at.steps, self._mesh)
-        if step.fp8 is not None:  # ranks have different scales; the minimum overflows on none
+        if step.fp8 is not None:  # ranks have different scales; use the smallest, with which no rank overflows
             step.fp8.set_scales_(all_reduce_(step.fp8.scale_S, "min"))
             step.fp8.refresh_weights_()
         for place, vector_P in enumerate(step.settled_state()):
@@ -119,7 +119,7 @@ class Checkpoints:
         begin = time.perf_counter()
         try:
             self._write_folder(state)
-        except OSError as error:  # an error while writing to an open file lacks the file's name
+        except OSError as error:  # an error from an open file lacks a name, so give the folder's
             raise OSError(error.errno, error.strerror, error.filename or str(self._folder)) from None
         finally:
             self._longest_s = max(self._longest_s, time.perf_counter() - begin)
@@ -138,11 +138,11 @@ class Checkpoints:
             files = {name: Digest.of(partial / name) for name in self._files}
             content = msgspec.json.encode(replace(state, files=files))
             write_atomically(partial / "state.json", msgspec.json.format(content, indent=1))
-            # A rename cannot replace a folder that contains files. A removable folder of this name is a broken
-            # checkpoint that this run skipped when it resumed.
+            # A rename cannot replace a folder that contains files. So remove a broken checkpoint of this
+            # name, which this run skipped when it resumed.
             if final in self._removable:
                 shutil.rmtree(final, ignore_errors=True)
-        # Count this and earlier checkpoints only: later ones are left over, and must not displace this run's checkpoints.
+        # Count only this checkpoint and earlier ones towards the limit, because later ones are from another run.
         self._removable.add(final)
         folders = written_in(self._folder)
         # Do not delete checkpoints that another run has written here since this run started.

@@ -102,14 +102,14 @@ class Config:
         )
 
     def _check_pipeline(self) -> None:
-        # PyTorch's schedules need as many micro-batches as ranks, or more, and equal rounds if a rank has several stages.
+        # PyTorch's schedules need as many micro-batches as ranks, or more; with several stages a rank, in equal rounds.
         ranks, virtual = self.parallel.pipeline, self.parallel.virtual_stages
         layers, steps = self.model.num_hidden_layers, self.training.gradient_accumulation_steps
         pipeline = f"parallel.pipeline is {ranks}"
         refuse(
             ranks * virtual > layers,
-            f"{pipeline}, but {ranks * virtual} stages are more than model.num_hidden_layers {layers}: set it to "
-            f"{max(1, layers // virtual)} or less",
+            f"{pipeline}, but {ranks * virtual} stages are more than model.num_hidden_layers {layers}: set "
+            f"parallel.pipeline to {max(1, layers // virtual)} or less",
         )
         refuse(
             steps < ranks,
@@ -117,7 +117,7 @@ class Config:
         )
         refuse(
             virtual > 1 and steps % (steps // ranks) > 0,
-            f"{pipeline} with parallel.virtual_stages {virtual}, which needs rounds of equal size: set "
+            f"{pipeline} with parallel.virtual_stages {virtual}, which needs rounds with equally many micro-batches: set "
             f"training.gradient_accumulation_steps, now {steps}, to a multiple of {ranks}",
         )
         training = self.training

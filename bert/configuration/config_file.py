@@ -12,11 +12,11 @@ from console.files import open_regular, read_bounded, shown
 from console.text import did_you_mean, visible
 
 _MOST_BYTES = 1 << 20
-_MOST_SHOWN = 60  # characters of a name in a message
+_MOST_SHOWN = 60  # a message shows at most this many characters of a name
 _HEAD_BYTES = 1 << 16
 """Number of bytes read from a result file. The header, which contains the configuration, lies within them."""
 _OF_ONE_RUN = ("dry_run", "log.run", "log.cache_cleared")
-"""Settings of one run only, which are ignored in its result file."""
+"""Settings that were meant for a single run. They are not taken from its result file."""
 _FORMER_NAMES = {
     "training.wire": "training.reduce_dtype",
     "training.fp32_sums": None,

@@ -136,7 +136,7 @@ _ON_GPUS = (
         "dgxa100_512x8", 16384, 1, OptimizerConfig(3.3e-3, 470, 0.75, 0.9, 1e-6, 0.0166629, 290, -100), 12_000_000
     ),
 )
-"""Recipes with the hyperparameters of published MLPerf Training results. Comments name submitters and rounds."""
+"""Recipes with the hyperparameters of published MLPerf Training results. Comments name each result's submitter and round."""
 
 
 def bert_3_9b_8x8() -> Config:

@@ -37,7 +37,7 @@ class RunPlan:
     Attributes:
         settings: values of the settings in `PLANNED`, in the form used on a command line.
         hyperparameters: source of the hyperparameters.
-        step_seconds: seconds per step in each phase of `PHASES`, and as ``other`` outside of them.
+        step_seconds: seconds per step in each phase of `PHASES`, and in ``other`` the seconds outside these phases.
         train_seconds: seconds from ``run_start`` to ``run_stop``.
     """
 
@@ -75,7 +75,7 @@ class RunPlan:
             planned = f"{counted(self.nodes, 'node')} of {counted(self.ranks_per_node, 'rank')}"
             here = counted(world_size, "rank") + (f", {local_size} a node" if local_size else "")
             raise ValueError(
-                f"{path} is a plan for {planned}, but the run has {here}: make another plan, or start the planned number"
+                f"{path} is a plan for {planned}, but the run has {here}: make another plan, or start the planned ranks"
             )
 
 

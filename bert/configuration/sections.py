@@ -116,14 +116,14 @@ class TrainingConfig:
     """Seed of the sample order and of dropout. None: a random seed from the system's entropy (rules, section 5.1)."""
     device: Literal["cpu", "cuda"] = "cpu"
     precision: Precision = "fp32"
-    """Precision of matrix products; parameters are fp32. fp8: the encoder's products in FP8, all other products in bf16."""
+    """Precision of matrix products; parameters are fp32. fp8: FP8 in all encoder layers but the last, bf16 elsewhere."""
     fault_seconds: float = 60.0
     """End the run on all ranks if a rank sends no heartbeat for this many seconds, or if all other ranks wait for a
     rank that stays in a phase too long. The limit of a phase is ten times its longest duration so far (the first time:
     ten times fault_seconds), and at least fault_seconds."""
     cuda_graphs: bool = True
     """On a GPU: pad micro-batches to a few sizes, capture the step for each size before the clock starts, and replay
-    it, which saves thousands of kernel launches. Turn it off for debugging, and for profiles of single operators."""
+    it, which saves thousands of kernel launches. Turn it off to debug, and for profiles of single operators."""
     autotune: bool = True
     """On a GPU: before the clock starts, time the implementations of each op under the conditions of the step, and use
     the fastest. Implementations that fail are skipped."""
@@ -140,24 +140,24 @@ class TrainingConfig:
     hosts, fp32 gradients, and the reduction hierarchical, sharded or auto. If the switches do not support it, NCCL sends
     gradients as usual."""
     reduce_dtype: ReduceDtype = "fp32"
-    """Type in which ranks send gradients. Gradients are always summed in fp32. bf16: half the bytes, more messages, and an
-    error of 0.2 to 0.3 % in the norm of a tensor's gradient, for any number of ranks."""
+    """Type in which ranks send gradients. Gradients are always summed in fp32. bf16 halves the bytes, needs more messages,
+    and causes an error of 0.2 to 0.3 % in the norm of a tensor's gradient, for any number of ranks."""
     bucket_bytes: int = 25 * 2**20
     """Size in bytes of a bucket of fp32 gradients. Ranks sum a bucket while the backward pass fills the next one. Larger
     buckets need fewer messages, but the wait for the last bucket is longer."""
     site_steps: int = 1
     """Number of steps that each site takes by itself before sites exchange the change of their weights. A site consists of
-    the hosts that state the same MLPERF_BERT_SITE. 1: sites sum the gradients of every step. More: for slow links between
-    sites, in the open division. It must divide the number of steps between evaluations."""
+    the hosts that state the same MLPERF_BERT_SITE. 1: sites sum the gradients of every step. Set more for slow links
+    between sites, in the open division. The number must divide the number of steps between evaluations."""
     site_dtype: SiteDtype = "int8"
     """Type in which sites send the change of their weights. int8: 256 elements share a scale. The rounding error of each
     change is added to the next one."""
     site_learning_rate: float = 0.7
-    """Learning rate between sites: factor on the mean change of the sites' weights."""
+    """Factor by which the mean change of the sites' weights is multiplied before it is applied."""
     site_momentum: float = 0.5
-    """Nesterov momentum of the sites' mean change."""
+    """Nesterov momentum with which the mean change of the sites' weights is applied."""
     recompute: Recompute = "none"
-    """What the backward pass recomputes to save memory, with equal results. selective: attention, GELU and layer norms of
+    """What the backward pass recomputes to save memory; results do not change. selective: attention, GELU and layer norms of
     all encoder layers except the last. full: these layers completely."""
     implementations: dict[str, str] = field(default_factory=dict)
     """Names of ops, each followed by the implementation to use, for example ``varlen_attention flash_attn``.

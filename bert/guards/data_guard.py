@@ -30,7 +30,7 @@ class DataGuard:
         self._inodes = {inode for folder in folders for inode in _inodes(folder)}
         self._armed = True
         self._violation = ""
-        sys.addaudithook(self._hook)  # audit hooks cannot be removed, so `release` disables it
+        sys.addaudithook(self._hook)  # an audit hook cannot be removed; `release` disables it
 
     def require_untouched(self) -> None:
         """Raise ``DataTouchedEarlyError`` if a data file was opened from Python, or is open or mapped now."""

@@ -43,6 +43,6 @@ class Interruption:
 
 
 def orderly_status(status: int) -> int:
-    """Return the exit status of an orderly end: 0 under torchrun, which treats any other status as a crash."""
+    """Return ``status``, or under torchrun 0, because torchrun treats any other exit status as a crash."""
     # torchrun sets this variable for every process that it starts.
     return 0 if "TORCHELASTIC_RUN_ID" in os.environ else status

@@ -1,7 +1,7 @@
 """Preflight checks, which find within seconds the problems that would stop a run later.
 
-They run before the log exists and before the ranks have joined. They write nothing, and read only the metadata of the
-data sets.
+They run before the log exists and before the ranks have joined. They leave no files behind, and of the data sets they read
+only the metadata.
 """
 
 import os
@@ -51,7 +51,7 @@ class Inputs:
     normalization: Normalization | None
     """Normalization of the text, or None if no input states it."""
     ignored_id: int | None
-    """Id of [UNK] if evaluations leave it out."""
+    """Id of [UNK], which evaluations do not count, or None if they count all masked tokens."""
     result: Path
     metrics: Path
     schedule: EvaluationSchedule
@@ -70,7 +70,7 @@ def check(config: Config, world_size: int, local_size: int = 0) -> Inputs:
         if not is_elastic:
             plan.require_ranks(world_size, local_size, config.plan)
         elif not plan.is_for(world_size, local_size):
-            plan = None  # other hosts: the plan's settings still apply, but not its prediction
+            plan = None  # the plan's prediction is not for this number of ranks
     # The hosts are not known yet, so assume one host for all ranks. ``join_mesh`` checks the real hosts.
     require_whole_copies(config.parallel, 1, world_size)
     if not is_elastic:  # a restarted run may rebalance its batch, and is checked later
@@ -80,7 +80,7 @@ def check(config: Config, world_size: int, local_size: int = 0) -> Inputs:
     if not (is_elastic or job()):
         refuse_foreign_checkpoints(config)
     if config.dry_run and config.resume is not None:
-        # A run checks the checkpoint after its ranks have joined. A dry run joins no ranks, so it does so here.
+        # A run checks the checkpoint after its ranks have joined. A dry run joins no ranks, so check it here.
         find(config.resume, config, train, Mesh(0, 1, 0, torch.device("cpu")))
     _check_places(config)
     # The run number is only a proposal, because another run may take it before the log is created.
@@ -92,8 +92,8 @@ def check(config: Config, world_size: int, local_size: int = 0) -> Inputs:
 def check_evaluation(config: Config) -> tuple[Dataset, int | None]:
     """Open the evaluation set and check everything that could stop an evaluation of the initial checkpoint.
 
-    Returns the set, and the id of [UNK] if the evaluation leaves it out. Raises ``ValueError`` if a check fails. Needs no
-    training set and no folder for results.
+    Returns the set, and the id of [UNK], or None if the evaluation counts [UNK]. Raises ``ValueError`` if a check fails.
+    Needs no training set and no folder for results.
     """
     if config.data.initial_checkpoint is None:
         raise ValueError("data.initial_checkpoint is not set: set it to the file or folder to evaluate")
@@ -165,7 +165,7 @@ def _open_inputs(config: Config, folders: Sequence[Path]) -> tuple[list[Dataset]
                 f"model.max_position_embeddings is {config.model.max_position_embeddings}: raise it, or use shorter samples"
             )
         if not dataset.masked_counts.any():
-            raise ValueError(f"{dataset.folder}: no token is masked, so there is nothing to predict: prepare it again")
+            raise ValueError(f"{dataset.folder}: no token is masked, so there is nothing to predict: prepare new data")
     normalizations = {str(dataset.folder): dataset.info.normalization for dataset in datasets}
     normalizations[str(config.data.vocab)] = read_stated(config.data.vocab)
     if (start := config.data.initial_checkpoint) is not None:
@@ -177,12 +177,12 @@ def _open_inputs(config: Config, folders: Sequence[Path]) -> tuple[list[Dataset]
         raise ValueError(f"training.implementations: {error}") from None
     # Skip this check if PyTorch sees no GPU, as in a dry run elsewhere. If the driver is outdated, PyTorch itself warns.
     if config.training.device == "cuda" and torch.cuda.is_available() and (lacks := missing_build_tools()):
-        raise ValueError(f"training.device is cuda, but {'; '.join(lacks)}")
+        raise ValueError(f"training.device is cuda, but this machine has {'; '.join(lacks)}")
     return datasets, vocabulary, normalization
 
 
 def _require_presence(config: Config, folders: Sequence[Path]) -> None:
-    """Raise ``ValueError`` with the names of all inputs that do not exist, so that all can be made at once."""
+    """Raise ``ValueError`` if inputs do not exist. It names all of them, so that the user can make all at once."""
     start, data = config.data.initial_checkpoint, config.data
     settings = {data.train: "data.train", data.evaluation: "data.evaluation"}
     missing = [f"{settings[folder]} {folder}" for folder in folders if not folder.exists()]
@@ -215,7 +215,7 @@ def _schedule(config: Config) -> EvaluationSchedule:
     """Return the schedule of the evaluations.
 
     Raises ``ValueError`` if the run would end before its first evaluation, if a step would need several evaluations, if
-    sites would not be in step at an evaluation, or if a run without a target would not end with an evaluation.
+    an evaluation would come between two exchanges of sites, or if a run without a target would not end with one.
     """
     interval = config.evaluation.interval_samples or evaluation_interval(config.training.global_batch_size)
     training = config.training
@@ -228,15 +228,15 @@ def _schedule(config: Config) -> EvaluationSchedule:
     batch = training.global_batch_size
     if interval < batch:
         raise ValueError(
-            f"evaluation.interval_samples is {interval:,}, less than training.global_batch_size {batch:,}: raise it, "
-            "because a run evaluates at most once a step"
+            f"evaluation.interval_samples is {interval:,}, less than training.global_batch_size {batch:,}: raise the "
+            "interval, because a run evaluates at most once a step"
         )
     together = batch * training.site_steps
     if training.site_steps > 1 and interval % together:
         most = max(steps for steps in range(1, training.site_steps) if interval % (batch * steps) == 0 or steps == 1)
         raise ValueError(
             f"training.site_steps is {training.site_steps}, which does not divide the {interval / batch:g} steps between "
-            f"evaluations: set it to {most}, or evaluation.interval_samples {interval:,} to a multiple of {together:,}"
+            f"evaluations: set it to {most}, or set evaluation.interval_samples to a multiple of {together:,}"
         )
     schedule = EvaluationSchedule(interval, batch)
     # A run trains whole global batches, so its last step may exceed the sample limit.

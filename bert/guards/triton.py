@@ -23,7 +23,7 @@ def require_private_cache() -> str | None:
     home = Path(os.environ.get("TRITON_HOME") or Path.home())
     folder = Path(os.environ.get(CACHE_VARIABLE) or home / ".triton" / "cache")
     try:
-        folder.mkdir(parents=True, exist_ok=True)  # another user could create a missing folder
+        folder.mkdir(parents=True, exist_ok=True)  # create it before another user can
         if is_private(folder):
             return None
         why = f"other users can write to {folder}"
@@ -46,7 +46,7 @@ def missing_build_tools() -> list[str]:
     compilers = [os.environ["CC"]] if "CC" in os.environ else ["gcc", "clang"]
     if not any(map(shutil.which, compilers)):
         lacks.append(f"no C compiler ({' or '.join(compilers)}) for Triton: install gcc, or set CC")
-    # Debian's scheme posix_local names a folder that contains no headers.
+    # On Debian, the folder of the scheme posix_local has no headers; they are in the folder of posix_prefix.
     scheme = sysconfig.get_default_scheme().replace("posix_local", "posix_prefix")
     header = Path(sysconfig.get_paths(scheme=scheme)["include"], "Python.h")
     if not header.is_file():

@@ -100,7 +100,7 @@ class MLLog:
         self._file = None if path is None else LineFile(path)
         self._clock_ms = clock_ms or _steady_clock()
         self._run = LoggedRun()
-        self._is_aborting = False  # then some rules of a complete run do not apply
+        self._is_aborting = False  # if True, some rules of a complete run do not apply
         self._lock = threading.RLock()  # reentrant, because `abort` logs records while it holds the lock
 
     def __enter__(self) -> Self:
@@ -116,7 +116,7 @@ class MLLog:
             with suppress(OSError):  # a full disk must not hide the error that ended the run
                 step()
 
-    # Plain lines
+    # Methods for plain lines.
 
     def header(self, fields: Mapping[str, object]) -> None:
         """Write "# key: value" lines: the resolved configuration, the commit, versions, hardware."""

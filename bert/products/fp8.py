@@ -7,8 +7,8 @@ keeps autocast's precision, as do attention, heads, norms, embeddings and the re
 fp32.
 
 Each quantized tensor has its own scale: the largest power of two that keeps the previous step's largest magnitude within
-the format, with some headroom (``kernels.reference.fp8.HEADROOM_BITS``). All scales stay on the device and the host never
-reads them, so that a captured step can be replayed. Each copy of the model has its own scales for activations and gradients.
+the format, with some headroom (``kernels.reference.fp8.HEADROOM_BITS``). Scales stay on the device and the host reads none
+in a step, so that a captured step can be replayed. Each copy of the model has its own scales for activations and gradients.
 Ranks of a tensor group hold parts of the same tensors, so they use the same scales.
 
 Shape legend: T tokens, N outputs and K inputs of a dense layer, D hidden, F intermediate, S quantized tensors. The
@@ -74,7 +74,9 @@ class Fp8Scales:
         """Raises ``ValueError`` if ``device`` is a GPU without FP8 support."""
         require_fp8(device)
         self.layers = layers
-        largest = [largest_scaled(dtype) for dtype in (E4M3, E4M3, E5M2)]  # input, weight, gradient
+        largest = [
+            largest_scaled(dtype) for dtype in (E4M3, E4M3, E5M2)
+        ]  # formats of input, weight and output gradient
         self.largest_S = torch.tensor(largest * len(DENSES) * layers, device=device)
         self.scale_S = torch.ones_like(self.largest_S)
         self.inverse_S = torch.ones_like(self.largest_S)
@@ -134,7 +136,7 @@ class Fp8Dense(Dense):
         def add(sum_NK: Tensor | None, overwrite: bool) -> Tensor:
             # Fast accumulation would cause an error of 1.4 to 2.8 % here, in addition to 2.1 to 4.3 % from rounding to FP8.
             inverses = self.gradient_scaling.inverse, self.input_scaling.inverse
-            written_NK = sum_NK if overwrite else None  # the scaled product can write, but not add
+            written_NK = sum_NK if overwrite else None  # the product can overwrite a tensor, but not add to it
             product_NK = scaled_matmul(
                 gradient_NT, input_KT, *inverses, torch.float32, use_fast_accum=False, out_MN=written_NK
             )
@@ -148,7 +150,7 @@ class Fp8State:
 
     Call ``update_scales_`` before every optimizer step. After the step, call ``refresh_weights_``, unless the optimizer
     has made the ``casts``. Also call ``refresh_weights_`` after other changes of the weights, or ``calibration_`` if weights
-    or data are entirely new. This is not training state: a run computes it from its weights and a few batches.
+    or data are entirely new. A new run computes the scales from its weights and a few batches.
     """
 
     def __init__(self, scales: Fp8Scales, model: nn.Module, group: dist.ProcessGroup | None = None) -> None:
@@ -186,8 +188,8 @@ class Fp8State:
         """Find initial scales in a few rounds. In each round, the caller computes a loss and its gradients.
 
         With a scale of 1, gradients of about 1e-7 vanish in E5M2. The residual stream still carries a gradient to every
-        layer, so the first run yields the scales of FC2 and the attention output. The second run yields the scales of FC1
-        and QKV. Further runs refine the scales, using gradients with little rounding error.
+        layer, so the first round yields the scales of FC2 and the attention output. The second round yields the scales of
+        FC1 and QKV. Further rounds refine the scales, using gradients with little rounding error.
 
         Call it before the clock starts. The batches may be synthetic, because scales are not learned: they only describe
         ranges, affect the result only by rounding, and are replaced after the first step. The caller must restore gradients

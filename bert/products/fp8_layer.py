@@ -2,7 +2,7 @@
 
 A ``FusedLayer`` gives the results of ``EncoderLayer`` with ``Fp8Products``, in fewer passes over memory. Its norms also
 write their output in FP8 for the products that read it next, and they write the gradient of the preceding product only in
-FP8. So does attention if its implementation can. A norm returns its output twice: one tensor for the residual
+FP8. Attention does both, too, if its implementation can. A norm returns its output twice: one tensor for the residual
 connection and one for the products. Its backward pass reads the gradients of both.
 
 Shape legend in ``bert.products.fp8``.
@@ -73,7 +73,7 @@ class _ProductAttention(torch.autograd.Function):
         )
         ctx.fp8, ctx.dtype = fp8, x_TD.dtype
         ctx.cu_seqlens, ctx.max_seqlen, ctx.dropout = cu_seqlens, max_seqlen, dropout
-        # In the backward pass, the product that reads the casts passes the gradient of its input to the first output.
+        # Only the first output gets a gradient: the product that reads the casts passes its input's gradient there.
         ctx.mark_non_differentiable(context_TD, context_DT)
         ctx.set_materialize_grads(False)
         # The last tensor is saved only so that autograd notices if it is overwritten, as in ``bert.products.fp8``.
@@ -147,7 +147,7 @@ class _PassesNorm(torch.autograd.Function):
         return residual_gradient_TD, input_gradient_TD, *[None] * 6, *of_vectors, *others
 
 
-@torch.no_grad()  # autograd functions run their forward pass without gradients too
+@torch.no_grad()  # as in the forward pass of an autograd function
 def _makes_casts(
     name: str, qkv_T3HE: Tensor, cu_seqlens: Tensor, max_seqlen: int, dropout: Dropout | None, scaling: Scaling
 ) -> bool:
@@ -232,7 +232,7 @@ class FusedLayer(EncoderLayer):
         self, hidden: Tensor | HiddenStates, cu_seqlens: Tensor, max_seqlen: int, dropout_state: Tensor | None
     ) -> Any:
         """Return the hidden states [T, D] of all tokens, with their casts except after the last fused layer."""
-        # Evaluate as a plain layer, which records no magnitudes without gradients: training computes its scales from them.
+        # Evaluate as a plain layer: without gradients it records no magnitudes, which would change the scales of training.
         if not torch.is_grad_enabled():
             assert isinstance(hidden, Tensor)
             return super().compute(hidden, cu_seqlens, max_seqlen, dropout_state)

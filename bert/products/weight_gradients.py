@@ -157,8 +157,8 @@ def _cast(weight: Tensor, copy: Tensor | None, dtype: torch.dtype) -> Tensor:
 def product_weights(model: BertForPreTraining, table: bool) -> list[nn.Parameter]:
     """Return the weights that encoder layers multiply through ``products``, and the word table if ``table`` is set.
 
-    The last layer is omitted: it multiplies parts of its query-key-value weight without ``products``. The decoder's part of
-    the word table's gradient is written first, and the embeddings' part is added to it.
+    The last layer's query-key-value weight is omitted, because it is multiplied in parts, without ``products``. Of the word
+    table's gradient, the decoder's part is written first, and the embeddings' part is added to it.
     """
     last = model.layers[-1].query_key_value
     denses = [module for module in model.layers.modules() if isinstance(module, Dense) and module is not last]

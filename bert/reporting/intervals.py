@@ -34,7 +34,7 @@ class Stragglers:
     def __init__(self, hosts: Sequence[str], stages: Sequence[int], names: Sequence[str]) -> None:
         self._hosts, self._stages, self._names = hosts, stages, names
         self._in_a_row = [0] * len(hosts)
-        """For each rank, the number of consecutive intervals that contradict `_named`."""
+        """For each rank, for how many consecutive intervals `_named` has been wrong."""
         self._named = [False] * len(hosts)
         """For each rank, whether the last warning says that it is slow."""
 
@@ -82,7 +82,7 @@ class Intervals:
 
     def resume(self) -> None:
         """Restart the measurement, so that the time since the last report does not count as step time."""
-        self._stopwatch.reset()  # drop waits for other sites during an evaluation
+        self._stopwatch.reset()  # forget the time of waiting for other sites in an evaluation
         self._since = time.perf_counter()
 
     def report(self, at: Position, stop: bool) -> bool:

@@ -46,7 +46,7 @@ class StepLines:
 
     @property
     def eta(self) -> str:
-        """Time left, as text. With a target, a range predicted from rising accuracies, or an upper bound."""
+        """Time left, as text. With a target, it is a range, or an upper bound while no range can be predicted."""
         steps = self.records.steps
         # The rate is unknown before this run has trained samples.
         if not steps or steps[-1].samples == self.resumed_samples:
@@ -60,7 +60,7 @@ class StepLines:
         return time_left(found, self.schedule, samples, rate, self.max_samples)
 
     def write(self, record: Record) -> None:
-        self.records.add(record)  # before `_text`, which uses the records
+        self.records.add(record)  # first, because `_text` uses the records
         self.put(self._text(record))
 
     def close(self) -> None:

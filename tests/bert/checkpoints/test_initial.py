@@ -98,7 +98,7 @@ def test_padding_rows_of_the_word_table_are_dropped(tmp_path: Path, small_run: S
     assert torch.equal(model.embeddings.word, theirs["bert.embeddings.word_embeddings.weight"][:VOCAB_SIZE])
     assert open_source(folder).model == replace(MODEL, hidden_dropout=0.1, attention_dropout=0.1, vocab_size=208)
     folder = save_pretrained(tmp_path / "fewer", None, rows=192)
-    with pytest.raises(ValueError, match=r"a model of 192 tokens, but model\.vocab_size is 200: make the samples with"):
+    with pytest.raises(ValueError, match=r"a vocabulary of 192 tokens, but model\.vocab_size is 200: make the"):
         check(folder, config_of(small_run))
 
 

@@ -138,7 +138,7 @@ def test_a_run_resumed_in_fp8_gets_scales_that_fit_its_weights(make: Make) -> No
     of_sites = {training_state.SITE_MOMENTUM: training_state.Digest(1, "")}
     restore(run.step, replace(state, files=state.files | of_sites))  # a run without sites ignores this file
     assert torch.equal(run.step.flat.weights_P, again.step.flat.weights_P)
-    with pytest.raises(ValueError, match=r"step_00000002: 11 FP8 scales of another model; remove it, or resume from"):
+    with pytest.raises(ValueError, match=r"step_00000002 holds 11 FP8 scales of another model; remove it, or"):
         restore(again.step, replace(state, fp8_scales=[1.0] * 11))
 
 

@@ -138,7 +138,7 @@ def change(path: Path, changes: Changes) -> None:
         ({"pooler.bias": torch.full((8,), torch.nan)}, ": pooler.bias has NaN or infinity in fp32"),
         ({"pooler.bias": torch.full((8,), 1e300, dtype=torch.float64)}, ": pooler.bias has NaN or infinity in fp32"),
         (dict.fromkeys(HEADS), " lacks pooler.weight, pooler.bias, next_sentence.weight and 1 more: expected BERT's"),
-        ({"embeddings.segment": torch.ones(8)}, r": 2 layers and tables of shapes .*\(8,\)\], expected a BERT"),
+        ({"embeddings.segment": torch.ones(8)}, r" is no BERT, with 2 layers and tables of shapes .*\(8,\)\]: choose"),
     ],
 )
 def test_damaged_and_incompatible_weights_are_refused(saved: Path, changes: Changes, message: str):
@@ -149,7 +149,7 @@ def test_damaged_and_incompatible_weights_are_refused(saved: Path, changes: Chan
 
 def test_weights_of_a_different_architecture_are_refused(saved: Path):
     for name, value, message in (
-        ("vocab_size", 31, "of 30 tokens, but model.vocab_size is 31: make the samples with that model"),
+        ("vocab_size", 31, "a vocabulary of 30 tokens, but model.vocab_size is 31: make the samples with that model"),
         ("num_attention_heads", 4, "num_attention_heads 2, but model.num_attention_heads is 4: set --model"),
         ("type_vocab_size", 3, "type_vocab_size 2, but model.type_vocab_size is 3: set --model.type-vocab-size 2"),
         ("layer_norm_eps", 1e-7, "layer_norm_eps 1e-12, but model.layer_norm_eps is 1e-07: set --model.layer-norm-eps"),

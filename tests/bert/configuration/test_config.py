@@ -68,8 +68,8 @@ SHARDED = "--training.reduction sharded --training.shard-gradients"
         ("tiny_cpu --parallel.virtual-stages 2", "parallel.virtual_stages is 2, but parallel.pipeline is 1: set"),
         ("tiny_cpu --parallel.pipeline 2", "is 2, but training.gradient_accumulation_steps is 1: set it to 2"),
         ("tiny_cpu --parallel.pipeline 2 --training.gradient-accumulation-steps 5", ""),
-        ("tiny_cpu --parallel.pipeline 2 --parallel.virtual-stages 3", "6 stages are more .* 2: set it to 1"),
-        ("dgxa100_1x8 --parallel.pipeline 16 --parallel.virtual-stages 4", "but 64 stages .* 24: set it to 6 or less"),
+        ("tiny_cpu --parallel.pipeline 2 --parallel.virtual-stages 3", "6 stages .* 2: set parallel.pipeline to 1"),
+        ("dgxa100_1x8 --parallel.pipeline 16 --parallel.virtual-stages 4", "64 .* 24: set parallel.pipeline to 6"),
         (f"dgxa100_1x8 {FOUR_STAGES} 4", "training.cuda_graphs is on. Stages do not support that"),
         (f"h100_1x8 {FOUR_STAGES} 4", "training.precision is fp8. Stages do not support that"),
         (

@@ -69,13 +69,13 @@ FIRST = "ends the run before its first evaluation, after"
         ({"training__max_steps": 4}, f"training.max_steps 4 {FIRST} 80 samples"),
         (
             {"evaluation__interval_samples": 15},
-            "interval_samples is 15, less than training.global_batch_size 16: raise it",
+            "interval_samples is 15, less than training.global_batch_size 16: raise the interval",
         ),
         ({"evaluation__interval_samples": 16}, None),
         (
             {"training__site_steps": 4, "evaluation__interval_samples": 160},
-            "training.site_steps is 4, which does not divide the 10 steps between evaluations: set it to 2, or "
-            "evaluation.interval_samples 160 to a multiple of 64",
+            "training.site_steps is 4, which does not divide the 10 steps between evaluations: set it to 2, or set "
+            "evaluation.interval_samples to a multiple of 64",
         ),
         ({"training__site_steps": 3, "evaluation__interval_samples": 112}, "divide the 7 steps .*: set it to 1, or"),
         ({"training__site_steps": 2, "evaluation__interval_samples": 120}, "divide the 7.5 steps .*: set it to 1, or"),
@@ -94,7 +94,7 @@ FIRST = "ends the run before its first evaluation, after"
             {"parallel__pipeline": 2, "training__gradient_accumulation_steps": 2},
             "pipeline is 2, but 1 host of 1 rank do",
         ),
-        ({"training__device": "cuda"}, "training.device is cuda, but no compiler; no headers"),
+        ({"training__device": "cuda"}, "training.device is cuda, but this machine has no compiler; no headers"),
         ({"training__implementations": "dense_gelu unknown"}, "training.implementations: "),
     ],
 )
