@@ -58,7 +58,7 @@ class FolderRun:
 
     @property
     def counted_seconds(self) -> float:
-        """Time to train for the score."""
+        """Time to train that enters the score; infinite if the run is not a valid result."""
         return counted_seconds(self.logged, passed=self.complete_verdict.passed)
 
     def add_finding(
@@ -90,7 +90,7 @@ def without_copies(runs: Sequence[FolderRun]) -> list[FolderRun]:
 
 
 def compare_settings(runs: Sequence[FolderRun], division: rules.Division) -> None:
-    """Add a finding to each log for every setting that differs from most logs."""
+    """Add a finding to each log in which a setting differs from most logs."""
     for key, severity in SUBMISSION_KEYS.items():
         for run, record, found in _deviations(runs, key):
             run.add_finding(record, key, "TR 12", found, "keep the logs of one system and entry in a folder", severity)

@@ -29,7 +29,7 @@ TOLERANCE = 1e-6
 """Maximum relative difference between a derived number and the number derived here."""
 
 MAX_RATIO = 100
-"""Maximum ratio of the rate of steps to the rate of a run, which includes its evaluations."""
+"""Maximum ratio of the rate of steps in the metrics to the rate of the whole run, including its evaluations."""
 
 README_ROW = re.compile(r"\| ([\w.+-]+) \| (?:closed|open) \| bert \| \d+ \| (\d+\.\d+) \| (\d+\.\d+) \|", re.ASCII)
 """Row of the table in a package's README.md: system, division, benchmark, runs, minutes, scaling factor."""

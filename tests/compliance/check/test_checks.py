@@ -240,7 +240,7 @@ REQUIRED = [key for key, rule in rules.KEYS.items() if rule.required_in("5.0.0",
 
 
 @pytest.mark.parametrize("key", REQUIRED)
-def test_a_required_key_that_is_missing_repeated_or_of_a_wrong_type_gets_one_finding(tmp_path: Path, key: str) -> None:
+def test_a_missing_repeated_or_wrongly_typed_required_key_gets_one_finding(tmp_path: Path, key: str) -> None:
     text, path, rule = whole.brief(), tmp_path / "result_0.txt", rules.KEYS[key]
     place = 1 + text.splitlines(keepends=True).index(lines_of(text, key)[0])
     path.write_text(delete(key)(text))
@@ -266,7 +266,7 @@ def test_a_required_key_that_is_missing_repeated_or_of_a_wrong_type_gets_one_fin
             assert wrong == -1.5 or found[0].severity == "error"
 
 
-def test_a_log_that_was_cut_off_or_joined_gets_one_error(verdict_text: VerdictText) -> None:
+def test_a_log_cut_off_or_joined_to_another_log_gets_one_error(verdict_text: VerdictText) -> None:
     text = log_of((0.5, 0.6, 0.73)).decode()
     for share in (0.05, 0.3, 0.9, 0.97, 0.985):
         cut = whole.lines_from(0, share)(text)

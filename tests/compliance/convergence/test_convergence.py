@@ -47,7 +47,7 @@ def test_each_set_gets_the_recorded_outlook() -> None:
     assert [name for name, each in found.items() if each.reference is None] == ["above the largest point", "open"]
 
 
-def test_a_set_is_scaled_below_the_references_mean_and_fails_below_its_minimum() -> None:
+def test_a_mean_below_the_references_mean_is_scaled_and_below_its_minimum_fails() -> None:
     found = reference("5.0.0", 448)
     assert found
     limits = {found.minimum - 1: "fail", found.minimum: "scaled", found.mean - 1: "scaled", found.mean: "pass"}
@@ -134,7 +134,7 @@ def test_the_evaluation_required_of_missing_runs_agrees_with_a_brute_force_searc
     assert found.sentence.count("can no longer") == [to_pass, to_stand].count(None)
 
 
-def test_converged_samples_equal_those_of_the_rcp_checker(tmp_path: Path) -> None:
+def test_the_samples_to_the_target_equal_those_of_the_rcp_checker(tmp_path: Path) -> None:
     from mlperf_logging.rcp_checker import rcp_checker
 
     path = write_run(tmp_path / "result_0.txt")

@@ -64,7 +64,7 @@ def test_a_run_whose_stop_precedes_its_start_has_no_time(one: Path) -> None:
     assert breakdown(run) == {}
 
 
-def test_a_report_requires_logs_and_shows_two_logs_with_one_number(one: Path) -> None:
+def test_a_report_requires_logs_and_shows_both_logs_of_the_same_run_number(one: Path) -> None:
     with pytest.raises(ValueError, match=r"no result_<n>\.txt in it"):
         load_results(one.parent)
     with pytest.raises(ValueError, match="no such folder"):

@@ -123,7 +123,7 @@ def accuracy(samples: int, value: float) -> EvaluationRecord:
         ),
     ],
 )
-def test_metrics_that_differ_from_the_log_beyond_tolerance_are_a_fault(
+def test_a_difference_between_metrics_and_log_beyond_the_tolerance_is_a_fault(
     tmp_path: Path, records: list[RunRecord | Record], fault: str
 ) -> None:
     metrics = Metrics()

@@ -87,7 +87,7 @@ def test_links_to_folders_are_followed_only_in_bare_results(bare: Path) -> None:
     assert len(find(bare).benchmarks) == 1
 
 
-def test_file_names_count_as_logs_or_get_the_recorded_findings(tmp_path: Path) -> None:
+def test_each_file_counts_as_a_log_or_gets_the_recorded_findings(tmp_path: Path) -> None:
     """Compressed logs count as logs only outside of a submission."""
     folder, results = tmp_path / SYSTEM / "bert", tmp_path / "results"
     folder.mkdir(parents=True)
