@@ -38,7 +38,7 @@ class Selection:
 
 
 def counted_seconds(run: LoggedRun, *, passed: bool) -> float:
-    """Return the time to train of a run for the score. A run whose log fails the checks counts as failed (TR 12)."""
+    """Return the time to train that enters the score. A run whose log fails the checks counts as failed (TR 12)."""
     return FAILED if run.seconds is None or not passed else run.seconds
 
 

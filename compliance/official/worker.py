@@ -93,7 +93,7 @@ def judge_log(path: str, ruleset: str) -> dict[str, Any]:
 def _shorten(text: str) -> str:
     if len(text) <= MAX_MESSAGE_CHARACTERS:
         return text
-    # Keep the condition, which follows the record and may lie beyond the cut.
+    # Append the failed condition, which follows the record and may have been cut off.
     test = re.search(r"^failed test: .*$", text, re.MULTILINE)
     return text[: MAX_MESSAGE_CHARACTERS // 2] + ("\n" + test[0] if test else "")
 

@@ -170,7 +170,7 @@ def compare_seeds(runs: Sequence[FolderRun], division: rules.Division, submissio
             if seed is None:
                 continue  # another check reports an invalid value
             if position is None and division == "closed":
-                found = "no metadata file and lineno, expected them, as the seed checker does"
+                found = "the metadata lacks file or lineno, expected both, as the seed checker does"
                 remedy = "log it with the logger of mlperf-logging"
                 run.add_finding(record, "seed", "seed checker", found, remedy, submission)
                 continue

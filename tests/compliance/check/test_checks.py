@@ -226,7 +226,7 @@ CASES = {
     **{f"{name}, {old}": ("closed", change, old) for name, (change, rulesets) in RULESETS.items() for old in rulesets},
 }
 VERDICTS = dict(line.split(" => ") for line in Path(__file__).with_name("verdicts.txt").read_text().splitlines())
-"""The verdict on each edited log, by the edit's name. All other edits leave a valid log without findings."""
+"""The verdict on each edited log, by the edit's name. Edits without a verdict here leave a valid log without findings."""
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -262,7 +262,7 @@ def test_a_missing_repeated_or_wrongly_typed_required_key_gets_one_finding(tmp_p
             path.write_text(value(key, wrong)(text))
             found = [finding for finding in check_file(path).findings if finding.key == key]
             assert {finding.line for finding in found} == {place}, found
-            # -1.5 may be only a warning, because some accepted logs contain such numbers.
+            # -1.5 may get only a warning, because some accepted logs contain such numbers.
             assert wrong == -1.5 or found[0].severity == "error"
 
 
@@ -272,6 +272,6 @@ def test_a_log_cut_off_or_joined_to_another_log_gets_one_error(verdict_text: Ver
         cut = whole.lines_from(0, share)(text)
         assert verdict_text(cut).count("error:") == 1
         other = log_of((0.5, 0.6, 0.7, 0.73), seed=77, start_ms=1_800_000_000_000).decode()
-        second = cut.count("\n") + 2  # after the first line of the second log, which announces digests
+        second = cut.count("\n") + 2  # the second log's first line only announces digests
         assert f"error: line {second}: two attempts in one file" in (said := verdict_text(cut + other)), said
         assert said.count("error:") == 1

@@ -138,7 +138,7 @@ def test_answers_of_nvml_are_converted_to_facts() -> None:
     assert read_gpus(odd).connections == {PCIE: 1}
 
 
-def test_each_property_without_support_by_nvml_is_0() -> None:
+def test_a_property_is_0_if_nvml_does_not_support_it() -> None:
     nothing = {name: NVMLError("Not Supported") for name in Nvml().answers if name.startswith("DeviceGet")}
     kept = {name: Nvml().answers[name] for name in ("DeviceGetCount", "DeviceGetHandleByIndex")}
     found = read_gpus(Nvml(**nothing | kept))

@@ -143,7 +143,7 @@ def test_a_pipe_in_place_of_a_log_is_reported_without_blocking(root: Path) -> No
     assert (answer.outcome, "did not end" in answer.message) == ("fail", False)
 
 
-def test_a_tool_that_dies_twice_fails_the_folder(root: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_folder_fails_if_a_tool_dies_twice(root: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     broken = tmp_path / "python"
     broken.write_text(f"#!/bin/sh\nread request\nprintf half\necho x >> {tmp_path}/tries\n")
     broken.chmod(0o755)

@@ -146,7 +146,7 @@ def test_the_watch_computes_the_rate_from_the_last_four_evaluations() -> None:
     took_steps(run, 4480, 448.0)
     assert (run.rate, run.trained_by(BASE + 1000), run.samples) == (448.0, 448, 4480)
     evaluate(run, FIRST, 0.4, BASE + 100_000)
-    took_steps(run, 4480, 440.0)  # after a restart
+    took_steps(run, 4480, 440.0)  # a restart repeats these samples
     assert (run.rate, run.samples) == (pytest.approx(1500.8), FIRST)
     assert [run.trained_by(BASE + 100_000 + after) for after in (-1, 0, 1000)] == [FIRST, FIRST, FIRST + 1501]
     evaluate(run, SECOND, 0.5, BASE + 300_000)  # the second interval took twice as long, which halves the rate
