@@ -50,7 +50,7 @@ def check(
     # tyro does not require positional arguments, so require a path here.
     if not paths:
         raise ValueError("no path given. Give logs results/<system>/bert/result_<n>.txt, or folders of them")
-    # Both go to standard output, where annotations would break the JSON document.
+    # Annotations on standard output would break the JSON document there.
     if format == "github" and json:
         raise ValueError("--format github and --json exclude each other. Choose one of them")
     from compliance.check import output

@@ -132,7 +132,7 @@ def _missed(examined: _Examination, newest: _Examination) -> str:
 
 
 def missed_text(errors: Sequence[Finding]) -> str:
-    """Return the first of these errors under the newest ruleset, and the number of others, in words; "" if none."""
+    """Name the first of these errors under the newest ruleset, and count the others, in words; "" if there are none."""
     if not errors:
         return ""
     keys = dict.fromkeys(f"{finding.key}: {finding.found}" if finding.key else finding.found for finding in errors)

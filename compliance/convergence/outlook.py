@@ -99,7 +99,7 @@ class Outlook:
     Attributes:
         reference: the reference; None in the open division and above the largest reference point.
         mean: mean samples to the target, without the fastest and the slowest run if there are three or more runs. None
-            as long as no run has converged, and if two or more runs did not converge.
+            if no run has converged, or if two or more runs did not converge.
         verdict: "fail" as soon as two runs did not converge or the missing runs can no longer help, otherwise
             "unfinished" while runs are missing; "unknown" if a log has no count of sequences that can be trusted.
         scaling: factor of the score, if `mean` were final.
@@ -130,7 +130,7 @@ def outlook_of(
     *,
     failed: int = 0,
 ) -> Outlook:
-    """Compare logged runs with the reference as `outlook` does. `failed` is the number of further, unconverged runs.
+    """Compare logged runs with the reference as `outlook` does. `failed` counts further runs, which did not converge.
 
     Runs in progress do not count, because they may still converge.
 

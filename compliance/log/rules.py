@@ -150,7 +150,7 @@ def init_limit_minutes(ruleset: str, division: Division) -> int:
 
 
 ONE_INIT_LIMIT = _until("1.1.0")
-"""Rulesets whose limit of the initialisation is the closed division's for both divisions."""
+"""Rulesets in which the closed division's limit of the initialisation holds for both divisions."""
 
 
 @dataclass(frozen=True)
@@ -184,7 +184,7 @@ class KeyRule:
         return ruleset in (self.closed if division == "closed" else self.open)
 
     def decides_in(self, ruleset: str, division: Division) -> bool:
-        """Tell whether a log that breaks the rule fails: this ruleset requires the key, or no ruleset does."""
+        """Tell whether breaking the rule fails a log. It does if this ruleset, or if no ruleset, requires the key."""
         required = self.closed if division == "closed" else self.open
         return not required or ruleset in required
 

@@ -42,7 +42,7 @@ class Worker:
         self._temporary = tempfile.TemporaryDirectory(prefix="compliance-")  # Python removes it at exit
         self.folder = Path(self._temporary.name)
         atexit.register(self.end)
-        atexit.register(ignore_signals)  # at exit, runs before `end`: the last registered function is first
+        atexit.register(ignore_signals)  # runs before `end`: Python reverses the order at exit
 
     def answer(self, question: str, subject: Path | int, ruleset: str) -> dict[str, Any]:
         """Return a tool's answer to a question, or {"crash": reason} if the tool died twice or timed out.

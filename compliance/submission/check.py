@@ -73,7 +73,7 @@ def check_paths(paths: Iterable[Path], ruleset: str = rules.NEWEST_RULESET) -> l
 
 
 def accepted(verdicts: Sequence[Verdict]) -> bool:
-    """Tell whether all verdicts pass. A failing log is accepted if there is a verdict on its folder, which must pass."""
+    """Tell whether all verdicts pass. Ignore the verdict on a log if there is a verdict on its folder."""
     folders = {absolute(verdict.path) for verdict in verdicts if verdict.part == "folder"}
     logs = [each for each in verdicts if each.part == "log" and each.path != STDIN_NAME]
     excused = {log.path for log in logs if absolute(log.path).parent in folders}
@@ -248,7 +248,7 @@ def _failed_runs(runs: Sequence[FolderRun], answer: Answer) -> Finding:
         found = f"{len(failed)} of {len(runs)} logs are not valid results ({names})"
         found += f", expected at most one of {SUBMISSION_RUNS}"
     elif len(runs) < SUBMISSION_RUNS:
-        found += f", expected only valid logs before there are {SUBMISSION_RUNS}"
+        found += f", expected only valid logs as long as there are fewer than {SUBMISSION_RUNS}"
     elif verdict.official == "pass":
         found += ", but the official tools count it, expected ten runs that the official tools and these checks accept"
     elif answer.outcome == "fail":

@@ -164,7 +164,7 @@ def readme_findings(
 ) -> Iterator[Finding]:
     """Compare the score in the README.md that `python -m compliance package` wrote with the logs of the system.
 
-    `seconds` has the time to train of each run that enters the score, infinite for an invalid run.
+    `seconds` has each run's time to train, infinite for an invalid run.
     """
     try:
         text = read_bounded(submission / "README.md", MAX_BYTES, "").decode("utf-8", "replace")

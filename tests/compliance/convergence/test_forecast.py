@@ -74,7 +74,7 @@ def test_a_straight_line_is_extrapolated_to_the_target() -> None:
     assert reach([points[0]] * 4, 1.0, 0.3) is None
     found = forecast(points, 0.5, EVERY_1000, None)
     assert (found.earliest, found.latest) == (8, None)  # a - b / n with this slope stays below 0.44
-    assert forecast(points, 0.52, EVERY_1000, None).earliest == 8  # 8400 (the target) minus half an interval
+    assert forecast(points, 0.52, EVERY_1000, None).earliest == 8  # reached at 8400, minus half an interval
     assert forecast(points, 0.53, EVERY_1000, None).earliest == 9
 
 

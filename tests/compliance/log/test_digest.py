@@ -68,7 +68,7 @@ def test_any_edit_is_located_between_two_digests(
 ) -> None:
     edited = EDITS[kind](lines, place, other)
     stretch = broken_stretch(tmp_path_factory.mktemp("log"), edited)
-    if stretch is None:  # Only an edit of nothing, or of a digest line, may stay undetected.
+    if stretch is None:  # Only an edit of a digest line, or one without effect, may stay undetected.
         assert edited == lines or any(line.startswith("# digest") for line in {*lines} - {*edited})
         return
     first, last = stretch
