@@ -50,7 +50,7 @@ def check(
     # tyro does not require positional arguments, so require a path here.
     if not paths:
         raise ValueError("no path given. Give logs results/<system>/bert/result_<n>.txt, or folders of them")
-    # Annotations would break the JSON document.
+    # Annotations on standard output would break the JSON document there.
     if format == "github" and json:
         raise ValueError("--format github and --json exclude each other. Choose one of them")
     from compliance.check import output
@@ -64,7 +64,7 @@ def check(
         output.write_sarif(sarif, verdicts)
     if junit:
         output.write_junit(junit, verdicts)
-    # Not simply all(): a folder of ten logs passes even if one of them fails.
+    # Ask `accepted` and not all(), because a folder of ten logs passes even if one of them fails.
     is_accepted = accepted(verdicts)
     if json:
         say_json([verdict.as_dict() for verdict in verdicts])
@@ -100,7 +100,7 @@ def report(
         write_whole(path, render_as(results, format))
         say(path)
     elif format == "json":
-        # Text in a log may look like a command of a CI server (`::error::`). `say_json` escapes it.
+        # Text in a log may look like a command of a CI server (`::error::`), so print with `say_json`, which escapes it.
         say_json(as_dict(results))
     else:
         say_document(render_as(results, format))

@@ -44,10 +44,10 @@ _GZIP = ".gz"
 LIKE_A_LOG = re.compile(r"results?[-_. ]*\d*(\.(txt|log|out))?(\.(gz|xz|zst|zip|bak|old))?", re.IGNORECASE)
 """Pattern of names of files that were probably meant as logs."""
 
-MAX_ENTRIES = 10_000  # entries of one folder
-SEARCHED_BYTES = 2**20  # bytes to search for records in a file that is not named like a log
-MAX_DEPTH = 64  # levels of nested folders
-MAX_NAME = 200  # characters of a name in a message
+MAX_ENTRIES = 10_000  # maximum number of entries in one folder
+SEARCHED_BYTES = 2**20  # search only so many bytes for records if a file is not named like a log
+MAX_DEPTH = 64  # maximum depth of nested folders
+MAX_NAME = 200  # maximum number of characters of a name in a message
 
 LAYOUT = "SR Directory structure"
 """Rule named in findings about the names and locations of files."""
@@ -57,7 +57,7 @@ REPOSITORY = "repository checker"
 
 @dataclass(frozen=True)
 class BenchmarkFolder:
-    """A benchmark folder: results/<system>/bert, or a folder of another name with logs.
+    """A benchmark folder: results/<system>/bert, or any other folder that contains logs.
 
     Attributes:
         logs: files that the official package checker counts as logs, in the order of their numbers. In bare results, also
@@ -124,7 +124,8 @@ def find(path: Path) -> Tree:
     if not path.is_dir():
         raise ValueError(f"{path}: no such folder, expected a log, results/<system>/bert, or a folder above it")
     below = _folders(path, None)
-    # Ignore stray logs in a system's folder, which contains bert. A benchmark folder may contain folders of earlier runs.
+    # A folder with logs is a benchmark folder if it is named bert, whatever its subfolders are. Otherwise, if a subfolder is
+    # named bert, the folder is a system's folder, and its logs are stray files.
     holds_runs = _has_logs(path) and (_is_named_bert(path) or not any(map(_is_named_bert, below)))
     if (path / "results").is_dir():  # a submission, or bare results
         submission = path if _is_submission(path) else None
@@ -208,7 +209,7 @@ def layout_findings(folder: BenchmarkFolder, runs: int | None) -> Iterator[Findi
     is_due = folder.submission or runs is not None or folder.description.parent.is_dir()
     if not folder.description.is_file() and is_due:
         name = f"systems/{folder.system}.json"
-        remedy = f"write it: `python -m compliance system --out {quote(name)}`; named like the results folder"
+        remedy = f"write it: `python -m compliance system --out {quote(name)}`; name it like the system's folder"
         found = f"there is no {name}, expected the system description: the official package checker crashes without it"
         yield Finding(None, "", LAYOUT, found, remedy, severity=folder.severity)
 
@@ -338,7 +339,7 @@ def _entries(path: Path) -> list[Path]:
 
 
 def log_number(log: Path) -> str | None:
-    """Return the digits in the name of a log, which may be compressed; None if it has another name."""
+    """Return the digits in the name of a log, which may be compressed; None if the name is not a log's."""
     match = rules.RESULT_FILE.fullmatch(log.name.removesuffix(_GZIP))
     return match[1] if match else None
 

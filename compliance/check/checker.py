@@ -1,6 +1,6 @@
 """Judge whether a log is a valid result, by this repository's rules and by the official checker.
 
-A fault that only the official checker reports becomes a finding too, so that no log passes only this check.
+A fault that only the official checker reports becomes a finding too, so that no log passes here and fails there.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -28,7 +28,7 @@ def check_file(path: Path, ruleset: str = rules.NEWEST_RULESET) -> Verdict:
 def check_logs(logs: Sequence[Log], ruleset: str, limit: str = rules.NEWEST_RULESET) -> list[Verdict]:
     """Check logs under one ruleset. Raises as `check_file` does.
 
-    `rules.AUTO` selects the ruleset up to `limit` that accepts the most logs, and the newest of equally good rulesets.
+    `rules.AUTO` selects, from the rulesets up to `limit`, the newest of those that accept the most logs.
     """
 
     @cache
@@ -40,8 +40,8 @@ def check_logs(logs: Sequence[Log], ruleset: str, limit: str = rules.NEWEST_RULE
         return [_verdict(each) for each in under(ruleset)]
     tried: dict[int, list[Verdict]] = {}
     for candidate, expected in _candidates(logs, under, limit):
-        # Stop if our own checks pass no more logs under this candidate than all checks passed under an earlier one.
-        # Usually the first candidate is enough, which saves calls of the official checker.
+        # `expected` logs pass our own checks, so at most as many pass both checks. Stop if an earlier candidate already
+        # passed as many in both. Usually the first one does, which saves calls of the official checker.
         if tried and max(tried) >= expected:
             break
         pairs = zip(under(candidate), under(rules.NEWEST_RULESET), strict=True)
@@ -51,7 +51,7 @@ def check_logs(logs: Sequence[Log], ruleset: str, limit: str = rules.NEWEST_RULE
 
 
 class _Examination(CheckedLog):
-    """A log with the results of our own checks and of the official checker, which are made when they are needed."""
+    """A log with the results of our own checks and of the official checker. Each check runs when its result is needed."""
 
     @cached_property
     def findings(self) -> list[Finding]:
@@ -79,10 +79,10 @@ class _Examination(CheckedLog):
 
 
 def _candidates(logs: Sequence[Log], under: Callable[[str], list[_Examination]], limit: str) -> list[tuple[str, int]]:
-    """Return the rulesets under which logs may be judged together, the best first, and how many logs pass our checks.
+    """Return pairs, the best first: a ruleset for all logs, and the number of logs that pass our own checks under it.
 
     The best ruleset is the newest of those under which the most logs pass our own checks. The official checker is not
-    asked. If all logs fail under all rulesets, the ruleset with the fewest errors is the only candidate.
+    asked. If all logs fail under all rulesets, only the ruleset with the fewest errors is returned.
     """
     newest_first = rules.RULESETS[rules.RULESETS.index(limit) :: -1]
     # A log with a digest chain was written by this repository, for all rulesets, so older rulesets cannot help.
@@ -108,14 +108,14 @@ def _candidates(logs: Sequence[Log], under: Callable[[str], list[_Examination]],
 
 def _verdict(examined: _Examination) -> Verdict:
     log, run = examined.log, examined.run
-    # Ignore the official checker if the file is not the log of one complete run: this defect causes its complaints.
+    # If the file is not the log of one complete run, this defect causes the official complaints, so ignore them.
     findings = [*examined.findings, *(() if examined.defect else _unexplained(examined))]
     return Verdict(
         path=log.path,
         ruleset=examined.ruleset,
         official=examined.opinion.outcome,
         findings=tuple(sorted(_collapse(findings), key=lambda finding: finding.line or 0)),
-        # Report the division as logged, without the default of `LoggedRun.division`.
+        # Report the division as logged: `LoggedRun.division` would replace a missing one by its default.
         division=str(named.value) if (named := run.first.get("submission_division")) else None,
         status=None if run.status is None else str(run.status),
         is_one_run=examined.defect not in ("joined", "ranks"),
@@ -132,7 +132,7 @@ def _missed(examined: _Examination, newest: _Examination) -> str:
 
 
 def missed_text(errors: Sequence[Finding]) -> str:
-    """Say what the newest ruleset would object to, for a verdict under an older ruleset; "" if nothing."""
+    """Name the first of these errors under the newest ruleset, and count the others, in words; "" if there are none."""
     if not errors:
         return ""
     keys = dict.fromkeys(f"{finding.key}: {finding.found}" if finding.key else finding.found for finding in errors)

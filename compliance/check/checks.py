@@ -82,7 +82,7 @@ def _check_chain(context: CheckedLog) -> Iterator[Finding]:
     elif not chain.ended and not context.aborted and not context.defect:
         found = f"no digest at the end; expected one below line {chain.covered}: the log or the run was cut off"
         stop = context.run.last.get("run_stop")
-        # If a digest follows run_stop, the whole run is covered, so that a missing final digest is only a warning.
+        # If a digest follows run_stop, it covers the whole run, so only warn that the digest at the end is missing.
         severity: Severity = "warning" if stop and stop.line < chain.covered else "error"
         yield Finding(chain.covered, "", rule, found, remedy, severity=severity)
 
@@ -106,7 +106,7 @@ def _check_presence(context: CheckedLog) -> Iterator[Finding]:
 
 
 def _check_division(context: CheckedLog) -> Iterator[Finding]:
-    # Since 2.0.0, the limit of the initialisation depends on the division, so it must be known at init_stop.
+    # Since ruleset 2.0.0, the division sets the limit of the initialisation, so it must be logged before init_stop.
     first = context.run.first
     division, stop = first.get("submission_division"), first.get("init_stop")
     if division and stop and division.line > stop.line and context.ruleset not in rules.ONE_INIT_LIMIT:
@@ -163,7 +163,7 @@ _OFFLINE = ("eval_start", "eval_accuracy", "eval_stop", "train_samples", "eval_s
 def _is_evaluated_offline(context: CheckedLog) -> bool:
     """Tell whether all evaluations come after training, in order, with the times of their checkpoints (TR 9.4).
 
-    The run must then end with the checkpoint that reached the target, at the end of a block.
+    The last evaluation must be of a checkpoint at the end of a block, and the run must end soon after this checkpoint.
     """
     log, first = context.log, context.run.first
     evaluations, trained = log.all("eval_accuracy"), log.all("block_stop") or log.all("epoch_stop")
@@ -251,7 +251,7 @@ def _check_result(context: CheckedLog) -> Iterator[Finding]:
 
 
 def checks_of(context: CheckedLog) -> tuple[Callable[[CheckedLog], Iterator[Finding]], ...]:
-    # The other checks would report unread records as missing.
+    # After an incomplete read, check only the lines: the other checks would report unread records as missing.
     if context.log.given_up:
         return (check_lines,)
     # The line checks say why no record can be read. Do not report every required record as missing, too.

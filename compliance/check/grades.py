@@ -1,7 +1,7 @@
 """Grade each violation by a record of a log: error, warning if accepted submissions have it too, or no finding.
 
-`compliance.log.order` yields the violations. Some do not apply to logs of other software, where settings may be on any
-line and every process may log the start of initialisation. Consequences of a reported fault, such as a missing record, are
+`compliance.log.order` yields the violations. Some get no finding in logs of other software, where settings may be on any
+line and every process may log init_start. Consequences of a reported fault, such as a missing record, are
 not reported.
 """
 
@@ -38,7 +38,7 @@ class CheckedLog:
     @cached_property
     def broken(self) -> list[tuple[Record, Violation]]:
         """(record, violation) of each broken rule, in file order."""
-        # Know the settings of the whole log, because in logs of other software they may follow dependent records.
+        # Give the run all settings in advance: in logs of other software they may follow the records that need them.
         run = LoggedRun(self.log.header, self.run.first)
         broken: list[tuple[Record, Violation]] = []
         for record in self.log.records:
@@ -78,11 +78,11 @@ class CheckedLog:
 
     @cached_property
     def second_start(self) -> Record | None:
-        """First record of a second attempt, as after a restart with the same run number; None for one attempt."""
+        """First record of a second attempt, as after a restart with the same number; None if there is only one attempt."""
         begin: Record | None = None  # first of the latest successive cache_clear and init_start records
         previous: Record | None = None
         silence_ms = 0  # time from the record before this group to the group
-        is_begun = is_cleared = False  # whether an init_start was logged, and then a cache_clear
+        is_begun = is_cleared = False  # whether an init_start was logged, and whether a cache_clear followed it
         records = self.log.records
         for index, record in enumerate(records):
             if record.key not in rules.PER_RANK:
@@ -104,7 +104,7 @@ class CheckedLog:
         return None
 
     def _is_late(self, record: Record, previous: Record) -> bool:
-        """Tell whether a cache_clear or init_start before all settings is so late that it begins another attempt."""
+        """Tell whether `record`, before all settings, is so long after `previous` that it begins another attempt."""
         # A long gap from cache_clear to init_start proves nothing: a job may wait in a queue for hours between them.
         if self.misdated or (previous.key == "cache_clear" and record.key != "cache_clear"):
             return False
@@ -129,7 +129,7 @@ class CheckedLog:
         ends = max(1, len(self.log.all("init_stop")))
         if not before or before - again or min(len(self.log.all(key)) for key in before) <= ends:
             return False
-        # A launcher may repeat submission_*, and every process its seed, so another setting must be repeated too.
+        # A launcher may log submission_* again, and each process a seed. Only other repeated settings prove an attempt.
         return is_cleared or sum(not key.startswith("submission_") for key in before) > 1
 
     @cached_property
@@ -193,8 +193,8 @@ def _grade(context: CheckedLog, record: Record, violation: Violation) -> Severit
         case "place":
             return _grade_of_place(context, record)
         case "repeat":
-            # As in the official checker, repeating a required key is an error only if the values differ. An open run's
-            # target counts as required, because it decides the result. `compliance.submission` compares seeds.
+            # As in the official checker, repeating a required key is an error only if the values differ. This includes an
+            # open run's target, which decides the result, but not the seeds, which `compliance.submission` compares.
             division = context.run.division
             needed = rule.required_in(context.ruleset, division) and rule.key != "seed"
             needed |= division == "open" and rule.key == "quality_target"
@@ -209,7 +209,7 @@ def _grade(context: CheckedLog, record: Record, violation: Violation) -> Severit
             return decides
         case "init time":
             return None if context.misdated else "error"
-        # "span" and "evaluation" bind only our writer. `_check_evaluations` grades "schedule" and "count".
+        # "span" and "evaluation" bind only our log writer. `_check_evaluations` grades "schedule" and "count".
         case _:
             return None
 
@@ -242,8 +242,8 @@ def _grade_of_value(record: Record) -> Severity:
 
 
 def _grade_of_pair(context: CheckedLog, key: str) -> Severity | None:
-    # Only warn about epochs, which may end with the run (common.yaml), and about open runs, which may log one block for
-    # many evaluations.
+    # Only warn about an unclosed epoch, which may end with the run (common.yaml), and in open runs, which may log one
+    # block for many evaluations.
     name, division = key.partition("_")[0], context.run.division
     start, stop = f"{name}_start", f"{name}_stop"
     if start in TIMELINE or start not in context.run.first or {start, stop} & context.lost_keys:
@@ -297,7 +297,7 @@ def _off_schedule(context: CheckedLog) -> Iterator[Finding]:
         index, step, usual = irregular
         record = run.accuracies[index]
         violation = next((violation for each, violation in off_schedule if each is record), off_schedule[0][1])
-        found = f"evaluation at {run.epoch_nums[index]} samples, {step} after the last"
+        found = f"evaluation at {run.epoch_nums[index]} samples, {step} after the previous one"
         found += "" if usual is None else f" instead of about {usual}"
         yield replace(finding_of(record, violation._replace(found=found)), more=len(off_schedule) - 1)
     elif not uncounted:

@@ -144,7 +144,7 @@ def write_junit(path: Path, verdicts: Sequence[Verdict]) -> None:
 def say_annotations(verdicts: Sequence[Verdict]) -> None:
     """Print a workflow annotation for each finding, with paths relative to the current folder."""
     for verdict in verdicts:
-        # Path.relative_to() would refuse a log outside of the current folder.
+        # Use os.path.relpath(), because Path.relative_to() would refuse a log outside of the current folder.
         file = os.path.relpath(absolute(_shown_file(verdict.path)))
         for finding in verdict.findings:
             properties = {"file": file, "line": finding.line or 1, "title": finding.rule}

@@ -2,9 +2,9 @@
 
 Two curves go through the last evaluation, with the least-squares slope of the last four. A straight line in the samples n
 gives the early end of the range. The curve a - b / n, plus two evaluations for the scatter, gives the late end. BERT-Large's
-accuracy jumps from 0.4 to 0.7 before it rises slowly to 0.72, so evaluations of closed runs below 0.70 are ignored. Until
-four evaluations are above 0.70, the range is the reference's mean plus and minus two standard deviations; in the open
-division there is no range. On five published closed runs, the curves' range contained the true end 35 of 37 times.
+accuracy jumps from 0.4 to 0.7 before it rises slowly to 0.72, so evaluations of closed runs below 0.70 are ignored. As long
+as fewer than four evaluations can be used, the range is the reference's mean plus and minus two standard deviations; an
+open run has no range yet. On five published closed runs, the curves' range contained the true end 35 of 37 times.
 """
 
 import math
@@ -27,7 +27,7 @@ KNEE = 0.70
 BENDING = -1.0
 """Exponent of n in the curve a - b / n. A curve with a stronger bend often never reaches the target."""
 SCATTER = 2
-"""Number of evaluations added to the late end."""
+"""Number of evaluations by which the late end of the range is postponed, because accuracies scatter."""
 MAX_SAMPLES = 2.0**63
 SPREADS = 2.0
 """Width of the range on each side of the reference's mean, in standard deviations of the reference's runs."""
@@ -92,7 +92,8 @@ def reach(points: Sequence[tuple[int, float]], power: float, target: float) -> f
     if slope <= 0:
         return None
     x = xs[-1] + (target - points[-1][1]) / slope
-    # The curve a - b / n stays below its limit a, at x = 0. A target at or above this limit divides by zero.
+    # With power -1, accuracy is linear in x = -1 / n (scaled), and n is infinite at x = 0. A target that the curve never
+    # reaches needs x >= 0, which max() turns into a division by zero.
     try:
         reached = scale * max(0.0, sign * x) ** (1 / power)
     except (OverflowError, ZeroDivisionError):

@@ -98,8 +98,8 @@ class Outlook:
 
     Attributes:
         reference: the reference; None in the open division and above the largest reference point.
-        mean: mean samples to the target. From three runs on, the fastest and the slowest run are excluded. None before
-            the first run has converged, and after two runs did not converge.
+        mean: mean samples to the target, without the fastest and the slowest run if there are three or more runs. None
+            if no run has converged, or if two or more runs did not converge.
         verdict: "fail" as soon as two runs did not converge or the missing runs can no longer help, otherwise
             "unfinished" while runs are missing; "unknown" if a log has no count of sequences that can be trusted.
         scaling: factor of the score, if `mean` were final.
@@ -130,7 +130,7 @@ def outlook_of(
     *,
     failed: int = 0,
 ) -> Outlook:
-    """Compare logged runs, and `failed` other runs that did not converge, with the reference as `outlook` does.
+    """Compare logged runs with the reference as `outlook` does. `failed` counts further runs, which did not converge.
 
     Runs in progress do not count, because they may still converge.
 
@@ -143,8 +143,8 @@ def outlook_of(
     if unknown := [run for run in ended if run.is_unknown]:
         run = unknown[0]
         why = f"{run.doubt or 'no evaluation'}; train_samples {shown(run.value('train_samples'))}"
-        which = f"{counted(len(unknown), 'log')} of {len(ended)}"
-        sentence = f"convergence cannot be judged: {which} without a count of sequences that can be trusted ({why})."
+        which = f"{counted(len(unknown), 'log')} of {len(ended)} {'has' if len(unknown) == 1 else 'have'}"
+        sentence = f"convergence cannot be judged: {which} no count of sequences that can be trusted ({why})."
         return replace(found, mean=None, verdict="unknown", scaling=1.0, sentence=sentence)
     notes = []
     if doubted := [run for run in ended if run.doubt and run.converged_samples()]:
@@ -153,8 +153,8 @@ def outlook_of(
         )
     if late := [run for run in ended if run.went_on]:
         reached, last = late[0].reached or 0, len(late[0].accuracies)
-        at = f"such as at evaluation {reached + 1} of {last}"
-        notes.append(f"the first evaluation at the target counts in {counted(len(late), 'log')} that went on, {at}")
+        at = f"such as evaluation {reached + 1} of {last}"
+        notes.append(f"in {counted(len(late), 'log')} that went on, the first evaluation at the target counts, {at}")
     note = "; ".join(notes)
     sentence = f"{found.sentence.removesuffix('.')}; {note}." if note else found.sentence
     return replace(found, sentence=sentence, note=note, by_train_samples=bool(doubted))
@@ -221,8 +221,8 @@ def _samples(found: Reference, evaluation: int) -> int:
 
 def _first_evaluation(found: Reference, values: list[float], missing: int, bound: float) -> int | None:
     """Return the first evaluation for which the mean is at least `bound` if all missing runs converge there."""
-    # The later the missing runs converge, the higher is the mean. But a single missing run stops counting once it is the
-    # slowest, which the Olympic mean drops, so the mean may never reach the bound.
+    # The later the missing runs converge, the higher is the mean. But the mean drops the slowest run, so if a single
+    # missing run becomes the slowest, its samples no longer count, and the mean may never reach the bound.
     first = bisect_left(
         range(MAX_EVALUATIONS + 1),
         True,

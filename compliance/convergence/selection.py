@@ -1,9 +1,9 @@
 """Choose the runs to submit from a longer series (TR 12.1, "Scoring").
 
-A submitter may plan M > N runs, sort them by start time, and submit the window of N consecutive runs whose Olympic score is
-the median over all windows. A window with more than one failed run scores infinity and counts in the median. An infinite
-median means that there is no result. If the number of windows is even, the slower of the two middle windows is chosen, to
-avoid cherry-picking.
+A submitter may plan more than the required N runs, sort them by start time, and submit the N consecutive runs (a window)
+whose Olympic score is the median over all windows. A window with more than one failed run scores infinity and counts in the
+median. An infinite median means that there is no result. If the number of windows is even, the slower of the two middle
+windows is chosen, to avoid cherry-picking.
 """
 
 import math
@@ -38,7 +38,7 @@ class Selection:
 
 
 def counted_seconds(run: LoggedRun, *, passed: bool) -> float:
-    """Return the time to train of a run for the score. A run whose log fails the checks counts as failed (TR 12)."""
+    """Return the time to train that enters the score. A run whose log fails the checks counts as failed (TR 12)."""
     return FAILED if run.seconds is None or not passed else run.seconds
 
 

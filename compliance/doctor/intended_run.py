@@ -89,7 +89,7 @@ def lay_out(intended: IntendedRun, host: ExaminedHost, gpus_here: int) -> Examin
     Raises ``ValueError`` if the recipe is unknown, a number of nodes or ranks is below 1, a given file or folder does not
     exist, a checkpoint is given without a recipe, or the trainer is missing.
     """
-    # pip installs the checker without the trainer.
+    # An installation by pip lacks the trainer (bert), which reads recipes and checks data.
     if (intended.recipe or intended.data) and not (run_root() / "bert").is_dir():
         raise ValueError("--recipe and --data need the trainer: run the doctor in the root of a clone")
     for option, path in (("--data", intended.data), ("--checkpoint", intended.checkpoint)):
@@ -119,7 +119,7 @@ def _ask_recipe(recipe: str, host: ExaminedHost) -> dict[str, str]:
 
 def _count(host: ExaminedHost, variable: str) -> int | None:
     text = host.environment.get(variable)
-    if text and not re.fullmatch("[1-9][0-9]{0,8}", text):  # the launchers refuse it too
+    if text and not re.fullmatch("[1-9][0-9]{0,8}", text):  # the launchers refuse such a value too
         raise ValueError(f"{variable} is {text!r}, expected a whole number of at least 1")
     return int(text) if text else None
 
@@ -164,16 +164,16 @@ def check_files(run: ExaminedRun, host: ExaminedHost) -> Iterator[Diagnosis]:
 def _caches(run: ExaminedRun, host: ExaminedHost) -> Diagnosis:
     switch = host.path("/proc/sys/vm/drop_caches")
     try:
-        # Try to open the file, which drops no caches: in a container even root may not be allowed to.
+        # Open the file to test the permission, which in a container even root may lack. Only writing drops caches.
         os.close(os.open(switch, os.O_WRONLY))
     except OSError as error:
         # -l only tests whether sudo allows the command, and -n prevents a password prompt.
         if host.run("sudo", "-n", "-l", "sysctl", "-q", "vm.drop_caches=3", timeout_s=10).answer:
-            return ok("caches", "may be dropped by sudo, as launch/slurm.sub does")
-        found = f"may not be dropped before the run: {switch}: {error.strerror}"
+            return ok("caches", "can be dropped with sudo, as launch/slurm.sub does")
+        found = f"cannot be dropped before the run: {switch}: {error.strerror}"
         remedy = "run as root, in a container with --privileged, or allow sudo sysctl"
         return fail_or_warn("caches", run.is_closed, found, f"{remedy} (Slurm: see launch/slurm.sub; TR 6.1)")
-    return ok("caches", "may be dropped before the run")
+    return ok("caches", "can be dropped before the run")
 
 
 def _storage(run: ExaminedRun, host: ExaminedHost) -> Iterator[Diagnosis]:
@@ -235,7 +235,7 @@ def _data(run: ExaminedRun, host: ExaminedHost) -> Iterator[Diagnosis]:
             output = host.python(*arguments, timeout_s=VERIFY_TIMEOUT_S)
             yield _last_line("data", output, "copy the data again, or create it again (docs/data.md)")
             for line in output.errors.splitlines():
-                if line.startswith("warning: "):  # a warning about lost text
+                if line.startswith("warning: "):  # verify warns that text is missing from the data
                     found, _, remedy = line.removeprefix("warning: ").partition("; ")
                     yield warn("data", f"{folder.name}: {found}", remedy)
 

@@ -115,7 +115,8 @@ MIN_LOCKABLE_BYTES = 4 * GIB
 def _memory(machine: Machine, run: ExaminedRun) -> Iterator[Diagnosis]:
     needed = run.ranks * (4 * GIB if run.on_gpus else GIB // 2)
     if machine.free_bytes < needed:
-        found = f"{machine.free_bytes / GIB:.1f} GiB free, {counted(run.ranks, 'rank')}: about {needed / GIB:.0f} GiB needed"
+        of_ranks = counted(run.ranks, "rank")
+        found = f"{machine.free_bytes / GIB:.1f} GiB free, about {needed / GIB:.0f} GiB needed by {of_ranks}"
         yield warn("memory", found, "end other programs, or raise the container's limit")
     else:
         yield ok("memory", f"{machine.free_bytes / GIB:.0f} GiB free")

@@ -149,7 +149,7 @@ def _networking(host: ExaminedHost, machine: Machine) -> str:
 def _accelerators(found: Gpus) -> dict[str, str]:
     if not found.gpus:
         return {"accelerators_per_node": "0", "accelerator_model_name": "N/A"}
-    gpu = found.gpus[0]  # all are assumed to be of one kind
+    gpu = found.gpus[0]  # all GPUs are assumed to be of one kind
     pcie = f"PCIe Gen{gpu.pcie_generation} x{gpu.pcie_full_width}"
     rate = f", {gpu.link_gb_s:.0f} GB/s per direction" if gpu.link_gb_s else ""
     return {

@@ -11,7 +11,7 @@ import hashlib
 import re
 
 OPENING = "# chain: each digest line holds the SHA-256 over all lines above it"
-# A digest that does not match narrows the change down to this many lines.
+# A digest follows every so many lines, so the first one that does not match narrows the change down to them.
 LINES_A_DIGEST = 32
 
 _DIGEST = re.compile(rb"# digest( at the end)?: ([0-9a-f]{64})")

@@ -47,7 +47,7 @@ class Finding:
 
     def as_dict(self) -> dict[str, Any]:
         fields = asdict(self) | {"found": self.sentence}
-        del fields["more"]  # `found` includes this number here
+        del fields["more"]  # `sentence` already states this number
         return fields
 
 
@@ -59,7 +59,7 @@ class Verdict:
         official: verdict of the official checker under the same ruleset. Its warnings do not count as errors.
         division: division as logged; None if not logged.
         status: status of run_stop; None if not logged.
-        missed: what the newest ruleset would object to, if an older one was chosen because it accepts more; else "".
+        missed: what the newest ruleset would reject, if `rules.AUTO` chose an older one; else "".
         part: what was checked.
         is_one_run: False for a log that holds several attempts, or the records of several processes.
     """

@@ -1,4 +1,4 @@
-"""Read the lines of a file that a run writes, as far as they are complete."""
+"""Read the complete lines of a file while a run is still writing it."""
 
 import sys
 from collections.abc import Iterator

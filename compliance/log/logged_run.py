@@ -21,8 +21,8 @@ class LoggedRun:
     """A run according to its log. Times are in milliseconds since the Unix epoch, None before they are logged.
 
     If a record is repeated, the first one defines a setting, and the last run_stop defines the end. `header` has the
-    plain lines "# key: value" of the log. `settings` has the first record of each key in the whole log, if known,
-    because other software may log settings anywhere.
+    plain lines "# key: value" of the log. The check of a log passes the first records of all keys as `settings`, because
+    other software may log settings anywhere.
 
     Attributes:
         first, last: first and last record of each known key.
@@ -254,7 +254,7 @@ class LoggedRun:
             interval = schedule.interval if schedule else evaluated // len(self.accuracies)
             low, high = evaluated, evaluated + interval
         elif schedule:
-            # Some logs round the interval differently, or use the interval of a neighbouring batch size, so allow for it.
+            # Some logs round the interval differently, or use that of a neighbouring batch size, so allow a tolerance.
             due = self.resumed_samples + self.number_of_evaluations * schedule.interval
             low, high = due - max(schedule.interval, due // 5), due + max(schedule.interval, due // 10)
         else:

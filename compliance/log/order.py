@@ -156,7 +156,7 @@ def _misplaced_evaluation(run: LoggedRun, record: Record, *, is_exact: bool) -> 
         samples = samples_of(record.metadata)
     else:
         samples = record.metadata.get("epoch_num")
-        # In other programs' logs, the next block may begin before the accuracy, which belongs to the evaluation's start.
+        # Compare with the open eval_start, not the latest block: other programs may start a block before the accuracy.
         at = samples_of(opened.metadata) if opened else None
         remedy = "log each accuracy once, within its evaluation"
         if opened is None:
@@ -165,7 +165,7 @@ def _misplaced_evaluation(run: LoggedRun, record: Record, *, is_exact: bool) -> 
             expected = f"{at}, the samples of its eval_start"
             yield Violation("evaluation", record.key, f"epoch_num {shown(samples)}", expected, remedy, where)
         elif run.is_evaluated:
-            found = "a second time for one evaluation"
+            found = "logged a second time in one evaluation"
             yield Violation("evaluation", record.key, found, "eval_stop", remedy, where)
     # Outside of the timed run there is no schedule. `violations` reports the record as being in the wrong phase.
     if rules.is_integer(samples) and run.phase == "run":

@@ -158,7 +158,7 @@ def _decode(text: str) -> dict[str, Any]:
 
 
 def _foreign_record(text: str) -> tuple[str, str] | None:
-    """Return what is found and expected if a record was written as something other than JSON."""
+    """Return what was found and what was expected if `text` is a known format other than JSON; None for other text."""
     if text.startswith('{\\"'):
         return "a record inside a JSON string", "the line as the run printed it: container logs need `jq -r .log`"
     if text.startswith("{'"):

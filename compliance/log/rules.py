@@ -20,7 +20,7 @@ Phase = Literal["before", "init", "ready", "run", "done"]
 RULESETS = ("1.0.0", "1.1.0", "2.0.0", "2.1.0", "3.0.0", "3.1.0", "4.0.0", "4.1.0", "5.0.0")
 NEWEST_RULESET = RULESETS[-1]
 AUTO = "auto"
-"""Accepted in place of a ruleset: selects the newest ruleset that accepts the log."""
+"""Value that callers may pass in place of a ruleset, to select the newest ruleset that accepts the log."""
 DIVISIONS: tuple[Division, ...] = ("closed", "open")
 SYSTEM_STATUSES = {
     "onprem": "Available on-premise",
@@ -46,7 +46,7 @@ EVAL_SAMPLES = 10_000
 """Number of sequences of the evaluation set. Every evaluation must use all of them (TR 24.1, 6.3)."""
 
 INIT_LIMIT_MINUTES: dict[Division, int] = {"closed": 30, "open": 240}
-"""Exclusive limit of the untimed initialisation since ruleset 2.0.0 (TR 11). Before 2.0.0, both limits were 30."""
+"""Minutes below which the untimed initialisation must stay since ruleset 2.0.0 (TR 11). Before, both limits were 30."""
 
 MAX_TRAINED = 100_000_000
 """More sequences than any closed run needs: the largest reference point needs 5.5 million. The data set has 156 million."""
@@ -63,12 +63,12 @@ PLAUSIBLE: dict[str, tuple[float, float]] = {
     "opt_learning_rate_training_steps": (10, 1e7),
     "eval_accuracy": (0, 0.8),
 }
-"""Plausible range of each number in a closed run, if it is above 0. Published runs stay well within it."""
+"""Plausible range of each number above 0 in a closed run. Published runs stay well within these ranges."""
 
 MIN_RATE, MAX_RATE = 0.1, 1e7
 """Range of sequences per second of a closed run. Published runs have 90 to 760,000."""
 MAX_ACCELERATOR_RATE = 1e4
-"""Maximum sequences per second of one accelerator: more than five times the published maximum."""
+"""Largest plausible number of sequences per second of one accelerator. Published runs stay below a fifth of it."""
 
 FIXED_SETTINGS: dict[str, int | float] = {
     "opt_gradient_clip_norm": 1.0,
@@ -145,12 +145,12 @@ def _until(ruleset: str) -> frozenset[str]:
 
 
 def init_limit_minutes(ruleset: str, division: Division) -> int:
-    """Return the exclusive limit of the untimed initialisation in minutes."""
+    """Return the minutes that the untimed initialisation must stay below."""
     return INIT_LIMIT_MINUTES["closed" if ruleset in ONE_INIT_LIMIT else division]
 
 
 ONE_INIT_LIMIT = _until("1.1.0")
-"""Rulesets in which both divisions have the limit of the closed division."""
+"""Rulesets in which the closed division's limit of the initialisation holds for both divisions."""
 
 
 @dataclass(frozen=True)
@@ -184,7 +184,7 @@ class KeyRule:
         return ruleset in (self.closed if division == "closed" else self.open)
 
     def decides_in(self, ruleset: str, division: Division) -> bool:
-        """Tell whether breaking the rule fails a log: if this ruleset, or else no ruleset, requires the key."""
+        """Tell whether breaking the rule fails a log. It does if this ruleset, or if no ruleset, requires the key."""
         required = self.closed if division == "closed" else self.open
         return not required or ruleset in required
 
@@ -296,7 +296,7 @@ SETTINGS = tuple(key for key, rule in KEYS.items() if rule.phases == ("init",) a
 INTERVALS = {key: key.replace("_start", "_stop") for key, rule in KEYS.items() if rule.event_type == "INTERVAL_START"}
 """Key of the closing record of each interval, by the key of its opening record."""
 
-# Since 3.1.0 a single count of steps or samples may replace the epoch fields.
+# Since ruleset 3.1.0, a single count of steps or samples may replace the epoch fields.
 _COUNTED_BY = {"3.1.0": "step_num", "4.0.0": "samples_count", "4.1.0": "samples_count", "5.0.0": "samples_count"}
 
 

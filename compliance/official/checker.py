@@ -23,7 +23,7 @@ class Complaint:
         text: the message, shortened.
         keys: keys that the message names.
         line: line in the file of the record that the message names, if any.
-        absent: whether a record, or a record with a passing value, is missing.
+        absent: whether the message says that a record, or a record with a passing value, is missing.
         about_state: whether the failed condition is about earlier records and not about the record itself.
     """
 

@@ -56,12 +56,12 @@ def ask_about_folder(
 
 
 def _link(folder: BenchmarkFolder, description: Mapping[str, Any], copy: Path) -> None:
-    """Create a submission of links that contains only this folder."""
+    """Create a submission in `copy` that contains only this folder, with links to its files."""
     name = absolute(folder.path).name
     here = copy / "results" / folder.system / name
     here.mkdir(parents=True)
     for entry in (*folder.logs, *folder.misnamed):
-        if entry.is_file() or entry.is_dir() or not entry.exists():  # excludes pipes, on which the checker would block
+        if entry.is_file() or entry.is_dir() or not entry.exists():  # not a pipe, on which the checker would block
             (here / entry.name).symlink_to(absolute(entry))
     for entry in (folder.path / "power").glob("*/*"):
         target = here / entry.relative_to(folder.path)

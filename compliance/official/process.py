@@ -39,16 +39,16 @@ class Worker:
 
     def __init__(self) -> None:
         self.process: subprocess.Popen[bytes] | None = None
-        self._temporary = tempfile.TemporaryDirectory(prefix="compliance-")  # is removed at exit
+        self._temporary = tempfile.TemporaryDirectory(prefix="compliance-")  # Python removes it at exit
         self.folder = Path(self._temporary.name)
         atexit.register(self.end)
-        atexit.register(ignore_signals)  # runs before `end`, because the last registered function runs first
+        atexit.register(ignore_signals)  # runs before `end`: Python reverses the order at exit
 
     def answer(self, question: str, subject: Path | int, ruleset: str) -> dict[str, Any]:
-        """Return the answer to a question, a key of `NAMES`, or {"crash": reason} if the tool died twice or timed out.
+        """Return a tool's answer to a question, or {"crash": reason} if the tool died twice or timed out.
 
-        `subject` is a path, or the global batch size for the question "reference". Raises ``ValueError`` if
-        mlperf-logging is not installed.
+        `question` is a key of `NAMES`. `subject` is a path, or the global batch size for the question "reference".
+        Raises ``ValueError`` if mlperf-logging is not installed.
         """
         request = json.dumps([question, subject, ruleset], default=str).encode() + b"\n"
         timeout_s = TIMEOUTS_S[question]

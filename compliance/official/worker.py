@@ -71,8 +71,8 @@ class _Messages(logging.Handler):
 
 
 def judge_log(path: str, ruleset: str) -> dict[str, Any]:
-    """Return the compliance checker's verdict on a log and its keyed messages."""
-    mlp_compliance.enqueued_configs.clear()  # a crash may leave queued files
+    """Return the compliance checker's verdict on a log, and its messages as pairs (key or None, text)."""
+    mlp_compliance.enqueued_configs.clear()  # a crash on an earlier log may have left rule files in this queue
     # Disable logging to save time. The messages are read from the checker's fields.
     logging.disable(logging.CRITICAL)
     # quiet would drop warnings, and werror would count them as errors.
@@ -93,7 +93,7 @@ def judge_log(path: str, ruleset: str) -> dict[str, Any]:
 def _shorten(text: str) -> str:
     if len(text) <= MAX_MESSAGE_CHARACTERS:
         return text
-    # Keep the condition, which follows the record and may lie beyond the cut.
+    # Append the failed condition, which follows the record and may have been cut off.
     test = re.search(r"^failed test: .*$", text, re.MULTILINE)
     return text[: MAX_MESSAGE_CHARACTERS // 2] + ("\n" + test[0] if test else "")
 
@@ -120,7 +120,7 @@ def _system(path: str, ruleset: str) -> bool:
 def _repository(path: str, _ruleset: str) -> bool:
     from mlperf_logging.repo_checker import repo_checker
 
-    repo_checker.run_checks(path)  # returns False even on success
+    repo_checker.run_checks(path)  # ignore the return value, which is False even on success
     return any(text == "ALL CHECKS PASSED." for _, text in _said.lines)
 
 

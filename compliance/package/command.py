@@ -77,7 +77,7 @@ def make_package(request: PackageRequest) -> Package:
     if request.tree.exists():
         raise ValueError(f"{request.tree} exists already: choose another --out, or remove it")
     folder, system = absolute(request.runs), request.system.stem
-    # A folder named bert must lie in a folder with the system's name. A folder of another name may be anywhere.
+    # A folder named bert must lie in a folder with the system's name. A folder with any other name may be anywhere.
     if folder.name == BENCHMARK and folder.parent.name != system:
         raise ValueError(
             f"{request.runs} holds the runs of {folder.parent.name!r}, but --system {request.system} describes {system!r}. "

@@ -131,7 +131,7 @@ def tracked_source(root: Path = REPOSITORY) -> SourceTree:
     commit = run_program(["git", "rev-parse", "HEAD"], folder=root, timeout_s=TIMEOUT_S)
     if not (root / ".git").exists() or commit.trouble:
         raise ValueError(
-            f"{root} is not a checkout that git can read, so its source files are unknown. Package from one"
+            f"{root} is not a checkout that git can read, so its source files are unknown. Package from a git checkout"
         )
     names = [name for name in _git(root, "ls-files") if not name.startswith("results/")]
     files = [name for name in names if _may_be_submitted(root / name, name)]
@@ -184,7 +184,7 @@ def _fill(root: Path, package: Package, description: Mapping[str, Any], source: 
     for run in package.runs:
         # Copy the exact bytes, which the digests in the log cover.
         _copy(run.log.path, results / run.name)
-    # Write scaling.json here, because the summarizer reads it before its convergence check writes it.
+    # Write scaling.json here: the summarizer would write it too, but only after it has read it.
     if package.outlook.verdict == "scaled":
         _text(results / "scaling.json", json.dumps({"scaling_factor": package.outlook.scaling}))
     _text(root / "systems" / f"{system}.json", json.dumps(dict(description), indent=2, ensure_ascii=False) + "\n")

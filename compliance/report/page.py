@@ -183,7 +183,7 @@ def _times(results: Results) -> Figure | None:
     timed = [(run, run.logged.seconds) for run in results.runs if run.logged.seconds is not None]
     if not timed:
         return None
-    # Use the same bound as `duration`, so that the chart and its guide have the same unit.
+    # Change units at the same bound as `duration`, so that the axis and the line of the mean have the same unit.
     unit, size = ("minutes", 60.0) if max(seconds for _, seconds in timed) >= 120 else ("seconds", 1.0)
     bars = []
     for run, seconds in timed:

@@ -35,7 +35,7 @@ STEP_PARTS = {
 }
 
 SITE_PART = "waiting for other sites"
-"""Name of the time spent waiting for other sites, in runs whose sites take steps by themselves."""
+"""Name of the time spent waiting for other sites, if a run has several sites and each takes steps by itself."""
 
 Outcome = Literal["valid", "aborted", "invalid", "finished", "resumed", "interrupted", "failed", "unfinished"]
 Value = TypeVar("Value")
@@ -90,7 +90,7 @@ class ReportedRun:
 
     @property
     def counted_seconds(self) -> float:
-        """Time to train for the score."""
+        """Time to train that enters the score; infinite if the run is not a valid result."""
         return counted_seconds(self.logged, passed=self.verdict.passed)
 
 
@@ -254,7 +254,7 @@ def load_results(folder: Path, ruleset: str = rules.NEWEST_RULESET) -> Results:
     for number, path in logs:  # result_1.txt and result_01.txt are two runs with the same number
         log, verdict = read_log(path), verdicts.pop(path)
         metrics = read_metrics(folder / f"metrics_{number}.jsonl")
-        # Do not show the metrics of another run, of which the check warns, as metrics of this run.
+        # Leave out a metrics file that belongs to another run. The check warns of it.
         runs.append(ReportedRun(number, log, verdict, Metrics() if metrics_fault(metrics, log.run) else metrics))
     place = find(folder).benchmarks[0]
     fields = read_description(place.description).fields if place.description.is_file() else {}

@@ -85,7 +85,7 @@ def _experiment_statements(results: Results) -> list[Statement]:
     said = [Statement("good", "Best accuracy", text)]
     place = "config.save_checkpoint"
     if (path := best.log.header.get(place, "None")) != "None":
-        # Ignore resumed runs, which replace the file only with better weights.
+        # Ignore resumed runs, which overwrite the saved weights only with better ones.
         writers = [run for run in results.runs if run.log.header.get(place) == path and run.outcome != "resumed"]
         later = [run.number for run in writers if (run.logged.start_ms or 0) > (best.logged.start_ms or 0)]
         text = f"{visible(path, MAX_TEXT)}{f', to which run {later[-1]} wrote later' if later else ''}."

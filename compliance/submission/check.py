@@ -73,7 +73,7 @@ def check_paths(paths: Iterable[Path], ruleset: str = rules.NEWEST_RULESET) -> l
 
 
 def accepted(verdicts: Sequence[Verdict]) -> bool:
-    """Tell whether all verdicts pass, except for logs whose folder passes without them."""
+    """Tell whether all verdicts pass. Ignore the verdict on a log if there is a verdict on its folder."""
     folders = {absolute(verdict.path) for verdict in verdicts if verdict.part == "folder"}
     logs = [each for each in verdicts if each.part == "log" and each.path != STDIN_NAME]
     excused = {log.path for log in logs if absolute(log.path).parent in folders}
@@ -122,7 +122,7 @@ def _shared(folder: BenchmarkFolder, runs: Sequence[FolderRun], owners: dict[byt
     owners |= {run.digest: folder for run in runs if run.digest}
     if not others:
         return []
-    found = f"{counted(len(others), 'log')} also in {visible(others[0].path)}, expected every system's own runs"
+    found = f"{visible(others[0].path)} also has {counted(len(others), 'log')} of these, expected different runs"
     return [Finding(None, "", "TR 12", found, "submit the runs of each system", severity="warning")]
 
 
@@ -220,7 +220,7 @@ def _official_answer(
         # Supply a missing division, without which the package checker crashes. The description is checked separately.
         fields = {"division": division} | read_description(folder.description).fields
         return ask_about_folder(folder, fields, ruleset, by_train_samples)
-    # Do not ask the package checker, which rejects bare results that are still incomplete. One log of ten may fail.
+    # The package checker rejects incomplete results, so judge bare results by their logs. One log of ten may fail.
     failed = sum(run.verdict.official == "fail" for run in runs)
     return Answer("pass" if runs and failed <= (len(runs) >= SUBMISSION_RUNS) else "fail")
 
@@ -248,7 +248,7 @@ def _failed_runs(runs: Sequence[FolderRun], answer: Answer) -> Finding:
         found = f"{len(failed)} of {len(runs)} logs are not valid results ({names})"
         found += f", expected at most one of {SUBMISSION_RUNS}"
     elif len(runs) < SUBMISSION_RUNS:
-        found += f", expected only valid logs before there are {SUBMISSION_RUNS}"
+        found += f", expected only valid logs as long as there are fewer than {SUBMISSION_RUNS}"
     elif verdict.official == "pass":
         found += ", but the official tools count it, expected ten runs that the official tools and these checks accept"
     elif answer.outcome == "fail":

@@ -58,7 +58,7 @@ class FolderRun:
 
     @property
     def counted_seconds(self) -> float:
-        """Time to train for the score."""
+        """Time to train that enters the score; infinite if the run is not a valid result."""
         return counted_seconds(self.logged, passed=self.complete_verdict.passed)
 
     def add_finding(
@@ -90,7 +90,7 @@ def without_copies(runs: Sequence[FolderRun]) -> list[FolderRun]:
 
 
 def compare_settings(runs: Sequence[FolderRun], division: rules.Division) -> None:
-    """Add a finding to each log for every setting that differs from most logs."""
+    """Add a finding to each log in which a setting differs from most logs."""
     for key, severity in SUBMISSION_KEYS.items():
         for run, record, found in _deviations(runs, key):
             run.add_finding(record, key, "TR 12", found, "keep the logs of one system and entry in a folder", severity)
@@ -170,7 +170,7 @@ def compare_seeds(runs: Sequence[FolderRun], division: rules.Division, submissio
             if seed is None:
                 continue  # another check reports an invalid value
             if position is None and division == "closed":
-                found = "no metadata file and lineno, expected them, as the seed checker does"
+                found = "the metadata lacks file or lineno, expected both, as the seed checker does"
                 remedy = "log it with the logger of mlperf-logging"
                 run.add_finding(record, "seed", "seed checker", found, remedy, submission)
                 continue

@@ -29,7 +29,7 @@ TOLERANCE = 1e-6
 """Maximum relative difference between a derived number and the number derived here."""
 
 MAX_RATIO = 100
-"""Maximum ratio of the rate of steps to the rate of a run, which includes its evaluations."""
+"""Maximum ratio of the rate of steps in the metrics to the rate of the whole run, including its evaluations."""
 
 README_ROW = re.compile(r"\| ([\w.+-]+) \| (?:closed|open) \| bert \| \d+ \| (\d+\.\d+) \| (\d+\.\d+) \|", re.ASCII)
 """Row of the table in a package's README.md: system, division, benchmark, runs, minutes, scaling factor."""
@@ -164,7 +164,7 @@ def readme_findings(
 ) -> Iterator[Finding]:
     """Compare the score in the README.md that `python -m compliance package` wrote with the logs of the system.
 
-    `seconds` has each run's time to train for the score.
+    `seconds` has each run's time to train, infinite for an invalid run.
     """
     try:
         text = read_bounded(submission / "README.md", MAX_BYTES, "").decode("utf-8", "replace")

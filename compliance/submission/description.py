@@ -207,7 +207,7 @@ _RECORDS: tuple[tuple[str, str, Callable[[str, str], bool], Severity], ...] = (
     ("system_name", "submission_platform", _alike, "warning"),
     ("status", "submission_status", lambda described, said: rules.SYSTEM_STATUSES.get(said) == described, "warning"),
 )
-"""(Field of the description, key of the log, comparison function, severity of a difference)."""
+"""Each entry: a field of the description, the key of the log that must agree, how they are compared, and the severity."""
 
 
 def _same_device(written: str, here: str) -> bool:
@@ -231,7 +231,7 @@ def _same_model(written: str, here: str) -> bool:
 
 
 def _same_release(written: str, here: str) -> bool:
-    """Tell whether the first number and an adjacent word are the same: "PyTorch 2.6" and "PyTorch 2.6.0+cu126"."""
+    """Tell whether two releases have the same first word and number: "PyTorch 2.6" and "PyTorch 2.6.0+cu126"."""
     numbers = [re.search(r"\d+(\.\d+)?", text) for text in (written, here)]
     same_number = not all(numbers) or numbers[0][0] == numbers[1][0]  # type: ignore[index]
     return same_number and written.split()[0].lower() == here.split()[0].lower()

@@ -104,7 +104,7 @@ class RunningLog(LoggedRun):
             limit = rules.INIT_LIMIT_MINUTES[self.division]
             minutes = (now_ms - self.init_start_ms) / 60_000
             if minutes >= limit:
-                self.complain(f"initialisation has passed its {limit} min: the run is not a valid result (TR 11)")
+                self.complain(f"initialisation takes {limit} min or more: the run is not a valid result (TR 11)")
             elif minutes >= limit * INIT_WARNING_FRACTION:
                 self.complain(f"initialisation has taken {minutes:.0f} min of {limit} (TR 11)", "a long initialisation")
 
@@ -139,7 +139,7 @@ class RunningLog(LoggedRun):
             return
         for violation in violations(self, record, rules.NEWEST_RULESET):
             if _is_fatal(violation):
-                is_count = violation.kind == "count"  # complain once for all records
+                is_count = violation.kind == "count"  # complain of wrong counts only once
                 self.complain(violation.sentence, "count" if is_count else violation.found + violation.expected)
         if key == "run_start" and key not in self.first:
             self._check_settings()

@@ -79,7 +79,7 @@ class Watch:
         if self.has_reached:
             return "reached"
         if found is None or schedule is None:
-            return "unknown: the log names no target, batch size or interval"
+            return "unknown: the log lacks the target, the batch size or the interval"
         if found.earliest is None:
             return found.basis
         first = schedule.samples(found.earliest)
@@ -94,7 +94,7 @@ class Watch:
         return f"{words}, {found.basis}"
 
     def outlooks(self) -> Iterator[str]:
-        """Yield the outlook of the set including this run: for both ends of its forecast, or for its actual end."""
+        """Yield outlooks of the set with this run: for both ends of its forecast range, or once if its end is known."""
         run, schedule, batch = self.run, self.run.schedule, self.run.global_batch_size
         ended = [each for each in self.siblings.values() if each.is_ended and not each.is_unknown]
         others = [each for each in ended if each.global_batch_size == batch]
@@ -107,7 +107,7 @@ class Watch:
             converged = run.status != "aborted" and run.curve
             ends = [("with this run", run.curve[-1][0] if converged else None)]
         elif (found := self.forecast) and found.earliest is not None:
-            # Remove the duplicate if both ends are the same evaluation.
+            # A dictionary keeps only one of the two ends if they are the same evaluation.
             indices = dict.fromkeys(index for index in (found.earliest, found.latest) if index is not None)
             ends = [(f"ending at evaluation {index}", schedule.samples(index)) for index in indices]
         for name, samples in ends:

@@ -110,7 +110,7 @@ def benchmark_folder(root: Path) -> Path:
 
 
 def write_listed(root: Path, listed: bytes, logs: Sequence[bytes]) -> None:
-    """Create ``root`` from lines of a path, a tab and a content, which is link TARGET, pipe, log WORD, system, or text."""
+    """Create ``root`` from lines: a path, a tab, and "link TARGET", "pipe", "log WORD", "system" or the text of a file."""
     shutil.rmtree(root, ignore_errors=True)
     root.mkdir()
     for line in os.fsdecode(listed).split("\n")[:40]:
@@ -126,7 +126,7 @@ def write_listed(root: Path, listed: bytes, logs: Sequence[bytes]) -> None:
                     os.mkfifo(place)
                 case _:
                     made = {"log": logs[len(word) % len(logs)], "system": json.dumps(describe_system()).encode()}
-                    with place.open("xb") as file:  # x: write neither through a link nor into a pipe
+                    with place.open("xb") as file:  # mode x never writes to an existing link or pipe
                         file.write(made.get(kind, os.fsencode(content)))
 
 

@@ -43,7 +43,7 @@ def test_without_logs_the_innermost_folder_named_bert_is_the_benchmark_folder(fo
 
 
 @pytest.mark.parametrize(("below", "found"), [("earlier", "runs"), ("bert", "runs/bert")])
-def test_a_folder_with_logs_is_a_benchmark_folder_unless_it_contains_bert(folder: Path, below: str, found: str) -> None:
+def test_a_folder_with_logs_is_chosen_unless_a_subfolder_is_named_bert(folder: Path, below: str, found: str) -> None:
     (folder / "runs" / below).mkdir(parents=True)
     for path in (folder / "runs", folder / "runs" / below):
         (path / "result_0.txt").touch()

@@ -29,7 +29,7 @@ from tests.compliance.run_logs import initialise
 from tests.conftest import at_most
 
 
-def test_logs_of_the_writer_pass_every_ruleset(verdict_text: VerdictText, closed_log: str, open_log: str) -> None:
+def test_logs_that_we_write_pass_every_ruleset(verdict_text: VerdictText, closed_log: str, open_log: str) -> None:
     for division, text in (("closed", closed_log), ("open", open_log)):
         for ruleset in rules.RULESETS:
             assert verdict_text(text, ruleset) == f"official pass, valid {division} log, ruleset {ruleset}"
@@ -61,7 +61,7 @@ def test_a_log_above_a_size_limit_gets_one_finding(
     assert outcome(full) == "pass"
     found = "more than 0 MiB of records; expected the records of one run"
     assert outcome(open_log.replace('"metadata"', ' "metadata"', 1)) == f"fail; error: {found}: {ONE_RUN}"
-    # The official checker would take hours for an overlong record.
+    # The official checker gets no overlong record, because it would take hours.
     monkeypatch.setattr(reader, "MAX_LINE_BYTES", 2**18)
     found = "a line of more than 262144 bytes; expected at most 16384 [log format]"
     overlong = open_log + TOKEN + "x" * 2**18
@@ -114,7 +114,7 @@ UNEXPLAINED: list[tuple[Edit, list[Complaint], list[str]]] = [
 ]  # fmt: skip
 
 
-def test_unexplained_official_complaints_become_findings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_complaints_only_of_the_official_checker_are_findings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "result_0.txt"
     for edit, complaints, expected in UNEXPLAINED:
         path.write_text(edit(brief()))
@@ -193,7 +193,7 @@ CHOICES: list[tuple[Edit, str]] = [
     ),
     (value("submission_division", "Closed"), "1 error, ruleset 5.0.0"),
     (in_turn(*(timed(key, 0) for key in ("submission_org", "submission_status", "seed"))), "1 error, ruleset 5.0.0"),
-    # The division may come late only in old rounds.
+    # Only old rulesets accept a submission_division after init_stop.
     (
         move_before("submission_division", "run_start"),
         "valid closed log, ruleset 1.1.0 (5.0.0 would fail it: init_stop: logged before submission_division on line 421, "
@@ -244,7 +244,7 @@ def test_auto_chooses_the_ruleset_under_which_most_logs_pass_both_checks(
     assert chosen(OF_2_1, in_turn()) == [old, ("2.0.0", "pass", "the official checker rejects it under 5.0.0")]
 
 
-def test_a_round_is_checked_by_submission_and_must_contain_bert_logs(tmp_path: Path) -> None:
+def test_each_submission_of_a_round_is_checked_and_a_round_needs_bert_logs(tmp_path: Path) -> None:
     for org in ("Example", "Other"):
         write_submission(tmp_path / org, runs=2, org=org)
     (tmp_path / "NoBert" / "results" / "node" / "resnet").mkdir(parents=True)

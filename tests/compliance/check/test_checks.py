@@ -226,7 +226,7 @@ CASES = {
     **{f"{name}, {old}": ("closed", change, old) for name, (change, rulesets) in RULESETS.items() for old in rulesets},
 }
 VERDICTS = dict(line.split(" => ") for line in Path(__file__).with_name("verdicts.txt").read_text().splitlines())
-"""The verdict on each edited log, by the edit's name. All other edits leave a valid log without findings."""
+"""The verdict on each edited log, by the edit's name. Edits without a verdict here leave a valid log without findings."""
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -240,7 +240,7 @@ REQUIRED = [key for key, rule in rules.KEYS.items() if rule.required_in("5.0.0",
 
 
 @pytest.mark.parametrize("key", REQUIRED)
-def test_a_required_key_that_is_missing_repeated_or_of_a_wrong_type_gets_one_finding(tmp_path: Path, key: str) -> None:
+def test_a_missing_repeated_or_wrongly_typed_required_key_gets_one_finding(tmp_path: Path, key: str) -> None:
     text, path, rule = whole.brief(), tmp_path / "result_0.txt", rules.KEYS[key]
     place = 1 + text.splitlines(keepends=True).index(lines_of(text, key)[0])
     path.write_text(delete(key)(text))
@@ -262,16 +262,16 @@ def test_a_required_key_that_is_missing_repeated_or_of_a_wrong_type_gets_one_fin
             path.write_text(value(key, wrong)(text))
             found = [finding for finding in check_file(path).findings if finding.key == key]
             assert {finding.line for finding in found} == {place}, found
-            # -1.5 may be only a warning, because some accepted logs contain such numbers.
+            # -1.5 may get only a warning, because some accepted logs contain such numbers.
             assert wrong == -1.5 or found[0].severity == "error"
 
 
-def test_a_log_that_was_cut_off_or_joined_gets_one_error(verdict_text: VerdictText) -> None:
+def test_a_log_cut_off_or_joined_to_another_log_gets_one_error(verdict_text: VerdictText) -> None:
     text = log_of((0.5, 0.6, 0.73)).decode()
     for share in (0.05, 0.3, 0.9, 0.97, 0.985):
         cut = whole.lines_from(0, share)(text)
         assert verdict_text(cut).count("error:") == 1
         other = log_of((0.5, 0.6, 0.7, 0.73), seed=77, start_ms=1_800_000_000_000).decode()
-        second = cut.count("\n") + 2  # after the first line of the second log, which announces digests
+        second = cut.count("\n") + 2  # the second log's first line only announces digests
         assert f"error: line {second}: two attempts in one file" in (said := verdict_text(cut + other)), said
         assert said.count("error:") == 1

@@ -34,7 +34,7 @@ def test_the_checker_imports_only_packages_of_the_installation_without_extras() 
     assert others <= {file.parts[0].removesuffix(".py") for file in files}
 
 
-def test_hooks_and_workflow_use_the_installed_command() -> None:
+def test_the_example_hooks_and_workflow_use_the_installed_command() -> None:
     assert PROJECT["project"]["scripts"] == {COMMAND: "compliance.__main__:main"}
     assert callable(main)
     assert {hook["entry"] for hook in HOOKS.values()} == {f"{COMMAND} check"}

@@ -97,7 +97,7 @@ def test_compressed_logs_are_read_from_file_and_stdin(
         assert [words in finding.found for finding in verdict.findings] == ([True] if words else [])
 
 
-def test_standard_input_is_read_only_once_and_never_excused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_standard_input_is_read_once_and_excused_by_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "stdin", None)
     for paths, words in (
@@ -106,7 +106,7 @@ def test_standard_input_is_read_only_once_and_never_excused(tmp_path: Path, monk
     ):
         with pytest.raises(ValueError, match=words):
             check_paths(paths)
-    # Standard input is in no folder, so no passing folder excuses its log.
+    # A failing log is accepted if its folder passes. Standard input is in no folder, so its log must pass.
     folder = Verdict(Path(), "5.0.0", "pass", (), None, None, part="folder")
     error = Finding(None, "", "log format", "no record; expected the log of a run", "copy it again")
     assert not accepted([folder, Verdict(reader.STDIN_NAME, "5.0.0", "fail", (error,), None, None)])

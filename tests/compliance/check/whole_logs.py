@@ -36,7 +36,7 @@ def evaluated_at(*samples: int) -> Edit:
 
 
 def at_steps(*steps: int, batch: int = 6912) -> Edit:
-    """Return an edit to a log whose evaluations are `steps` samples apart. The scheduled interval is 225,000 samples."""
+    """Return an edit that replaces the log by one with evaluations `steps` samples apart (schedule: 225,000)."""
     counts = [sum(steps[: index + 1]) for index in range(len(steps))]
     return lambda _: evaluated_at(*counts)(brief(*[0.5] * (len(steps) - 1), 0.73, batch=batch))
 
@@ -79,14 +79,14 @@ def until(text: str, key: str, nth: int = 0) -> str:
 
 
 def died(key: str, gap_ms: int, nth: int = 0, again: Edit | None = None, seed: int = 1234) -> Edit:
-    """Return an edit that puts an attempt that died after a record of `key` before a whole log that is `gap_ms` later."""
+    """Return an edit that cuts the log after a record of `key`, and appends a whole log, `gap_ms` later, like a restart."""
     shift = each_time(lambda ms: ms + gap_ms)
     whole = in_turn(again, shift) if again else shift
     return lambda text: until(text, key, nth) + "Traceback (most recent call last):\n" + whole(brief(seed=seed))
 
 
 def silent(key: str, ms: int) -> Edit:
-    """Return an edit like `died`, in which the whole log begins `ms` after the last record of the dead attempt."""
+    """Return an edit like `died`, but the whole log begins `ms` after the last record before the cut."""
     return lambda text: died(key, ms + time_of(lines_of(text, key)[0]) - time_of(text.splitlines()[0]))(text)
 
 

@@ -40,14 +40,14 @@ SETS: dict[str, tuple[list[int | None], int, rules.Division]] = {
 }
 
 
-def test_each_set_gets_the_recorded_outlook() -> None:
+def test_each_set_of_runs_gets_the_recorded_outlook() -> None:
     found = {name: outlook(runs, batch, "5.0.0", division) for name, (runs, batch, division) in SETS.items()}
     lines = [f"{name}: {o.verdict}, mean {o.mean}, x {o.scaling:.6f}. {o.sentence}\n" for name, o in found.items()]
     assert "".join(lines) == Path(__file__).with_name("sets.txt").read_text()
     assert [name for name, each in found.items() if each.reference is None] == ["above the largest point", "open"]
 
 
-def test_a_set_is_scaled_below_the_references_mean_and_fails_below_its_minimum() -> None:
+def test_a_mean_below_the_references_mean_is_scaled_and_below_its_minimum_fails() -> None:
     found = reference("5.0.0", 448)
     assert found
     limits = {found.minimum - 1: "fail", found.minimum: "scaled", found.mean - 1: "scaled", found.mean: "pass"}
@@ -100,7 +100,7 @@ def test_verdict_and_scaling_agree_with_the_rcp_checker(
     for number, count in enumerate(runs):
         write_minimal(folder / f"result_{number}.txt", batch, count)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(logging.root.manager, "disable", logging.CRITICAL)  # restored, because the RCP checker changes it
+        patch.setattr(logging.root.manager, "disable", logging.CRITICAL)  # undoes the RCP checker's change
         passed, message, factor = rcp_checker.check_directory(
             str(folder), "training", ruleset, False, False, rcp_pass="pruned_rcps", set_scaling=True
         )
@@ -134,7 +134,7 @@ def test_the_evaluation_required_of_missing_runs_agrees_with_a_brute_force_searc
     assert found.sentence.count("can no longer") == [to_pass, to_stand].count(None)
 
 
-def test_converged_samples_equal_those_of_the_rcp_checker(tmp_path: Path) -> None:
+def test_the_samples_to_the_target_equal_those_of_the_rcp_checker(tmp_path: Path) -> None:
     from mlperf_logging.rcp_checker import rcp_checker
 
     path = write_run(tmp_path / "result_0.txt")
@@ -175,7 +175,7 @@ def test_the_outlook_says_which_counts_were_replaced(tmp_path: Path) -> None:
 TIMES = st.floats(1, 100) | st.just(FAILED)
 
 
-def test_a_series_whose_median_window_has_two_failed_runs_has_no_score() -> None:
+def test_a_series_has_no_score_if_its_median_window_has_two_failed_runs() -> None:
     times = [*[10.0] * 8, FAILED, FAILED, 10.0, 10.0]
     assert select(list(range(12)), times).score == FAILED
 

@@ -46,11 +46,11 @@ def test_forecasts_of_published_runs_equal_the_recorded_ranges() -> None:
         assert {each.basis for each in found} == {"by the reference's runs", "by its last 4 evaluations"}
 
 
-def test_the_forecast_is_the_reference_range_until_four_evaluations_are_above_the_knee() -> None:
+def test_the_forecast_is_the_references_range_until_four_evaluations_reach_0_70() -> None:
     for accuracies, first, last in (
-        ([], 14, 19),  # the reference's mean 2,414,421 +- 2 standard deviations of 197,392
+        ([], 14, 19),  # evaluations at the mean 2,414,421 +- 2 standard deviations of 197,392
         ([0.40, 0.50, 0.60, 0.6999, 0.7], 14, 19),  # accuracies below 0.7 are ignored
-        ([0.5] * 29, 30, 30),  # slower than the reference, so the next evaluation
+        ([0.5] * 29, 30, 30),  # the run is past the reference's range, so the next evaluation is forecast
     ):
         points = [(150_000 * index, value) for index, value in enumerate(accuracies, start=1)]
         found = forecast(points, 0.72, CLOSED, reference("5.0.0", 448))
@@ -74,7 +74,7 @@ def test_a_straight_line_is_extrapolated_to_the_target() -> None:
     assert reach([points[0]] * 4, 1.0, 0.3) is None
     found = forecast(points, 0.5, EVERY_1000, None)
     assert (found.earliest, found.latest) == (8, None)  # a - b / n with this slope stays below 0.44
-    assert forecast(points, 0.52, EVERY_1000, None).earliest == 8  # 8400 samples, minus half an interval
+    assert forecast(points, 0.52, EVERY_1000, None).earliest == 8  # reached at 8400, minus half an interval
     assert forecast(points, 0.53, EVERY_1000, None).earliest == 9
 
 
@@ -96,7 +96,7 @@ def test_a_hyperbola_is_extrapolated_only_to_targets_below_its_limit() -> None:
         [(2**63 - 4, 0.1), (2**63 - 3, 0.2), (2**63 - 2, 0.3), (2**63 - 1, 0.4)],
     ],
 )
-def test_extreme_curves_are_extrapolated_to_a_valid_count_or_none(
+def test_extrapolating_an_extreme_curve_gives_a_valid_count_or_none(
     points: list[tuple[int, float]], power: float
 ) -> None:
     found = reach(points, power, 0.72)

@@ -136,16 +136,16 @@ def test_the_doctor_quotes_the_error_of_a_trainer_that_cannot_print_a_recipe(tmp
 
 
 @pytest.mark.parametrize(("name", "state"), [("", "warn"), ("h100_1x8", "fail")])
-def test_the_doctor_checks_that_caches_may_be_dropped(tmp_path: Path, name: str, state: str) -> None:
-    assert lines_about(look(tmp_path, name), "caches") == "ok caches: may be dropped before the run\n"
+def test_the_doctor_checks_that_caches_can_be_dropped(tmp_path: Path, name: str, state: str) -> None:
+    assert lines_about(look(tmp_path, name), "caches") == "ok caches: can be dropped before the run\n"
     assert (tmp_path / "proc/sys/vm/drop_caches").read_text() == ""  # examining must not drop caches
     blocked = fake_host(tmp_path / "blocked", {"/proc/sys/vm/drop_caches/x": ""}, {RECIPES: recipe()})
     said = lines_about(examine(IntendedRun(name, quick=True), blocked, MACHINE), "caches")
     where = f"{tmp_path}/blocked/proc/sys/vm/drop_caches: Is a directory"
-    assert said.startswith(f"{state} caches: may not be dropped before the run: {where}; run as root")
+    assert said.startswith(f"{state} caches: cannot be dropped before the run: {where}; run as root")
     blocked.answers["sudo -n -l sysctl -q vm.drop_caches=3"] = "/usr/sbin/sysctl -q vm.drop_caches=3\n"
     said = lines_about(examine(IntendedRun(name, quick=True), blocked, MACHINE), "caches")
-    assert said == "ok caches: may be dropped by sudo, as launch/slurm.sub does\n"
+    assert said == "ok caches: can be dropped with sudo, as launch/slurm.sub does\n"
 
 
 DAMAGED = Output("", f"x\nerror: part_0.hdf5: digest differs{'.' * 400}\n", "python failed with status 1")

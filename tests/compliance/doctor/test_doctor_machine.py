@@ -70,7 +70,7 @@ def test_facts_of_this_machine_respect_the_containers_limits(tmp_path: Path, mon
     assert (machine.ports[0].state, machine.has_rdma_devices) == ("unknown", True)
 
 
-def test_facts_that_the_kernel_does_not_report_are_0_or_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fact_is_0_or_none_if_the_kernel_does_not_report_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(_: object) -> None:
         raise OSError
 

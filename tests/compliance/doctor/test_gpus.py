@@ -130,7 +130,7 @@ def test_answers_of_nvml_are_converted_to_facts() -> None:
     assert read_gpus(broken).connections == {ACROSS_NODES: 1}
     odd = Nvml(
         DeviceGetRemappedRows=(1, 1, 1, 0),
-        DeviceGetMigMode=[0, 1],  # off now, on after the next reset
+        DeviceGetMigMode=[0, 1],  # MIG is off now, and on after the next reset
         DeviceGetP2PStatus=6,
         DeviceGetTopologyCommonAncestor=49,
     )
@@ -138,7 +138,7 @@ def test_answers_of_nvml_are_converted_to_facts() -> None:
     assert read_gpus(odd).connections == {PCIE: 1}
 
 
-def test_properties_that_nvml_does_not_support_are_0() -> None:
+def test_a_property_is_0_if_nvml_does_not_support_it() -> None:
     nothing = {name: NVMLError("Not Supported") for name in Nvml().answers if name.startswith("DeviceGet")}
     kept = {name: Nvml().answers[name] for name in ("DeviceGetCount", "DeviceGetHandleByIndex")}
     found = read_gpus(Nvml(**nothing | kept))

@@ -68,7 +68,7 @@ def test_any_edit_is_located_between_two_digests(
 ) -> None:
     edited = EDITS[kind](lines, place, other)
     stretch = broken_stretch(tmp_path_factory.mktemp("log"), edited)
-    if stretch is None:  # An edit may stay undetected only if it changes nothing or a digest line.
+    if stretch is None:  # Only an edit of a digest line, or one without effect, may stay undetected.
         assert edited == lines or any(line.startswith("# digest") for line in {*lines} - {*edited})
         return
     first, last = stretch
@@ -82,7 +82,7 @@ DAMAGES: list[Callable[[list[str]], list[str]]] = [
     lambda lines: lines[1:],
     lambda lines: [line for line in lines if not line.startswith("# digest")],
     lambda lines: [*lines, "# note"],
-    lambda lines: lines[:-2],  # removes the digest after run_stop, too
+    lambda lines: lines[:-2],  # remove the digest at the end, and the one after run_stop
     lambda lines: lines[:-1],
 ]
 
@@ -96,10 +96,10 @@ def test_each_damaged_digest_chain_gets_the_recorded_finding(tmp_path: Path, lin
     assert said == Path(__file__).with_name("damages.txt").read_text()
 
 
-def test_an_open_log_has_its_records_and_digests_on_disk(tmp_path: Path) -> None:
+def test_a_log_in_progress_has_its_records_and_digests_on_disk(tmp_path: Path) -> None:
     log = MLLog(tmp_path / "result_0.txt")
     initialise(log, "open")
-    left = read_log(tmp_path / "result_0.txt")  # `log` is still open
+    left = read_log(tmp_path / "result_0.txt")  # `log` is still being written
     assert left.chain.broken is None
     assert left.chain.digests >= 1
     assert left.run.last["run_start"]

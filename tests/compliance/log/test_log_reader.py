@@ -165,7 +165,7 @@ PIECES = st.sampled_from(
 @example([b"y" * 7, TOKEN.encode(), b"x\n"], 12)
 @example([TOKEN.encode(), b"y" * 7, b"\n"], 15)
 @example([TOKEN.encode(), b"y" * 7], 16)
-def test_lines_are_split_as_by_the_official_parser_at_any_length_limit(
+def test_the_reader_splits_lines_as_the_official_parser_does_at_any_length_limit(
     tmp_path_factory: pytest.TempPathFactory, pieces: list[bytes], limit: int
 ) -> None:
     path = tmp_path_factory.mktemp("log") / "result_0.txt"
@@ -193,7 +193,7 @@ def test_overlong_lines_are_skipped_quickly(read: Reader, middle: str) -> None:
     assert time.process_time() - began < 10
 
 
-def test_evidence_has_the_records_with_known_keys_and_the_broken_records(read: Reader) -> None:
+def test_the_official_checker_gets_records_with_known_keys_and_broken_records(read: Reader) -> None:
     log = read(f"plain\n{record()}\n{record('tracked_stats')}\n{TOKEN}broken\n{record('run_stop')}\n")
     assert [number for number, _ in log.evidence] == [2, 4, 5]
     assert log.evidence[0][1] == record().encode()

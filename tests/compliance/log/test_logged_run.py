@@ -80,7 +80,7 @@ def test_an_epoch_num_far_above_the_samples_count_of_the_last_block_is_doubted()
         ((150_080, 300_160), {}, 300_160, 450_160, 300_160),
         ((150_080, 300_160), {"global_batch_size": None}, 300_160, 450_240, 300_160),
         ((150_080, 300_160), {"submission_division": "open"}, 300_160, 450_240, 300_160),
-        # Without a valid epoch_num it may differ from the schedule by an interval, or by -20 % to +10 %.
+        # Without a valid epoch_num, train_samples may differ from the schedule by an interval, or by -20 % to +10 %.
         ((1, 2), {}, 150_000, 450_000, None),
         ((*range(1, 21),), {}, 2_400_000, 3_300_000, None),
         ((*range(21),), {}, 2_400_000, 3_300_000, None),  # the untrained model is evaluated first
@@ -96,7 +96,7 @@ def test_train_samples_is_used_only_within_the_range_of_the_evaluations(
     assert run_of(*counts, **settings).trained == otherwise
 
 
-def test_converged_samples_are_those_of_the_first_evaluation_at_the_target() -> None:
+def test_the_samples_to_the_target_are_those_of_the_first_evaluation_at_the_target() -> None:
     went_on = run_of(150_080, 300_160, 450_240, accuracies=(0.7199, 0.72, 0.71), train_samples=450_240)
     assert (went_on.reached, went_on.went_on) == (1, True)
     assert (went_on.converged_samples(), went_on.trained) == (300_160, 450_240)

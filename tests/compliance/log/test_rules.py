@@ -33,7 +33,7 @@ def official_requirements(ruleset: str, division: str) -> dict[str, str | None]:
 
 @pytest.mark.parametrize("division", rules.DIVISIONS)
 @pytest.mark.parametrize("ruleset", rules.RULESETS)
-def test_the_table_requires_the_keys_of_the_official_rule_files(ruleset: str, division: rules.Division) -> None:
+def test_our_rules_require_the_keys_of_the_official_rule_files(ruleset: str, division: rules.Division) -> None:
     official = official_requirements(ruleset, division)
     assert official.keys() <= rules.KEYS.keys()  # the official checker gets only records with known keys
     own = {key for key, rule in rules.KEYS.items() if rule.required_in(ruleset, division)}
@@ -54,7 +54,7 @@ def test_the_evaluation_interval_follows_the_formula_of_the_rules(batch: int) ->
 @given(st.integers(1, 50), st.integers(1, 10**6), st.integers(1, 20_000))
 @example(1, 150_000, 448)
 @example(2, 150_000, 448)
-def test_scheduled_evaluations_are_allowed_and_found_by_their_samples(index: int, interval: int, batch: int) -> None:
+def test_a_schedule_finds_and_allows_its_own_evaluations(index: int, interval: int, batch: int) -> None:
     of_run = schedule.EvaluationSchedule(interval, batch)
     samples = of_run.samples(index)
     assert samples % batch == 0
@@ -166,7 +166,7 @@ BROKEN: list[tuple[LoggedRun, str, int, list[str]]] = [
     (
         run_until("eval_start", "eval_accuracy"), "eval_accuracy", 150_080,
         [
-            f"a second time for one evaluation, expected eval_stop {EVALUATION}",
+            f"logged a second time in one evaluation, expected eval_stop {EVALUATION}",
             f"evaluation at 150080 samples, expected evaluation 2 at 300160: {SCHEDULE}",
         ],
     ),

@@ -91,14 +91,14 @@ def test_one_process_judges_all_logs_until_it_dies_or_hangs(closed_log: str, mon
     verdict = opinion(lines * 3, "5.0.0")
     assert verdict == Opinion("fail", (Complaint("the official compliance checker did not end within 0 s"),))
     monkeypatch.undo()
-    assert opinion(lines, "5.0.0") == Opinion("pass")  # and not the late answer to the previous request
+    assert opinion(lines, "5.0.0") == Opinion("pass")  # this answer must not be the late answer to the previous request
 
 
 fragments = st.sampled_from([TOKEN, TOKEN.rstrip(), ":::", " ", "{}", "text", "\x85", "\xa0", "\t", "\x1c", "\xff"])
 
 
 @given(st.lists(st.lists(fragments, max_size=6).map("".join), max_size=4))
-def test_token_lines_equal_those_of_the_official_parser(texts: list[str]) -> None:
+def test_lines_with_the_token_equal_those_of_the_official_parser(texts: list[str]) -> None:
     lines = [text + "\n" for text in texts]
     for module in (ruleset_300, ruleset_500):
         assert token_lines(lines) == module.strip_and_dedup(lines)

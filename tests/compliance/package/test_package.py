@@ -164,7 +164,7 @@ def test_open_runs_can_be_packaged(tmp_path: Path) -> None:
     assert (status, verdicts) == (0, dict.fromkeys(TOOLS, "pass")), said
 
 
-def test_figures_that_differ_from_the_result_summarizers_are_findings(ten: Path, tmp_path: Path) -> None:
+def test_each_difference_from_the_result_summarizers_figures_is_a_finding(ten: Path, tmp_path: Path) -> None:
     package = make_package(request(tmp_path, ten / "runs"))
     score = {"minutes": package.minutes, "scaling": 1.0, "samples": package.outlook.mean}
     assert [*_differences(package, score)] == []

@@ -92,7 +92,7 @@ STEPS: list[dict[str, Any]] = [
         "site_bytes": 1_500_000,
         "site_wait_ms": 1.5,
     },
-    {"step": 2, "loss": 7.0, "sequences_per_s": 1e8},  # 1e8 is too large for the chart, also as a loss below
+    {"step": 2, "loss": 7.0, "sequences_per_s": 1e8},  # 1e8 is too large for the chart, as is the loss below
     {"step": 1, "loss": None, "sequences_per_s": 800.0, "skipped_steps": 1},  # after a restart
     {"step": 4, "loss": 1e8, "sequences_per_s": 700.0, "site_bytes": 2_000_000, "site_wait_ms": 0.5},
 ]
@@ -130,7 +130,7 @@ def test_the_page_omits_parts_without_steps_or_log_records(one: Path) -> None:
     assert page.charts == ["Sequences per second over sequences trained, 1 run"]  # the metrics file is still valid
 
 
-def test_the_subtitle_names_tensor_and_pipeline_parallelism(closed: Results) -> None:
+def test_the_subtitle_of_the_page_names_tensor_and_pipeline_parallelism(closed: Results) -> None:
     header = closed.shown.log.header | {"config.parallel.tensor": "4", "config.parallel.pipeline": "2"}
     run = replace(closed.shown, log=replace(closed.shown.log, header=header))
     shared = Page(report.render(replace(closed, runs=(run,))))

@@ -54,7 +54,7 @@ def test_the_number_of_accelerators_comes_from_the_description_or_else_the_metri
     assert replace(opened, description={}).accelerators is None
 
 
-def test_a_run_whose_stop_precedes_its_start_has_no_time(one: Path) -> None:
+def test_a_run_has_no_time_if_its_stop_precedes_its_start(one: Path) -> None:
     log = one / "result_0.txt"
     log.write_text(re.sub(r'"time_ms": 17(.*"run_stop")', r'"time_ms": 16\1', log.read_text()))
     write_metrics(one / "metrics_0.jsonl")
@@ -64,7 +64,7 @@ def test_a_run_whose_stop_precedes_its_start_has_no_time(one: Path) -> None:
     assert breakdown(run) == {}
 
 
-def test_a_report_requires_logs_and_shows_two_logs_with_one_number(one: Path) -> None:
+def test_a_report_requires_logs_and_shows_both_logs_of_the_same_run_number(one: Path) -> None:
     with pytest.raises(ValueError, match=r"no result_<n>\.txt in it"):
         load_results(one.parent)
     with pytest.raises(ValueError, match="no such folder"):
@@ -101,7 +101,7 @@ STEPS = [
 ]
 
 
-def test_the_breakdown_of_a_resumed_run_counts_only_its_own_steps(experiments: Results) -> None:
+def test_the_time_by_part_of_a_resumed_run_counts_only_its_own_steps(experiments: Results) -> None:
     """The fourth run resumes after step 40, so its records stand for 10, 10, 0 and 20 steps."""
     run = experiments.runs[3]
     assert run.logged.seconds == 1.3
@@ -118,7 +118,7 @@ def test_the_breakdown_of_a_resumed_run_counts_only_its_own_steps(experiments: R
     assert seconds([StepRecord(45, 1440, update_ms=1e6)])["other"] == 0.0
     assert breakdown(replace(run, metrics=Metrics(steps=[StepRecord(1, 32)]))) == {}
     assert breakdown(replace(run, metrics=Metrics(evaluations=evaluations))) == {}
-    # The run evaluates on schedule.
+    # The run's evaluations are on schedule, although it resumed.
     assert not [finding for finding in run.verdict.findings if "TR 24.4" in finding.rule]
 
 
@@ -142,7 +142,7 @@ def test_summary_and_report_print_the_recorded_output_about_open_runs(folder: Pa
     assert last["verdict"]["findings"]
 
 
-def test_rates_are_rounded_and_the_score_of_a_fast_set_is_scaled(closed: Results) -> None:
+def test_rates_are_rounded_and_the_score_of_an_early_converging_set_is_scaled(closed: Results) -> None:
     assert [*map(summary.rate, (None, 0.0, 999.94, 1000.0, 12345.6))] == ["-", "0.0", "999.9", "1,000", "12,346"]
     document = json.loads(summary.as_json(closed))
     assert closed.score_seconds

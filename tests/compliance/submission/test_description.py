@@ -83,7 +83,7 @@ def test_a_description_must_agree_with_the_headers_of_most_logs(
     assert found == ([] if agrees else wrong)
 
 
-def test_a_description_that_differs_from_the_logs_gets_findings(tmp_path: Path) -> None:
+def test_a_description_gets_findings_if_it_differs_from_the_logs(tmp_path: Path) -> None:
     said: dict[str, Any] = {
         "submission_org": "Example, Inc.",
         "submission_platform": "two machines",

@@ -53,7 +53,7 @@ def test_a_failing_folder_also_fails_if_its_path_is_relative(
 
 
 @pytest.mark.parametrize("names", [None, "20240928_{}.log", "Result_{}.TXT", "run-{}.out"])
-def test_a_folder_without_a_readable_log_never_passes(tmp_path: Path, names: str | None) -> None:
+def test_a_folder_never_passes_without_a_readable_log(tmp_path: Path, names: str | None) -> None:
     folder = closed(tmp_path, runs=2)
     (folder / "scaling.json").write_text("{}")
     for number in range(2):
@@ -123,7 +123,7 @@ def accuracy(samples: int, value: float) -> EvaluationRecord:
         ),
     ],
 )
-def test_metrics_that_differ_from_the_log_beyond_tolerance_are_a_fault(
+def test_a_difference_between_metrics_and_log_beyond_the_tolerance_is_a_fault(
     tmp_path: Path, records: list[RunRecord | Record], fault: str
 ) -> None:
     metrics = Metrics()
@@ -150,7 +150,7 @@ ROWS: list[tuple[str, str]] = [
 """Rows of a report about three runs, of which run 2 is aborted, and the fault of each row."""
 
 
-def test_a_csv_or_json_report_that_contradicts_the_logs_is_a_finding(tmp_path: Path) -> None:
+def test_a_csv_or_json_report_gets_a_finding_if_it_contradicts_the_logs(tmp_path: Path) -> None:
     folder = closed(tmp_path, runs=3)
     failed = in_turn(value("eval_accuracy", 0.648, -1), metadata("run_stop", "status", "aborted"))
     (folder / "result_2.txt").write_text(failed((folder / "result_2.txt").read_text()))

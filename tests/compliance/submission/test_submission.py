@@ -87,7 +87,7 @@ def test_links_to_folders_are_followed_only_in_bare_results(bare: Path) -> None:
     assert len(find(bare).benchmarks) == 1
 
 
-def test_file_names_count_as_logs_or_get_the_recorded_findings(tmp_path: Path) -> None:
+def test_each_file_counts_as_a_log_or_gets_the_recorded_findings(tmp_path: Path) -> None:
     """Compressed logs count as logs only outside of a submission."""
     folder, results = tmp_path / SYSTEM / "bert", tmp_path / "results"
     folder.mkdir(parents=True)
@@ -143,7 +143,7 @@ def test_a_pipe_in_place_of_a_log_is_reported_without_blocking(root: Path) -> No
     assert (answer.outcome, "did not end" in answer.message) == ("fail", False)
 
 
-def test_a_tool_that_dies_twice_fails_the_folder(root: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_folder_fails_if_a_tool_dies_twice(root: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     broken = tmp_path / "python"
     broken.write_text(f"#!/bin/sh\nread request\nprintf half\necho x >> {tmp_path}/tries\n")
     broken.chmod(0o755)

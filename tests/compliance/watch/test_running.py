@@ -50,8 +50,8 @@ INVALID = "the run is not a valid result (TR 11)"
     ("division", "minutes", "expected"),
     [
         ("closed", [24.99], []),
-        ("closed", range(24, 40), ["has taken 25 min of 30 (TR 11)", f"has passed its 30 min: {INVALID}"]),
-        ("open", [199.99, 200, 240], ["has taken 200 min of 240 (TR 11)", f"has passed its 240 min: {INVALID}"]),
+        ("closed", range(24, 40), ["has taken 25 min of 30 (TR 11)", f"takes 30 min or more: {INVALID}"]),
+        ("open", [199.99, 200, 240], ["has taken 200 min of 240 (TR 11)", f"takes 240 min or more: {INVALID}"]),
     ],
 )
 def test_the_watch_warns_once_before_and_once_after_the_limit_of_the_initialisation(
@@ -146,7 +146,7 @@ def test_the_watch_computes_the_rate_from_the_last_four_evaluations() -> None:
     took_steps(run, 4480, 448.0)
     assert (run.rate, run.trained_by(BASE + 1000), run.samples) == (448.0, 448, 4480)
     evaluate(run, FIRST, 0.4, BASE + 100_000)
-    took_steps(run, 4480, 440.0)  # after a restart
+    took_steps(run, 4480, 440.0)  # a restart repeats these samples
     assert (run.rate, run.samples) == (pytest.approx(1500.8), FIRST)
     assert [run.trained_by(BASE + 100_000 + after) for after in (-1, 0, 1000)] == [FIRST, FIRST, FIRST + 1501]
     evaluate(run, SECOND, 0.5, BASE + 300_000)  # the second interval took twice as long, which halves the rate
@@ -156,7 +156,7 @@ def test_the_watch_computes_the_rate_from_the_last_four_evaluations() -> None:
     assert run.rate == pytest.approx(3 * FIRST / (64 - 25))
 
 
-def test_the_rate_excludes_sequences_before_the_checkpoint() -> None:
+def test_the_rate_excludes_sequences_trained_before_the_run_resumed() -> None:
     run = begun("open", head=RESUMED)
     run.take(AT_8512)
     took_steps(run, 8640, 5.0)

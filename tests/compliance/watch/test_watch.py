@@ -248,12 +248,12 @@ def test_the_watch_of_a_run_without_a_target_shows_the_best_accuracy_and_the_end
     assert looked_at(path).forecast_words(end_ms) == "trains to its end"
 
 
-def test_an_open_log_without_a_target_has_no_forecast(tmp_path: Path) -> None:
+def test_an_open_division_run_without_a_target_has_no_forecast(tmp_path: Path) -> None:
     watched = Watch(tmp_path / "a", "5.0.0")
     watched.run = begun("open", without="quality_target")
     evaluate(watched.run, 1024, 0.25, watched.run.last_ms + 1000)
     panel = shown(watched, watched.run.last_ms)
-    assert "unknown: the log names no target, batch size or interval" in panel
+    assert "unknown: the log lacks the target, the batch size or the interval" in panel
     assert "0.2500 (no target logged) at 1,024 samples" in panel
 
 
