@@ -1,4 +1,4 @@
-"""Options for containers, Kubernetes objects, and the Slurm script without Slurm."""
+"""The options that scripts pass to containers, the Kubernetes objects, and the Slurm script without Slurm."""
 
 import os
 import re

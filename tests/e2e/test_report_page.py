@@ -124,7 +124,7 @@ def measured(pages: dict[str, str], tmp_path_factory: pytest.TempPathFactory) ->
 
 @pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize("name", ["tiny", "closed", "failing", "experiments"])
-def test_the_report_fits_its_width_and_is_readable(measured: dict[str, dict[str, Any]], name: str, width: int) -> None:
+def test_the_report_fits_the_screen_and_is_readable(measured: dict[str, dict[str, Any]], name: str, width: int) -> None:
     for scheme, found in measured.items():
         page = found[f"{name} {width}"]
         assert page["width"] == width

@@ -61,7 +61,7 @@ def test_a_signal_ends_the_run_with_an_aborted_log_and_a_report(
 
 
 @pytest.mark.parametrize("training", [1, 2], indirect=True)
-def test_a_killed_launcher_ends_its_ranks_and_the_series(training: subprocess.Popen[str], tmp_path: Path) -> None:
+def test_killing_the_launcher_ends_its_ranks_and_the_series(training: subprocess.Popen[str], tmp_path: Path) -> None:
     [launcher] = (each for each in psutil.Process(training.pid).children() if "bert.train" in each.cmdline())
     alone = not launcher.children()
     launcher.kill()
@@ -75,7 +75,7 @@ def test_a_killed_launcher_ends_its_ranks_and_the_series(training: subprocess.Po
 
 
 @pytest.mark.parametrize("training", [2], indirect=True)
-def test_a_killed_script_ends_its_ranks(training: subprocess.Popen[str], tmp_path: Path) -> None:
+def test_killing_the_script_ends_its_ranks(training: subprocess.Popen[str], tmp_path: Path) -> None:
     training.kill()
     training.wait()
     wait_for(lambda: not processes_of(tmp_path))
