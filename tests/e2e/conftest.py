@@ -19,7 +19,7 @@ COMMITTED_RESULTS = "cpu_2cores"
 
 
 def left_behind(folder: str, names: list[str]) -> set[str]:
-    """Return the names to omit, which a clone lacks too. ``__pycache__`` is kept: it has code compiled by Numba."""
+    """Return the names that a clone lacks, to omit them. ``__pycache__`` stays, because it has code compiled by Numba."""
     at_top, in_results = Path(folder) == REPOSITORY, Path(folder) == REPOSITORY / "results"
     return {
         name
@@ -31,7 +31,7 @@ def left_behind(folder: str, names: list[str]) -> set[str]:
 
 @pytest.fixture(scope="session")
 def demo_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder with tiny_cpu's data and a small part of the data. The first pytest worker makes both."""
+    """Return a folder with all data of tiny_cpu and a small part of it. The first pytest worker makes both."""
     base = tmp_path_factory.getbasetemp()
     shared = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
     made = shared / "demo"
@@ -66,7 +66,7 @@ def real_checkout(tmp_path_factory: pytest.TempPathFactory, demo_data: Path) -> 
 
 @pytest.fixture(scope="module")
 def checkout(real_checkout: Path) -> Path:
-    """Return a copy of the repository with a fast ``python``: it asks a server to fork instead of starting Python.
+    """Return a copy of the repository whose ``python`` is fast, because a server forks instead of starting Python.
 
     A test that looks for processes by parent or name needs ``real_checkout`` or ``launching_checkout``.
     """
@@ -82,7 +82,7 @@ def checkout(real_checkout: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def launching_checkout(checkout: Path) -> Path:
-    """Return a copy of the repository in which torchrun starts as a real program, and other programs as forks.
+    """Return a copy of the repository in which torchrun starts as a real program, and others as forks of a server.
 
     Ranks start as forks too, unless the variable ``RANKS_PYTHON`` names an interpreter for them.
     """

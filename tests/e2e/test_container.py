@@ -18,7 +18,7 @@ from tests.conftest import REPOSITORY
 BASE = os.environ.get("BERT_TEST_BASE")
 IMAGE = "localhost/mlperf-bert-test"
 NGC = {"torch": "2.11.0", "numpy": "1.26.4", "setuptools": "81.0.0"}
-"""Packages of NGC's images, to install in the image that stands in for them. PyTorch 2.11 requires setuptools below 82."""
+"""Packages of NGC's image, which the test's base image gets too. PyTorch 2.11 requires setuptools below 82."""
 STAND_IN = f"""FROM {BASE}
 RUN python3 -m pip install --break-system-packages --quiet --no-cache-dir {" ".join(f"{k}=={v}" for k, v in NGC.items())}
 RUN mkdir -p /opt/nvidia && cd /opt/nvidia \\

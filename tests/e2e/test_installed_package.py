@@ -42,7 +42,7 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def run(site: Path, folder: Path, module: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     environment = os.environ | {"PYTHONPATH": str(site)}
-    command = [sys.executable, "-S", "-m", module, *arguments]  # -S hides this environment's other packages
+    command = [sys.executable, "-S", "-m", module, *arguments]  # -S hides the packages of this environment
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=600)
 
 
@@ -55,7 +55,7 @@ def test_every_file_of_the_packages_is_in_the_wheel(wheel: Path) -> None:
 
 @pytest.mark.slow
 def test_transformers_imports_hugging_faces_kernels_beside_the_installed_wheel(wheel: Path, tmp_path: Path) -> None:
-    """transformers imports Hugging Face's kernels, even in the root of a clone if Python has the option -P."""
+    """Python's option -P makes transformers import Hugging Face's ``kernels``, not the clone's package of that name."""
     venv.create(tmp_path, symlinks=True)
     install = [sys.executable, "-m", "pip", "--python", str(tmp_path / "bin/python"), "install", "-qq", "--no-deps"]
     theirs = subprocess.run([*install, "--retries=0", "kernels==0.17.2"], capture_output=True, text=True, timeout=600)
@@ -84,7 +84,7 @@ def test_a_program_without_its_packages_names_the_extra_to_install(installed: Pa
     done = run(installed, REPOSITORY, *command.split())
     assert done.returncode != 0
     assert " is not installed: pip install '.[train]'" in done.stderr
-    if not command.startswith("kernels"):  # kernels may not import console, which prints one line
+    if not command.startswith("kernels"):  # kernels may not import console, which prints errors in one line
         assert (done.returncode, done.stderr.count("\n")) == (2, 1)
         assert done.stderr.startswith("error: ")
 

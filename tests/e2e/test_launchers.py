@@ -1,4 +1,4 @@
-"""Options for containers, Kubernetes objects, and the Slurm script without Slurm."""
+"""The options that scripts pass to containers, the Kubernetes objects, and the Slurm script without Slurm."""
 
 import os
 import re
@@ -29,10 +29,10 @@ def docker(folder: Path, *arguments: str, engine: str = "docker", **env: str) ->
     return done.stdout.splitlines()
 
 
-def test_docker_sh_passes_folders_user_arguments_and_existing_gpus(tmp_path: Path) -> None:
+def test_docker_sh_passes_folders_the_user_arguments_and_gpus_to_the_engine(tmp_path: Path) -> None:
     given = docker(tmp_path, "tiny_cpu", "2", "--", "--log.run", "5")
     assert given[-6:] == ["mlperf-bert", "tiny_cpu", "2", "--", "--log.run", "5"]
-    # The home folder is on the host, so that the kernels that Triton compiles are kept.
+    # The home folder lies on the host, so that the kernels that Triton compiles outlive the container.
     assert {f"{tmp_path}/my results:/workspace/bert/results", f"{tmp_path}/kept:/cache", "HOME=/cache"} <= set(given)
     assert given[given.index("--user") + 1] == f"{os.getuid()}:{os.getgid()}"
     assert given[given.index("--security-opt") + 1] == "no-new-privileges"
@@ -52,11 +52,11 @@ def test_a_slurm_job_mounts_folders_in_its_container(checkout: Path, tmp_path: P
     job |= {"CONTAINER": "a.sif", "MOUNTS": "/a:/b --writable", "PATH": f"{tmp_path}:{os.environ['PATH']}"}
     done = start("bash", "launch/slurm.sub", "tiny_cpu", cwd=checkout, **job)
     assert done.returncode == 9
-    assert "/workspace/bert/results,/a:/b --writable\n--pwd\n" in done.stdout  # --writable is no option of its own
+    assert "/workspace/bert/results,/a:/b --writable\n--pwd\n" in done.stdout  # --writable is no separate option
 
 
 def objects(file: str) -> list[dict[str, Any]]:
-    """Return the objects of a file in ``launch/``. All but a JobSet are validated for the newest Kubernetes."""
+    """Return the objects of a file in ``launch/``. All but a JobSet must be valid in the newest Kubernetes."""
     found = list(yaml.safe_load_all((REPOSITORY / "launch" / file).read_text(encoding="utf-8")))
     for thing in found:
         if thing["kind"] != "JobSet":
@@ -90,13 +90,13 @@ def test_the_service_and_the_policy_select_the_pods_of_the_job() -> None:
 
 
 def test_the_jobset_has_the_same_pods_as_the_job() -> None:
-    """Only names, services and anti-affinity rules of the pods may differ."""
+    """Only the pods' names, services and anti-affinity rules may differ."""
     policy, whole, job = jobset()
     kubernetes_validate.validate(job, kubernetes_validate.latest_version(), strict=True)
     ours = {"podSelector": {"matchLabels": {NAME_OF_JOBSET: whole["metadata"]["name"]}}}
     assert policy["spec"] == ours | {"policyTypes": ["Ingress"], "ingress": [{"from": [ours]}]}
     service, _, plain = objects("kubernetes.yaml")
-    assert whole["metadata"]["name"] != service["metadata"]["name"]  # JobSet makes a service of its own name
+    assert whole["metadata"]["name"] != service["metadata"]["name"]  # JobSet makes a service with the JobSet's name
     pod, container, env = the_container(job)
     # JobSet names its pods <jobset>-<replicated job>-<index of job>-<index of pod>.<jobset>.
     address = env["MASTER_ADDR"].replace("$(JOBSET)", whole["metadata"]["name"])

@@ -1,4 +1,4 @@
-"""Runs on several nodes, started by hand or by mpirun, with ``--prepare`` before and ``--verdict`` after the run."""
+"""Runs on several nodes, started by hand or by mpirun, with ``--prepare`` before the run and ``--verdict`` after it."""
 
 import shutil
 import subprocess
@@ -20,7 +20,7 @@ def two_nodes(checkout: Path, *settings: str) -> list[subprocess.Popen[str]]:
     return [begin(script, *run, cwd=checkout, NODE_RANK=str(node), **shared) for node in (0, 1)]
 
 
-def test_only_the_first_of_two_nodes_started_by_hand_reports(checkout: Path, tmp_path: Path) -> None:
+def test_only_the_first_of_two_nodes_prints_the_verdict(checkout: Path, tmp_path: Path) -> None:
     nodes = two_nodes(checkout, REACHED_AT_ONCE, "--log.results", str(tmp_path))
     outputs = [node.communicate(timeout=PATIENCE_S)[0] for node in nodes]
     assert [node.returncode for node in nodes] == [0, 0], outputs
@@ -45,7 +45,7 @@ def test_mpirun_starts_the_processes_of_one_run(checkout: Path, tmp_path: Path) 
     assert "1 of 1 runs valid" in shown.stdout
 
 
-def test_a_verdict_that_cannot_describe_the_system_fails(checkout: Path, tmp_path: Path) -> None:
+def test_the_verdict_fails_if_the_system_description_cannot_be_written(checkout: Path, tmp_path: Path) -> None:
     log = tmp_path / "results/system/bert/result_0.txt"
     log.parent.mkdir(parents=True)
     shutil.copy(REPOSITORY / "results/cpu_2cores/bert/result_0.txt", log)

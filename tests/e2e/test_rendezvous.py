@@ -1,6 +1,6 @@
-"""``run_and_time.sh`` from its first start to the verdict and the report, and the TCP store through which ranks meet.
+"""``run_and_time.sh`` from its first start to the verdict and the report, and the TCP stores through which ranks meet.
 
-Any user of the machine can write to the store, so the program must not unpickle values from it.
+Any user of the machine can write to a store, so the program must not unpickle values from it.
 """
 
 import base64
@@ -50,7 +50,7 @@ def stores(process: psutil.Process) -> list[TCPStore]:
     return [TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=PATIENCE_S)) for port in ports]
 
 
-def test_a_run_ends_with_verdict_and_report_and_opens_no_pickle_in_stores(real_checkout: Path, tmp_path: Path) -> None:
+def test_a_run_ends_with_verdict_and_report_and_loads_no_pickle_of_a_store(real_checkout: Path, tmp_path: Path) -> None:
     changes = {"NPROC": "2", "CLEAR_CACHES": "1", "PET_STANDALONE": "1", "PET_RDZV_BACKEND": "c10d"}
     process = begin(real_checkout / "run_and_time.sh", "--", *SETTINGS, cwd=tmp_path, **changes)
     results = real_checkout / "results/tiny_cpu/bert"
@@ -60,7 +60,7 @@ def test_a_run_ends_with_verdict_and_report_and_opens_no_pickle_in_stores(real_c
     agent = launcher(real_checkout)
     assert agent
     ranks = agent.children()
-    for rank in ranks:  # so that ranks do not end before the stores are read
+    for rank in ranks:  # otherwise ranks might end before the stores are read
         rank.suspend()
     for store in stores(agent):
         for key in store.list_keys():

@@ -1,7 +1,7 @@
 """The report in a headless browser: at the widths of a phone and of a large screen, in light and dark mode, and printed.
 
-An outer page has the unchanged reports in frames. Its script measures them and writes the results to its DOM, which the
-browser prints.
+A page of the test has the unchanged reports in frames. Its script measures the frames and writes the results to the DOM
+of the page, which the browser prints.
 """
 
 import json
@@ -106,7 +106,7 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def measured(pages: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    """Return the measurements by colour scheme, and by the name and width of a report, joined by a space."""
+    """Return the measurements by colour scheme, then by the name and the width of the report, as in ``name width``."""
     frames = "".join(
         f'<iframe name="{name} {width}" width="{width}" height="900" srcdoc="{escape(text)}"></iframe>'
         for name, text in pages.items()
@@ -124,7 +124,7 @@ def measured(pages: dict[str, str], tmp_path_factory: pytest.TempPathFactory) ->
 
 @pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize("name", ["tiny", "closed", "failing", "experiments"])
-def test_the_report_fits_its_width_and_is_readable(measured: dict[str, dict[str, Any]], name: str, width: int) -> None:
+def test_the_report_fits_the_screen_and_is_readable(measured: dict[str, dict[str, Any]], name: str, width: int) -> None:
     for scheme, found in measured.items():
         page = found[f"{name} {width}"]
         assert page["width"] == width

@@ -21,8 +21,8 @@ WORKFLOW = yaml.safe_load((REPOSITORY / ".github/workflows/results.yml").read_te
 
 
 def run_step(root: Path, tools: Path, base: str) -> subprocess.CompletedProcess[str]:
-    """Run the workflow's step in a repository, on the changes since ``base``, with the programs in ``tools``."""
-    assert STEP["shell"] == "bash"  # for bash, GitHub's runner uses the command below
+    """Run the workflow's step in a repository, on the changes since ``base``, with ``tools`` first in PATH."""
+    assert STEP["shell"] == "bash"  # GitHub's runner starts a step of bash by the command below
     command = ["bash", "--noprofile", "--norc", "-eo", "pipefail", "-c", STEP["run"]]
     environment = os.environ | {"BASE": base, "RUNNER_TEMP": str(tools), "PATH": f"{tools}:{os.environ['PATH']}"}
     return subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, errors="surrogateescape")
@@ -70,7 +70,7 @@ def pull_request(tmp_path: Path) -> PullRequest:
 
 
 def spoil_two_logs(system: Path) -> None:
-    """Make two of ten logs invalid, because the rules allow one failed run of ten."""
+    """Make two of ten logs invalid. A single one would not fail the check, as the rules allow one failed run of ten."""
     for run in (3, 7):
         log = system / f"bert/result_{run}.txt"
         log.write_text(log.read_text().replace('"', "'", 3))
@@ -93,7 +93,7 @@ def spoil_two_logs(system: Path) -> None:
         "a linked system", "a linked log",
     ],
 )  # fmt: skip
-def test_the_results_that_a_pull_request_changes_are_checked(
+def test_the_workflow_checks_the_results_that_a_pull_request_changes(
     pull_request: PullRequest, change: Callable[[Path], object], status: int, checked: list[str]
 ) -> None:
     change(pull_request.results)
@@ -103,7 +103,7 @@ def test_the_results_that_a_pull_request_changes_are_checked(
 
 
 @pytest.mark.parametrize("kind", ["removed", "linked"])
-def test_a_hostile_file_name_prints_no_command_for_the_runner(pull_request: PullRequest, kind: str) -> None:
+def test_a_hostile_file_name_is_not_printed_as_a_command_of_the_runner(pull_request: PullRequest, kind: str) -> None:
     name = "x\n::error file=a::forged\r\n\x1b[2J\u202e\u2066$(touch made)]`"
     place = pull_request.results / name
     if kind == "removed":
@@ -120,7 +120,7 @@ def test_a_hostile_file_name_prints_no_command_for_the_runner(pull_request: Pull
 
 
 def change_names(names: Path) -> None:
-    """Add files with the names in ``names``, separated by NUL, to a pull request. The script must run none of them."""
+    """Add files to a pull request, with the names in the file ``names``, separated by NUL. No part of a name may run."""
     root, tools = names.with_name("repository"), names.with_name("tools")
     if not tools.exists():
         tools.mkdir()
@@ -145,7 +145,7 @@ def change_names(names: Path) -> None:
     assert_harmless(done.stdout)
 
 
-def test_a_pull_request_with_an_unknown_base_commit_fails_unchecked(pull_request: PullRequest) -> None:
+def test_an_unknown_base_commit_fails_the_workflow_before_any_check(pull_request: PullRequest) -> None:
     done = pull_request.check("01234567" * 5)
     assert done.returncode != 0
     assert pull_request.checked == []

@@ -50,7 +50,7 @@ def test_a_run_on_absent_gpus_is_refused_before_it_starts(checkout: Path, tmp_pa
     (said,) = done.stderr.splitlines()
     assert said.startswith("error: training.device is cuda, but PyTorch sees no GPU here: set training.device to cpu")
     assert not (tmp_path / "results").exists()
-    # A dry run works without GPUs, to check data and settings for another machine.
+    # A dry run needs no GPUs, because it may check data and settings for another machine.
     done = start(script, recipe, "1", "--", *settings, "--dry-run", cwd=tmp_path, NPROC="2")
     assert done.returncode == 0, done.stdout + done.stderr
 
@@ -66,7 +66,7 @@ def test_ranks_are_bound_to_cores_only_if_there_are_gpus(checkout: Path, tmp_pat
             assert not (tmp_path / "bound").exists()
             arguments = ("tiny_cpu", "1", "--", *small_run.arguments(tmp_path / "results")[1:])
             done = start(checkout / "run_and_time.sh", *arguments, cwd=tmp_path, NPROC="2", PATH=path)
-            assert done.returncode == 1, done.stdout + done.stderr  # 1 because it misses the target
+            assert done.returncode == 1, done.stdout + done.stderr  # 1 because the run misses its target
             assert "end: aborted after 160 samples" in done.stdout
             assert f"FAIL {tmp_path}/results/tiny_cpu/bert/result_" in done.stdout
     finally:

@@ -45,7 +45,7 @@ def bare(tmp_path: Path) -> Path:
 
 
 def environment(**changes: str) -> dict[str, str]:
-    """Return the environment of a shell outside any launcher, with CLEAR_CACHES=0, as other tests use the page cache."""
+    """Return the environment of a shell outside any launcher. CLEAR_CACHES=0 keeps the page cache for other tests."""
     unset = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "NPROC", "NNODES", "NODE_RANK", "OMP_NUM_THREADS", "PYTHON")
     return {name: value for name, value in os.environ.items() if name not in unset} | {"CLEAR_CACHES": "0"} | changes
 
@@ -179,7 +179,7 @@ def test_a_taken_master_port_is_refused_in_one_line_before_a_run(checkout: Path,
         ("launch/data.sub", "  sbatch --array=1-16 --cpus-per-task=32 --mem-per-cpu=1G launch/data.sub FOLDER..."),
     ],
 )
-def test_help_prints_the_header_comment_and_help_and_version_need_no_packages(
+def test_help_and_version_need_no_packages_and_help_prints_the_header_comment(
     bare: Path, script: str, says: str
 ) -> None:
     done = start("bash", script, "--help", cwd=bare)
@@ -222,7 +222,7 @@ def test_the_venv_is_installed_again_only_for_new_pins_new_extras_and_lost_packa
     prepare(bare, "test")
     assert calls(bare) == ["venv", "pip", "pip", "pip"]
     (packages / "flash_attn").mkdir()  # a package that the user has added
-    assert prepare(bare).stdout == ""  # the installed packages include those for a run
+    assert prepare(bare).stdout == ""  # the packages of the extra include those of a run
     assert calls(bare) == ["venv", "pip", "pip", "pip"]
     (packages / "torch").rmdir()
     assert "==> python3.11/site-packages/torch is gone from .venv: installing it again" in prepare(bare).stdout
@@ -290,7 +290,7 @@ def test_a_failed_installation_is_repeated_at_the_next_start(bare: Path) -> None
     working = (bare / "python").read_text()
     (bare / "python").write_text(working.replace('echo pip "$@" >>calls', "exit 1"))
     assert one_error(prepare(bare)).endswith("pip could not install the packages, see above")
-    kept = f"PyTorch stays torch=={version('torch')}"  # the error names it, because it may be too old
+    kept = f"PyTorch stays torch=={version('torch')}"  # the error names PyTorch, which may be too old
     assert one_error(prepare(bare, SYSTEM_TORCH="1")).endswith(f"pip could not install the packages, see above; {kept}")
     (bare / "python").write_text(working)
     assert prepare(bare).returncode == 0
@@ -301,7 +301,7 @@ def test_a_failed_installation_is_repeated_at_the_next_start(bare: Path) -> None
     ("script", "number", "status"), [("run_and_time.sh", signal.SIGTERM, 143), ("run_tests.sh", signal.SIGINT, 130)]
 )
 def test_an_interrupted_installation_starts_again(bare: Path, script: str, number: int, status: int) -> None:
-    """During pip's installation, the script gets SIGTERM as from ``docker stop``, or all processes get Ctrl-C."""
+    """While pip installs, the script gets SIGTERM, as from ``docker stop``, or all processes get SIGINT, as from Ctrl-C."""
     working = (bare / "python").read_text()
     half = "mkdir -p .venv/half && echo $$ >pip; trap 'echo Operation cancelled' INT; while true; do sleep 0.1; done"
     (bare / "python").write_text(working.replace('echo pip "$@" >>calls', half))

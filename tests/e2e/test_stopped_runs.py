@@ -61,21 +61,21 @@ def test_a_signal_ends_the_run_with_an_aborted_log_and_a_report(
 
 
 @pytest.mark.parametrize("training", [1, 2], indirect=True)
-def test_a_killed_launcher_ends_its_ranks_and_the_series(training: subprocess.Popen[str], tmp_path: Path) -> None:
+def test_killing_the_launcher_ends_its_ranks_and_the_series(training: subprocess.Popen[str], tmp_path: Path) -> None:
     [launcher] = (each for each in psutil.Process(training.pid).children() if "bert.train" in each.cmdline())
     alone = not launcher.children()
     launcher.kill()
     output, _ = training.communicate(timeout=PATIENCE_S)
     assert training.returncode == 1, output
     assert "run 2 of 2" not in output
-    if not alone:  # a single process has no launcher, so the rank itself was killed
+    if not alone:  # with a single process there is no launcher: the rank itself was killed
         assert is_aborted(tmp_path)
         assert f"launcher, process {launcher.pid}, is gone" in (tmp_path / "tiny_cpu/bert/result_0.txt").read_text()
     assert not processes_of(tmp_path)
 
 
 @pytest.mark.parametrize("training", [2], indirect=True)
-def test_a_killed_script_ends_its_ranks(training: subprocess.Popen[str], tmp_path: Path) -> None:
+def test_killing_the_script_ends_its_ranks(training: subprocess.Popen[str], tmp_path: Path) -> None:
     training.kill()
     training.wait()
     wait_for(lambda: not processes_of(tmp_path))
@@ -107,7 +107,7 @@ def is_aborted(results: Path) -> bool:
 
 
 @pytest.mark.parametrize("during", ["--dry-run", "torch.distributed.run"])
-def test_ctrl_c_before_there_is_a_log_prints_one_line(launching_checkout: Path, tmp_path: Path, during: str) -> None:
+def test_ctrl_c_before_the_log_exists_prints_one_line(launching_checkout: Path, tmp_path: Path, during: str) -> None:
     settings = ("--", *SHORT, NEVER_REACHED, "--log.results", str(tmp_path))
     process = begin(launching_checkout / "run_and_time.sh", "tiny_cpu", "1", *settings, cwd=tmp_path, NPROC="2")
     wait_for(lambda: bool(processes_of(tmp_path, during)))

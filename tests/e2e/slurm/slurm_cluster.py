@@ -92,7 +92,7 @@ class Cluster:
 
     def stop(self) -> None:
         """Stop all jobs and daemons. munged stops last, because the other daemons use it while they stop."""
-        with contextlib.suppress(AssertionError, subprocess.TimeoutExpired):  # the controller may be dead
+        with contextlib.suppress(AssertionError, subprocess.TimeoutExpired):  # fails if the controller is dead
             self.run("scancel", "--full", "--signal=KILL", "--user=root")
             self.run("scancel", "--user=root")
             self.wait_for(lambda: not self.run("squeue", "-h"), 20)

@@ -77,7 +77,7 @@ def test_a_job_of_two_tasks_trains_and_writes_a_report(cluster: Cluster, checkou
 def test_tasks_start_in_the_order_of_the_host_file(
     cluster: Cluster, checkout: Path, small_run: SmallRun, tmp_path: Path
 ) -> None:
-    """Here, ``cluster place`` writes nodes in the reverse of Slurm's order. Tasks must start in the written order."""
+    """In this test, ``cluster place`` writes n2 before n1, against Slurm's order. Tasks must start in the written order."""
     view, hosts = made_up(hosts=2, ranks=1), tmp_path / "hosts.txt"
     named = tuple(replace(host, name=name) for host, name in zip(view.hosts, ("n2", "n1"), strict=True))
     write_view(replace(view, hosts=named, collectives=(), outliers=()), tmp_path / "cluster.json")
@@ -151,7 +151,7 @@ def test_a_requeued_job_resumes_on_the_remaining_node(cluster: Cluster, checkout
     assert f"# shares of the global batch: {shares} with at most 1 x 8 sequences\n" in text
 
 
-def test_an_unknown_recipe_is_refused_in_one_line_and_trains_nothing(cluster: Cluster, checkout: Path) -> None:
+def test_an_unknown_recipe_is_refused_in_one_line_before_training(cluster: Cluster, checkout: Path) -> None:
     job = submit(cluster, checkout, "tiny_gpu", "1")
     assert cluster.finish(job)["ExitCode"] == "2:0", output(checkout, job)
     (error,) = (line for line in output(checkout, job).splitlines() if line.startswith("error: "))
@@ -159,7 +159,9 @@ def test_an_unknown_recipe_is_refused_in_one_line_and_trains_nothing(cluster: Cl
     assert not list(checkout.glob("results/*/bert/result_*"))
 
 
-def test_tasks_of_an_array_make_the_data_and_one_finishes_it(cluster: Cluster, checkout: Path, tmp_path: Path) -> None:
+def test_array_tasks_make_parts_of_the_data_and_one_makes_the_rest(
+    cluster: Cluster, checkout: Path, tmp_path: Path
+) -> None:
     given, out = write_stand_in(tmp_path), tmp_path / "wikipedia"
     made = (str(given.files), str(given.text), "--checksums", str(given.checksums), "--shards", "2", "--out", str(out))
     command = ("sbatch", "--parsable", "--array=0-2", "launch/data.sub", *made)
