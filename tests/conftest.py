@@ -26,7 +26,7 @@ from tests.programs import REPOSITORY
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 
-# Collect garbage less often. Each full collection walks over all modules for a quarter of a second.
+# Collect garbage less often. A full collection visits all modules, which takes a quarter of a second.
 gc.set_threshold(10_000, 10, 100)
 
 # Set no deadline, because an example's duration depends more on other processes than on the code.
@@ -90,7 +90,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Exclude modules and collected tests from garbage collection, which would walk over them for a third of a second."""
+    """Exclude modules and collected tests from garbage collection, which would take a third of a second to visit them."""
     gc.freeze()
 
 
@@ -126,7 +126,7 @@ def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> 
                 item.warn(pytest.PytestWarning(f"try {number} failed: {failed[0].splitlines()[-1]}"))
             fcntl.flock(lock, fcntl.LOCK_EX if number else fcntl.LOCK_SH)
             reports = runtestprotocol(item, log=False, nextitem=nextitem)
-            fcntl.flock(lock, fcntl.LOCK_UN)  # closing is not enough, because forked processes inherit the file
+            fcntl.flock(lock, fcntl.LOCK_UN)  # closing would not unlock: forked processes inherit the file
             if not any(report.failed for report in reports):
                 break
     for report in reports:

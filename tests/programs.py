@@ -234,7 +234,7 @@ def _serve(imported: str, requests: socket.socket, owner: int) -> dict[str, Any]
         ready, *_ = select.select([requests, owner_end, *running, *running.values()], [], [])
         for fork, connection in list(running.items()):
             if fork in ready or connection in ready or owner_end in ready:
-                if fork not in ready:  # its client, or this server's owner, has closed the connection
+                if fork not in ready:  # the fork's client or this server's owner has closed the connection
                     signal.pidfd_send_signal(fork, signal.SIGKILL)
                 ended = os.waitid(os.P_PIDFD, fork, os.WEXITED)
                 assert ended is not None
@@ -299,7 +299,7 @@ def _run(request: dict[str, Any]) -> None:
     os.sched_setaffinity(0, request["cores"])
     sys.modules["torch"].set_num_threads(int(os.environ.get("OMP_NUM_THREADS", 1)))
     sys.executable = request["executable"]
-    tempfile.tempdir = None  # the cached folder is the server's
+    tempfile.tempdir = None  # forget the server's temporary folder
     # Open new streams on the request's descriptors, with its buffering.
     sys.stdin = open(0, closefd=False)  # noqa: SIM115
     lines, encoding = 1 if request["unbuffered"] else -1, sys.stdout.encoding

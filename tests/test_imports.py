@@ -77,7 +77,7 @@ def test_there_are_no_import_cycles() -> None:
 
 
 def test_subpackages_do_not_import_each_other_in_a_cycle() -> None:
-    """Direct subpackages and modules of a package are compared. Imports that are only for type checking count too."""
+    """Compare the direct subpackages and modules of each package. Imports only for type checking count too."""
     edges: dict[str, set[str]] = {}
     for module in MODULES:
         package, *place = module.split(".")

@@ -67,7 +67,7 @@ def _with_requirements(name: str) -> Iterator[str]:
         try:
             requires = importlib.metadata.requires(name) or []
         except importlib.metadata.PackageNotFoundError:
-            continue  # not every build of PyTorch requires it
+            continue  # only other builds of PyTorch require this package
         yield name
         marked = (Requirement(text) for text in requires)
         waiting += [each.name for each in marked if each.marker is None or each.marker.evaluate({"extra": ""})]

@@ -72,7 +72,7 @@ def test_all_parts_but_end_to_end_complete_with_only_torch_triton_and_numpy(all_
     assert found["error"].startswith("training needs packages that are not installed: mlperf-logging, ")
 
 
-def test_ceilings_use_the_shortest_time_and_memory_reports_the_largest_batch(all_parts: Path) -> None:
+def test_a_ceiling_follows_from_its_shortest_time_and_memory_reports_the_largest_batch(all_parts: Path) -> None:
     found = rows(all_parts, "step")
     copy, product = found["ceiling: device copy"], found["ceiling: bf16 product"]
     assert copy["figure"] == pytest.approx(2 * TINY.copied / 1e12 / min(copy["seconds"]))
@@ -103,13 +103,13 @@ def capturing(context: Context, monkeypatch: pytest.MonkeyPatch) -> Iterator[Con
 
 def test_every_micro_batch_of_a_measured_step_is_captured(capturing: Context) -> None:
     ceilings = Ceilings(None, None, None)
-    four, _, _, one, _ = step._sizes(capturing)  # sizes with four micro-batches per step, and with one
+    four, _, _, one, _ = step._sizes(capturing)  # two sizes: with four micro-batches per step, and with one
     for config, micro in (four, one):
         assert step.rate(capturing, "x", config, micro, ceilings).figure
     step._losses(capturing, "bf16")
 
 
-def test_peers_have_a_rate_or_report_a_missing_package(all_parts: Path) -> None:
+def test_the_compared_models_have_a_rate_or_report_a_missing_package(all_parts: Path) -> None:
     found = rows(all_parts, "peers")
     assert all(found[name]["figure"] > 0 for name in (*OURS.values(), "plain PyTorch varlen, unpadded"))
     for name in ("Hugging Face, padded, SDPA", "Hugging Face, padded, SDPA, torch.compile"):
@@ -150,7 +150,7 @@ def test_fp8_steps_are_timed_and_fp8_losses_are_near_bf16_losses(all_parts: Path
     assert all(found[name]["figure"] > 0 for name in of_fp8 if name.endswith("reference"))
 
 
-def test_cases_have_the_types_and_alignment_of_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_timed_inputs_have_types_and_alignment_as_in_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The benchmark's inputs have the types and alignment of a step's inputs, even if the vocabulary size is odd."""
     norm = kernels.libraries.pytorch.dropout_add_layer_norm
     keeping_type = lambda x, *more: norm(x, *more).to(x.dtype)  # noqa: E731, as Triton's does
@@ -159,7 +159,7 @@ def test_cases_have_the_types_and_alignment_of_training(tmp_path: Path, monkeypa
     scale = replace(TINY, model=replace(TINY.model, vocab_size=502))
     context = Context(CPU, scale, PartReport(tmp_path / "part.json", {}))
     seen: dict[str, set[tuple[object, ...]]] = defaultdict(set)
-    # Like Triton's attention, the definition makes the FP8 casts before and after it. PyTorch's attention does not.
+    # Attention by Triton or by the definition includes the FP8 casts before and after it; attention by PyTorch does not.
     for precision, attention in (("bf16", "pytorch"), ("fp8", "pytorch"), ("fp8", "reference")):
         trained = step.training_step(context, step.recipe("h100_1x1", precision=precision))
         with ExitStack() as observing:
@@ -167,7 +167,7 @@ def test_cases_have_the_types_and_alignment_of_training(tmp_path: Path, monkeypa
             for op in kernels.OPS.values():
                 observing.enter_context(op.observed(lambda op, args, _: seen[op.name].add(traits(*args))))
             trained(micro_batches(context, 4, 1))
-            trained.refresh_copies_()  # calls the op that casts weights; in a step, LAMB casts them
+            trained.refresh_copies_()  # runs the separate cast of the weights, because LAMB makes the cast in a step
             with torch.no_grad(), trained.autocast():
                 trained.model(*micro_batches(context, 4, 1))
     size = size_of(scale.model, [20, 11], 7)
@@ -175,10 +175,10 @@ def test_cases_have_the_types_and_alignment_of_training(tmp_path: Path, monkeypa
     made += [*lamb_cases(size, CPU), *weight_gradient_cases(size, CPU)]
     for case in made:
         inputs = traits(*case.arguments)
-        # For these two ops, the definitions save other tensors than Triton's kernels, or return a norm in another type.
+        # Not compared: these two definitions save other tensors than Triton's kernels, or return a norm in another type.
         if case.op not in ("attention_backward_cast_fp8", "add_norm_backward_cast_fp8") and case.op in seen:
             assert any(inputs[: len(real)] == real for real in seen[case.op]), (case.title, inputs, seen[case.op])
-    # A step of one device makes one call for all of LAMB.
+    # On one device, a step calls ``lamb_step`` instead of these three parts of LAMB.
     assert seen.keys() == {case.op for case in made} - {"sum_of_squares", "lamb_directions", "lamb_apply"}
 
 
@@ -231,7 +231,7 @@ def test_memory_finds_the_largest_batch_that_fits(
 
 
 def test_correctness_has_a_row_for_every_implementation(all_parts: Path) -> None:
-    """The rows name every implementation of every op but the definition, with a verdict or a reason."""
+    """Apart from the definition, every implementation of every op has a row with a verdict or a reason."""
     found = rows(all_parts, "correctness")
     for op in kernels.OPS.values():
         for name in op.implementations.keys() - {"reference"}:
@@ -274,7 +274,7 @@ def test_largest_ratio_detects_an_error_in_a_single_element() -> None:
     plain = [exact[0].bfloat16(), exact[1]]
     ratio = functools.partial(largest_ratio, plain=plain, exact=exact, tolerance=2**-7)
     assert ratio(plain)[0] < 0.5
-    assert ratio([plain[0], torch.tensor(8)])[0] < 0.5  # a count may differ by one, because of a tie
+    assert ratio([plain[0], torch.tensor(8)])[0] < 0.5  # a tie may change the count of correct predictions by one
     assert ratio([plain[0], torch.tensor(9)]) == (float("inf"), 1)
     for place, value in ((4999, float("nan")), (0, 4.0), (4999, 4.0)):
         wrong = plain[0].clone()
@@ -300,7 +300,7 @@ def test_a_few_fp8_rounding_differences_are_accepted_but_truncation_is_not() -> 
         assert largest_ratio([cut.to(dtype)], [plain], [plain], 0)[0] > 1
 
 
-def test_lengths_match_wikipedia_and_a_sequence_takes_half_a_teraflop() -> None:
+def test_sequence_lengths_match_wikipedia_and_a_sequence_takes_half_a_teraflop() -> None:
     lengths = wikipedia_lengths(96, 512)
     assert abs(lengths.mean() - 255.8) < 2
     assert abs((lengths.astype(float) ** 2).mean() / 98826 - 1) < 0.02
@@ -309,13 +309,13 @@ def test_lengths_match_wikipedia_and_a_sequence_takes_half_a_teraflop() -> None:
     assert training_flop(ModelConfig(), batch) / 96 == pytest.approx(500e9, rel=0.02)
 
 
-def test_micro_batches_carry_the_counts_of_one_global_batch(context: Context) -> None:
+def test_each_micro_batch_has_the_counts_of_the_whole_global_batch(context: Context) -> None:
     batches = micro_batches(context, 4, 3)
     masked = sum(batch.masked_lm_ids.numel() for batch in batches)
     assert [batch.global_counts.tolist() for batch in batches] == [[12, masked]] * len(batches)
 
 
-def test_the_plain_pytorch_peer_computes_our_loss(context: Context) -> None:
+def test_the_plain_pytorch_model_computes_our_loss(context: Context) -> None:
     model = step.training_step(context, step.recipe("h100_1x1")).model.eval()
     (batch,) = micro_batches(context, 4, 1)
     with torch.no_grad():

@@ -69,7 +69,7 @@ def test_an_unknown_commit_is_an_error_except_for_tiny_runs(
     assert gpu.parse(TINY).parts == [part for part in gpu.PARTS if part != "end-to-end"]
 
 
-def test_without_selects_the_next_installed_implementation(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_replaced_op_gets_its_next_installed_implementation(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a GPU, an implementation that a CUDA graph can capture comes first."""
     here: set[str | None] = {"triton"}
     monkeypatch.setattr(gpu, "find_spec", lambda name: name if name in here else None)
@@ -83,15 +83,17 @@ def test_without_selects_the_next_installed_implementation(monkeypatch: pytest.M
         gpu.replacements(["bias_gelu"], "cpu")
 
 
-def test_steps_are_not_captured_if_a_replacement_cannot_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_replacement_that_cannot_be_captured_prevents_capture(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(Context, "on_gpu", True)
     report = PartReport(tmp_path / "x.json", {})
     for without, captures in (({}, True), ({"lamb_step": "reference"}, True), ({"varlen_attention": "pytorch"}, False)):
         assert Context(torch.device("cpu"), scale.TINY, report, without).captures == captures
 
 
-def test_without_replaces_an_op_during_the_part_only(tmp_path: Path) -> None:
-    """The replacement is chosen while the part runs, and the choice is undone at its end."""
+def test_an_op_is_replaced_only_while_the_part_runs(tmp_path: Path) -> None:
+    """The part runs with the replacement. Afterwards, the op chooses its implementation automatically again."""
     file, without = tmp_path / "asked.json", {"bias_gelu": "reference"}
     assert gpu_part.run("tests.benchmarks.gpu_parts:asked", file, "cpu", tiny=True, without=without) == 0
     report = PartReport.load(file)
@@ -101,7 +103,7 @@ def test_without_replaces_an_op_during_the_part_only(tmp_path: Path) -> None:
 
 
 def test_parts_share_the_remaining_time_by_weight(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Time that a part leaves over is shared by the later parts."""
+    """If a part ends early, the later parts share the time that it leaves."""
     clock, given = [0.0], {}
 
     def run_part(part: str, _function: str, _settings: gpu.Settings, seconds: float) -> PartReport:

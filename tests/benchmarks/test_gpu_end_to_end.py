@@ -54,7 +54,7 @@ def test_end_to_end_raises_an_error_for_an_unknown_setting(context: Context) -> 
 
 
 def test_the_number_of_samples_fits_the_remaining_time(context: Context, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The rate comes from the part ``step`` if its conditions were equal. Otherwise it is measured here."""
+    """A rate that the part ``step`` measured on the same device with the same ops is used, not measured again."""
     monkeypatch.setattr(end_to_end.time, "monotonic", lambda: 1000.0)
     config = recipe("h100_1x1", precision="fp8")
     name = rate_name(config, 2)
@@ -71,7 +71,7 @@ def test_the_number_of_samples_fits_the_remaining_time(context: Context, monkeyp
         end_to_end._samples(context, config)
 
 
-def test_replacements_are_passed_to_the_training_run(context: Context, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_replacements_of_ops_become_settings_of_the_run(context: Context, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Context, "on_gpu", True)
     without = {"varlen_attention": "pytorch", "lamb_step": "reference"}
     arguments = end_to_end._arguments(replace(context, without=without), Path("folder"), 8)
@@ -82,7 +82,7 @@ def test_replacements_are_passed_to_the_training_run(context: Context, monkeypat
 
 
 def test_a_loss_that_is_not_finite_fails_the_row() -> None:
-    """The row must fail, because the run reaches its target and its log passes the check."""
+    """Only this row can report the problem: the run may reach its target, and its log may pass the check."""
     for last, failed in ((7.5, False), (float("nan"), True)):
         steps = [StepRecord(1, 8, step_ms=1.0, loss=10.25), StepRecord(2, 16, step_ms=1.0, loss=last, skipped_steps=1)]
         (row,) = (row for row in end_to_end.rows_of(Metrics(None, steps)) if row.name == "loss")
@@ -123,7 +123,7 @@ def test_at_its_time_limit_a_run_is_stopped_and_checked(context: Context, monkey
     metrics = context.report.path.with_name("metrics_0.jsonl")
 
     def monotonic() -> float:
-        """Return a time shortly before the part's end as soon as a step has been measured."""
+        """Return 0 until a step has been recorded, and then a time shortly before the part's end."""
         trains = metrics.exists() and '"event":"step"' in metrics.read_text().replace(" ", "")
         return 1000.0 - 0.75 * end_to_end._STOP_S if trains else 0.0
 

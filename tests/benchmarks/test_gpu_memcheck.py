@@ -80,12 +80,12 @@ def test_each_sanitizer_tool_gets_a_row_with_its_summary(
 
 
 @pytest.mark.skipif(Path("/usr/local/cuda/bin/compute-sanitizer").exists(), reason="compute-sanitizer is installed")
-def test_without_compute_sanitizer_rows_are_not_usable(context: Context) -> None:
+def test_rows_say_that_compute_sanitizer_is_not_installed(context: Context) -> None:
     memcheck.memcheck(context)
     assert {row.note for row in context.report.rows} == {"not usable here: compute-sanitizer is not installed"}
 
 
-def test_the_verdict_names_the_kernel_and_is_right_only_with_a_clean_summary(tmp_path: Path) -> None:
+def test_a_verdict_names_the_faulty_kernel_and_is_right_only_if_the_summary_has_no_errors(tmp_path: Path) -> None:
     def note(output: str, error: str | None = None) -> str:
         rows = [Figure("bias_gelu", figure=0.5, note="right"), Figure("largest error", figure=0.5, note="1 checked")]
         report = PartReport(tmp_path / "x.json", {}, rows=rows, measuring="lamb_step", error=error)

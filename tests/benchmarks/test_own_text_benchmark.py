@@ -1,4 +1,4 @@
-"""The comparison with Hugging Face's Trainer: equal evaluations, the text before masking, and the figures."""
+"""The comparison with Hugging Face's Trainer: equal evaluations, training text without masks, and the figures."""
 
 import json
 import math
@@ -33,7 +33,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def test_seconds_to_uses_the_first_evaluation_at_the_target_and_best_of_the_fastest_training() -> None:
+def test_a_target_is_reached_at_its_first_evaluation_and_the_best_training_reaches_it_first() -> None:
     slow = Training(0, 1e-3, [Point(32, 1.0, 0.1), Point(64, 2.0, 0.3), Point(96, 3.0, 0.2), Point(128, 4.0, 0.4)])
     fast = Training(0, 2e-3, [Point(32, 0.5, 0.1), Point(64, 1.5, 0.3)])
     assert slow.seconds_to(0.3) == 2.0
@@ -44,7 +44,7 @@ def test_seconds_to_uses_the_first_evaluation_at_the_target_and_best_of_the_fast
 
 
 class KnownTimes(Trainings):
-    """Trainings with known curves. Only one rate of the Trainer reaches half of the recipe's accuracy."""
+    """Trainings with known curves. With only one learning rate, the Trainer reaches half of the recipe's accuracy."""
 
     def ours(self, repeat: int) -> Training:
         return Training(repeat, None, [Point(32, 1.0 + repeat, 0.1), Point(64, 2.0 + repeat, 0.5)])
@@ -53,7 +53,7 @@ class KnownTimes(Trainings):
         return Training(repeat, rate, [Point(32, 2.0, 0.1), Point(64, 6.0, 0.25 if rate == 1e-3 else 0.2)])
 
 
-def test_later_repeats_use_the_best_rate_and_a_missed_target_gives_a_bound() -> None:
+def test_later_repeats_use_the_best_learning_rate_and_a_missed_target_gives_a_lower_bound() -> None:
     trainings = KnownTimes(Path(), 64, 32, warmup_steps=1)
     found: Any = compare(trainings, (5e-5, 1e-3), target_share=0.5, repeats=3)
     ratios = {"time_to_target": [3.0, 2.0, 1.5], "samples_per_s": [3.0, 2.0, 1.5]}
@@ -84,9 +84,8 @@ def test_both_programs_get_the_same_evaluation_and_training_examples_are_unmaske
 
     ours, theirs = drawn_model(config.model, seed=1), new_model(config.model, "AutoModelForMaskedLM")
     with torch.no_grad():
-        ours.embeddings.word.mul_(
-            30
-        )  # the model then predicts its input token, which is correct at some masked positions
+        # With such embeddings, the model predicts its input token, which some masked positions keep.
+        ours.embeddings.word.mul_(30)
     assert theirs.load_state_dict(to_hugging_face(ours.state_dict()), strict=False).missing_keys == []
     mesh = Mesh(0, 1, 0, torch.device("cpu"))
     found = Evaluator(evaluation, mesh, 64, unknown)(ours, torch.autocast("cpu", enabled=False))

@@ -1,4 +1,4 @@
-"""Checks that must hold for any checkpoint, settings file, plan or view, whoever wrote it. The fuzzer runs them."""
+"""Checks that must hold for any checkpoint, settings file or file of ``cluster``, whoever wrote it, run by the fuzzer."""
 
 import hashlib
 import json
@@ -74,7 +74,7 @@ def take_view(path: Path) -> view.View:
 
 
 def sealed(content: bytes) -> bytes:
-    """Return a plan or a view with the correct digest of its content."""
+    """Return a file of ``cluster`` (a plan or a view) with the correct digest of its content."""
     with suppress(ValueError, TypeError, KeyError, RecursionError):
         document = json.loads(content)
         body = msgspec.json.format(json.dumps(document["content"]).encode(), indent=-1)

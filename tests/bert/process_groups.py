@@ -40,7 +40,7 @@ class Collective:
     moment: int = field(compare=False, repr=False)
     """Position on the stream. All messages of a batch share one."""
     after: "Clock" = field(compare=False, repr=False)
-    """Operators that precede this call, by stream."""
+    """Number of operators on each stream that precede this call."""
 
     def comes_after(self, other: "Collective") -> bool:
         """Return whether this call must wait for the end of another call of the same rank."""
@@ -116,7 +116,7 @@ class Group(dist.ProcessGroup):
         return self._exchange("message of a batch", self._communicator(), messages)
 
     def wait(self, *_: Any) -> None:
-        """Do nothing. Collectives return their group in place of a ``Work`` object that has finished."""
+        """Do nothing: a collective returns its group in place of a ``Work`` object that has finished."""
 
     def _run(self, name: str, whole: Tensor, *others: Tensor) -> "Group":
         """Record a collective on the current stream that reads and writes all its tensors."""

@@ -133,7 +133,7 @@ class Recording(CudaCapturer):
 @contextmanager
 def _recorded(graph: Graph, **_: object) -> Iterator[None]:
     def inline(_: CommunicationStream, work: Callable[[], None]) -> Callable[[], None]:
-        work()  # in this thread, because a dispatch mode applies to one thread only
+        work()  # in this thread, because the recording covers only one thread
         return lambda: None
 
     def refused(*_: object) -> None:

@@ -277,7 +277,7 @@ def test_random_numbers_can_be_drawn_after_a_failed_capture(cuda: FakeCuda) -> N
     assert cuda.waits == [(cuda.used[0], cuda.default), (cuda.default, cuda.used[0])]
 
 
-def test_only_replays_that_exist_at_the_same_time_need_different_streams(cuda: FakeCuda) -> None:
+def test_replays_need_different_streams_only_if_they_exist_at_the_same_time(cuda: FakeCuda) -> None:
     """Streams keep memory, so they are reused. But PyTorch 2.13 frees a stream's memory with any graph captured on it."""
     for _ in range(3):
         replay_of(DEVICE, nothing)()

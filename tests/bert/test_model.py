@@ -1,7 +1,6 @@
 """The model, compared with Hugging Face's ``BertForPreTraining`` with the same weights, and with itself.
 
-Dropout is 0 throughout: the comparisons are exact up to rounding. Slots past the real counts are inert: padding a batch
-changes neither its losses nor its gradients.
+The comparisons are made without dropout, so they are exact up to rounding.
 """
 
 from collections.abc import Mapping
@@ -78,7 +77,7 @@ def test_the_model_agrees_with_hugging_face(dtype: torch.dtype):
     assert_near(gradients(ours), renamed(gradients(theirs)), tolerance)
 
 
-def test_grouping_into_batches_does_not_change_losses_or_gradients():
+def test_the_division_into_batches_changes_neither_losses_nor_gradients():
     """One batch, single sequences and a different order give the same summed losses, counts and gradients."""
     block, results = samples(), []
     for groups in ([list(range(6))], [[i] for i in range(6)], [[4, 0, 5], [2, 1, 3]]):
@@ -100,7 +99,7 @@ def test_grouping_into_batches_does_not_change_losses_or_gradients():
         assert_near(parts, results[0][2])
 
 
-def test_dropout_acts_only_in_training_and_every_place_has_its_own_stream():
+def test_dropout_acts_only_in_training_and_draws_other_numbers_at_every_place():
     model = random_model(replace(SMALL, hidden_dropout=0.1, attention_dropout=0.1))
     batch = batch_of(samples())
     losses = [model(batch).masked_lm_loss for _ in range(2)]
@@ -151,14 +150,14 @@ def trained(batch: Batch, implementation: str = "auto") -> dict[str, Tensor]:
 @pytest.mark.parametrize("implementation", ["auto", "reference"])
 @pytest.mark.parametrize("shape_bucket", SHAPE_BUCKETS)
 def test_padding_a_batch_changes_neither_losses_nor_gradients(shape_bucket: ShapeBucket, implementation: str) -> None:
-    """The ids in empty token slots do not matter."""
+    """The ids in the padding do not matter."""
     padded = batch_of(SAMPLES, shape_bucket=shape_bucket)
     assert padded.shape_bucket == shape_bucket
     padded.input_ids[TOKENS:] = 11
     assert_near(trained(padded, implementation), trained(batch_of(SAMPLES), implementation))
 
 
-def test_a_batch_of_empty_slots_has_neither_losses_nor_gradients() -> None:
+def test_a_batch_of_padding_has_neither_losses_nor_gradients() -> None:
     empty = inert_batch(LARGE)
     assert not any(tensor.any() for tensor in trained(empty).values())
     sums = PretrainingOutput(torch.tensor(3.0), torch.tensor(4.0), None)

@@ -73,7 +73,7 @@ def test_padding_remains_zero_and_does_not_change_the_gradient_norm():
     [
         # no warm-up: the rate is base * (1 - step / train_steps) from the first step
         (4.25e-4, 6700, 0, 0, {0: 4.25e-4, 3350: 2.125e-4, 6700: 0.0, 7000: 0.0}),
-        # as submitted on 64 GPUs: warm-up steps -25 to 74, then decay by the absolute step, so the rate jumps
+        # as submitted on 64 GPUs: the warm-up counts from step -25, but the decay from 0, so the rate jumps at 75
         (1.5e-3, 1271, 100, -25, {0: 3.75e-4, 74: 1.485e-3, 75: 1.5e-3 * (1 - 75 / 1271)}),
         # "flat" schedule: nearly the base rate for 330 steps, then a drop to 0.529 of the base rate
         (2.58e-3, 700, 200330, -200000, {0: 2.58e-3 * 200000 / 200330, 330: 2.58e-3 * (1 - 330 / 700)}),

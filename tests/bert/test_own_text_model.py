@@ -65,7 +65,7 @@ def in_process(clock: Clock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     For each run, append a function to the returned list. It is called before each update.
     """
     acts: list[Callable[..., object]] = []
-    cached = cache(lambda *words: parse(words))  # parsing takes longer than these runs
+    cached = cache(lambda *words: parse(words))  # parse once, because parsing takes longer than these runs
 
     def run(supervisor: Supervisor, command: list[str], variables: dict[str, str] | None = None, **_: object) -> int:
         words = command[3:]
@@ -77,7 +77,7 @@ def in_process(clock: Clock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
             status = train(cached(*words), words)
         gc.collect()  # otherwise data of this run are still open when the next one begins
         for each in Path("/proc/self/fd").iterdir():
-            if each.exists() and each.readlink() == tmp_path / "out/checkpoints/.lock":  # unlock, as at a process's end
+            if each.exists() and each.readlink() == tmp_path / "out/checkpoints/.lock":  # unlock as an exit would
                 os.close(int(each.name))
         supervisor.status = status if status > 128 else 0
         return status
@@ -85,7 +85,7 @@ def in_process(clock: Clock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(Supervisor, "run", run)
     monkeypatch.setattr("bert.own_text.parse", lambda words: cached(*words))
     monkeypatch.setattr("bert.run.drop_lost_output", lambda _: None)
-    monkeypatch.setattr("bert.launch.series.await_orphans", lambda: None)  # it would await other tests' processes
+    monkeypatch.setattr("bert.launch.series.await_orphans", lambda: None)  # it would wait for other tests' processes
     for name in ("NPROC", "OMP_NUM_THREADS"):
         monkeypatch.setenv(name, "1")
     return acts
@@ -95,7 +95,7 @@ def in_process(clock: Clock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 def test_one_command_makes_a_model_and_continues_after_an_interruption(
     text: Path, tmp_path: Path, in_process: list[Callable[..., object]], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A step of 32 samples takes 3 s, so 15 s are enough for 145 samples and an evaluation: for 4 whole steps."""
+    """A step of 32 samples takes 3 s. An evaluation and 145 samples fit into 15 s, so the run has 4 whole steps."""
     out, own = tmp_path / "out", OwnText(vocab_size=100, max_seq_length=48, dupe_factor=2)
     lines, texts = text.read_text().splitlines(keepends=True), tuple(tmp_path / f"text{n}.txt" for n in range(5))
     for number, path in enumerate(texts):
@@ -117,7 +117,7 @@ def test_one_command_makes_a_model_and_continues_after_an_interruption(
     assert sorted((out / "run.toml").read_text().splitlines()) == sorted(lines)
     said = capsys.readouterr().out.splitlines()
     assert said[-1] == f"to continue, run the same command again ({out})"
-    assert "end: aborted after 128 samples and 12.0 s" in said  # the trial, at its first report after 9 s
+    assert "end: aborted after 128 samples and 12.0 s" in said  # the trial ends at its first report after 9 s
     assert said.count("==> short trial, to measure the speed") == 1
     with pytest.raises(ValueError, match=r"out was made from other text or with other settings: name another --out"):
         own_text(texts, out, 0.26, None, own)
@@ -243,7 +243,7 @@ def test_examples_are_held_out_texts_with_one_word_masked(
         ((), 1, 0.0, "It was too short to tell what longer training would bring."),
     ],
 )
-def test_the_outlook_depends_on_the_course_of_the_accuracy(
+def test_the_report_says_whether_longer_training_would_help(
     accuracies: tuple[float, ...], best: int, times: float, said: str
 ) -> None:
     records = [

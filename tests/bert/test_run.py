@@ -106,7 +106,7 @@ def start(small_run: SmallRun, tmp_path: Path, clock: Clock, monkeypatch: pytest
 
 
 def step_line(step: int, tokens_per_s: int, eta: str) -> str:
-    """A step waits 0.5 s (11.1 %) for data and computes for 2 x 1.5 + 1 s, so 16 sequences a step are 3.6 a second."""
+    """A step waits 0.5 s (11.1 %) for data and computes for 2 x 1.5 + 1 s, so 16 sequences per step are 3.6 per second."""
     return (
         f"step {step:>6}  samples {16 * step:>9}   4500.0 ms       3.6 seq/s {tokens_per_s:>10} tok/s  wait 11.1 %  loss #  "
         f"lr {5e-5 * (step - 1):.2e}  eta {eta}"
@@ -132,8 +132,8 @@ def test_a_resumed_run_ends_with_the_weights_of_the_whole_run(
     assert (done.status, done.checkpoints) == (1, ["step_00000004"])
     assert done.output == [
         "log in TMP/r/tiny_cpu/bert/result_0.txt",
-        "at most 6 steps of 16 sequences, 2 evaluations of 50: about 0:34",  # 6 + 0.4 x 100 / 16 steps of 4 s
-        step_line(2, rates[0], "at most 0:16"),  # 88 - 32 samples remain, at 32 in 9 s
+        "at most 6 steps of 16 sequences, 2 evaluations of 50: about 0:34",  # 4 s for each of 6 + 0.4 x 100 / 16 steps
+        step_line(2, rates[0], "at most 0:16"),  # 32 samples took 9 s, and 88 - 32 remain
         step_line(3, rates[1], "at most 0:11"),
         eval_line(3),
         step_line(4, rates[2], "at most 0:09"),
@@ -162,7 +162,7 @@ def test_a_resumed_run_ends_with_the_weights_of_the_whole_run(
 
 
 def test_the_log_states_the_settings_and_the_counts(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A rank's own time, by which stragglers are found, excludes exchanges with other ranks of its model copy."""
+    """Slow ranks are found by each rank's own time, without its exchanges with other ranks of its model copy."""
     own_seconds = []
     monkeypatch.setattr(Stragglers, "add", lambda _, seconds: own_seconds.append(seconds) or [])
     done = start(
@@ -274,7 +274,7 @@ def test_a_signal_ends_the_run_with_a_checkpoint_after_the_interval(start: Start
     assert [record.key for record in log.records][-4:] == ["block_stop", "train_samples", "eval_samples", "run_stop"]
 
 
-def test_gradients_that_remain_nan_end_the_run_and_are_not_checkpointed(start: Start, tmp_path: Path) -> None:
+def test_a_run_ends_without_new_checkpoints_if_gradients_remain_nan(start: Start, tmp_path: Path) -> None:
     def spoil(step: TrainingStep, number: int) -> None:
         if number > 3:
             step.flat.gradients_P[5] = math.nan
@@ -299,7 +299,7 @@ def test_gradients_that_remain_nan_end_the_run_and_are_not_checkpointed(start: S
 def test_a_restarted_run_resumes_without_the_setting_resume(
     start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """torchrun's count of restarts, or checkpoints of the same job, show a restart. Under torchrun, a regular end is 0."""
+    """torchrun's count of restarts or checkpoints of the same job show a restart. Under torchrun, a regular status is 0."""
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job")
     first = start(training__max_steps=3, checkpoint__folder=tmp_path / "c", checkpoint__every_steps=2)
     assert first.status == 0
@@ -312,13 +312,13 @@ def test_a_restarted_run_resumes_without_the_setting_resume(
                 start(**ways)
             continue
         done = start(**ways)
-        monkeypatch.delenv("TORCHELASTIC_RESTART_COUNT", raising=False)  # now only the job shows a restart
+        monkeypatch.delenv("TORCHELASTIC_RESTART_COUNT", raising=False)  # now only checkpoints of the same job show it
         assert done.output[-1].endswith("(resumed: no timed result)")
         assert ("d_batch_size", 8, {}) in done.log
         assert ("gradient_accumulation_steps", 2, {}) in done.log
 
 
-def test_random_seeds_have_31_bits_and_the_claim_file_names_the_log(
+def test_random_seeds_have_31_bits_and_the_claim_file_holds_the_path_of_the_log(
     start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MLPERF_BERT_CLAIM", str(tmp_path / "a claim"))
@@ -328,19 +328,19 @@ def test_random_seeds_have_31_bits_and_the_claim_file_names_the_log(
     assert (tmp_path / "a claim").read_text() == f"{done.result}\n"
 
 
-def test_a_dry_run_says_that_it_is_ready_and_writes_no_log(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_dry_run_says_that_the_run_is_ready_and_writes_no_log(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     ready = ["tiny_cpu: ready, results would go to TMP/r/tiny_cpu/bert/result_0.txt"]
     done = start(print, "--dry-run")
     assert (done.status, done.output, done.result.exists()) == (0, ready, False)
     if not torch.cuda.is_available():
         warning = "warning: training.device is cuda, but PyTorch sees no GPU here: this run needs a machine with GPUs"
         assert start(print, "--dry-run", training__device="cuda").output == [warning, *ready]
-        monkeypatch.setenv("MLPERF_BERT_CLAIM", "file")  # a run would follow the dry run
+        monkeypatch.setenv("MLPERF_BERT_CLAIM", "file")  # means that a run follows on this machine
         with pytest.raises(ValueError, match="is cuda, but PyTorch sees no GPU here"):
             start(print, "--dry-run", training__device="cuda")
 
 
-def test_site_steps_need_several_sites_unless_the_run_is_elastic(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_several_steps_per_site_need_several_sites_or_elasticity(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     ways = {"training__site_steps": 2, "evaluation__interval_samples": 32, "training__max_steps": 2}
     with pytest.raises(ValueError, match=r"site_steps is 2, but all ranks are at one site: set MLPERF_BERT_SITE"):
         start(**ways)
@@ -396,7 +396,7 @@ def test_an_error_ends_all_ranks_with_its_status_and_a_fault_is_written_to_the_l
 
 
 @pytest.mark.usefixtures("clock")
-def test_a_rank_that_stops_for_another_host_first_waits_for_its_own_signal(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_waits_for_its_own_signal_if_another_rank_got_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """The replaced ``all_reduce_`` returns the sum over two ranks. The other rank has received a signal."""
     interruption = Interruption()
     assert not bert.run._stopped_for_others(interruption, CPU), "no rank has got a signal"

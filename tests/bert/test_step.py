@@ -40,7 +40,7 @@ def test_statistics_are_means_over_the_steps_since_the_last_fetch(step: Training
 
 
 @pytest.mark.parametrize(("rank", "share", "counts"), [(0, 1 / 4, True), (1, 3 / 4, True), (3, 3 / 4, False)])
-def test_statistics_of_a_site_are_weighted_by_its_share_of_the_ranks(rank: int, share: float, counts: bool) -> None:
+def test_each_sites_statistics_are_weighted_by_its_share_of_the_ranks(rank: int, share: float, counts: bool) -> None:
     """Every rank counts its losses and tokens. The first rank of a site counts the site's steps and their norms."""
     mesh = Mesh(rank, 4, 0, torch.device("cpu"), tuple((each,) for each in range(4)), sites=("a", "b", "b", "b"))
     statistics = Statistics(mesh, apart=True)

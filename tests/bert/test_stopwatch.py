@@ -7,7 +7,7 @@ from bert.execution.stopwatch import DeviceStopwatch, Stopwatch
 from tests.bert.conftest import Clock
 
 
-def test_an_exchange_counts_in_its_phase_and_a_nested_phase_does_not(clock: Clock) -> None:
+def test_an_exchange_counts_as_time_of_its_phase_but_a_nested_phase_does_not(clock: Clock) -> None:
     stopwatch, phases = Stopwatch(), []
     for phase in ("forward_backward", "update"):
         with stopwatch.time(phase):

@@ -40,7 +40,7 @@ def three_steps() -> None:
             copy.input_ids.add_(1)
 
 
-def test_batches_are_copied_on_a_separate_stream_that_waits_for_no_step(timeline: Timeline):
+def test_batches_are_copied_on_a_separate_stream_that_does_not_wait_for_steps(timeline: Timeline):
     three_steps()
     main, side = timeline.streams
     assert timeline.operators[side] > timeline.operators[main] == 3
@@ -56,7 +56,7 @@ def test_batches_are_copied_on_a_separate_stream_that_waits_for_no_step(timeline
     ids=["arrival", "memory"],
 )
 @pytest.mark.usefixtures("timeline")
-def test_batches_that_are_read_too_early_or_freed_too_early_are_detected(
+def test_the_timeline_detects_batches_that_are_read_or_freed_too_early(
     owner: type, name: str, message: str, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(owner, name, lambda *_: None)
@@ -64,7 +64,7 @@ def test_batches_that_are_read_too_early_or_freed_too_early_are_detected(
         three_steps()
 
 
-def test_sums_wait_for_gradients_and_a_step_for_the_sums_that_it_reads(timeline: Timeline):
+def test_gradient_sums_wait_for_gradients_and_a_step_waits_for_sums_that_it_reads(timeline: Timeline):
     stream = gradients.CommunicationStream(META)
     one, other = torch.empty(4, device=META), torch.empty(4, device=META)
 

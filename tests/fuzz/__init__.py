@@ -1,1 +1,1 @@
-"""Fuzzing of all readers of strangers' files: damaged inputs, and checks that must hold for each of them."""
+"""Fuzzing of all readers of untrusted files: damaged inputs, and checks that must hold for each of them."""

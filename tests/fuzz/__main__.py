@@ -1,4 +1,4 @@
-"""Fuzz the readers of strangers' files for minutes: ``python -m tests.fuzz [--minutes N] [--jobs N] [TARGET ...]``.
+"""Fuzz the readers of untrusted files for minutes: ``python -m tests.fuzz [--minutes N] [--jobs N] [TARGET ...]``.
 
 With the package atheris, coverage guides the inputs; otherwise Hypothesis draws them at random. Failing inputs are kept in
 .hypothesis, tried first in the next run, and reduced to the smallest. A target stops at its first failure.
@@ -84,7 +84,7 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    if "--only" in sys.argv:  # started by `report`
+    if "--only" in sys.argv:  # `report` has started this process
         fuzz(sys.argv[2], float(sys.argv[4]), guided="--guided" in sys.argv)
     else:
         sys.exit(main())

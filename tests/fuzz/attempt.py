@@ -33,7 +33,7 @@ _OF_OFFICIAL_TOOLS = f"{gettempdir()}/compliance-"
 
 @dataclass(frozen=True)
 class Target:
-    """A reader of strangers' files.
+    """A reader of untrusted files.
 
     Attributes:
         read: function that reads ``file`` in a folder of its own, and asserts what must hold for any file. It may raise
@@ -76,7 +76,7 @@ def trial(target: Target, folder: Path | str, **changed: Any) -> Any:
     seeds, path = target.seeds(), Path(folder, target.file)
     path.write_bytes(seeds[0])
     path.with_name("out").unlink(missing_ok=True)
-    target.read(path)  # without limits: imports modules and fills caches
+    target.read(path)  # first without limits, because it imports modules and fills caches
 
     @settings(patient, **changed)
     @given(damaged(seeds))
@@ -108,7 +108,7 @@ def attempt(target: Target, content: bytes, folder: Path) -> None:
         except target.allowed as error:
             said = visible(error).replace(str(folder), "FOLDER")
             assert len(said) < _LONGEST_MESSAGE, f"{len(said)} characters: {said}"
-            # The file "said" stands for data from a socket, which has no name.
+            # A target with the file name "said" reads from a socket, so its message need not name a file.
             assert target.file in said or "FOLDER" in said or target.file == "said", f"names no file: {said}"
         except SystemExit as end:
             raise AssertionError(f"ends the process with {end.code}") from end

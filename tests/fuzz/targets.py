@@ -1,4 +1,4 @@
-"""The table of all readers of strangers' files."""
+"""The table of all readers of untrusted files."""
 
 import gzip
 import json
@@ -61,7 +61,7 @@ BEAT = b'{"phase": "forward", "step": 3, "entered": 4, "limit": 60.0}\n'
 
 reread_settings = rewritten(inputs.take_settings, inputs.write_header)
 reread_vocabulary = rewritten(data.take_vocabulary, lambda found, path: path.write_bytes(found.content))
-reread_text = rewritten(  # with a byte order mark, because U+FEFF may also be the first letter
+reread_text = rewritten(  # with a byte order mark, because a first letter U+FEFF would be taken for one
     lambda path: read_documents([path]),
     lambda found, path: path.write_text("\n\n".join(map("\n".join, found)), "utf-8-sig"),
 )

@@ -1,4 +1,4 @@
-"""Fuzz each reader of strangers' files for about a second, with the same damaged files in every run."""
+"""Fuzz each reader of untrusted files for about a second, with the same damaged files in every run."""
 
 from pathlib import Path
 

@@ -78,7 +78,7 @@ class Cost:
     instructions: str
     """Keys of ``INSTRUCTIONS`` that occur in the kernel, separated by spaces."""
     products: int
-    """Number of asynchronous matrix products of sm_90 that were checked for hazards, in both versions of the kernel."""
+    """Number of asynchronous matrix products of sm_90 checked for hazards in both versions that ``cost`` compiles."""
     hazards: list[str]
     """Writes to registers that a product still needs."""
 

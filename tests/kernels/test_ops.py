@@ -31,7 +31,7 @@ def test_a_definition_without_a_row_raises() -> None:
 
 
 def test_every_function_in_the_table_exists() -> None:
-    """This needs neither apex nor flash-attn, because their modules import them only when they are called."""
+    """This needs neither apex nor flash-attn, because the adapters import them only when an op is called."""
     for name, row in TABLE.items():
         for implementation in row:
             if implementation.requires != "triton" or find_spec("triton"):

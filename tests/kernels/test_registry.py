@@ -44,7 +44,7 @@ def test_auto_takes_the_first_implementation_that_supports_the_inputs(op: Op[[Te
             assert op(ones, 2.0).tolist() == [2, 2, 2]
 
 
-def test_an_explicit_choice_runs_or_raises_with_the_reason(op: Op[[Tensor, float], Tensor]) -> None:
+def test_an_explicitly_chosen_implementation_runs_or_raises_the_reason(op: Op[[Tensor, float], Tensor]) -> None:
     ones = torch.ones(3)
     with op.using("reference"):
         assert op(ones, 2.0).tolist() == [2, 2, 2]
@@ -79,7 +79,7 @@ def test_auto_prefers_the_measured_implementation_if_it_supports_the_inputs(op: 
 
 
 def test_takes_raises_only_if_asked_about_an_explicit_choice_that_is_unusable(op: Op[[Tensor, float], Tensor]) -> None:
-    """A layer uses ``takes`` to ask whether attention makes its casts. If not, attention with casts need not be usable."""
+    """``takes`` says whether the op would use an implementation. It is no error if another, unusable one is chosen."""
     ones = torch.ones(3)
     assert [name for name in op.implementations if op.takes(name, ones, 2.0)] == ["fast"]
     op.prefer({signature(ones, 2.0): "picky"})

@@ -117,8 +117,8 @@ def attention_cases() -> Iterator[Case]:
     ):
         sizes = Size((*lengths, rest), max(lengths), hidden=heads * size, heads=heads)
         ops = ["varlen_self_attention"]
-        # Longer sequences take seconds in the interpreter, so only the first op, which runs the same kernels, has them.
-        # Another test compares the casts with the first op's results.
+        # Longer sequences take seconds in the interpreter, so only this op has them. The others launch its kernels.
+        # Another test compares the results of ``attention_cast_fp8`` with this op's.
         if sum(lengths) < 100:
             ops += ["varlen_attention", *["attention_cast_fp8"] * (dtype == FP32)]
         for op in ops:

@@ -17,8 +17,8 @@ WAIT = "WARPGROUP.DEPBAR.LE gsb0, 0x0"
 """The instruction that waits for all asynchronous products."""
 
 _INSTRUCTION = re.compile(r"^\s*/\*([0-9a-f]{4,})\*/\s+(@\S+ )?([A-Z][\w.]*) *([^;]*?) *;", re.M)
-_LEFT_REGISTERS = 4  # 64 rows of 32 bytes, shared by 128 threads
-_WITHOUT_RESULT = ("BAR", "FCHK", "NANOSLEEP", "WARPSYNC")  # they only read their first operand
+_LEFT_REGISTERS = 4  # registers per thread: 128 threads hold 64 rows of 32 bytes
+_WITHOUT_RESULT = ("BAR", "FCHK", "NANOSLEEP", "WARPSYNC")  # their first operand is only read
 
 
 class _Instruction(NamedTuple):
@@ -62,7 +62,7 @@ def variants(configurations: Iterable[Configuration]) -> Iterator[Configuration]
             both = plain, replace(plain, name=f"{plain.name}, fp16", signature=signature)
             yield both[1]
             if plain.constexprs["HEAD_SIZE"] == 32:
-                narrow = plain.constexprs | {"HEADS": 8, "HEAD_SIZE": 16}  # with the same strides
+                narrow = plain.constexprs | {"HEADS": 8, "HEAD_SIZE": 16}  # the strides stay the same
                 yield from (replace(each, name=f"{each.name}, E = 16", constexprs=narrow) for each in both)
 
 

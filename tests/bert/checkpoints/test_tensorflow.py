@@ -28,7 +28,7 @@ WHOLE = ["tf1", "tf1_snappy", "tf1_sharded"]
 
 
 def sealed_index(index: bytes) -> bytes:
-    """Return an index, which has one block of tensors, with the correct checksum of every block."""
+    """Return an index with one block of tensors and the correct checksum of every block."""
     content, numbers, place = bytearray(index), [], 0
     with suppress(ValueError):
         for _ in range(4):
@@ -146,7 +146,7 @@ LONG = b"w" * 1024
 
 
 def record(shared: int, fresh: bytes) -> bytes:
-    """Return a valid tensor's record. Its name is the previous name's first ``shared`` bytes and ``fresh``."""
+    """Return a valid tensor's record. Its name is ``fresh`` after the first ``shared`` bytes of the previous name."""
     return number(shared) + number(len(fresh)) + number(len(GOOD[1])) + fresh + GOOD[1]
 
 
@@ -286,7 +286,7 @@ def test_a_hostile_tensor_is_refused(tmp_path: Path, value: bytes, message: str)
 
 
 def test_a_tensor_too_large_for_a_bert_is_not_read(tmp_path: Path):
-    """The data file is sparse. Rejecting it must not read it or allocate memory of its apparent size."""
+    """The size is checked without reading the tensor. Its data file is sparse and seems to have 1 GiB."""
     for rows in (2**28, 2**28 + 1):
         prefix = written(tmp_path, index((b"w", entry(rows, size=4 * rows))))
         os.truncate(tmp_path / "x.data-00000-of-00001", 4 * rows)

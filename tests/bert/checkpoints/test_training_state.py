@@ -191,7 +191,7 @@ def test_a_full_disk_gives_a_warning_and_unexpected_errors_end_the_run(
 
     run.take(0)
     monkeypatch.setattr(writer, "write_safetensors", fail)
-    [told] = run.save(1)  # fails, and must keep the earlier checkpoint of step 1
+    [told] = run.save(1)  # must fail and keep the earlier checkpoint of step 1
     assert told.startswith(f"warning at step 1: no checkpoint was written: {run.folder}")
     assert told.endswith(os.strerror(errno.ENOSPC))
     run.checkpoints.poll(Position(1, 0))
@@ -287,7 +287,7 @@ def test_resuming_with_different_settings_or_data_is_refused(make: Make, small_r
 
 def test_checkpoints_of_another_run_are_kept(make: Make, capsys: pytest.CaptureFixture[str]) -> None:
     """Two runs may share a folder if locks do not work. ``checkpoint.keep`` does not count broken checkpoints."""
-    for steps in (1, 8):  # broken checkpoints: step 1 may be removed, and step 8 does not count as kept
+    for steps in (1, 8):  # broken: that of step 1 may be removed, and that of step 8 does not count
         (make().folder / f"step_{steps:08}").mkdir(parents=True)
     first, second = make(checkpoint__keep=1), make(checkpoint__keep=1)
     for steps in (2, 4, 6):
@@ -339,8 +339,8 @@ def test_micro_batches_never_exceed_the_largest_size_that_fits(
         assert batch >= ranks * allocation.accumulation  # each micro-batch has at least one sequence
         assert allocation.fitting == max(fitting, allocation.sequences)
         assert allocation.sequences <= fitting or fitting == 1
-        if allocation.accumulation > 1 and allocation.sequences <= fitting:  # one micro-batch fewer would not fit
-            assert -(-batch // (ranks * (allocation.accumulation - 1))) > fitting
+        if allocation.accumulation > 1 and allocation.sequences <= fitting:
+            assert -(-batch // (ranks * (allocation.accumulation - 1))) > fitting, "one micro-batch fewer would fit"
         fitting = allocation.fitting
 
 
@@ -358,7 +358,7 @@ def test_rebalancing_adds_micro_batches_if_ranks_are_lost_and_removes_them_if_ra
     assert training_state.rebalance_batch(made, first, 3).training.gradient_accumulation_steps == 4
 
 
-def test_changes_list_lost_gained_and_moved_hosts_and_the_new_batch_shares() -> None:
+def test_changes_name_lost_gained_and_moved_hosts_and_new_shares_of_the_batch() -> None:
     first = Allocation.of(hosts(4, 2), config(32), sites=["a"] * 8)
     assert training_state.changes(first, first) == []
     then = Allocation.of(["h0", "h0", "h1", "h9", "h9", "\x1b[2J"], config(32, 2), first, ["b"] * 6)

@@ -216,7 +216,7 @@ def test_export_needs_the_vocabulary_of_the_model(tmp_path: Path, capsys: pytest
     given = NormalizationOptions(do_lower_case=True, strip_accents=True)
     convert(tmp_path / "ours.safetensors", "hugging-face", tmp_path / "given", normalization=given)
     (tmp_path / "tokenizer_config.json").unlink()
-    save_weights(drawn_model(CONFIG, 0), tmp_path / "ours.safetensors")  # without the vocabulary's digest
+    save_weights(drawn_model(CONFIG, 0), tmp_path / "ours.safetensors")  # this file lacks the vocabulary's digest
     for words in (24, 26):  # 30 is not a multiple of 8, so no row can be padding
         write_vocabulary(tmp_path / "vocab.txt", words)
         with pytest.raises(ValueError, match=f"{words + 5} tokens, but the model's word embedding table has 30 rows"):
@@ -267,7 +267,7 @@ def renamed(path: Path, rename: Callable[[str], str]) -> None:
 
 @pytest.mark.parametrize("prefix", ["module.", "_orig_mod.", "module._orig_mod.", "_orig_mod.module.module."])
 def test_prefixes_that_torch_compile_and_ddp_add_are_removed(saved: Path, theirs: Path, prefix: str):
-    """Names in the folder ``bare`` also lack "bert.", like the names of a wrapped ``BertModel``."""
+    """Names in the folder ``bare`` also lack "bert.", as if ``BertModel`` had been wrapped."""
     bare = shutil.copytree(theirs, theirs.with_name("bare"))
     for path, rename in (
         (saved, lambda name: prefix + name),

@@ -169,7 +169,7 @@ def test_errors_of_ranks_other_than_0_name_the_rank(
         )
 
 
-def test_an_old_pytorch_is_refused_before_other_errors(
+def test_an_old_pytorch_is_refused_before_other_errors_are_found(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for version in ("2.11.0a0+a6c236b9fd.nv26.03", "3.0.0"):
@@ -273,7 +273,7 @@ def test_an_invalid_settings_file_is_refused(name: str, content: str | None, mes
     assert "\n" not in str(caught.value)
     assert str(tmp_path / name) in str(caught.value)
     assert len(str(caught.value)) < 500
-    if "seed" in message or "target" in message:  # on the command line, these settings cause an error without the file
+    if "seed" in message or "target" in message:  # given as arguments, the settings cause the same error
         with pytest.raises(ValueError, match=message) as caught:
             parse(["tiny_cpu", *arguments_of(tmp_path / name, None)[1]])
         assert name not in str(caught.value)

@@ -55,7 +55,7 @@ def arguments(recipe: str, wikipedia: Path, results: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("recipe", GPU_RECIPES)
-def test_a_recipe_fits_its_number_of_gpus_and_not_5(recipe: str, wikipedia: Path, tmp_path: Path) -> None:
+def test_a_recipe_fits_its_number_of_gpus_but_not_5_gpus(recipe: str, wikipedia: Path, tmp_path: Path) -> None:
     config = parse(arguments(recipe, wikipedia, tmp_path))
     assert config.recipe == recipe
     inputs, training = check(config, gpus(recipe)), config.training
@@ -98,7 +98,7 @@ OTHERS = {
     "dgxa100_128x8": ((0.71, 0.88), 0.0166629, (256, -76), 7_000_000),
     "dgxa100_512x8": ((0.75, 0.9), 0.0166629, (290, -100), 12_000_000),
 }
-"""Settings that the page's table omits: betas, weight decay, warm-up steps and their start, maximum number of samples."""
+"""Settings that the documented table omits: betas, weight decay, warm-up steps, their start, and maximum samples."""
 
 
 def row(config: Config) -> str:
@@ -119,7 +119,7 @@ def test_the_table_in_the_documentation_lists_the_recipes_settings() -> None:
     assert table == [HEAD, "|---" * HEAD.count(" | ") + "|---|", *rows]
 
 
-def test_settings_that_the_page_omits_equal_the_recorded_settings() -> None:
+def test_settings_that_the_table_omits_have_the_recorded_values() -> None:
     found = {}
     for name in GPU_RECIPES:
         optimizer, training = RECIPES[name]().optimizer, RECIPES[name]().training

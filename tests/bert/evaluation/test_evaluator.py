@@ -107,7 +107,7 @@ def test_tokens_with_the_ignored_id_are_excluded_from_the_accuracy(
         assert (found.correct, found.count) == (int((counted == token).sum()), len(counted))
 
 
-def test_an_evaluation_set_whose_masked_tokens_are_all_unknown_is_refused(
+def test_an_evaluation_set_with_only_unknown_masked_tokens_is_refused(
     small_run: SmallRun, model: BertForPreTraining, tmp_path: Path
 ) -> None:
     dataset = with_unknown(small_run, tmp_path / "none", every=1)
@@ -117,7 +117,7 @@ def test_an_evaluation_set_whose_masked_tokens_are_all_unknown_is_refused(
 
 
 @pytest.mark.parametrize("world_size", [3, 64])
-def test_counts_of_all_ranks_add_up_to_those_of_one_rank(
+def test_the_counts_of_several_ranks_add_up_to_the_counts_of_one_rank(
     dataset: Dataset, model: BertForPreTraining, world_size: int
 ) -> None:
     """The set has 50 samples, so some of 64 ranks have none."""

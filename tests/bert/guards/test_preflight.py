@@ -176,7 +176,7 @@ def test_a_run_is_refused_if_a_disk_has_too_little_free_space(
     folder, results, weights = tmp_path / "disk", tmp_path / "results", tmp_path / "weights" / "last.safetensors"
     config = parse(small_run.arguments(results))
     size = 4 * sum(parameter.numel() for parameter in BertForPreTraining(config.model).parameters())
-    # The logs need 16 MiB, weights 4 bytes a parameter, and two kept checkpoints and a new one 12 bytes each.
+    # The logs need 16 MiB, the weights 4 bytes per parameter, and each of three checkpoints 12 bytes per parameter.
     free = {tmp_path: 16 << 20, folder: 9 * size, weights.parent: size}
     monkeypatch.setattr(shutil, "disk_usage", lambda place: SimpleNamespace(free=free[place]))
     folder.mkdir()

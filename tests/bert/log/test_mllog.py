@@ -65,7 +65,7 @@ def test_a_line_equals_the_official_loggers_line(
     [ours] = lines_of(tmp_path / "result_0.txt")
     [record] = read_log(tmp_path / "result_0.txt").records
     write(MLLogger(logger), key, value, metadata=record.metadata, time_ms=record.time_ms)
-    assert official[-1] == ours  # the last one, because a warning may precede it
+    assert official[-1] == ours  # a warning may precede the official line
 
 
 def test_a_log_without_lines_is_empty_and_may_be_closed_twice(tmp_path: Path) -> None:
@@ -140,7 +140,7 @@ def test_records_that_break_a_rule_are_not_written(
     assert not before.problems
     assert "eval_samples" not in [record.key for record in before.records[-1:]], "a refused run_stop writes no counts"
     written = len(lines_of(path))
-    log.abort()  # must still complete the log
+    log.abort()  # must complete the log in spite of the rejected call
     log.close()
     keys = [record.key for record in read_log(path).records]
     assert keys[-1] == "run_stop" if "init_start" in keys else len(keys) == written
@@ -211,7 +211,7 @@ def test_a_full_disk_raises_an_os_error_with_the_logs_path(tmp_path: Path) -> No
 
 @at_most(30)
 @given(st.integers(1, 5000), st.integers(1, 3000), st.lists(st.floats(0, 0.59), max_size=6), st.text(min_size=1))
-def test_any_valid_open_run_is_read_back_without_problems(
+def test_any_valid_run_of_the_open_division_is_read_back_without_problems(
     tmp_path_factory: pytest.TempPathFactory, interval: int, batch: int, accuracies: list[float], org: str
 ) -> None:
     assume(org.strip())
@@ -252,7 +252,7 @@ def test_the_lowest_free_number_is_chosen_without_creating_a_file(tmp_path: Path
 
 
 @pytest.mark.parametrize("there", ["result_5.txt", "metrics_5.jsonl"])
-def test_a_run_number_that_is_taken_is_refused(tmp_path: Path, there: str) -> None:
+def test_a_taken_run_number_is_refused(tmp_path: Path, there: str) -> None:
     made(tmp_path, there)
     for take in (choose_files, create_log):
         with pytest.raises(ValueError, match=f"{there} exists already"):

@@ -63,7 +63,7 @@ def assert_same(found: Found, expected: Found) -> None:
 def test_fused_layers_give_the_losses_gradients_and_magnitudes_of_separate_passes(
     autocast: bool, recompute: Recompute
 ) -> None:
-    """On a CPU, PyTorch computes attention, so its output is cast separately. Recomputed layers pass no casts on."""
+    """PyTorch computes attention on a CPU; its output is cast separately. Recomputed layers pass no casts to the next."""
     batch = small_batch()
     plain = trained(CONFIG, batch, autocast, fused=False)
     assert_same(trained(CONFIG, batch, autocast, fused=True, recompute=recompute), plain)
@@ -92,7 +92,7 @@ def test_attention_and_casts_are_separate_if_their_implementations_differ(
 
 
 @pytest.mark.parametrize(("fused", "separate"), [(1.0, 2.0), (2.0, 1.0)])
-def test_a_layer_uses_the_form_of_attention_that_was_measured_to_be_faster(
+def test_a_layer_uses_attention_with_or_without_casts_whichever_is_faster(
     monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest, fused: float, separate: float
 ) -> None:
     """The tuner always measures attention with and without FP8 casts. On a CPU, fakes replace Triton's kernels."""

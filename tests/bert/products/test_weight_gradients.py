@@ -1,6 +1,6 @@
-"""Weight gradients that bypass autograd and 16-bit weight copies give the results of autograd and autocast, on a CPU.
+"""16-bit copies of weights, and weight gradients that bypass autograd, give the results of autocast and autograd.
 
-The step is patched to use the op that adds products to gradients, as on a GPU, by its reference implementation.
+The tests run on a CPU. As on a GPU, steps use the op that adds products to gradients, in its reference implementation.
 """
 
 from collections import Counter
@@ -95,7 +95,9 @@ def test_steps_that_bypass_autograd_agree_with_steps_of_autograd(
 
 @pytest.mark.usefixtures("as_on_a_gpu")
 @pytest.mark.parametrize("precision", ["bf16", "fp8"])
-def test_the_first_micro_batch_overwrites_the_last_steps_gradients(small_run: SmallRun, precision: str) -> None:
+def test_the_first_micro_batch_overwrites_the_gradients_of_the_previous_step(
+    small_run: SmallRun, precision: str
+) -> None:
     expected, found = (made(precision) for _ in range(2))
     weights = product_weights(found.model, True)
     assert len(weights) == 4 * len(found.model.layers) - 1 + 1, "products and the word table"
@@ -108,8 +110,8 @@ def test_the_first_micro_batch_overwrites_the_last_steps_gradients(small_run: Sm
 
 
 @pytest.mark.usefixtures("as_on_a_gpu")
-def test_steps_update_the_weight_copies_and_leave_only_gradients_that_are_overwritten(small_run: SmallRun) -> None:
-    """Copies equal the weights after a warm-up and a step. A step zeroes all gradients that the next does not overwrite."""
+def test_a_step_updates_the_weight_copies_and_zeroes_gradients_that_are_not_overwritten(small_run: SmallRun) -> None:
+    """Copies equal the weights after a warm-up and a step. A step zeroes all gradients that the next step adds to."""
     step = made()
     assert isinstance(step.optimizer, Lamb)
     step.warm_up(global_batch(small_run), 1)
@@ -202,7 +204,7 @@ def test_every_parameters_hook_runs_once_when_its_gradient_is_complete(small_run
         assert torch.equal(gradient, left), f"{name} gets more after its hook"
 
 
-def test_a_weight_whose_grad_is_none_gets_its_gradient_from_autograd() -> None:
+def test_autograd_creates_the_gradient_of_a_weight_whose_grad_is_none() -> None:
     """Ranks that keep only gradient shards start with ``grad`` None. The first pass creates an fp32 gradient."""
     dense, x = Dense(16, 8), torch.randn(5, 16, generator=torch.Generator().manual_seed(0))
     with torch.no_grad():

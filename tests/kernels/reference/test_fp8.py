@@ -173,7 +173,7 @@ def test_scaled_products_give_reasons_against_unsupported_types_and_sizes(
 
 def test_fp8_needs_compute_capability_8_9_on_a_gpu(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert capability_reasons(torch.device("cuda")) == []  # as for fake tensors without a GPU
+    assert capability_reasons(torch.device("cuda")) == []  # fake tensors need no GPU
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     for found, reasons in (((8, 9), []), ((8, 6), ["compute capability 8.6, FP8 needs 8.9"])):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _, found=found: found)

@@ -99,7 +99,7 @@ def test_a_skipped_first_step_keeps_minus_zero_and_zero_moments() -> None:
     assert not state.variance_P.any()
 
 
-def test_results_do_not_depend_on_the_size_of_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_results_do_not_depend_on_the_size_of_groups_of_segments(monkeypatch: pytest.MonkeyPatch) -> None:
     """Weights and moments are equal bit for bit. A skipped step counts once, not once per group."""
     segments = LAYOUTS["as in BERT"]
     flat, gradients = weights_and_gradients(segments, 2)
@@ -150,7 +150,7 @@ def test_casts_in_a_step_equal_separate_casts(monkeypatch: pytest.MonkeyPatch, g
 
 
 @pytest.mark.parametrize("step", [lamb_step.definition, triton_lamb.lamb_step], ids=["definition", "triton"])
-def test_a_gradient_that_is_overwritten_is_not_cleared(step: Callable[..., torch.Tensor]) -> None:
+def test_an_overwritten_gradient_is_not_cleared(step: Callable[..., torch.Tensor]) -> None:
     sizes, adapted, overwritten = (CHUNK + 5, 70, 16), (True, False, True), (True, False, False)
     flat, gradient = torch.randn(2, sum(sizes), generator=torch.Generator().manual_seed(0)).unbind()
     stepped = []

@@ -73,7 +73,7 @@ def test_a_step_copies_no_values_between_host_and_device(monkeypatch: pytest.Mon
     monkeypatch.setattr(torch, "autocast", lambda *_, **__: nullcontext())
     step = traced_step(Mesh(0, 1, 0, META), step_config(MODEL))
     choose_triton()
-    step([BATCH])  # creates cached tables, so it is not watched
+    step([BATCH])  # not watched, because the first step creates cached tables
     with Watch() as watch:
         step([BATCH, BATCH])
     assert len(watch.names) > 200
@@ -113,7 +113,7 @@ PIPELINES = [
     Shape("sharded_world", tensor=2, pipeline=2, ranks=8, local_size=8),
 ]
 Fault = Callable[[int, pytest.MonkeyPatch], object]
-"""Function that changes the library on one rank or on all ranks."""
+"""Function that breaks the library on one rank or on all ranks."""
 
 
 @contextmanager
@@ -124,7 +124,7 @@ def watched(rank: int) -> Iterator[tuple[Timeline, pytest.MonkeyPatch]]:
         # PyTorch raises an error if autocast is used on "meta" or queried for it.
         patch.setattr(torch, "autocast", lambda *_, **__: nullcontext())
         patch.setattr(torch, "is_autocast_enabled", lambda _device=None: False)
-        patch.setattr(Statistics, "fetch", lambda _: None)  # skip a read of the warm-up and of evaluations
+        patch.setattr(Statistics, "fetch", lambda _: None)  # the warm-up reads statistics on the host
         with Timeline(rank).watching(patch) as timeline:
             yield timeline, patch
 

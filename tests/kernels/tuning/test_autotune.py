@@ -253,7 +253,7 @@ def test_explicit_choices_restrict_how_attention_is_measured(
     assert attention.taken() == taken
 
 
-def test_a_call_without_memory_for_its_arguments_is_neither_measured_nor_dropped(
+def test_a_call_is_not_measured_if_its_arguments_do_not_fit_in_memory(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
     op = Grown(monkeypatch, {"slow": 2.0, "fast": 1.0})
