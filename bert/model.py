@@ -397,7 +397,7 @@ class BertForPreTraining(nn.Module):
     def next_dropout_state(self) -> Tensor | None:
         """Return seed and step of the next forward pass's dropout, int64 [2], or None outside training.
 
-        Each pass in training has its own step of the random streams.
+        Each pass in training has its own step, and so draws other random numbers.
         """
         if not self.training:
             return None

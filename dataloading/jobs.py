@@ -111,7 +111,7 @@ def begun(
     # looking for the description: it is the first file that the other process makes.
     has_files = existed and (not folder.is_dir() or any(not is_temporary(entry) for entry in folder.iterdir()))
     if (new := not path.exists()) and has_files:
-        raise ValueError(f"{folder} already exists; name a folder that does not exist or is empty")
+        raise ValueError(f"{folder} is not an empty folder; name one that does not exist or is empty")
     try:
         if new:
             folder.mkdir(parents=True, exist_ok=True)

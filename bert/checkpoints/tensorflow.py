@@ -178,7 +178,9 @@ def _entry(value: bytes) -> Entry:
     shape = tuple(_fields(dim)[0].get(1, 0) for dim in dims)
     # Numbers are unsigned here, so a negative number in a damaged file exceeds these bounds.
     if len(shape) > 8 or any(dim >= 1 << 40 for dim in shape) or max(offset, size) >= 1 << 62:
-        raise ValueError(f"no tensor has {counted(len(shape), 'dimension')} and {size:,} bytes at offset {offset:,}")
+        raise ValueError(
+            f"damaged: a tensor of {counted(len(shape), 'dimension')} and {size:,} bytes at offset {offset:,}"
+        )
     return Entry(dtype, shape, shard, offset, size, checksum, 7 in dict(messages))
 
 

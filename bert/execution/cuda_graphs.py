@@ -63,7 +63,7 @@ class CudaCapturer:
         graph = torch.cuda.CUDAGraph()
         self._graphs.append(graph)
         self._waiting.append((graph, function))
-        # The bound method keeps the capturer alive, so ``replay_of`` reuses the stream only after the replay is gone.
+        # A bound method refers to the capturer, so ``replay_of`` reuses the capturer's stream only after the replay is gone.
         return partial(self._replay, graph)
 
     def _replay(self, graph: torch.cuda.CUDAGraph) -> None:

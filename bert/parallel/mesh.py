@@ -136,7 +136,7 @@ class Mesh:
 
     @property
     def pipeline_rank(self) -> int:
-        """Index of this rank among ``pipeline_ranks``, which determines its layers."""
+        """Index of this rank among ``pipeline_ranks``. The index determines the rank's layers."""
         return self.coordinates[self.rank][1]
 
     @property

@@ -261,7 +261,7 @@ def group_by_host(identities: Sequence[Identity], one_launcher: bool = True) -> 
         if len(ranks) < announced:
             raise ValueError(
                 f"host {host} runs {counted(len(ranks), 'rank')} ({_listed(ranks)}), but its launcher announces "
-                f"{announced} per host: give all containers on a host the host's name"
+                f"{announced} per host: if they run in containers, give all containers of a host its name"
             )
         found = f"host {host} runs ranks {_listed(ranks)} with local ranks {_listed(local_ranks)}"
         if one_launcher and len({*local_ranks}) < len(ranks):
@@ -274,7 +274,7 @@ def group_by_host(identities: Sequence[Identity], one_launcher: bool = True) -> 
         # A rail joins ranks at equal positions on their hosts, and groups list ranks in ascending order. So a position
         # equals the local rank only if local ranks ascend with ranks.
         if local_ranks != sorted(local_ranks):
-            raise ValueError(f"{found}: number each host's ranks in the order of its local ranks")
+            raise ValueError(f"{found}: on each host, a higher rank must have a higher local rank")
     # A rail joins the ranks at one position of each host, so every host needs equally many ranks.
     if len({len(ranks) for ranks in hosts.values()}) > 1:
         counts = ", ".join(f"{host} {len(ranks)}" for (host, _), ranks in list(hosts.items())[:16])

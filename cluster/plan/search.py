@@ -200,7 +200,7 @@ class _Search:
         """Yield candidates that fit and accumulate fewer than ``enough`` micro-batches, largest micro-batches first."""
         sequences = like.sequences(self._target.world_size)
         for accumulation in range(1, enough):
-            # PyTorch's interleaved schedule needs rounds of equal size, each with a micro-batch for every stage.
+            # PyTorch's interleaved schedule needs rounds with a micro-batch for every stage.
             rounds = accumulation // like.pipeline
             if sequences % accumulation or rounds == 0 or (like.virtual_stages > 1 and accumulation % rounds):
                 continue

@@ -57,9 +57,9 @@ class Paths:
 
 
 def measure_paths(mesh: Mesh, rounds: Sequence[Pairs], turns: int, seconds: float) -> Paths:
-    """Measure every rank pair in ``rounds`` once a turn, for up to ``turns`` turns.
+    """Measure each rank pair that ``rounds`` lists, once a turn, for up to ``turns`` turns.
 
-    The first three turns always run. Later turns begin only until ``seconds`` have passed. All ranks must call this
+    The first three turns always run. No later turn begins after ``seconds`` have passed. All ranks must call this
     function at the same time.
     """
     partners = [next((pair for pair in pairs if mesh.rank in pair), None) for pairs in rounds]

@@ -22,7 +22,8 @@ from cluster.published.results import TABLE, Result, results_of_devices
 CALIBRATION = Path(__file__).with_name("calibration.json")
 
 TIME_SCALE, SAMPLES_SCALE = 0.03, 0.03
-"""Typical standard deviation of the logarithm of the time for given samples, and of the logarithm of the samples."""
+"""Typical standard deviations: of the logarithm of the time for a given number of training samples, and of the logarithm of
+that number."""
 
 INTERVAL = 0.8
 """Share of results that prediction intervals should contain."""

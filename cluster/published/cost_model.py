@@ -2,9 +2,10 @@
 
 A step consists of the time of its sequences on a device, a constant cost per micro-batch, the gradient's reduction, and the
 update. A sequence takes the time of its matrix products, which reach a share of the peak rate, plus the time of its memory
-traffic. It takes at least its energy divided by the device's power. The backward pass hides a part of the reduction inside
-nodes. The other part runs as one pipeline with the reduction between nodes, so the slower of the two determines the time.
-The fitted efficiency of the network includes the overlap of the reduction between nodes.
+traffic. It takes at least its energy divided by the device's power. Each reduction inside
+nodes runs partly during the backward pass. Its remaining part and the reduction between nodes form a pipeline, so the slower
+of the two determines the time. The reduction between nodes also overlaps with the backward pass, which the fitted efficiency
+of the network includes.
 """
 
 import re

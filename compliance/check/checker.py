@@ -108,7 +108,7 @@ def _candidates(logs: Sequence[Log], under: Callable[[str], list[_Examination]],
 
 def _verdict(examined: _Examination) -> Verdict:
     log, run = examined.log, examined.run
-    # If the file is not the log of one complete run, this defect causes the official complaints, so ignore them.
+    # If the file is not the log of one complete run, the official complaints come from that, so ignore them.
     findings = [*examined.findings, *(() if examined.defect else _unexplained(examined))]
     return Verdict(
         path=log.path,

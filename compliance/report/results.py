@@ -84,7 +84,7 @@ class ReportedRun:
 
     @property
     def best_error(self) -> float | None:
-        """Half of the best accuracy's 95 % confidence interval; None if its number of masked tokens is unknown."""
+        """Half of the best accuracy's 95 % confidence interval; None if the number of masked tokens is unknown."""
         error = self.best_record.error if self.best_record else math.nan
         return error if math.isfinite(error) else None
 

@@ -22,8 +22,8 @@ from dataloading.batches.permutation import shuffled
 Size = TypeVar("Size", int, NDArray[np.int64])
 
 _LINEAR_COST = 6144
-"""6 h for BERT-Large's hidden size h. A layer takes 24 h^2 operations for each token and 4 h for each pair of tokens, so
-one token costs as much as 6 h pairs."""
+"""Number of pairs of tokens that cost as much as one token: a layer of hidden size h takes 24 h^2 operations for each token
+and 4 h for each pair, so the number is 6 h. BERT-Large has h = 1024."""
 
 _FEW = 16
 """If micro-batches have at most this number of sequences, rounds with a sequence for each micro-batch would leave unequal

@@ -80,7 +80,7 @@ def write_dataset(folder: Path, samples: Samples, *, shards: int, info: DatasetI
 def new_folder(folder: Path) -> Iterator[Path]:
     """Yield an empty folder that becomes ``folder`` when the block ends without an error, and is removed otherwise."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise ValueError(f"{folder} already exists; name a folder that does not exist or is empty")
+        raise ValueError(f"{folder} is not an empty folder; name one that does not exist or is empty")
     with atomic_path(folder) as aside:
         aside.mkdir(parents=True)
         yield aside

@@ -153,7 +153,7 @@ class RaggedShard(Shard):
         self._labels = narrow(labels, np.uint8, f"{path}: next_sentence_labels")
         self.row_offsets = offsets_of(samples_in_row)
         self._row_of = np.repeat(np.arange(rows), samples_in_row)
-        # A row has as many elements as its samples in total.
+        # A row has as many elements as all its samples together.
         tokens, masked = (
             np.diff(offsets[self.row_offsets]) for offsets in (self.sequence_offsets, self.masked_lm_offsets)
         )

@@ -100,7 +100,7 @@ class CallKind:
 
 def _template(value: Any) -> Any:
     if isinstance(value, Tensor):
-        # The values of scalars (such as rates and scales) and of integers (such as ids and lengths) matter, so keep them.
+        # An op's time depends on scalars (such as rates) and integers (such as ids and lengths), so keep their values.
         if value.dim() and value.is_floating_point():
             like = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
             return like.requires_grad_(value.requires_grad)

@@ -162,7 +162,7 @@ def test_a_resumed_run_ends_with_the_weights_of_the_whole_run(
 
 
 def test_the_log_states_the_settings_and_the_counts(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Slow ranks are found by each rank's own time, without its exchanges with other ranks of its model copy."""
+    """Slow ranks are found by each rank's own time, which does not include exchanges with ranks of its model copy."""
     own_seconds = []
     monkeypatch.setattr(Stragglers, "add", lambda _, seconds: own_seconds.append(seconds) or [])
     done = start(

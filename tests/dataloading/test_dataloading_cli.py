@@ -148,7 +148,7 @@ def test_from_text_reports_its_data_sets_and_lost_text(run: Run, tmp_path: Path)
     assert printed[5].startswith(f"{out}/vocab.txt: 60 tokens; lower case, accents stripped")
     assert printed[6].startswith(f"warning: {out}/train: 22.2 % of the documents are dropped; ")
     assert f"text: {lost}" in run("verify", out / "train")
-    assert "already exists" in run("from-text", "--text", text, "--out", out, fails=True)
+    assert "is not an empty folder" in run("from-text", "--text", text, "--out", out, fails=True)
 
 
 PREPARE = "prepare --text text.txt --vocab vocab.txt --out data "
@@ -165,8 +165,8 @@ FROM_TEXT = "from-text --text text.txt --out data "
         (f"{PREPARE} --text empty.txt", "empty.txt: no text found"),
         (f"{PREPARE} --text binary.txt", "binary.txt: UTF-16; convert it"),
         (f"{PREPARE} --text text.txt text.txt", "--text names text.txt twice"),
-        (f"{PREPARE} --out .", "already exists"),
-        (f"{PREPARE} --out text.txt", "already exists"),
+        (f"{PREPARE} --out .", "is not an empty folder"),
+        (f"{PREPARE} --out text.txt", "is not an empty folder"),
         (f"{PREPARE} --out text.txt/data", "text.txt"),
         (f"{PREPARE} --max_seq_length 4", "max_seq_length is 4; expected 5 to 32767"),
         (f"{PREPARE} --max_seq_length 32768", "max_seq_length is 32768"),

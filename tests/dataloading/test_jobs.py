@@ -171,8 +171,8 @@ def test_a_failed_job_restores_its_folder_unless_a_file_is_finished(tmp_path: Pa
     (tmp_path / "file").touch()
     (tmp_path / "new" / "other").touch()
     for name, settings, why in (
-        ("file", {}, "already exists; name a folder that does not exist or is empty"),
-        ("new", {}, "already exists; name a folder that does not exist or is empty"),
+        ("file", {}, "is not an empty folder; name one that does not exist or is empty"),
+        ("new", {}, "is not an empty folder; name one that does not exist or is empty"),
         ("finished", {"jobs": 2, "seed": (2,)}, r"begun with other settings \(jobs, seed\); give the same settings"),
     ):
         with pytest.raises(ValueError, match=f"{tmp_path / name}:? {why}"):

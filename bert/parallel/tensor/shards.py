@@ -58,7 +58,10 @@ class Split:
 
 
 def split_of(name: str, shape: tuple[int, ...], ranks: int) -> Split | None:
-    """Return the division of a parameter, or None if it is replicated: norms, biases of sums, small tables and heads."""
+    """Return the division of a parameter, or None if every rank has all of it.
+
+    Ranks have all of the norms, of the biases that are added after a reduce-scatter, and of the small tables and heads.
+    """
     if name in ("embeddings.word", "decoder_bias"):
         return Split(shape, ranks, 0, multiple=WORDS_MULTIPLE)
     match name.split("."):

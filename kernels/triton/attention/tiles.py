@@ -43,7 +43,7 @@ def places_of_keys(BLOCK_K: tl.constexpr):
 def keep_columns(x, kept):
     """Set the dropped elements of fp32 ``x`` [rows, 16 * draws] to 0. Its columns have the order of ``places_of_keys``.
 
-    ``kept`` is int32 [rows, draws]. Bit i of a draw tells whether the element of the draw's key i is kept.
+    ``kept`` is int32 [rows, draws], 16 keys a draw. Bit i of a draw tells whether the element of its key i is kept.
     """
     ROWS: tl.constexpr = kept.shape[0]
     DRAWS: tl.constexpr = kept.shape[1]

@@ -123,7 +123,10 @@ IDENTITIES: list[tuple[list[tuple[object, ...]], object]] = [
     ([("localhost", "1", 0, 1), ("localhost", "2", 0, 1)], ((0,), (1,))),
     ([(f"h{rank}", "", 0, 1, site) for rank, site in enumerate("abab")], ((0,), (2,), (1,), (3,))),  # site after site
     ([("a", "", 0, 1)] * 2, "host a runs ranks 0, 1 with local ranks 0, 0: start one launcher per host"),
-    ([("a", "", 1, 2), ("a", "", 0, 2)], "host a runs ranks 0, 1 with local ranks 1, 0: number each host's ranks in"),
+    (
+        [("a", "", 1, 2), ("a", "", 0, 2)],
+        "host a runs ranks 0, 1 with local ranks 1, 0: on each host, a higher rank must",
+    ),
     ([("a", "", 0, 0), ("a", "", 1, 0), ("b", "", 0, 0)], "hosts have different numbers of ranks (a 2, b 1): start"),
     ([("pod0", "", 0, 2), ("pod1", "", 1, 2)], "host pod0 runs 1 rank (0), but its launcher announces 2 per host: "),
     ([("pod", "", 0, 0), ("pod", "", 1, 4)], "host pod runs 2 ranks (0, 1), but its launcher announces 4 per host"),

@@ -134,7 +134,7 @@ def test_the_writer_rejects_a_closed_run_whose_settings_differ_from_the_benchmar
 
 
 def run_until(*keys: str, samples: int = 150_080, resumed: int = 0) -> LoggedRun:
-    """Return a closed run with batch size 448 whose last records have these keys and `samples` as epoch_num."""
+    """Return a closed run with batch size 448 that ends with a record for each of `keys`. Their epoch_num is `samples`."""
     run = LoggedRun()
     run.resumed_samples = resumed
     settings = {"submission_division": "closed", "global_batch_size": 448}

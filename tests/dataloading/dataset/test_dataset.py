@@ -257,7 +257,7 @@ def test_a_failed_write_leaves_no_data_set(tmp_path: Path, samples: Samples) -> 
         with pytest.raises(ValueError, match=f"shards is {shards} for 23 samples; expected 1 to the number of samples"):
             write_dataset(tmp_path / "data", samples, shards=shards, info=INFO)
     (tmp_path / "data").write_text("of somebody else")
-    with pytest.raises(ValueError, match="already exists"):
+    with pytest.raises(ValueError, match="is not an empty folder"):
         write_dataset(tmp_path / "data", samples, shards=1, info=INFO)
     (tmp_path / "data").unlink()
 

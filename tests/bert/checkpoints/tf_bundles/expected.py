@@ -20,7 +20,7 @@ BUNDLES = Path(__file__).parent
 
 
 def bundle_weights() -> dict[str, np.ndarray]:
-    """Return weights, [out, in], by Hugging Face's names in BertForPreTraining. Each is drawn with its own seed."""
+    """Return weights, [out, in], by their names in Hugging Face's BertForPreTraining. Each is drawn with its own seed."""
     tensors = to_hugging_face(BertForPreTraining(ModelConfig(2, 8, 2, 16, 30, 12)).state_dict())
     return {name: _draw(name, tensor.shape) for name, tensor in tensors.items() if ".decoder." not in name}
 
