@@ -26,7 +26,7 @@ app = Commands()
 def check(
     paths: Annotated[Positional[tuple[Path, ...]], arg(metavar="PATH...", help="Logs, folders of them, or -")],
     ruleset: AnyRuleset = AUTO,
-    # Parameters have the names of their options. FlagCreatePairsOff prevents an option --no-... for each flag.
+    # A parameter has the name of its option. Without FlagCreatePairsOff, tyro would add an option --no-... for each flag.
     quiet: FlagCreatePairsOff[bool] = False,
     ignore: Path | None = None,
     json: FlagCreatePairsOff[bool] = False,
@@ -50,7 +50,7 @@ def check(
     # tyro does not require positional arguments, so require a path here.
     if not paths:
         raise ValueError("no path given. Give logs results/<system>/bert/result_<n>.txt, or folders of them")
-    # Annotations on standard output would break the JSON document there.
+    # Annotations and the JSON document both go to standard output, where annotations would make the JSON invalid.
     if format == "github" and json:
         raise ValueError("--format github and --json exclude each other. Choose one of them")
     from compliance.check import output
@@ -64,7 +64,7 @@ def check(
         output.write_sarif(sarif, verdicts)
     if junit:
         output.write_junit(junit, verdicts)
-    # Ask `accepted` and not all(), because a folder of ten logs passes even if one of them fails.
+    # all() would be wrong here: a folder of ten logs is accepted even if one of them fails.
     is_accepted = accepted(verdicts)
     if json:
         say_json([verdict.as_dict() for verdict in verdicts])
@@ -174,7 +174,7 @@ def doctor(
     """Check before a run for anything that would stop it, slow it down or make it invalid. Exit status 1 if a check fails.
 
     Args:
-        recipe: The recipe to run. Without one, only the machine is checked.
+        recipe: The recipe to run. Without a recipe, only the machine is checked.
         data: A data set, or a folder that contains train and evaluation; by default the recipe's.
         checkpoint: The weights that the run starts from; by default the recipe's.
         results: Where results go; by default the recipe's.
@@ -221,7 +221,7 @@ def watch(
 
     Args:
         timeout: Seconds to wait for a log that is not there yet.
-        stale: Seconds without new output after which to give up. During initialisation, the limit is an hour.
+        stale: Seconds without new output after which to give up. During initialisation, the limit is at least an hour.
     """
     from compliance.watch.screen import watch as follow
 

@@ -1,4 +1,4 @@
-"""Find what a path contains: the runs of one system, of several systems, or a whole submission. Opens no log.
+"""Find what a path contains: the runs of one system, of several systems, or a whole submission. Logs are not opened.
 
 <org>/systems/<system>.json                  the system descriptions of a submission
 <org>/results/<system>/bert/result_<n>.txt   its logs
@@ -39,13 +39,13 @@ COUNTED = "result_*.txt"
 """File name pattern that the official package checker accepts as a log."""
 
 _GZIP = ".gz"
-"""Suffix of compressed logs, which are accepted only outside of a submission."""
+"""Suffix of compressed logs. They are accepted only outside of a submission."""
 
 LIKE_A_LOG = re.compile(r"results?[-_. ]*\d*(\.(txt|log|out))?(\.(gz|xz|zst|zip|bak|old))?", re.IGNORECASE)
 """Pattern of names of files that were probably meant as logs."""
 
 MAX_ENTRIES = 10_000  # maximum number of entries in one folder
-SEARCHED_BYTES = 2**20  # search only so many bytes for records if a file is not named like a log
+SEARCHED_BYTES = 2**20  # maximum number of bytes searched for records in a file that is not named like a log
 MAX_DEPTH = 64  # maximum depth of nested folders
 MAX_NAME = 200  # maximum number of characters of a name in a message
 
@@ -60,10 +60,10 @@ class BenchmarkFolder:
     """A benchmark folder: results/<system>/bert, or any other folder that contains logs.
 
     Attributes:
-        logs: files that the official package checker counts as logs, in the order of their numbers. In bare results, also
-            such files compressed by gzip.
-        misnamed: files that were probably meant as logs, entries with a log's name that are not files, and, if logs are
-            missing, files that hold records of a run.
+        logs: files that the official package checker counts as logs, in the order of their numbers. In bare results, logs
+            compressed by gzip are included.
+        misnamed: files that were probably meant as logs, and entries with a log's name that are not files. If there are
+            fewer logs than a submission needs, files that hold records of a run are included.
         description: expected path of the system description.
         submission: the folder that holds systems/ and results/; None for a bare results folder.
     """
@@ -86,7 +86,7 @@ class BenchmarkFolder:
 
 @dataclass(frozen=True)
 class Tree:
-    """Contents of `path`. `submission` is the submission that `path` is or lies in; None for bare results."""
+    """What `path` contains. `submission` is `path` itself or the submission around it. It is None for bare results."""
 
     path: Path
     submission: Path | None
@@ -95,7 +95,7 @@ class Tree:
 
 
 def absolute(path: Path) -> Path:
-    """Return the absolute path without ".." and without resolving links."""
+    """Return the absolute path, in which ".." is resolved but links are not."""
     return Path(os.path.abspath(path))  # noqa: PTH100 - resolve() would follow the links
 
 
@@ -124,16 +124,16 @@ def find(path: Path) -> Tree:
     if not path.is_dir():
         raise ValueError(f"{path}: no such folder, expected a log, results/<system>/bert, or a folder above it")
     below = _folders(path, None)
-    # A folder with logs is a benchmark folder if it is named bert, whatever its subfolders are. Otherwise, if a subfolder is
-    # named bert, the folder is a system's folder, and its logs are stray files.
+    # A folder with logs is a benchmark folder in two cases: if it is named bert, or if none of its subfolders is. In all
+    # other cases it is a system's folder, and logs directly in it are in the wrong place.
     holds_runs = _has_logs(path) and (_is_named_bert(path) or not any(map(_is_named_bert, below)))
-    if (path / "results").is_dir():  # a submission, or bare results
+    if (path / "results").is_dir():  # path is a submission or contains bare results
         submission = path if _is_submission(path) else None
         found = _of_results(path / "results", submission)
-    elif not holds_runs and any(map(_is_benchmark, below)):  # results/<system>
+    elif not holds_runs and any(map(_is_benchmark, below)):  # path is results/<system>
         submission = _submission_above(path, 2)
         found = _of_system(path, submission)
-    elif _is_benchmark(path):  # results/<system>/bert
+    elif _is_benchmark(path):  # path is results/<system>/bert
         submission = _submission_above(path, 3)
         found = [_benchmark_folder(path, submission)]
     else:
@@ -145,7 +145,7 @@ def find(path: Path) -> Tree:
         # The package checker reads every description, even if the system of that name has no results.
         descriptions = [entry for entry in _entries(path / "systems") if entry.suffix == ".json"]
     else:
-        # List each description once, because a system may have several BERT folders.
+        # A system may have several BERT folders with the same description. List it once.
         descriptions = list(dict.fromkeys(folder.description for folder in found if folder.description.is_file()))
     return Tree(path, submission, tuple(found), tuple(descriptions))
 
@@ -199,13 +199,13 @@ def layout_findings(folder: BenchmarkFolder, runs: int | None) -> Iterator[Findi
     if runs is not None and (compressed := [path for path in folder.logs if _is_compressed(path)]):
         found = f"{_name(compressed[0])} is compressed, expected plain text in a submission"
         yield Finding(None, "", LAYOUT, found, "unpack it: `gunzip`", severity="warning", more=len(compressed) - 1)
-    # For a submission, `repository_findings` reports the links.
+    # In a submission, `repository_findings` reports links, so do not report them here.
     links = [path for path in folder.logs if path.is_symlink() and path.resolve().parent != path.parent.resolve()]
     if links and not folder.submission:
         found = f"{_name(links[0])} is a symbolic link to a file outside of the folder, expected the log itself"
         remedy = "put the file itself in its place"
         yield Finding(None, "", LAYOUT, found, remedy, severity="warning", more=len(links) - 1)
-    # Without a description the official tools crash. Only runs that are not meant for a submission may lack systems/.
+    # The official tools crash without a description, so a submission needs it. Other runs may lack the folder systems/.
     is_due = folder.submission or runs is not None or folder.description.parent.is_dir()
     if not folder.description.is_file() and is_due:
         name = f"systems/{folder.system}.json"
@@ -216,20 +216,21 @@ def layout_findings(folder: BenchmarkFolder, runs: int | None) -> Iterator[Findi
 
 def repository_findings(tree: Tree) -> Iterator[Finding]:
     """Yield findings about names, sizes and links that the official repository checker rejects."""
-    logs = {log for folder in tree.benchmarks for log in folder.logs}  # the log checks report the size of logs
+    # The checks of logs report logs that are too large, so do not report them here.
+    logs = {log for folder in tree.benchmarks for log in folder.logs}
     named, large, links = [], [], []
-    for folder, folders, files in os.walk(tree.path):  # without entering linked folders
+    for folder, folders, files in os.walk(tree.path):  # does not enter linked folders
         for name in (*folders, *files):
             path = Path(folder, name)
             if name.startswith(".") or " " in name:
                 named.append(path)
-            with suppress(OSError):  # a path may be too long
+            with suppress(OSError):  # raised if a path is too long
                 if path.is_symlink():
                     links.append(path)
                 elif path not in logs and path.lstat().st_size > MAX_FILE_BYTES:
                     large.append(path)
         if len(Path(folder).parts) - len(tree.path.parts) >= MAX_DEPTH:
-            folders.clear()  # stops os.walk() from descending
+            folders.clear()  # so that os.walk() does not go deeper
         folders[:] = [name for name in folders if not name.startswith(".")]
     for paths, fault, remedy in (
         (named, "has a space or a leading dot in its name, expected neither", "rename or remove it"),
@@ -308,7 +309,7 @@ def _is_compressed(path: Path) -> bool:
 
 
 def _submission_above(path: Path, levels: int) -> Path | None:
-    """Return the submission whose results folder is `levels - 1` folders above `path`; None if there is none."""
+    """Return the submission whose results folder is `levels - 1` folders above `path`; None if that is no submission."""
     results = (absolute(path), *absolute(path).parents)[levels - 1]
     if results.name != "results" or not (results.parent / "systems").is_dir():
         return None
@@ -329,7 +330,7 @@ def _entries(path: Path) -> list[Path]:
     """
     try:
         with os.scandir(path) as entries:
-            # Bound the listing itself, because a folder may have millions of entries.
+            # A folder may have millions of entries, so stop the listing itself at the limit.
             found = [path / entry.name for entry, _ in zip(entries, range(MAX_ENTRIES + 1), strict=False)]
     except OSError:
         return []
@@ -339,7 +340,7 @@ def _entries(path: Path) -> list[Path]:
 
 
 def log_number(log: Path) -> str | None:
-    """Return the digits in the name of a log, which may be compressed; None if the name is not a log's."""
+    """Return the digits in the name of a plain or compressed log; None if it is not the name of a log."""
     match = rules.RESULT_FILE.fullmatch(log.name.removesuffix(_GZIP))
     return match[1] if match else None
 

@@ -1,4 +1,4 @@
-"""Programs with several commands, parsed by tyro. Programs that must run without tyro use only `console.program`."""
+"""Programs with several commands, parsed by tyro. A program that must run without tyro uses `console.program` instead."""
 
 import sys
 from collections.abc import Callable, Sequence
@@ -34,8 +34,8 @@ class Commands:
         given = sys.argv[1:] if arguments is None else arguments
         answer_version(given)
         _refuse_empty(given)
-        # tyro calls a function while it parses. A function from `bound` only stores its arguments, so that the command runs
-        # after parsing, and the command's errors are not reported as errors in the options.
+        # tyro calls the chosen function while it parses, and would report the command's errors as errors in the options.
+        # So pass functions from `bound`, which only store their arguments. The command runs after parsing.
         commands = {name: bound(function) for name, function in self._functions.items()}
         try:
             call = parsed(partial(subcommand_cli_from_dict, commands, prog=program, args=arguments))
@@ -78,7 +78,7 @@ def _call(function: Callable[..., Any], program: str) -> Any:
 
 
 def _refuse_empty(words: Sequence[str]) -> None:
-    # `Path("")` is the current folder, so a program could work there by mistake.
+    # `Path("")` is the current folder. If a variable in a script is unset, a program would work there by mistake.
     if "" in words:
         raise ValueError("an argument is empty; is a variable in the calling script unset?")
 
@@ -88,13 +88,13 @@ def _status_of(run: Callable[[], Any]) -> int:
     accept_any_text()
     try:
         return run() or 0
-    # Catch this before its base class OSError. It means that the reader of the output has ended, which is no error.
+    # The program that reads the output has ended. This is no error, so catch it before its base class OSError.
     except BrokenPipeError:
         return abandon_stdout()
     except (ValueError, OSError) as error:
         complain(error)
         return 2
-    # Programs import their packages when they run, so a missing extra shows only now.
+    # Commands import packages when they run, so it is noticed only here that a package is missing.
     except ModuleNotFoundError as error:
         package = (error.name or "").split(".")[0]
         if not package or find_spec(package) is not None:

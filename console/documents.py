@@ -14,9 +14,9 @@ Content = TypeVar("Content")
 
 
 def read_typed(path: Path, kind: type[Content], limit: int, remedy: str) -> Content:
-    """Read a JSON file of at most ``limit`` bytes as a dataclass or struct. Fields that ``kind`` lacks are ignored.
+    """Read a JSON file of at most ``limit`` bytes as ``kind``, a dataclass or struct. Unknown fields are ignored.
 
-    Raises ``ValueError``, in one line that ends with ``remedy``, if the file cannot be read or is of another type.
+    Raises ``ValueError`` if the file cannot be read or is of another type. The message is one line and ends with ``remedy``.
     """
     try:
         return msgspec.json.decode(read_bounded(path, limit, remedy), type=kind)
@@ -52,9 +52,9 @@ class FileKind(Generic[Content]):
     check: Callable[[Content], None]
 
     def write(self, content: Content, path: Path) -> None:
-        """Write the whole file or nothing. Raises ``OSError`` if it cannot be written, ``ValueError`` for NaN."""
+        """Write the whole file or nothing. Raises ``OSError`` if it cannot be written, and ``ValueError`` if it has NaN."""
         body = msgspec.json.encode(content)
-        msgspec.json.decode(body, type=self.kind)  # refuses null, which msgspec writes for NaN
+        msgspec.json.decode(body, type=self.kind)  # raises an error for NaN, which msgspec writes as null
         document = _Document(self.format, self.version, hashlib.sha256(body).hexdigest(), msgspec.Raw(body))
         write_atomically(path, msgspec.json.format(msgspec.json.encode(document), indent=1) + b"\n")
 

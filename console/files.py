@@ -24,7 +24,7 @@ from typing import Any
 
 from console.text import visible
 
-_MOST_SHOWN = 200  # characters
+_MOST_SHOWN = 200  # maximum number of characters of a value in a message
 _NOTE_BYTES = 200
 _POLL_S = 0.2
 
@@ -33,7 +33,7 @@ _TEMPORARY = re.compile(r"\..+\.[0-9a-f]+\.partial")
 
 @contextmanager
 def atomic_path(path: Path) -> Iterator[Path]:
-    """Yield a temporary path, at which the block creates a file or folder. Then sync this to disk and rename it to ``path``.
+    """Yield a temporary path for the block to create a file or folder at. Then sync it to disk and rename it to ``path``.
 
     Nobody can guess the temporary name. If the block fails, the file or folder is removed.
     """
@@ -45,7 +45,7 @@ def atomic_path(path: Path) -> Iterator[Path]:
         # Without syncing the folder, a loss of power may undo the renaming.
         sync(path.absolute().parent)
     except OSError as error:
-        # Name `path` in the error. A failed write names no file, and the temporary name means nothing to the user.
+        # The error of a failed write names no file, and the temporary name means nothing to the user. So name `path`.
         named = str(error.filename or temporary)
         raise OSError(
             error.errno, error.strerror or str(error), str(path) if named.startswith(str(temporary)) else named
@@ -126,7 +126,7 @@ def read_json(path: Path, limit: int, remedy: str) -> Any:
     content = read_bounded(path, limit, remedy)
     try:
         return json.loads(content)
-    except (ValueError, RecursionError) as error:  # RecursionError: nested too deeply
+    except (ValueError, RecursionError) as error:  # RecursionError is raised if it is nested too deeply
         raise ValueError(f"{path}: damaged or of another kind ({shown(error)}); {remedy}") from None
 
 
@@ -141,7 +141,7 @@ def is_private(folder: Path) -> bool:
         if not (is_ours or state.st_uid == 0) or (by_others and (place == folder.resolve() or not mode & stat.S_ISVTX)):
             return False
         if is_ours and not mode & (stat.S_IRWXG | stat.S_IRWXO):
-            return True  # no other user can reach anything in this folder
+            return True  # other users cannot reach what is below
     return True
 
 
@@ -168,23 +168,23 @@ def lock_file(path: Path, *, shared: bool = False, patience_s: float = 0.0) -> i
     """Lock ``path``, creating it if needed, until this process ends or closes the descriptor that is returned.
 
     The file lies in the folder that the lock protects. Several processes may hold the lock at once if all of them pass
-    ``shared``. Another process that holds the lock gets ``patience_s`` seconds to release it. Raises `BusyError` if it
-    does not, and ``OSError`` if the file cannot be written or its file system has no locks.
+    ``shared``. If another process holds the lock, wait up to ``patience_s`` seconds. Raises `BusyError` if it is still
+    held then, and ``OSError`` if the file cannot be written or its file system has no locks.
     """
-    # Other users may be able to write to the folder, so do not follow a link or wait for a pipe.
+    # Other users may have put a link or a pipe at this path, so do not follow a link and do not wait for a pipe.
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
     deadline = time.monotonic() + patience_s
     try:
         while True:
-            # flock and not lockf: a POSIX lock is lost as soon as the process closes any descriptor of the file.
+            # Do not use lockf. Its POSIX lock is lost as soon as the process closes any descriptor of the file.
             with suppress(BlockingIOError):
                 fcntl.flock(descriptor, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
                 break
             if time.monotonic() > deadline:
                 raise BusyError(visible(os.pread(descriptor, _NOTE_BYTES, 0).decode(errors="replace")))
             time.sleep(_POLL_S)
-        with suppress(OSError):  # on a full disk, writing this note fails, but the lock holds
-            # Write in place, because a new file of this name would be another file to lock.
+        with suppress(OSError):  # the lock holds even if a full disk prevents this note
+            # Write into the same file. A new file of this name would not be locked.
             os.ftruncate(descriptor, 0)
             os.pwrite(descriptor, f"process {os.getpid()} on host {socket.gethostname()}".encode(), 0)
     except BaseException:

@@ -10,9 +10,9 @@ from typing import NoReturn
 def show_in_one_line() -> None:
     """Show one line instead of a traceback when Ctrl-C ends this program. Do nothing if another program imports the package.
 
-    Python itself then ends the process by the signal, as shells expect.
+    After this line, Python still ends the process by the signal, as shells expect.
     """
-    if sys.argv[:1] == ["-m"]:  # only while `python -m PACKAGE` looks for its file
+    if sys.argv[:1] == ["-m"]:  # argv[0] is "-m" only while `python -m PACKAGE` looks for its file
         sys.excepthook = in_one_line
 
 
@@ -26,7 +26,7 @@ def in_one_line(kind: type[BaseException], error: BaseException, trace: Tracebac
 
 def abandon_stdout() -> int:
     """Discard further output after its reader, such as ``head``, has ended. Return the program's exit status."""
-    # Without this, Python would flush standard output when it ends, and complain about the missing reader again.
+    # Python flushes standard output when it ends. Without this, it would complain about the missing reader again.
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 1
 
@@ -37,14 +37,14 @@ def end_in_order() -> None:
     The exit status is 128 + n after signal n, as in shells.
     """
     for number in (signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(number) is not signal.SIG_IGN:  # keep ignoring SIGHUP under nohup
+        if signal.getsignal(number) is not signal.SIG_IGN:  # nohup makes a program ignore SIGHUP, so leave that
             signal.signal(number, _end)
 
 
 def ignore_signals() -> None:
     """From now on, ignore the signals that end programs, because this program is about to end.
 
-    Otherwise Python restores the default actions while it ends, so that a late signal changes the exit status.
+    Python restores the default actions of signals while it ends. Without this, a late signal would change the exit status.
     """
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)

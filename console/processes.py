@@ -14,9 +14,9 @@ class Output:
     """What a program printed, and how it ended.
 
     Attributes:
-        text: standard output. Bytes that are not UTF-8 are kept as surrogates, so that file names can be opened.
+        text: standard output. Bytes that are not UTF-8 become surrogates, so that printed file names can still be opened.
         errors: standard error.
-        trouble: why there is no answer, in words; empty if the program ended with status 0.
+        trouble: sentence that says how the program failed; empty if it ended with status 0.
     """
 
     text: str = ""
@@ -44,8 +44,8 @@ def run(
 ) -> Output:
     """Run a program without standard input. A program that is missing, fails or hangs raises no exception.
 
-    The program gets a session of its own. After `timeout_s`, and on Ctrl-C, it is killed with its children.
-    `environment` has all variables of the program; by default the variables of this process.
+    The program runs in a new session, and is killed with its children after `timeout_s` seconds or on Ctrl-C.
+    `environment` replaces all environment variables; by default the program gets the variables of this process.
     """
     name = Path(command[0]).name
     try:
@@ -69,7 +69,7 @@ def run(
     except subprocess.TimeoutExpired:
         _kill_session(process)
         return Output(trouble=f"{name} gave no answer within {timeout_s:g} s")
-    except BaseException:  # kill the program, because Ctrl-C does not reach its session
+    except BaseException:  # Ctrl-C does not reach the program's session, so kill it
         _kill_session(process)
         raise
     return Output(text, errors, f"{name} failed with status {process.returncode}" if process.returncode else "")
@@ -78,7 +78,7 @@ def run(
 def _kill_session(process: subprocess.Popen[str]) -> None:
     with suppress(OSError):
         os.killpg(process.pid, signal.SIGKILL)
-    # A process that waits for a dead network disk cannot be killed. It is left behind.
+    # A process that waits for a dead network disk cannot be killed, so stop waiting for it after 2 seconds.
     with suppress(OSError, subprocess.TimeoutExpired):
         process.communicate(timeout=2)
     for pipe in (process.stdout, process.stderr):

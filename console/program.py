@@ -1,4 +1,4 @@
-"""Output, errors and option parsing of command line programs. All text is escaped by `console.text`."""
+"""Print output and errors of command line programs, and parse their options. `console.text` escapes all text."""
 
 import argparse
 import contextlib
@@ -20,7 +20,7 @@ from console.version import version_line
 _MOST_SAID = 400
 """Maximum number of characters of tyro's complaint that are shown. The complaint repeats values, which may be long."""
 
-# Escapes of GitHub's workflow commands.
+# Characters that GitHub's workflow commands require to be escaped, in messages and in properties.
 _IN_MESSAGE = str.maketrans({"%": "%25", "\r": "%0D", "\n": "%0A"})
 _IN_PROPERTY = _IN_MESSAGE | str.maketrans({":": "%3A", ",": "%2C"})
 
@@ -33,7 +33,7 @@ def say(text: object = "") -> None:
 
 
 def _print_line(text: str, stream: TextIO) -> None:
-    # ``print`` writes the end of a line separately, so in unbuffered programs another rank's line could come before it.
+    # By itself, ``print`` writes a line and its end separately. Without buffering, another rank could print between them.
     print(f"{text}\n", end="", file=stream, flush=True)
 
 
@@ -45,15 +45,15 @@ def say_document(text: str) -> None:
 
 def say_json(document: object) -> None:
     """Print a document as JSON. Text that a build server would take for a command is escaped."""
-    print(json_document(document).replace("##", "#\\u0023"), flush=True)  # "##" begins a command of Azure
+    print(json_document(document).replace("##", "#\\u0023"), flush=True)  # "##" begins a command in Azure Pipelines
 
 
 def say_annotation(level: str, message: object, properties: Mapping[str, object]) -> None:
     """Print the command that lets GitHub's runner show `message` beside a line. No text can add another command.
 
-    `level` is error, warning or notice, and `properties` may have file, line and title. Specification: GitHub Docs,
-    "Workflow commands for GitHub Actions", and the runner's ActionCommand, which undoes only the escapes made here. The
-    function `visible` also escapes control characters.
+    `level` is error, warning or notice, and `properties` may have file, line and title. The command is
+    specified in GitHub Docs, "Workflow commands for GitHub Actions". The escapes made here are those that the runner's
+    class ActionCommand undoes. The function `visible` also escapes control characters.
     """
     given = ",".join(f"{name}={visible(str(value).translate(_IN_PROPERTY))}" for name, value in properties.items())
     print(f"::{level}{' ' if given else ''}{given}::{visible(str(message).translate(_IN_MESSAGE))}", flush=True)
@@ -65,7 +65,7 @@ def complain(error: object, kind: str = "error") -> None:
 
 def reason(error: object) -> str:
     """Return an error's message. For a failed system call, return the file and the reason without the error number."""
-    if isinstance(error, OSError) and error.filename is not None:  # the name is bytes if the call was given bytes
+    if isinstance(error, OSError) and error.filename is not None:  # the name may be bytes
         return f"{os.fsdecode(error.filename)}: {error.strerror}"
     return str(error)
 
@@ -81,14 +81,14 @@ def accept_any_text() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
-    # Programs here configure no logging, so Python's handler of last resort prints log messages.
+    # Programs here configure no logging, so Python's handler of last resort prints log messages. Let it escape them.
     if logging.lastResort is not None:
         logging.lastResort.setFormatter(_Visible())
     warnings.showwarning = _show_warning
 
 
 def drop_lost_output(note: Callable[[str], None]) -> None:
-    """From now on, drop output that standard output or error cannot take, for example after `tee` has ended.
+    """From now on, drop output that standard output or standard error does not accept, for example after `tee` has ended.
 
     `note` is called with a sentence when a stream fails for the first time.
     """
@@ -110,7 +110,7 @@ class _Expendable(io.FileIO):
         self._note: Callable[[str], None] | None = note
 
     def write(self, data: Any, /) -> int:
-        written: int | None = None  # None if the write fails or a non-blocking terminal is full
+        written: int | None = None  # stays None if the write fails or a non-blocking terminal is full
         try:
             written = super().write(data)
         except OSError as error:
@@ -155,7 +155,7 @@ class RaisingParser(argparse.ArgumentParser):
 def unknown_option(function: Callable[..., Any], words: Sequence[str]) -> str:
     """Return a complaint about the first option that is not in the help of ``function``, or "" if the help has all of them.
 
-    tyro would first complain about missing arguments, even if one of them is there but misspelt.
+    tyro would report a misspelt argument as missing, so call this to name the misspelling instead.
     """
     import tyro
 
@@ -165,7 +165,7 @@ def unknown_option(function: Callable[..., Any], words: Sequence[str]) -> str:
     known = re.findall(r"--\w[\w-]*", shown.getvalue())
     for word in itertools.takewhile(lambda word: word != "--", words):
         option = word.partition("=")[0].replace("_", "-")
-        if option.startswith("--") and option not in known:  # a word with one dash may be a value
+        if option.startswith("--") and option not in known:  # a word with one dash may be a value, such as -1
             return f"no option {option}{did_you_mean(option, known)}"
     return ""
 
@@ -181,8 +181,8 @@ def parsed(parse: Callable[[], Result]) -> Result:
         with contextlib.redirect_stderr(complaint):
             return parse()
     except SystemExit as stop:
-        if stop.code != 2:  # --help was answered, or a signal arrived
-            sys.stdout.flush()  # if the reader has ended, this raises BrokenPipeError where the caller catches it
+        if stop.code != 2:  # the program ends because of --help or a signal, and not a wrong option
+            sys.stdout.flush()  # raises BrokenPipeError if the reader has ended, which the caller handles
             raise
         raise ValueError(visible(_unframed(complaint.getvalue()), _MOST_SAID)) from None
 
@@ -202,7 +202,7 @@ def _unframed(complaint: str) -> str:
 
 
 def bound(function: Callable[..., Result]) -> Callable[..., Callable[[], Result]]:
-    """Return a function with the same parameters that does not run ``function``, but returns a call of it to run later."""
+    """Return a function with the same parameters. It does not run ``function`` but returns a call of it, to be run later."""
 
     @wraps(function)
     def bind(*arguments: Any, **named: Any) -> Callable[[], Result]:

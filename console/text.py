@@ -1,4 +1,4 @@
-"""Make untrusted text safe to print: names of files, settings, output of logs and other programs.
+"""Make untrusted text safe to print. Such text is in file names, settings, logs, and the output of other programs.
 
 A file name may hold line feeds that forge a verdict, escape sequences that clear the screen, marks that reverse the order
 of letters, and bytes that are not UTF-8. Printable characters (`str.isprintable`) are kept. All other characters, and
@@ -24,14 +24,14 @@ _COMMAND = re.compile(r"^(\s*):(?=:)|#(?=#\w*\[)|:(?=::MLLOG *\{)")
 def visible(text: object, limit: int | None = None) -> str:
     r"""Return the text on one line, with control and invisible characters as escapes: \x1b, \n, \u202e, \udcff.
 
-    A text of more than `limit` characters is shortened to `limit` and ends in "...".
+    If the result is longer than `limit` characters, it is shortened to `limit` and ends in "...".
     """
     shown = str(text)
     if limit is not None:
-        shown = shown[: limit + 1]  # escaping never shortens a text, so this is enough
+        shown = shown[: limit + 1]  # escaping never shortens a text, so the rest would be cut anyway
     if not shown.isprintable():
         shown = "".join(letter if letter.isprintable() else _escape(letter) for letter in shown)
-    # ASCII has no invisible letters, and most text is ASCII, so skip the slow search.
+    # The search is slow. Most text is ASCII, which has none of these characters, so skip the search there.
     if not shown.isascii():
         shown = _INVISIBLE.sub(lambda match: _escape(match[0]), shown)
     shown = _COMMAND.sub(lambda match: f"{match[1] or ''}\\x{ord(match[0][-1]):02x}", shown)
@@ -41,10 +41,10 @@ def visible(text: object, limit: int | None = None) -> str:
 def json_document(document: object) -> str:
     """Return a document as JSON in ASCII. Raises ``ValueError`` if it holds a number that is not finite.
 
-    Half of a surrogate pair, which no parser accepts, becomes a visible escape.
+    No parser accepts half of a surrogate pair, so it becomes a visible escape.
     """
     text = json.dumps(document, indent=2, ensure_ascii=False, allow_nan=False)
-    return re.sub(r"[^\n\x20-\x7e]", _in_json, text)  # JSON has these characters only in strings
+    return re.sub(r"[^\n\x20-\x7e]", _in_json, text)  # outside of strings, JSON is ASCII
 
 
 def _escape(letter: str) -> str:
@@ -57,7 +57,7 @@ def _in_json(match: re.Match[str]) -> str:
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """Return the end of a message that suggests a known name like ``name``, or an empty text."""
+    """Return "; did you mean ...?" with a known name that is similar to ``name``, or an empty text if there is none."""
     known = [each for each in known if each != name]
     ending = f".{name.removeprefix('--')}"
     close = difflib.get_close_matches(name, known) or [each for each in known if each.endswith(ending)]

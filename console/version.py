@@ -16,7 +16,7 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 def version_line() -> str:
     """Return "mlperf-bert 0.2.0 (commit abc1234)", without the commit if it is unknown.
 
-    A checkout takes the version from its pyproject.toml, because another version may be installed.
+    In a checkout, the version comes from its pyproject.toml, because the installed package may have another version.
     """
     try:
         settings = (REPOSITORY / "pyproject.toml").read_text(encoding="utf-8")
@@ -31,8 +31,8 @@ def version_line() -> str:
 
 @functools.cache
 def commit() -> str:
-    """Return the checkout's commit, marked if tracked files differ; in an image, the commit of its source or "unknown"."""
-    # Untracked files do not count, because results and data lie beside the source. Tags are excluded to get the hash.
+    """Return the commit of this checkout, or of the source of this image, or "unknown". Local changes are marked."""
+    # Untracked files are no changes, because results and data lie beside the source. Without tags, git prints the hash.
     described = ("describe", "--always", "--abbrev=64", "--exclude=*", "--dirty= with local changes")
     found = run(["git", "-C", str(REPOSITORY), *described], timeout_s=30).answer.strip()
     return found or os.environ.get("MLPERF_BERT_COMMIT", "unknown")

@@ -25,7 +25,7 @@ WINDOW = 4
 KNEE = 0.70
 """Accuracy from which a closed run's curve can be extrapolated."""
 BENDING = -1.0
-"""Exponent of n in the curve a - b / n. A curve with a stronger bend often never reaches the target."""
+"""Exponent of n in the curve a - b / n. With a smaller exponent, the curve often never reaches the target."""
 SCATTER = 2
 """Number of evaluations by which the late end of the range is postponed, because accuracies scatter."""
 MAX_SAMPLES = 2.0**63
@@ -53,12 +53,12 @@ def forecast(
 ) -> Forecast:
     """Forecast the end of a run that has not reached its target.
 
-    `evaluations` are pairs (samples trained, accuracy) in order. `reference` is None in the open division and above the
-    largest reference point.
+    `evaluations` are pairs (samples trained, accuracy) in order. `reference` is None in the open division and for a
+    batch size above the largest reference point.
     """
     # Only BERT-Large has the jump in its curve, and only BERT-Large has this target.
     is_large = target == rules.QUALITY_TARGET
-    # A curve in 1 / samples cannot include the untrained model at 0 samples.
+    # The curve a - b / n has no value at 0 samples, so skip an evaluation of the untrained model.
     usable = [point for point in evaluations if point[0] > 0 and (not is_large or point[1] >= KNEE)][-WINDOW:]
     following = len(evaluations) + 1
     if len(usable) < WINDOW:
@@ -66,7 +66,7 @@ def forecast(
             return Forecast(None, None, f"too early: {len(usable)} of {WINDOW} evaluations")
         earliest = schedule.index_after(reference.mean - SPREADS * reference.stdev)
         latest = schedule.index_after(reference.mean + SPREADS * reference.stdev)
-        # The range begins at the next evaluation at the earliest, even if the run has passed the reference's mean.
+        # A run may have passed the reference's mean already. Its range then begins at its next evaluation.
         return Forecast(max(following, earliest), max(following, latest), "by the reference's runs")
     early, late = reach(usable, 1.0, target), reach(usable, BENDING, target)
     # If the straight line does not rise, the curve a - b / n does not rise either.
@@ -78,11 +78,11 @@ def forecast(
 
 
 def reach(points: Sequence[tuple[int, float]], power: float, target: float) -> float | None:
-    """Return the samples at which a curve linear in samples ** power reaches the target; None if not within `MAX_SAMPLES`.
+    """Return the samples at which a curve reaches the target; None if that takes more than `MAX_SAMPLES`.
 
-    The curve has the least-squares slope of the points and goes through the last point.
+    The accuracy is linear in samples ** power. The curve goes through the last point, with the points' least-squares slope.
     """
-    # Scale by the last point, so that no power overflows, and choose the sign so that x rises with the samples.
+    # Divide by the last point's samples, so that no power overflows. The sign makes x rise with the samples.
     scale = points[-1][0]
     sign = math.copysign(1.0, power)
     xs = [sign * (samples / scale) ** power for samples, _ in points]
@@ -92,8 +92,8 @@ def reach(points: Sequence[tuple[int, float]], power: float, target: float) -> f
     if slope <= 0:
         return None
     x = xs[-1] + (target - points[-1][1]) / slope
-    # With power -1, accuracy is linear in x = -1 / n (scaled), and n is infinite at x = 0. A target that the curve never
-    # reaches needs x >= 0, which max() turns into a division by zero.
+    # With power -1, x is -1 / n (scaled), so x is below 0 for every n. If the curve never reaches the target, the computed
+    # x is 0 or more. Then max() gives 0, and 0 to the power of -1 raises ZeroDivisionError.
     try:
         reached = scale * max(0.0, sign * x) ** (1 / power)
     except (OverflowError, ZeroDivisionError):

@@ -37,7 +37,7 @@ class Reference:
         stdev: standard deviation of single runs.
         minimum: minimum mean. A submission with a smaller mean fails.
         origin: "exact" for a point at this batch size, "interpolated" between two points, or "smallest" for a batch size
-            below all points, which is compared with the smallest one.
+            below all points. Such a submission is compared with the point of the smallest batch size.
         points: batch sizes of the one or two points used.
     """
 
@@ -68,7 +68,7 @@ class Reference:
 
 
 def reference(ruleset: str, global_batch_size: int) -> Reference | None:
-    """Return the reference for a submission at a global batch size; None above the largest reference point.
+    """Return the reference for a global batch size; None if it is above the batch size of the largest reference point.
 
     Raises ``ValueError`` if the ruleset has no points for BERT, the batch size is not positive, or mlperf-logging is
     missing.
@@ -97,14 +97,14 @@ class Outlook:
     """Comparison of a set of runs with the reference. Runs of the set may be missing.
 
     Attributes:
-        reference: the reference; None in the open division and above the largest reference point.
+        reference: the reference; None in the open division and for a batch size above the largest reference point.
         mean: mean samples to the target, without the fastest and the slowest run if there are three or more runs. None
             if no run has converged, or if two or more runs did not converge.
         verdict: "fail" as soon as two runs did not converge or the missing runs can no longer help, otherwise
-            "unfinished" while runs are missing; "unknown" if a log has no count of sequences that can be trusted.
-        scaling: factor of the score, if `mean` were final.
+            "unfinished" while runs are missing. It is "unknown" if no count of sequences in a log can be trusted.
+        scaling: factor by which the score would be multiplied if `mean` did not change any more.
         sentence: the comparison in words.
-        note: how the sequences were counted, if not by epoch_num of the last evaluation as the RCP checker does; else "".
+        note: how the sequences were counted; "" if they are epoch_num of the last evaluation, which the RCP checker reads.
         by_train_samples: whether the RCP checker has to be told to read train_samples.
     """
 
@@ -130,12 +130,12 @@ def outlook_of(
     *,
     failed: int = 0,
 ) -> Outlook:
-    """Compare logged runs with the reference as `outlook` does. `failed` counts further runs, which did not converge.
+    """Compare logged runs with the reference as `outlook` does. `failed` more runs did not converge.
 
-    Runs in progress do not count, because they may still converge.
+    Runs in progress are left out, because they may still converge.
 
-    The sequences come from epoch_num, or from train_samples if epoch_num does not count sequences. A count that other
-    records of its log contradict is not used.
+    The sequences come from epoch_num, or from train_samples if epoch_num does not count sequences. A count is not used
+    if other records of the same log contradict it.
     """
     ended = [run for run in runs if run.is_ended]
     samples = [*(run.converged_samples() for run in ended), *[None] * failed]
@@ -189,7 +189,7 @@ def outlook(
         return Outlook(None, mean, "no reference", 1.0, f"{head}; no reference convergence point: {why}.")
     basis = f"mean {found.mean:,.0f}, minimum {found.minimum:,.0f}, {found.description}"
     if not missing:
-        assert mean is not None  # at most one of the ten runs has not converged
+        assert mean is not None  # because at most one of the ten runs has not converged
         verdict = found.verdict(mean)
         said = {
             "pass": "the set passes, and its score stands as it is",
@@ -210,7 +210,7 @@ def _mean_so_far(values: Sequence[float]) -> float | None:
     converged = [value for value in values if value != FAILED]
     if not converged or len(values) - len(converged) > 1:
         return None
-    # With one or two runs, no run can be dropped yet.
+    # The Olympic mean drops two runs, so one or two runs have only a plain mean.
     return olympic_mean(values) if len(values) >= 3 else statistics.fmean(converged)
 
 
@@ -221,8 +221,8 @@ def _samples(found: Reference, evaluation: int) -> int:
 
 def _first_evaluation(found: Reference, values: list[float], missing: int, bound: float) -> int | None:
     """Return the first evaluation for which the mean is at least `bound` if all missing runs converge there."""
-    # The later the missing runs converge, the higher is the mean. But the mean drops the slowest run, so if a single
-    # missing run becomes the slowest, its samples no longer count, and the mean may never reach the bound.
+    # The mean rises with the evaluation at which the missing runs converge, so bisection finds the first one. A single
+    # missing run that becomes the slowest is dropped from the mean. Then the mean may never reach the bound.
     first = bisect_left(
         range(MAX_EVALUATIONS + 1),
         True,

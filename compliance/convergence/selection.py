@@ -1,9 +1,9 @@
 """Choose the runs to submit from a longer series (TR 12.1, "Scoring").
 
-A submitter may plan more than the required N runs, sort them by start time, and submit the N consecutive runs (a window)
-whose Olympic score is the median over all windows. A window with more than one failed run scores infinity and counts in the
-median. An infinite median means that there is no result. If the number of windows is even, the slower of the two middle
-windows is chosen, to avoid cherry-picking.
+A submitter may plan more runs than the required N. The runs are sorted by start time, and any N consecutive runs are a
+window. The window whose Olympic score is the median of all windows' scores is submitted. A window with more than one
+failed run has an infinite score, which counts in the median. An infinite median means that there is no result.
+If the number of windows is even, the slower of the two middle windows is chosen, to avoid cherry-picking.
 """
 
 import math

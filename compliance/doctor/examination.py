@@ -1,7 +1,7 @@
 """Check before a run for everything that would stop it, slow it down or make its result invalid.
 
-Each check prints a line: ok, warn or fail, what was found, and what to do. The checks change nothing: they drop no caches
-and write no files. Every query of the machine has a time limit.
+Each check prints a line that begins with ok, warn or fail and says what was found and what to do. The checks change nothing:
+they drop no caches and write no files. Every query of the machine has a time limit.
 """
 
 from collections import Counter
@@ -25,14 +25,14 @@ _COLOURS = {"ok": "green", "warn": "yellow", "fail": "bold red"}
 def examine(
     intended: IntendedRun, host: ExaminedHost | None = None, machine: Machine | None = None
 ) -> Iterator[Diagnosis]:
-    """Run all checks, the quick ones first, by default on the machine that this program runs on.
+    """Run all checks, beginning with the quick ones. By default, they check the machine that this program runs on.
 
     Raises ``ValueError`` as `compliance.doctor.intended_run.lay_out` does.
     """
     host = host or ExaminedHost()
     machine = machine or read_machine(host)
     run = lay_out(intended, host, len(machine.gpus.gpus))
-    # Importing PyTorch is slow, and only GPU runs need the answer.
+    # Importing PyTorch is slow, so ask it only for a run on GPUs, whose checks need the answer.
     pytorch = ask_pytorch(host) if run.on_gpus else {}
     yield check_recipe(run)
     yield from check_gpus(run, machine.gpus, pytorch)
@@ -41,7 +41,7 @@ def examine(
 
 
 def print_diagnoses(diagnoses: Iterable[Diagnosis], as_json: bool) -> int:
-    """Print each diagnosis as soon as it is known, or all as one JSON list. Return the exit status, 1 if any failed."""
+    """Print each diagnosis as soon as it is known, or all as one JSON list. Return 1 if any check failed, else 0."""
     console = Console(highlight=False, soft_wrap=True)
     found: list[Diagnosis] = []
     for diagnosis in diagnoses:

@@ -1,4 +1,4 @@
-"""The GPUs of a machine as NVML reports them, and their checks: number, health, other programs, links, software."""
+"""Query the GPUs of a machine through NVML, and check their number, health, links, software and other programs on them."""
 
 import re
 from collections import Counter
@@ -18,18 +18,18 @@ _THROTTLED = {
     0x40: "hardware thermal slowdown",
     0x80: "hardware power brake",
 }
-"""Reason of a clock slowdown for each bit of NVML's mask. Bits of normal power management are omitted."""
+"""Meaning of each bit in NVML's mask of reasons for reduced clocks. Bits of normal power management are left out."""
 
 NVLINK, PCIE, ACROSS_NODES = "NVLink", "PCIe", "PCIe across NUMA nodes"
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """A GPU. A number that NVML does not report is 0.
+    """Properties and state of one GPU. A number is 0 if NVML does not report it.
 
     Attributes:
         links, link_gb_s: number of active NVLinks, and their total GB/s in one direction.
-        pcie_width, pcie_full_width: lanes in use, and lanes that the card has.
+        pcie_width, pcie_full_width: PCIe lanes in use, and PCIe lanes that the card has.
         is_divided: whether MIG is enabled.
         processes: name and process number of each program that computes on the GPU.
     """
@@ -56,7 +56,7 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Gpus:
-    """The GPUs of a machine.
+    """The GPUs of a machine, and how pairs of them are connected.
 
     `trouble` says why NVIDIA's driver lists no GPUs; it is "" on a machine without the driver. `connections` has the number
     of pairs of GPUs for each kind of connection: `NVLINK`, `PCIE` or `ACROSS_NODES`.
@@ -99,7 +99,7 @@ def read_gpus(nvml: Any = None) -> Gpus:
 
 def _read_gpu(nvml: Any, index: int, handle: Any) -> Gpu:
     def ask(name: str, *arguments: Any, otherwise: Any = 0) -> Any:
-        # GPUs and drivers do not support all properties, so return `otherwise` after an error.
+        # Some GPUs or drivers lack a property. NVML then raises an error, and the answer is `otherwise`.
         with suppress(nvml.NVMLError):
             return getattr(nvml, name)(handle, *arguments)
         return otherwise
@@ -190,7 +190,7 @@ def _number_and_kind(run: ExaminedRun, found: Gpus) -> Iterator[Diagnosis]:
         yield warn("GPUs", f"{named}, of which {run.ranks} would be used", "set NPROC, or choose another recipe")
     else:
         yield ok("GPUs", f"{named}, driver {found.driver}")
-    # Only a recipe name with a shape, such as dgxa100_8x8, names a machine.
+    # A recipe is made for a GPU model only if its name has nodes x GPUs, such as dgxa100_8x8. Ignore digits in other names.
     intended = re.search(r"[abhv]\d{3}", run.recipe)
     model = intended[0].upper() if intended and shape_in_name(run.recipe) else ""
     if model and not re.search(rf"\b{model}", named):
@@ -210,7 +210,7 @@ def _health(gpu: Gpu, run: ExaminedRun) -> Iterator[Diagnosis]:
         yield warn(subject, "faulty memory will be remapped at the next reset", "reset the GPU before the run")
     if gpu.is_divided:
         remedy = "turn MIG off for this run (nvidia-smi -mig 0, root), or ask for whole GPUs"
-        # A single rank needs no NCCL.
+        # A single rank needs no NCCL, so for it MIG is only a warning.
         yield fail_or_warn(
             subject, run.world_size > 1, "it is divided by MIG, and ranks on its partitions cannot use NCCL", remedy
         )
@@ -232,7 +232,7 @@ def _other_programs(found: Gpus) -> Diagnosis:
     if names:
         more = f" and {len(names) - 3} more" if len(names) > 3 else ""
         return fail("GPU use", f"in use: {', '.join(names[:3])}{more}", remedy)
-    # Check memory too, because a container sees the memory used by other containers' programs but not the programs.
+    # Check memory too. A container cannot see other containers' programs, but it sees how much GPU memory is in use.
     if full:
         return fail("GPU use", f"memory is held by programs that this container cannot see: {', '.join(full)}", remedy)
     return ok("GPU use", "no other program is on the GPUs")

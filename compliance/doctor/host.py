@@ -1,6 +1,6 @@
 """Query this machine through files of /proc and /sys and through commands, each with a time limit.
 
-A missing file or command raises no exception. Tests replace the machine by another root folder and other commands.
+A missing file or command raises no exception. Tests imitate a machine by another root folder and other commands.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""The run to check, with the nodes and ranks that the launchers would choose, and checks of its input and output files."""
+"""Work out the run to check, with the nodes and ranks that the launchers would choose, and check its files."""
 
 import os
 import re
@@ -18,7 +18,7 @@ RECIPE_TIMEOUT_S = 60.0
 
 @dataclass(frozen=True)
 class IntendedRun:
-    """The run that the user requests. None stands for the recipe's value. Without a recipe, only the machine is checked."""
+    """Options of the doctor command. None means that the recipe decides. Without a recipe, only the machine is checked."""
 
     recipe: str = ""
     data: Path | None = None
@@ -30,7 +30,7 @@ class IntendedRun:
 
 @dataclass(frozen=True)
 class ExaminedRun:
-    """A requested run: the settings of its recipe as text, and `ranks` ranks on each of `nodes` nodes.
+    """A run to check. `settings` are its recipe's settings as text. It has `nodes` nodes with `ranks` ranks on each.
 
     Without a recipe there are no settings, and only the machine is checked.
     """
@@ -102,14 +102,14 @@ def lay_out(intended: IntendedRun, host: ExaminedHost, gpus_here: int) -> Examin
     shape = shape_in_name(intended.recipe)
     nodes = intended.nodes or _count(host, "NNODES") or _count(host, "SLURM_JOB_NUM_NODES") or (shape or (1,))[0]
     settings = _ask_recipe(intended.recipe, host) if intended.recipe else {}
-    # Count processes as `bert.launch.layout` does, which this package must not import.
+    # This counts processes like `bert.launch.layout`. It is repeated here because this package must not import bert.
     on_cpu = 2 if intended.recipe in ("tiny_cpu", "own_text_cpu") and len(os.sched_getaffinity(0)) > 1 else 1
     per_node = shape[1] if shape else on_cpu if settings.get("training.device") == "cpu" else gpus_here
     return ExaminedRun(intended, settings, nodes, max(1, _count(host, "NPROC") or per_node))
 
 
 def _ask_recipe(recipe: str, host: ExaminedHost) -> dict[str, str]:
-    # Use a separate process, because modules of this package must not import bert.
+    # Read the recipe in a separate process, because modules of this package must not import bert.
     output = host.python("-m", "bert.train", recipe, "--print-config", timeout_s=RECIPE_TIMEOUT_S)
     settings = dict(re.findall(r"^# config\.(\S+): (.*)$", output.answer, re.MULTILINE))
     if not settings:
@@ -130,7 +130,7 @@ VERIFY_TIMEOUT_S = 3600.0
 
 IN_MEMORY = frozenset({"tmpfs", "ramfs", "devtmpfs", "rootfs", "hugetlbfs"})
 LAYERED = frozenset({"overlay", "aufs"})
-"""File system types of container layers, which are lost with the container."""
+"""File system types of a container's own layers. Files there are lost when the container is removed."""
 
 
 def _file_system(path: Path, host: ExaminedHost) -> tuple[str, str]:
@@ -142,7 +142,7 @@ def _file_system(path: Path, host: ExaminedHost) -> tuple[str, str]:
 
 
 def check_recipe(run: ExaminedRun) -> Diagnosis:
-    """Report the ranks of the run. The dry run checks that they can share the batch evenly."""
+    """Report how many ranks share the batch. Whether they can share it evenly is checked later, by the dry run."""
     if not run.recipe:
         return ok("recipe", "none given: only the machine is examined (--recipe NAME examines a run)")
     batch = run.settings["training.global_batch_size"]
@@ -152,7 +152,7 @@ def check_recipe(run: ExaminedRun) -> Diagnosis:
 
 
 def check_files(run: ExaminedRun, host: ExaminedHost) -> Iterator[Diagnosis]:
-    """Check caches, data, results and source, the slowest checks last."""
+    """Check caches, data, results and source. The slowest checks come last."""
     yield _caches(run, host)
     yield from _storage(run, host)
     yield _source()
@@ -164,7 +164,7 @@ def check_files(run: ExaminedRun, host: ExaminedHost) -> Iterator[Diagnosis]:
 def _caches(run: ExaminedRun, host: ExaminedHost) -> Diagnosis:
     switch = host.path("/proc/sys/vm/drop_caches")
     try:
-        # Open the file to test the permission, which in a container even root may lack. Only writing drops caches.
+        # Even root may lack this permission in a container, so try to open the file. Opening alone drops no caches.
         os.close(os.open(switch, os.O_WRONLY))
     except OSError as error:
         # -l only tests whether sudo allows the command, and -n prevents a password prompt.
@@ -214,7 +214,7 @@ def _dry_run(run: ExaminedRun, host: ExaminedHost) -> Diagnosis:
     for name, path in given.items():
         # Make the path absolute, because the trainer starts in the repository.
         arguments += [f"--{name}", str(path.absolute())] if path else []
-    # WORLD_SIZE makes this single process check how all ranks of the run would share the batch.
+    # The dry run is a single process. With WORLD_SIZE, it checks how all ranks of the run would share the batch.
     environment = {"WORLD_SIZE": str(run.world_size)}
     output = host.python(*arguments, timeout_s=DRY_RUN_TIMEOUT_S, environment=environment)
     return _last_line(
@@ -223,7 +223,7 @@ def _dry_run(run: ExaminedRun, host: ExaminedHost) -> Diagnosis:
 
 
 def _data(run: ExaminedRun, host: ExaminedHost) -> Iterator[Diagnosis]:
-    """Check every byte of the data against the manifest. This takes as long as reading the data."""
+    """Check every byte of the data against the manifest. This reads all data, so it may take long."""
     for name in ("train", "evaluation"):
         folder = run.folder(name)
         if folder is None or not folder.exists():  # the dry run reports a missing folder

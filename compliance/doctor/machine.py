@@ -1,4 +1,4 @@
-"""The resources of a machine (memory, processors, limits, network, GPUs), and their checks against what a run needs."""
+"""Query the resources of a machine (memory, processors, limits, network, GPUs), and check that they suffice for a run."""
 
 import os
 import re
@@ -16,7 +16,7 @@ from console.text import counted
 
 @dataclass(frozen=True)
 class AdapterPort:
-    """A port of an RDMA network adapter. Examples: `state` ACTIVE or DOWN, `rate` 400 Gb/sec (4X NDR)."""
+    """A port of an RDMA network adapter. For example, `state` is ACTIVE and `rate` is 400 Gb/sec (4X NDR)."""
 
     name: str
     state: str
@@ -57,8 +57,8 @@ def read_machine(host: ExaminedHost) -> Machine:
     import psutil
 
     memory, frequency = psutil.virtual_memory(), psutil.cpu_freq()
-    limit = host.read("/sys/fs/cgroup/memory.max")  # "max" if there is no limit
-    # The quota is also "max" if there is no limit.
+    limit = host.read("/sys/fs/cgroup/memory.max")  # the file contains "max" if there is no limit
+    # The quota is also "max" if there is no limit. Then it does not match.
     quota = re.fullmatch(r"(\d+) ([1-9]\d*)", host.read("/sys/fs/cgroup/cpu.max"))
     allowed = len(os.sched_getaffinity(0))
     locked = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
@@ -96,7 +96,7 @@ def _ports(host: ExaminedHost) -> list[AdapterPort]:
     for adapter in host.names(folder):
         for number in host.names(f"{folder}/{adapter}/ports"):
             place = f"{folder}/{adapter}/ports/{number}"
-            state = host.read(f"{place}/state").partition(":")[2].strip() or "unknown"  # "4: ACTIVE" in /sys
+            state = host.read(f"{place}/state").partition(":")[2].strip() or "unknown"  # the file has "4: ACTIVE"
             rate, link_layer = host.read(f"{place}/rate"), host.read(f"{place}/link_layer")
             ports.append(AdapterPort(f"{adapter} port {number}", state, rate, link_layer))
     return ports
@@ -120,7 +120,7 @@ def _memory(machine: Machine, run: ExaminedRun) -> Iterator[Diagnosis]:
         yield warn("memory", found, "end other programs, or raise the container's limit")
     else:
         yield ok("memory", f"{machine.free_bytes / GIB:.0f} GiB free")
-    # NCCL and PyTorch need shared memory.
+    # NCCL and PyTorch exchange data between ranks through shared memory.
     shared, needed = machine.shared_bytes, run.ranks * GIB // 8
     if shared < needed and run.world_size > 1:
         found = f"{shared / 2**20:.0f} MiB free in /dev/shm, {needed / 2**20:.0f} MiB needed by {counted(run.ranks, 'rank')}"

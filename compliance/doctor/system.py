@@ -1,4 +1,4 @@
-"""System description of a submission, a JSON file of 33 fields. This machine provides the values of most fields.
+"""Write the system description of a submission, a JSON file of 33 fields. Most values are measured on this machine.
 
 Every field is a string, because the official tools crash on numbers. A field that the machine does not provide stays
 empty, which the tools accept. A description of a cluster must override the fields that differ from this one node.
@@ -48,9 +48,9 @@ print(json.dumps({
 def renew(path: Path, given: Mapping[str, str], *, measure_again: bool = False) -> None:
     """Write the description of this machine to `path`, or change the given fields of an existing description.
 
-    Fields in `given` take precedence over the file and the machine. With `measure_again`, the fields of an existing
-    description that this machine provides are replaced too. Raises ``ValueError`` if the file is not a system
-    description or cannot be written, a field or value is unknown, or there is nothing to change.
+    Fields in `given` take precedence over the file and the machine. With `measure_again`, the machine is
+    measured again, and its values replace those of an existing description. Raises ``ValueError`` if the file is not a
+    system description or cannot be written, a field or value is unknown, or there is nothing to change.
     """
     before = _read(path)
     if not before or measure_again:
@@ -72,7 +72,7 @@ def _read(path: Path) -> dict[str, Any]:
         return {}
     description = read_description(path)
     known = [name for name in description.fields if name in SYSTEM_FIELDS]
-    # Other JSON files may also have a field such as "status", so require half of the fields to be known.
+    # A JSON file of another kind may have a field such as "status" too, so at least half of the names must be known.
     if description.fault or len(known) < max(1, len(description.fields) / 2):
         fault = description.fault or f"{len(known)} of its {len(description.fields)} names are fields of a description"
         raise ValueError(f"{path} is not a system description: {fault}; choose another --out, or move the file away")
@@ -90,10 +90,10 @@ def measure(host: ExaminedHost, machine: Machine) -> dict[str, str]:
 
 
 def complete(measured: Mapping[str, str], given: Mapping[str, str], before: Mapping[str, Any]) -> dict[str, Any]:
-    """Return all `SYSTEM_FIELDS` in order, each from `given`, or else from `measured`, `before` or a default.
+    """Return all `SYSTEM_FIELDS` in order. A value in `given` comes first, then `measured`, `before` and a default.
 
-    Other fields of `before` follow. Raises ``ValueError`` if a division, field or status is unknown, or if a
-    count is not a number.
+    Fields of `before` that are not in `SYSTEM_FIELDS` follow at the end. Raises ``ValueError`` if a division, field or
+    status is unknown, or if a count is not a number.
     """
     fields: dict[str, Any] = dict.fromkeys(SYSTEM_FIELDS, "")
     fields |= {"division": "open", "status": SYSTEM_STATUSES["research"], "number_of_nodes": "1"}
@@ -139,7 +139,7 @@ def _networking(host: ExaminedHost, machine: Machine) -> str:
         speed = re.sub(r"Gb/sec.*", "Gb/s", port.rate)
         kinds[f"{'RoCE' if port.link_layer == 'Ethernet' else 'InfiniBand'} {speed}".strip()] += 1
     for name in host.names("/sys/class/net"):
-        # Skip bridges and loopback, which have no device behind them, and InfiniBand, which is counted above.
+        # Skip bridges and loopback, which are no hardware devices. Also skip InfiniBand, which is counted above.
         if host.path(f"/sys/class/net/{name}/device").exists() and not name.startswith("ib"):
             megabits = host.read(f"/sys/class/net/{name}/speed")
             kinds["Ethernet" + (f" {int(megabits) / 1000:g} Gb/s" if megabits.isdecimal() else "")] += 1

@@ -22,7 +22,7 @@ PART_CLASSES |= {SITE_PART: "site-wait", "evaluation": "evaluation", "other": "o
 RUN_COLOURS = ("compute", "reduce", "update", "data-wait", "evaluation")
 """Colours of the best runs of an experiment, the best first. All other runs have the colour "other"."""
 
-# Larger values are not drawn: they come from a diverged run or a wrong file, and would flatten all other curves.
+# Larger values come from a diverged run or a wrong file. They are not drawn, because they would flatten all other curves.
 MAX_VALUE = 1e8
 
 MAX_BARS = 12
@@ -95,13 +95,13 @@ def _figures(results: Results) -> list[tuple[str, str, str]]:
     """Return the name, value and note of each key figure."""
     if results.is_experiment:
         return _experiment_figures(results)
-    # Runs with different settings have no mean.
+    # A mean over runs with different settings has no meaning, so use no runs for it.
     means = [] if results.differing else results.valid
     shown, kept = results.shown, [run for run in means if run.number not in results.dropped]
     if results.dropped:
         seconds, over = results.scaled_seconds, f"mean of {counted(len(kept), 'run')}, fastest and slowest dropped"
     else:
-        # Without a score, show the time of one run, unless too many runs are invalid.
+        # Without a score, show the time of one run. If more than one run is invalid, show no time.
         seconds, over = (
             (None, "no score") if results.invalid_count > 1 else (shown.logged.seconds, f"run {shown.number}")
         )
@@ -183,7 +183,7 @@ def _times(results: Results) -> Figure | None:
     timed = [(run, run.logged.seconds) for run in results.runs if run.logged.seconds is not None]
     if not timed:
         return None
-    # Change units at the same bound as `duration`, so that the axis and the line of the mean have the same unit.
+    # `duration` formats the mean and changes to minutes at 120 s. Do the same here, so that the axis has the same unit.
     unit, size = ("minutes", 60.0) if max(seconds for _, seconds in timed) >= 120 else ("seconds", 1.0)
     bars = []
     for run, seconds in timed:

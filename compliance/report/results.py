@@ -35,7 +35,7 @@ STEP_PARTS = {
 }
 
 SITE_PART = "waiting for other sites"
-"""Name of the time spent waiting for other sites, if a run has several sites and each takes steps by itself."""
+"""Name of the part of a run in which a site waits for others. Only a run whose sites take steps by themselves has it."""
 
 Outcome = Literal["valid", "aborted", "invalid", "finished", "resumed", "interrupted", "failed", "unfinished"]
 Value = TypeVar("Value")
@@ -52,12 +52,12 @@ class ReportedRun:
 
     @cached_property
     def logged(self) -> LoggedRun:
-        """State of the run at the end of its log; empty if the log holds several attempts or several processes."""
+        """What the log says about the run. It is empty if the log holds several attempts or several processes."""
         return self.log.run if self.verdict.is_one_run else LoggedRun(self.log.header)
 
     @property
     def outcome(self) -> Outcome:
-        """Verdict on a run with a target. For a run without one, how it ended; "resumed" if it finished after resuming."""
+        """The verdict if the run has a target. Otherwise how it ended; "resumed" if it had resumed and then finished."""
         if self.logged.trains_to_end:
             if self.logged.status == "success":
                 return "resumed" if "resumed from" in self.log.header else "finished"
@@ -74,7 +74,7 @@ class ReportedRun:
 
     @cached_property
     def best(self) -> tuple[int, float] | tuple[None, None]:
-        """(sequences trained, accuracy) of the first evaluation with the highest accuracy, if there is any."""
+        """(sequences trained, accuracy) of the first evaluation with the highest accuracy; two None without evaluations."""
         return max(self.logged.curve, key=lambda point: point[1], default=(None, None))
 
     @property
@@ -118,7 +118,7 @@ class Results:
     @cached_property
     def differing(self) -> dict[str, list[str]]:
         """Settings that differ between the runs, with the value of each run. Such runs have no common mean."""
-        # Ignore closed runs: a closed run with other settings is invalid, so it is in no mean.
+        # Ignore closed runs. A closed run with other settings is invalid, so no mean includes it anyway.
         is_closed = [str(run.verdict.division).lower() == "closed" for run in self.runs]
         return differing_settings(
             [LoggedRun() if closed else run.logged for closed, run in zip(is_closed, self.runs, strict=True)]
@@ -142,7 +142,7 @@ class Results:
 
     @property
     def invalid_count(self) -> int:
-        """Number of invalid submitted runs. If it is more than one, there is no score (TR 12)."""
+        """Number of submitted runs that are invalid. If it is more than one, there is no score (TR 12)."""
         return len(self.submitted) - len(self.valid)
 
     @cached_property
@@ -158,7 +158,7 @@ class Results:
     def score_seconds(self) -> float | None:
         """Mean time to train without the fastest and the slowest run (TR 12), before scaling.
 
-        None if there are fewer than three runs, if more than one run is invalid, or if their settings differ.
+        It is None if there are fewer than three runs, if more than one is invalid, or if the runs' settings differ.
         """
         if len(self.submitted) < MIN_RUNS_FOR_SCORE or self.differing:
             return None
@@ -176,7 +176,7 @@ class Results:
     def notice(self) -> str:
         """Disclaimer about MLPerf; "" for an experiment, which has nothing to do with MLPerf.
 
-        Runs of this repository are not MLPerf results. Other runs may be, but a report on them is unofficial.
+        Runs of this repository are not MLPerf results. Other runs may be MLPerf results, but this report is unofficial.
         """
         if self.is_experiment:
             return ""
@@ -208,14 +208,15 @@ class Results:
 
     @cached_property
     def findings(self) -> list[tuple[str, Finding]]:
-        """Findings with their subjects, errors first. A subject is "run 3", or the name of the folder or description.
+        """Pairs of subject and finding, errors first. A subject is "run 3", or the name of the folder or description.
 
         The findings of an experiment are only about logs that cannot be read.
         """
         found = [(f"run {run.number}", finding) for run in self.runs for finding in run.verdict.findings]
         found += [(verdict.path.resolve().name, finding) for verdict in self.beside for finding in verdict.findings]
         kept = [pair for pair in found if not self.is_experiment or pair[1].rule.startswith("log format")]
-        return sorted(kept, key=lambda pair: pair[1].severity == "warning")  # sorted() is stable
+        # Within errors and within warnings, sorted() keeps the order.
+        return sorted(kept, key=lambda pair: pair[1].severity == "warning")
 
     @property
     def accelerator(self) -> str:
@@ -227,14 +228,14 @@ class Results:
     def accelerators(self) -> int | None:
         """Number of accelerators from the system description, or else the number of processes of a run; None if unknown."""
         described, run = count_accelerators(self.description), self.shown.metrics.run
-        # Count processes only if there is an accelerator, because a run on CPUs has processes too.
+        # A run on CPUs has processes too, so its processes are not accelerators.
         if described is not None or not self.accelerator or run is None:
             return described
         return run.world_size or None
 
     @cached_property
     def shown(self) -> ReportedRun:
-        """Run whose settings and facts are shown: the best one of an experiment, the last valid run, or else the last."""
+        """Run whose settings are shown: the best run of an experiment, otherwise the last valid run, or the last run."""
         return self.ranked[0] if self.is_experiment else (self.valid or self.runs)[-1]
 
 
@@ -242,19 +243,19 @@ def load_results(folder: Path, ruleset: str = rules.NEWEST_RULESET) -> Results:
     """Read and check every run of results/<system>/bert.
 
     Raises:
-        ValueError: the folder is missing or contains no result file, or its logs lie beside a folder with results.
+        ValueError: the folder is missing, contains no result file, or contains a folder with results beside its logs.
     """
     logs = numbered_logs(folder)
     verdicts = {verdict.path: verdict for verdict in check_paths([folder], ruleset)}
     if folder not in verdicts:
         raise ValueError(f"{folder}: its logs lie beside a folder with results. Move them to results/<system>/bert")
-    # For "auto", use the ruleset that the check chose for the folder.
+    # The ruleset "auto" is replaced by the one that the check chose for the folder.
     ruleset = verdicts[folder].ruleset
     runs: list[ReportedRun] = []
     for number, path in logs:  # result_1.txt and result_01.txt are two runs with the same number
         log, verdict = read_log(path), verdicts.pop(path)
         metrics = read_metrics(folder / f"metrics_{number}.jsonl")
-        # Leave out a metrics file that belongs to another run. The check warns of it.
+        # If a metrics file belongs to another run, do not use it. The check of the folder warns of such a file.
         runs.append(ReportedRun(number, log, verdict, Metrics() if metrics_fault(metrics, log.run) else metrics))
     place = find(folder).benchmarks[0]
     fields = read_description(place.description).fields if place.description.is_file() else {}
@@ -263,17 +264,17 @@ def load_results(folder: Path, ruleset: str = rules.NEWEST_RULESET) -> Results:
 
 
 def breakdown(run: ReportedRun) -> dict[str, float]:
-    """Return the seconds of the run by part, in drawing order; empty without step metrics.
+    """Return how many seconds of the run each of its parts took, in drawing order; empty without step metrics.
 
-    A step record contains means over the steps since the previous record. Time outside of steps and evaluations is "other":
-    start of the data pipeline, logging, checkpoints.
+    A step record contains means over the steps since the previous record. Time outside of steps and evaluations is
+    "other". It includes the start of the data pipeline, logging and checkpoints.
     """
     if not run.metrics.steps or not run.logged.seconds:
         return {}
     seconds, site_seconds = dict.fromkeys(STEP_PARTS, 0.0), 0.0
     done = run.first_step
     for record in run.metrics.steps:
-        # The step number decreases after a restart. Do not count a repeated step again.
+        # After a restart, step numbers begin again at an earlier step. Count the repeated steps only once.
         taken = max(0, record.step - done)
         done += taken
         for name, key in STEP_PARTS.items():

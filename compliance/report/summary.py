@@ -26,7 +26,7 @@ RULED_FIELDS = {
 MAX_NAMED = 3
 MAX_CELL = 40
 HEAD_WIDTH = 13
-"""Maximum width of a line in the head of the printed table. Longer names are broken after dots and underscores."""
+"""Maximum width of a column's name in the printed table. A longer name is broken after dots and underscores."""
 
 Kind = Literal["good", "warn", "bad", "plain"]
 
@@ -34,7 +34,7 @@ _KINDS: dict[str, Kind] = {"pass": "good", "scaled": "warn", "fail": "bad", "unk
 
 
 class Statement(NamedTuple):
-    """A sentence about the folder, with its kind: good, warn, bad, or plain (neutral)."""
+    """A sentence about the folder. Its kind says whether it is good news, a warning, bad news, or plain (neutral)."""
 
     kind: Kind
     title: str
@@ -68,7 +68,7 @@ def statements(results: Results) -> list[Statement]:
     return said
 
 
-# One failing log is only a warning, because the score drops its run as the slowest. With two there is no score.
+# One failing log is only a warning, because the score drops its run as the slowest. Two failing logs prevent a score.
 def _share(part: int, whole: int) -> Kind:
     return "good" if part == whole else "warn" if whole - part == 1 and whole >= MIN_RUNS_FOR_SCORE else "bad"
 
@@ -85,7 +85,7 @@ def _experiment_statements(results: Results) -> list[Statement]:
     said = [Statement("good", "Best accuracy", text)]
     place = "config.save_checkpoint"
     if (path := best.log.header.get(place, "None")) != "None":
-        # Ignore resumed runs, which overwrite the saved weights only with better ones.
+        # Ignore resumed runs, because they overwrite the saved weights only with better ones.
         writers = [run for run in results.runs if run.log.header.get(place) == path and run.outcome != "resumed"]
         later = [run.number for run in writers if (run.logged.start_ms or 0) > (best.logged.start_ms or 0)]
         text = f"{visible(path, MAX_TEXT)}{f', to which run {later[-1]} wrote later' if later else ''}."
@@ -154,7 +154,7 @@ def table(results: Results) -> list[tuple[str, ...]]:
 
 def _cell(text: str) -> str:
     shown = visible(text, MAX_TEXT)
-    # Cut the beginning, because the end of a path tells more.
+    # If a path is too long, cut its beginning, because its end tells more.
     return shown if len(shown) <= MAX_CELL else f"...{shown[3 - MAX_CELL :]}"
 
 

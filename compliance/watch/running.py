@@ -13,12 +13,12 @@ INIT_WARNING_FRACTION = 25 / 30
 """Share of the initialisation limit after which to warn, so that some minutes are left to act."""
 
 _LABEL = re.compile(rb"^ *\d+: ")
-"""Prefix that a launcher adds to each line of a rank."""
+"""Prefix with the rank's number, which a launcher adds to each line that a rank prints."""
 
 MAX_EVALUATIONS = 1_000
 MAX_COMPLAINTS = 1_000
 MAX_COMPLAINT = 300
-"""Maximum number of characters of a complaint that quotes the log."""
+"""Maximum number of characters of a complaint, which may quote the log."""
 
 
 class RunningLog(LoggedRun):
@@ -65,7 +65,7 @@ class RunningLog(LoggedRun):
 
     @property
     def samples(self) -> int:
-        """Samples trained according to the latest line of log or metrics."""
+        """Samples trained according to the log or the metrics, whichever states more."""
         counted = max((samples for samples, _ in self.curve), default=0) if self.other_unit else self.counted_samples
         return max(self.step_samples, counted)
 
@@ -81,11 +81,11 @@ class RunningLog(LoggedRun):
     def rate(self) -> float | None:
         """Sequences per second, including evaluations, over the last four evaluations; None if unknown.
 
-        After a single evaluation it is the rate since run_start, and before the first evaluation the rate of the latest
+        After a single evaluation it is the rate since run_start. Before the first evaluation it is the rate of the latest
         steps.
         """
-        # Use recent evaluations, because the rate of the whole run would hide that the run became slower.
-        # Require progress, because a resumed run may evaluate before its first step.
+        # The rate of the whole run would hide that the run became slower, so use recent evaluations.
+        # A resumed run may evaluate before its first step. Without progress, use the rate of its steps.
         if (marks := self._marks) and marks[-1][1] > marks[0][1] and marks[-1][0] > marks[0][0]:
             return 1000 * (marks[-1][0] - marks[0][0]) / (marks[-1][1] - marks[0][1])
         return self.step_rate
@@ -116,7 +116,7 @@ class RunningLog(LoggedRun):
         return round(samples + self.rate * max(0.0, now_ms - time_ms) / 1000)
 
     def complain(self, text: str, about: str = "") -> None:
-        """Add a complaint once. `about` identifies it if the text contains changing numbers."""
+        """Add a complaint if it is new. `about` identifies a complaint whose text contains changing numbers."""
         text = text[:MAX_COMPLAINT]
         if (about or text) in self._said or len(self.complaints) > MAX_COMPLAINTS:
             return
@@ -133,7 +133,7 @@ class RunningLog(LoggedRun):
 
     def _take_record(self, record: Record) -> None:
         key = record.key
-        # Limit the evaluations, because all of them are stored.
+        # All evaluations are stored, so limit their number.
         if key == "eval_accuracy" and len(self.accuracies) >= MAX_EVALUATIONS:
             self.complain(f"there are more than {MAX_EVALUATIONS} evaluations: the later ones are ignored")
             return
@@ -145,12 +145,12 @@ class RunningLog(LoggedRun):
             self._check_settings()
         if key == "init_start" and self.phase not in ("before", "init"):
             self.complain("a second attempt logs to this file: the log of two attempts is not a valid result", key)
-        # As in the check of a log, it is enough if one process cleared its caches.
+        # It is enough if one process cleared its caches. The check of a log applies the same rule.
         self._cleared |= key == "cache_clear" and record.value is not False
         self.add(record)
 
     def _check_settings(self) -> None:
-        """Add complaints about missing or wrong records that must be logged before the clock starts."""
+        """Check the records that must be logged before the clock starts. Complain of each that is missing or wrong."""
         is_closed = self.division == "closed"
         if "cache_clear" not in self.first:
             self.complain("no cache_clear before run_start: drop the caches before a run, and log it (TR 6.1)")
@@ -163,7 +163,7 @@ class RunningLog(LoggedRun):
 
 
 def _is_fatal(violation: Violation) -> bool:
-    """Tell whether a violation invalidates the run, and is not just a logging style of other software."""
+    """Tell whether a violation makes the run invalid. Other violations may only be the logging style of other software."""
     if violation.kind in ("repeat", "value"):
         return violation.key in ("run_start", "run_stop", "eval_accuracy")
     return violation.kind in ("init time", "schedule", "count")

@@ -1,4 +1,4 @@
-"""Terminal display of a run in progress: accuracy and target, time left, outlook, broken rules.
+"""Show a run in progress on a terminal: its accuracy and target, time left, outlook and broken rules.
 
 The watch only reads the log and its metrics file as they grow. On a terminal it updates a panel. Elsewhere it prints a line
 for each evaluation and each complaint.
@@ -26,7 +26,7 @@ from console.text import clock, visible
 
 POLL_S = 1.0
 INIT_STALE_S = 3600.0
-"""Seconds that a run may be silent during initialisation, while it compiles and tunes."""
+"""Seconds that a run may print nothing during initialisation, because it compiles and tunes kernels."""
 MAX_COMPLAINTS_SHOWN = 8
 _BARS = "▁▂▃▄▅▆▇█"
 _MAX_BARS = 60
@@ -63,9 +63,9 @@ def _follow(watched: Watch, stale_s: float, console: Console) -> int:
     with redrawn or nullcontext() as live:
         while True:
             watched.look()
-            now_ms = time.time() * 1000  # wall-clock time, as in the log
+            now_ms = time.time() * 1000  # the log has wall-clock times too
             run.check_initialisation(now_ms)
-            # Read the other logs only when this run has something new to compare.
+            # The other logs matter only for comparisons, so read them when this run has a new evaluation or phase.
             if (run.phase, len(run.curve)) != known:
                 known = (run.phase, len(run.curve))
                 watched.read_siblings()
@@ -79,12 +79,12 @@ def _follow(watched: Watch, stale_s: float, console: Console) -> int:
             time.sleep(POLL_S)
     if run.phase != "done":
         say(f"gave up: {watched.path} has not grown for {silent_s:.0f} s")
-    # A run that claims success below its target has not succeeded.
+    # A log may state success although its accuracy is below the target. Such a run has not succeeded.
     return 0 if run.status == "success" and (run.target is None or watched.has_reached) else 1
 
 
 class EvaluationLines:
-    """Output for a non-terminal: a line for each evaluation, each complaint and the end."""
+    """Output if there is no terminal. It has a line for each evaluation, each complaint and the end."""
 
     def __init__(self, watched: Watch) -> None:
         self._watched = watched
@@ -145,12 +145,12 @@ def view(watched: Watch, now_ms: float) -> Panel:
 
 
 def _styled(text: str, style: str = "") -> Text:
-    # Unlike a string, a Text is not parsed for markup.
+    # rich would interpret brackets in a string as markup, but not in a Text.
     return Text(visible(text), style=style)
 
 
 def _sparkline(values: Sequence[float]) -> str:
-    """Draw the last values as a row of bars between their smallest and largest."""
+    """Draw the last values as a row of bars. The smallest value gets the lowest bar, the largest the highest."""
     shown = values[-_MAX_BARS:]
     low, high = min(shown), max(shown)
     steps = len(_BARS) - 1

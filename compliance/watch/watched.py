@@ -1,4 +1,4 @@
-"""A log being followed, with its metrics and the other runs of its folder, and a forecast of its result."""
+"""Follow a log, its metrics and the other runs of its folder, and forecast when the run reaches its target."""
 
 import time
 from collections.abc import Iterator
@@ -22,7 +22,7 @@ MAX_LOGS = 100
 class Watch:
     """A log being followed, judged by the rules and reference points of a ruleset.
 
-    `siblings` are the other runs of its folder. `news_s` is the monotonic time of the last new line.
+    `siblings` are the other runs of its folder. `news_s` is the time of the last new line, as time.monotonic() gives it.
     """
 
     def __init__(self, path: Path, ruleset: str) -> None:
@@ -43,7 +43,7 @@ class Watch:
 
     def read_siblings(self) -> None:
         """Read the other logs of the folder, and compare their seeds with this run's seed."""
-        # Skip runs without a target, which form no set and may have equal seeds.
+        # Runs without a target form no set and may have equal seeds, so there is nothing to compare.
         if rules.RESULT_FILE.fullmatch(self.path.name) is None or self.run.trains_to_end:
             return
         logs = results_in(self.path.parent)
@@ -94,12 +94,12 @@ class Watch:
         return f"{words}, {found.basis}"
 
     def outlooks(self) -> Iterator[str]:
-        """Yield outlooks of the set with this run: for both ends of its forecast range, or once if its end is known."""
+        """Yield what the set of runs would reach with this run, at both ends of its forecast range or at its known end."""
         run, schedule, batch = self.run, self.run.schedule, self.run.global_batch_size
         ended = [each for each in self.siblings.values() if each.is_ended and not each.is_unknown]
         others = [each for each in ended if each.global_batch_size == batch]
         reached = tuple(each.converged_samples() for each in others)
-        # Only closed runs are compared with the reference. The outcome of a complete set is already decided.
+        # Only closed runs are compared with the reference. If the other runs are a complete set, its outcome is decided.
         if run.division != "closed" or not batch or not schedule or len(others) >= SUBMISSION_RUNS:
             return
         ends: list[tuple[str, int | None]] = []
@@ -107,7 +107,7 @@ class Watch:
             converged = run.status != "aborted" and run.curve
             ends = [("with this run", run.curve[-1][0] if converged else None)]
         elif (found := self.forecast) and found.earliest is not None:
-            # A dictionary keeps only one of the two ends if they are the same evaluation.
+            # If both ends are the same evaluation, the dictionary keeps it only once.
             indices = dict.fromkeys(index for index in (found.earliest, found.latest) if index is not None)
             ends = [(f"ending at evaluation {index}", schedule.samples(index)) for index in indices]
         for name, samples in ends:
@@ -145,7 +145,7 @@ def choose(path: Path) -> Path | None:
             return path
         return None
     for folder in (path, path / "bert"):
-        # Never choose a finished log: a watch may be started before its run has a log.
+        # A watch may be started before its run has a log. It must wait for that log and not choose a finished one.
         for log, written in reversed(results_in(folder).items()):
             if not _read_log(log, written).is_ended:
                 return log

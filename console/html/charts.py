@@ -21,10 +21,10 @@ SIDE = 1000.0
 MAX_POINTS = 240
 """Maximum number of points drawn for one line. A longer line is averaged down to this number."""
 MAX_POINTS_A_CHART = 1500
-"""Maximum number of points drawn for all lines of a chart without dots."""
+"""Maximum number of points drawn for all lines of a chart without dots. Each line may have 8 points in any case."""
 MAX_BAR_NAMES = 12
 MAX_BAR_NOTES = 24
-"""Maximum number of columns of a chart that leaves room for a word in each column."""
+"""Maximum number of columns in which a chart writes words. If there are more, each is too narrow for a word."""
 
 Format = Callable[[float], str]
 Points = Sequence[tuple[float, float]]
@@ -58,7 +58,7 @@ class Guide:
     """A line across the chart, or a band if it has two ends.
 
     Attributes:
-        kind: class of the style sheet.
+        kind: class in the style sheet, which determines how the guide looks.
         along: the axis on which `low` and `high` lie.
         label: text in the key below the chart.
     """
@@ -89,8 +89,8 @@ class Axes:
 
 
 def line_chart(lines: Sequence[Line], axes: Axes, *, dots: bool = False) -> Markup:
-    """Draw all lines over shared axes. With `dots`, also draw a dot at each point, the last dot larger."""
-    # Limit the points of all lines together, or the page would grow with the number of runs.
+    """Draw all lines over shared axes. With `dots`, also draw a dot at each point. The last dot is larger."""
+    # Limit the points of all lines together. Otherwise the page would become large if there are many runs.
     limit = MAX_POINTS if dots else max(8, min(MAX_POINTS, MAX_POINTS_A_CHART // len(lines)))
     thinned = [thin(line.points, limit) for line in lines]
     x_ticks = ticks(0.0, max([*(x for line in thinned for x, _ in line), *_ends(axes.guides, "x")]))
@@ -101,9 +101,9 @@ def line_chart(lines: Sequence[Line], axes: Axes, *, dots: bool = False) -> Mark
 
 
 def run_chart(bars: Sequence[Bar], axes: Axes, *, columns: bool) -> Markup:
-    """Draw a mark for each run, side by side: columns from zero, or dots near their own range."""
+    """Draw a mark for each run, side by side. Columns begin at zero. With dots, the axis covers only the values' range."""
     values = [bar.value for bar in bars]
-    # The margin widens the axis, so that rounding differences between equal dots do not fill the whole chart.
+    # Widen the axis of dots by a margin. Otherwise rounding differences between equal values would fill the whole chart.
     levels = [*values, 0.0] if columns else [*values, min(values) * 0.995, max(values) * 1.005]
     frame = _Frame(axes, levels)
     width = SIDE / len(bars)
@@ -141,7 +141,7 @@ def thin(points: Points, limit: int = MAX_POINTS) -> list[tuple[float, float]]:
     """Return at most `limit` points: the means of groups of neighbouring points, and the last point unchanged."""
     if len(points) <= limit:
         return list(points)
-    # Round the size of a group up, so that there are at most `limit` - 1 means besides the last point.
+    # Round the size of a group up. Then there are at most `limit` - 1 groups, and the last point makes `limit`.
     size = -(-(len(points) - 1) // (limit - 1))
     stretches = [points[start : min(start + size, len(points) - 1)] for start in range(0, len(points) - 1, size)]
     return [(sum(x for x, _ in s) / len(s), sum(y for _, y in s) / len(s)) for s in stretches] + [points[-1]]
@@ -150,13 +150,13 @@ def thin(points: Points, limit: int = MAX_POINTS) -> list[tuple[float, float]]:
 def ticks(low: float, high: float) -> list[float]:
     """Return two to nine round numbers, the first at or below `low` and the last at or above `high`."""
     span = high - low
-    # Values that differ only by rounding would give a step near zero.
+    # If the values differ only by rounding, the step would be near zero, so choose a wider span.
     if span < 1e-9 * max(abs(low), abs(high), 1e-3):
         span = max(abs(high), 1.0)
     magnitude = 10.0 ** math.floor(math.log10(span / 5))
     # Use the smallest round step such that five steps cover the span, up to a rounding error.
     step = magnitude * next(factor for factor in (1, 2, 2.5, 5, 10) if factor * magnitude * 5 >= span * 0.999)
-    # The tolerance keeps rounding from adding a tick.
+    # Without the tolerance 1e-9, a rounding error could add a tick.
     first = math.floor(low / step + 1e-9)
     last = max(math.ceil(high / step - 1e-9), first + 1)
     return [index * step for index in range(first, last + 1)]
