@@ -39,7 +39,7 @@ class CapturedStep(TrainingStep):
             for is_first in (False, True)
             for is_last in (False, True)
         }
-        """Graphs by kind of micro-batch: whether it is the first one of its step, and whether it is the last one."""
+        """Graphs for each kind of micro-batch. The key tells whether it is the first one and the last one of its step."""
         self._replay_update: Callable[[], None] | None = None
 
     def forward_backward(self, batch: Batch, is_first: bool, is_last: bool) -> None:

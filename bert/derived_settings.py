@@ -9,7 +9,7 @@ _MOST_EVALUATIONS = 20
 _EVALUATION_SHARE = 0.1
 """Share of a run's time that its evaluations may take."""
 EVALUATION_COST = 0.4
-"""Time to evaluate a sample, relative to the time to train on one. An evaluation has no backward pass."""
+"""Time to evaluate a sample, as a share of the time to train on one. It is below 1, as there is no backward pass."""
 _FEWEST_STEPS = 1000
 """Minimum number of steps when training starts from random weights. A model of this size learns little in fewer steps."""
 

@@ -102,12 +102,12 @@ def checkpoint_accuracy(config: "Config") -> float | None:
             said = int(10 * share)
             say(f"{time.perf_counter() - started:7.1f} s  {10 * said} % of {samples:,} samples")
 
-    # Use a fixed seed: weights that the checkpoint lacks must be equal on all ranks, and nothing is broadcast here.
+    # Weights that the checkpoint lacks are random. The fixed seed makes them equal on all ranks without a broadcast.
     whole = first_model(config, mesh, seed=0)
     tensor = TensorParallel(config.model, process_group(mesh.tensor_ranks), Stopwatch())
     model = own_part(whole, mesh, tensor, config.parallel.virtual_stages)
     # A warm-up is not needed, because no benchmark clock runs and every batch is used only once. If the precision is fp8,
-    # products are in bf16 here, because FP8 is only for training.
+    # the matrix products use bf16 here, because only a training run has FP8 scales.
     evaluator = Evaluator(dataset, mesh, config.evaluation.batch_size, ignored_id)
     autocast = torch.autocast(mesh.device.type, torch.bfloat16, enabled=config.training.precision != "fp32")
     accuracy = evaluator(model, autocast, report)

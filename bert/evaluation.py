@@ -22,12 +22,12 @@ _MOST_LOSS = 100.0
 
 @dataclass(frozen=True)
 class Accuracy:
-    """Correct predictions among all masked tokens of the evaluation set."""
+    """Number of correct predictions and number of all masked tokens in the evaluation set, with their loss."""
 
     correct: int
     count: int
     loss: float
-    """Sum of the cross-entropies."""
+    """Sum of the cross-entropies of all masked tokens."""
 
     @property
     def value(self) -> float:
@@ -35,8 +35,8 @@ class Accuracy:
 
     @property
     def perplexity(self) -> float:
-        """Exponential of the mean cross-entropy. A choice among this many equally probable tokens is as uncertain."""
-        # The bound keeps the exponential of a diverged model finite.
+        """Exponential of the mean cross-entropy. A choice among so many equally probable tokens is equally uncertain."""
+        # Limit the mean, because the cross-entropy of a diverged model can be so large that its exponential overflows.
         return math.exp(min(self.loss / self.count, _MOST_LOSS))
 
 
@@ -133,7 +133,8 @@ class Evaluator:
             # Ranks that share a copy of the model must all run it, because the model contains collectives.
             output = model(batch)
         assert output.masked_lm_correct is not None  # in evaluation mode, the model counts correct predictions
-        if not self._counted:  # another rank of this copy of the model counts them
+        # Only one of the ranks that share a copy of the model counts its predictions, so that none is counted twice.
+        if not self._counted:
             return
         self._loss += output.masked_lm_loss
         self._counts[0] += output.masked_lm_correct
@@ -141,7 +142,8 @@ class Evaluator:
 
     def _read_all(self) -> list[Batch]:
         if self._device.type == "cuda":
-            torch.cuda.set_device(self._device)  # a new thread uses the first GPU by default
+            # A new thread would use the first GPU, which may belong to another rank.
+            torch.cuda.set_device(self._device)
         batches = []
         for indices in self._indices:
             samples = self._dataset.take(indices)

@@ -18,7 +18,7 @@ _EXAMPLES = 3
 _EXAMPLE_CHARACTERS = 70
 _FEWEST_WORDS = 5
 _NAMED_FILES = 5
-"""From this number of text files on, the model card counts the files instead of naming them."""
+"""If there are at least this many text files, the model card states their number instead of their names."""
 _READ_SAMPLES = 256
 """Number of held-out samples that are searched for examples."""
 
@@ -53,8 +53,8 @@ print(fill("{example}"))
 def export(trained: Path, data: Path, logs: Path, out: Path) -> None:
     """Write the Hugging Face folder ``out``, and print the model's quality, examples, and whether to train longer.
 
-    ``trained`` is the file of weights, ``data`` the folder of the data sets and the vocabulary, and ``logs`` the folder of
-    the training's metrics.
+    ``trained`` is the file of weights. ``data`` is the folder of the data sets and the vocabulary. ``logs`` is the folder
+    that contains the metrics of the training.
     """
     found, held_out, train = stated_evaluation(trained), open_dataset(data / "evaluation"), open_dataset(data / "train")
     if found is None:

@@ -85,7 +85,8 @@ class GapFiller:
         ids = np.concatenate([[cls_id], np.insert(pieces, offsets[1:-1], mask_id), [sep_id]])
         if len(ids) > most:
             raise ValueError(f"the text has {len(ids)} tokens, but the model has {most} positions: shorten the text")
-        gaps = offsets[1:-1] + np.arange(1, len(offsets) - 1)  # [CLS] and each earlier gap add one token
+        # The position of a gap is shifted by one for [CLS], and by one for each earlier gap.
+        gaps = offsets[1:-1] + np.arange(1, len(offsets) - 1)
         builder = SampleBuilder()
         parts = (ids.astype("<u2"), np.zeros(len(ids), "u1"), gaps.astype("<u2"), np.zeros(len(gaps), "<u2"))
         builder.add(*(part.data.cast("B") for part in parts), next_sentence_label=0)

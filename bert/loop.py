@@ -95,8 +95,8 @@ def train(run: Run) -> Status:
     assert status is not None
     log.run_stop(status, samples=at.samples, eval_samples=run.evaluator.samples)
     seconds = run.reporter.seconds
-    run.step.gather_weights()  # complete an exchange between sites that is in progress
-    # Writing the last checkpoint is not part of the timed run.
+    run.step.gather_weights()  # this completes an exchange between sites if one is in progress
+    # Wait for the last checkpoint only now: the clock has been stopped, so writing it takes no time of the run.
     run.checkpoints.wait(at)
     run.reporter.end(at.steps, EndRecord(status, seconds, at.samples, accuracy))
     return status

@@ -3,8 +3,8 @@
 Shape legend: T tokens, Q rows of the last layer, S sequences, M masked tokens, D hidden, F intermediate, V vocabulary,
 H heads, E head size.
 
-Post-LN encoder with learned positions, tanh-form GELU, masked-LM decoder tied to the word embeddings, and next-sentence
-head on the pooled [CLS] token (Devlin et al., arXiv 1810.04805). Every weight is [out, in].
+The encoder is post-LN, with learned positions and tanh-form GELU. The masked-LM decoder is tied to the word embeddings, and
+the next-sentence head reads the pooled [CLS] token (Devlin et al., arXiv 1810.04805). Every weight is [out, in].
 
 ``Placement`` decides how weights and hidden states are divided among ranks, and ``MatrixProducts`` decides how products with
 weights are computed. The base classes here do what PyTorch does on one rank.
@@ -91,7 +91,7 @@ class Dense(nn.Module):
     """Weight [out, in] and bias [out] of a dense layer."""
 
     def __init__(self, inputs: int, outputs: int, copy_NK: Tensor | None = None) -> None:
-        """``copy_NK`` is a 16-bit copy of the weight, which the optimizer writes, and which products read."""
+        """``copy_NK`` is a 16-bit copy of the weight. The optimizer writes the copy, and matrix products read it."""
         super().__init__()
         # Leave the values undefined: a checkpoint or ``initialize_`` sets them.
         self.weight = nn.Parameter(torch.empty(outputs, inputs))
@@ -188,7 +188,7 @@ class EncoderLayer(nn.Module):
         hidden, eps = config.hidden_size, config.layer_norm_eps
         # With tensor parallelism, a rank has whole heads and some columns of the intermediate layer.
         heads, intermediate = placement.share(hidden), placement.share(config.intermediate_size)
-        # One weight for queries, keys and values. LAMB treats it as three tensors, like the reference (``lamb_segments``).
+        # Queries, keys and values share a weight. LAMB treats it as three tensors, like the reference (``lamb_segments``).
         self.query_key_value = products.dense(index, "query_key_value", hidden, 3 * heads)
         self.attention_output = products.dense(index, "attention_output", heads, hidden)
         self.attention_norm = nn.LayerNorm(hidden, eps)
@@ -222,7 +222,7 @@ class EncoderLayer(nn.Module):
         """Return the output for ``rows_Q`` only, [Q, D]. It is exact: attention still reads all tokens' keys and values."""
         hidden_TD = self.placement.all_rows(hidden_TD)
         weight, bias = self.query_key_value.weight, self.query_key_value.bias
-        # The first third of the fused weight's rows computes this rank's queries, the rest its keys and values.
+        # The first third of the fused weight's rows computes this rank's queries. The rest computes its keys and values.
         queries = len(weight) // 3
         # Do not use ``products``, which would multiply by the whole fused weight. The last layer does not use FP8 anyway.
         keys_values = F.linear(hidden_TD, weight[queries:], bias[queries:])
@@ -247,7 +247,7 @@ class EncoderLayer(nn.Module):
         return self.config.hidden_size // self.config.num_attention_heads
 
     def _after_attention(self, context_TD: Tensor, residual_TD: Tensor, dropouts: list[Dropout | None]) -> Tensor:
-        # The norm adds the bias of this product, after the sum over ranks, because it must be added only once.
+        # The norm adds the bias of this product after the sum over ranks. Otherwise each rank would add the bias once.
         projected_TD = self.placement.summed(self.products.product(context_TD, self.attention_output, None))
         attended_dropout, output_dropout = dropouts
         attended_TD = _normed(
@@ -302,7 +302,7 @@ class BertForPreTraining(nn.Module):
         owns: Callable[[str], bool] = lambda _: True,
         absent_embeddings: nn.Module | None = None,
     ) -> None:
-        """``inner_products`` and ``recompute`` are for all encoder layers but the last, ``products`` for all other parts.
+        """``inner_products`` and ``recompute`` apply to all encoder layers but the last. Other parts use ``products``.
 
         The last layer computes few rows, so faster products would gain little. Its backward pass comes first, so
         recomputation would save no memory. ``owns`` decides by name which parts this rank has. ``absent_embeddings`` takes
@@ -383,7 +383,7 @@ class BertForPreTraining(nn.Module):
         # Attention needs the queries of a sequence to be adjacent, so rows are sorted. Unused slots contain the index of the
         # first row after all sequences, so they come last, past the end of ``cu_seqlens_q``.
         rows_Q, order_Q = torch.cat([cls_S, batch.masked_lm_positions]).sort()
-        # The number of chosen rows before each sequence boundary, computed on the device.
+        # Count the chosen rows before each sequence boundary on the device, so that the host need not wait.
         cu_seqlens_q = torch.searchsorted(rows_Q, batch.cu_seqlens.long()).int()
         last = self.layers[-1]
         assert isinstance(last, EncoderLayer)
@@ -397,12 +397,12 @@ class BertForPreTraining(nn.Module):
     def next_dropout_state(self) -> Tensor | None:
         """Return seed and step of the next forward pass's dropout, int64 [2], or None outside training.
 
-        Each pass in training has its own step, and so draws other random numbers.
+        Each forward pass in training counts as a step. Its number makes its random numbers differ from other passes.
         """
         if not self.training:
             return None
         self.dropout_state[1] += 1
-        # Copy the state, because the backward pass must use the step of its forward pass.
+        # Return a copy: the backward pass needs this pass's step, but the next forward pass changes the original.
         return self.dropout_state.clone()
 
     def masked_lm_logits(self, masked_MD: Tensor) -> Tensor:
@@ -417,7 +417,8 @@ class BertForPreTraining(nn.Module):
         return self.transform_norm(dense_gelu(masked_MD, self.transform.weight, self.transform.bias))
 
 
-@functools.cache  # without the cache, this takes a fifth of the time of ``python -m cluster plan``
+# ``python -m cluster plan`` calls this so often that without the cache, a fifth of its time would be spent here.
+@functools.cache
 def parameter_shapes(config: ModelConfig) -> Mapping[str, tuple[int, ...]]:
     """Return the shape of each parameter of the whole model by name, without allocating the model."""
     with torch.device("meta"):

@@ -148,7 +148,7 @@ class Lamb:
         copies_P: Tensor | None = None,
         casts: tuple[WeightCast, ...] = (),
     ) -> None:
-        """Every step also overwrites ``copies_P``, 16-bit copies of the weights, and the FP8 ``casts``."""
+        """Every step also overwrites ``copies_P``, the 16-bit copies of the weights, and ``casts``, their FP8 copies."""
         self.flat = flat
         self.casts = casts
         self.copies_P = copies_P
@@ -164,7 +164,7 @@ class Lamb:
 
         If a gradient is not finite, only ``state.skipped`` changes.
         """
-        # The schedule counts steps from 0, the bias corrections of the moments from 1.
+        # The learning rate schedule counts steps from 0, but the bias corrections of the moments count them from 1.
         rate = learning_rate(self.config, self.steps).float()
         norm = lamb_step(
             self.flat.weights_P,
@@ -182,7 +182,7 @@ class Lamb:
 
     @torch.no_grad()
     def refresh_copies_(self) -> None:
-        """Refresh the copies of the weights after a change of the weights that no step has made."""
+        """Refresh the 16-bit copies of the weights after anything but an optimizer step has changed the weights."""
         if self.copies_P is not None:
             self.copies_P.copy_(self.flat.weights_P)
 

@@ -82,13 +82,14 @@ def own_text(
     except Stopped:
         say(f"to continue, run the same command again ({out})")
         raise SystemExit(supervisor.status) from None
-    from bert.export import export  # late, because it imports PyTorch
+    # Import this only after the training, because it imports PyTorch, which is slow.
+    from bert.export import export
 
     export(out / _TRAINED, out / "data", out / _LOGS, model)
 
 
 def _starting_point(start: str | None, own: OwnText) -> tuple[Path | None, OwnText]:
-    """Return the path of the initial weights (None: random weights), and ``own``, by default with their vocabulary."""
+    """Return the initial weights' path (None: random weights) and ``own``. If it has no vocabulary, it gets the weights'."""
     if start is None:
         return None, own
     if start == "tiny_cpu":

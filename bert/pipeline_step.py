@@ -32,7 +32,7 @@ class PipelineStep(TrainingStep):
 
     def gather_in_site(self) -> None:
         super().gather_in_site()
-        # The last stage has a copy of the first stage's word table.
+        # The last stage has a copy of the first stage's word table, which must follow every change of the table.
         self.model.copy_word_()
 
     def refresh_copies_(self) -> None:

@@ -21,20 +21,20 @@ from bert.execution.stopwatch import is_capturing
 RECOMPUTED_OPS = ("varlen_self_attention", "dropout_add_layer_norm")
 """Ops of ``kernels`` that apply dropout in a recomputed layer."""
 
-# Ops of products with weights, which have 2D operands. Attention does not use them: its products are batched or fused.
+# PyTorch computes products with weights by these ops on 2D operands. Attention's products use other ops: batched or fused.
 _PRODUCTS = [torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten._scaled_mm.default]
 
 
 def recomputed(mode: Recompute, function: Callable[..., Any], *inputs: Any) -> Any:
     """Call a function of an encoder layer. In training, the backward pass calls it again, unless the mode is none.
 
-    selective: keep the results of the layer's four products with weights, and recompute attention, GELU, norms and dropout,
-    which take much of the memory and little of the time. full: keep only the inputs.
+    The mode selective keeps the results of the layer's four products with weights. It recomputes attention, GELU, norms and
+    dropout, which take much of the memory and little of the time. The mode full keeps only the inputs.
     """
     if mode == "none" or not torch.is_grad_enabled():  # without gradients, this is an evaluation
         return function(*inputs)
     contexts = partial(create_selective_checkpoint_contexts, _PRODUCTS) if mode == "selective" else noop_context_fn
     # During a capture, the generator's state can be neither read nor set. It need not be, because no op draws from it.
     preserve = not is_capturing()
-    # PyTorch accepts contexts only for non-reentrant checkpoints.
+    # The checkpoint must be non-reentrant, because PyTorch accepts ``context_fn`` only then.
     return checkpoint(function, *inputs, use_reentrant=False, context_fn=contexts, preserve_rng_state=preserve)

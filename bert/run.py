@@ -37,7 +37,7 @@ from bert.setup import build_run, captures, log_settings
 from console.program import complain, drop_lost_output, reason, say
 
 _OWN_SIGNAL_S = 15.0
-"""Maximum time in seconds between the signals that different elastic agents send to their ranks after one event."""
+"""If an event makes all elastic agents restart their ranks, all agents send their signals within this many seconds."""
 
 
 def run(config: Config, arguments: Sequence[str]) -> int:
@@ -73,7 +73,7 @@ def run(config: Config, arguments: Sequence[str]) -> int:
 
 def _say_ready(config: Config, inputs: Inputs, launch: Launch) -> None:
     if config.training.device == "cuda" and CLAIM in os.environ:
-        # The launcher is about to start the run on this machine. Without GPUs, that run would end in a traceback.
+        # The launcher will start the run here next. Fail now if GPUs are missing, because the run would end in a traceback.
         require_gpus(max(1, launch.local_size))
     elif config.training.device == "cuda" and not torch.cuda.is_available():
         complain("training.device is cuda, but PyTorch sees no GPU here: this run needs a machine with GPUs", "warning")
@@ -82,14 +82,14 @@ def _say_ready(config: Config, inputs: Inputs, launch: Launch) -> None:
 
 def _timed_run(config: Config, inputs: Inputs, mesh: Mesh, guard: DataGuard, interruption: Interruption) -> str:
     """Initialize, start the clock, train until the target is reached, stop the clock, and return the final status."""
-    # The checkpoint to resume from and the shares of the ranks are decided before the log is created.
+    # Choose the checkpoint to resume from and the ranks' shares before the log is created, so that an error leaves no log.
     again = _is_restarted(config, mesh)
     if config.checkpoint.folder is not None:
         # Lock the folder before reading it, because another run could remove its checkpoints.
         lock(config.checkpoint.folder, mesh, again)
     resumed = _resumed(config, inputs, mesh, again)
     before = resumed.allocation if resumed else None
-    # Rebalance only if a launcher has restarted the run. A user who resumes a run chooses how to divide the batch.
+    # Rebalance only if a launcher has restarted the run: a user who resumes a run chooses how to divide the batch.
     if again and before:
         config = rebalance_batch(config, before, mesh.data_size)
     adaptive = config.log.division == "open" and (again or may_start_again())
@@ -103,14 +103,14 @@ def _timed_run(config: Config, inputs: Inputs, mesh: Mesh, guard: DataGuard, int
     # If no seed is set, each rank draws one, and all use rank 0's seed. The seed determines the order of the samples, so
     # it must be equal on all ranks.
     seed = resumed.seed if resumed else agreed_integer(_seed(config), mesh)
-    barrier()  # no rank creates files before all have passed their checks
-    log = MLLog(None)  # this log has no path, so it writes nothing
+    barrier()  # no rank creates files before all ranks have passed their checks
+    log = MLLog(None)  # only rank 0 writes a log: a log without a path writes nothing
     if mesh.is_main:
         # Creating the file reserves its number. The number that was free during the checks may be taken by now.
         log, files = create_log(result_folder(config), config.log.run)
         inputs = replace(inputs, **files._asdict())
-    # Contexts end in reverse order: the watchdog before the log, because it may log a fault, and before the graphs are
-    # reset, because it must first tell the other ranks about an error.
+    # Contexts end in reverse order, so the watchdog ends first. It may log a fault, so the log must still be open then. It
+    # must tell the other ranks about an error before the graphs are reset.
     capturing = closing(CudaCapturer(mesh.device)) if captures(config, mesh) else nullcontext()
     with log, capturing as capturer, _fail_together(config, mesh, log) as watchdog:
         drop_lost_output(partial(_note_lost_output, log))
@@ -161,14 +161,14 @@ def _fail_together(config: Config, mesh: Mesh, log: MLLog) -> Iterator[Watchdog]
     def close_log(reason: str) -> None:
         line = f"# ended by a fault: {' '.join(reason.split())}"
         for act in (lambda: log.line(line), log.abort, log.close):
-            with suppress(OSError):  # writing fails again if the disk is full
+            with suppress(OSError):  # if a full disk was the fault, writing the log fails too
                 act()
 
     watchdog = Watchdog(mesh, config.training.fault_seconds, close_log)
     try:
         yield watchdog
     except Interrupted as interrupted:
-        # Elastic agents on other hosts restart their ranks without this rank only if this rank's exit status is a failure.
+        # Elastic agents on other hosts restart their ranks without this one only if it exits with the status of a failure.
         watchdog.failed(str(interrupted), FAULT_STATUS if may_start_again() else interrupted.status)
         raise
     except (ValueError, OSError) as error:
@@ -231,7 +231,7 @@ def _is_restarted(config: Config, mesh: Mesh) -> bool:
 
 
 def _resumed(config: Config, inputs: Inputs, mesh: Mesh, again: bool) -> RunState | None:
-    """Return the checkpoint to continue from: the newest one after a restart (``again``), otherwise `resume`."""
+    """Return the checkpoint to continue from: after a restart (``again``) the newest one, otherwise that of --resume."""
     folder = config.resume
     if not again:
         refuse_foreign_checkpoints(config)
@@ -266,5 +266,5 @@ def _say_how_to_go_on(config: Config, arguments: Sequence[str]) -> None:
     """Print the command that resumes the run, if a checkpoint exists."""
     folder = config.checkpoint.folder
     if folder is not None and config.log.division == "open" and checkpoint_folders(folder):
-        settings = [*arguments, "--resume", str(folder)]  # this --resume overrides an earlier one
+        settings = [*arguments, "--resume", str(folder)]  # overrides any --resume in ``arguments``
         say(f"to continue: python -m bert.train {shlex.join(settings)}")

@@ -41,7 +41,7 @@ from dataloading.shards.samples import synthetic_samples
 from kernels.tuning import autotune
 
 _WARM_UP_STEPS = 2
-"""Number of steps on synthetic batches before the clock starts: the first compiles kernels, the second is timed."""
+"""Number of steps on synthetic batches before the clock starts. The first one compiles kernels, and the second is timed."""
 
 
 def build_run(
@@ -74,7 +74,7 @@ def build_run(
         # Restore after the warm-up, because the warm-up ends by restoring the initial state.
         restore(step, resumed)
         start, skipped = Position(resumed.step, resumed.samples), resumed.step - resumed.optimizer_steps
-    # On a GPU, the time of a step is not known yet, because the host only launches the steps.
+    # Announce the time only on a CPU. On a GPU, ``step_seconds`` contains only the time in which the host launches a step.
     if mesh.is_main and mesh.device.type == "cpu" and step_seconds:
         say(_announcement(config, inputs, start.samples, step_seconds))
     log.weights_initialization(config.model.num_hidden_layers)
@@ -157,12 +157,12 @@ def build_loader(
     The loader reads no data until its first batch is requested.
     """
     sampler = batch_sampler(config, train, mesh.data_size, seed)
-    # A site that takes steps by itself divides its losses by its own counts.
+    # A site that takes steps by itself divides its losses by the counts of its own ranks, which are ``together``.
     apart = config.training.site_steps > 1
     together = [mesh.coordinates[rank][0] for rank in mesh.own_site.data_ranks] if apart else None
 
     def rank_batches(step: int) -> list[MicroBatch]:
-        # Loaders count steps from 0 even in a resumed run.
+        # Loaders count steps from 0 even in a resumed run, so add the steps before it.
         return sampler.rank_batches(first_step + step, mesh.data_rank, together)
 
     choice = choose_loader(config.data.loader, mesh.device, rank_batches, train.lengths, shape_buckets)
@@ -218,7 +218,7 @@ def _initial_step(config: Config, mesh: Mesh, seed: int, log: MLLog, capturer: C
     for parameter in initial.parameters():
         # All ranks start from rank 0's weights.
         broadcast_(parameter.data)
-    # On a GPU, the host's clock would measure only the launches.
+    # On a GPU, the host's clock would measure only how long the host takes to launch kernels.
     stopwatch = DeviceStopwatch() if mesh.device.type == "cuda" else Stopwatch()
     step = build_step(initial, config, mesh, stopwatch, capturer)
     if mesh.world_size > 1:

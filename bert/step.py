@@ -46,8 +46,8 @@ class TrainingStep:
         self.mesh, self.stopwatch = mesh, stopwatch
         self.precision: Precision = config.training.precision
         self._build(initial, config, mesh)
-        # FP8 needs whole weights right after the update, to cast them, and pipeline stages begin a step at different times.
-        # In both cases, all weights are gathered before the next step.
+        # Gather all weights before the next step, not during its forward pass, in two cases. FP8 must quantize whole weights
+        # right after the update. Pipeline stages begin a step at different times.
         self.gathers_in_forward = self.gather is not None and self.fp8 is None and mesh.pipeline == 1
         self.statistics = Statistics(mesh, apart=self.sites is not None)
 
@@ -63,16 +63,16 @@ class TrainingStep:
         # Allocate first the objects that all layers share.
         gradients, copies, scales = WeightGradients(), WeightCopies(), None
         accumulates = weight_gradients.accumulates_products(mesh.device, self.precision)
-        # With FP8, the optimizer writes FP8 weights instead of copies. ``ShardedLamb`` writes neither.
+        # With FP8, the optimizer writes FP8 weights instead of 16-bit copies. ``ShardedLamb`` writes neither of the two.
         if accumulates and is_whole and self.precision != "fp8":
             copies = WeightCopies.of(config.model, mesh.device)
-        # Only the first pipeline stage has the word table. With sharded gradients, no rank keeps the table's gradient.
+        # Products can add to the word table's gradient on the first stage, which has it, unless gradients are sharded.
         with_table = accumulates and mesh.tensor == 1 and mesh.pipeline_rank == 0 and not shards_gradients
         products = AccumulatingProducts(gradients, copies, with_table=with_table) if accumulates else MatrixProducts()
         inner_products = products
         if self.precision == "fp8":
             scales = Fp8Scales(config.model.num_hidden_layers - 1, mesh.device)
-            # Fused layers combine products with layer norms, but tensor parallelism must communicate between the two.
+            # Fuse products with layer norms, unless tensor parallelism requires communication between the two.
             inner_products = Fp8Products(scales, gradients, fused=mesh.tensor == 1)
         tensor = TensorParallel(config.model, process_group(mesh.tensor_ranks), self.stopwatch)
         virtual_stages = config.parallel.virtual_stages
@@ -86,7 +86,7 @@ class TrainingStep:
         groups = Communicators.create(mesh, in_network=training.sharp, is_flat=training.reduction == "flat")
         self.flat = FlatParameters.of(self.model, groups.shards, overwritten, gradients=not shards_gradients)
         self.vectors = WholeVectors(self.model, self.flat, tensor, pipeline)
-        # The choice of a strategy may measure reductions of the flat vectors.
+        # Build the flat vectors first, because the choice of a strategy may measure how fast they are reduced.
         strategy, reason = choose(training, self.flat, groups)
         self.reduction_choice = f"{strategy} ({reason})"
         settings = self.flat, groups, strategy, training.reduce_dtype, training.bucket_bytes
@@ -96,7 +96,7 @@ class TrainingStep:
             casts = () if self.fp8 is None else self.fp8.casts(self.flat.places)
             self.optimizer = Lamb(self.flat, config.optimizer, copies.copies_P, casts)
         else:
-            # The norm of all gradients is a sum over the stages, which have different parameters.
+            # Pipeline stages have different parameters, so the norm of all gradients must be summed over their group.
             group = None if pipeline is None else pipeline.group
             self.optimizer = ShardedLamb(self.flat, config.optimizer, reduction, tensor, group)
         self.gather = WeightGather(self.model, self.flat, reduction) if shards_weights else None
@@ -142,11 +142,12 @@ class TrainingStep:
     def update(self) -> None:
         """Update the weights from the summed gradients."""
         if self.fp8 is not None:
-            self.fp8.update_scales_()  # now, because the casts of the update need the new scales
+            # Update the scales before the optimizer step, which uses them to write the FP8 weights.
+            self.fp8.update_scales_()
         self.statistics.add_step(self.optimizer.step())
         if not self.gathers_in_forward:
             self.gather_in_site()
-        if self.fp8 is not None and not isinstance(self.optimizer, Lamb):  # ``Lamb`` casts the weights itself
+        if self.fp8 is not None and not isinstance(self.optimizer, Lamb):  # ``Lamb`` has written the FP8 weights
             self.fp8.refresh_weights_()
 
     def mean_loss(self, output: PretrainingOutput, batch: Batch) -> Tensor:
@@ -208,7 +209,7 @@ class TrainingStep:
         return self.vectors.gather_model(self.flat.weights_P, model.config)
 
     def refresh_copies_(self) -> None:
-        """Refresh the low-precision copies of the weights after a change of the weights that no step has made."""
+        """Refresh the low-precision copies of the weights after anything but a training step has changed the weights."""
         if isinstance(self.optimizer, Lamb):
             self.optimizer.refresh_copies_()
         if self.fp8 is not None:
@@ -217,8 +218,8 @@ class TrainingStep:
     def warm_up(self, micro_batches: Sequence[Batch], steps: int, shape_buckets: Sequence[ShapeBucket] = ()) -> float:
         """Run ``steps`` steps on synthetic batches, and prepare the step for training, without changing any state.
 
-        A captured step is captured for each of ``shape_buckets``. FP8 scales are calibrated last, with the weights that
-        training starts from. Returns the last step's seconds on the host's clock, or 0 if ``steps`` is 0.
+        If the step uses CUDA graphs, this captures them for each of ``shape_buckets``. FP8 scales are calibrated last, with
+        the weights that training starts from. Returns the last step's seconds on the host's clock, or 0 if ``steps`` is 0.
         """
         seconds = 0.0
         with self.rehearsal():
@@ -242,7 +243,7 @@ class TrainingStep:
 
     @contextmanager
     def rehearsal(self) -> Iterator[None]:
-        """Restore, after steps on synthetic batches in a ``with`` block, everything that they change except FP8 scales."""
+        """Restore the state, except FP8 scales, after a ``with`` block, which may take steps on synthetic batches."""
         weights_P, dropout_state = self.flat.weights_P.clone(), self.model.dropout_state.clone()
         devices = [self.mesh.device] if self.mesh.device.type == "cuda" else []  # fork_rng would save every GPU's state
         with torch.random.fork_rng(devices), self.restricted_ops():
@@ -264,7 +265,7 @@ class Statistics:
     NAMES = ("masked_lm_loss", "next_sentence_loss", "gradient_norm", "tokens", "skipped_steps")
 
     def __init__(self, mesh: Mesh, *, apart: bool = False) -> None:
-        """``apart`` tells whether sites take steps by themselves. Means then weigh each site by its share of the samples."""
+        """If sites take steps by themselves (``apart``), each site is weighted in a mean by its share of the samples."""
         self._rank, self._counts = mesh.rank, mesh.counts_losses
         site = mesh.own_site if apart else mesh
         self._share = site.data_size / mesh.data_size
@@ -279,7 +280,8 @@ class Statistics:
 
     def add_micro_batch(self, masked_lm_loss: Tensor, next_sentence_loss: Tensor, tokens: Tensor) -> None:
         """Add a micro-batch's contributions to the global batch's mean losses, and its number of tokens, all []."""
-        if not self._counts:  # another rank of this copy of the model counts the losses
+        # Only one of the ranks that share a copy of the model counts its losses, so that none is counted twice.
+        if not self._counts:
             return
         self._sums[0] += masked_lm_loss.detach() * self._share
         self._sums[1] += next_sentence_loss.detach() * self._share

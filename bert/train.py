@@ -1,8 +1,8 @@
 """Train a model and write a result file: ``python -m bert.train RECIPE [--section.field value ...]``.
 
 ``--config FILE`` takes settings from a TOML file or from the result file of an earlier run. ``--plan FILE`` takes settings
-from a plan. Both files include the recipe. Settings on the command line override the settings in the file. ``--list`` lists
-the recipes. ``--print-config`` prints all settings in a form that ``--config`` can read, instead of starting the run.
+from a plan. All these files name the recipe too. Settings on the command line override the settings in the file. ``--list``
+lists the recipes. ``--print-config`` prints all settings in a form that ``--config`` can read, instead of starting the run.
 
 Under torchrun, this program is one of many ranks; otherwise the run has one process. Exit status: 0 if the target was
 reached, 1 if the run ended without reaching it, 2 for a wrong input or setting, 3 after a fault of a rank, 128 + n after
@@ -40,7 +40,7 @@ _PRINT = "--print-config"
 _OPTIONS = ("--help", "--list", "--version", "--config", "--plan", _PRINT)
 
 OLDEST_TORCH = (2, 11)
-"""Oldest supported release of PyTorch, which NGC's images contain from 26.02 on. pyproject.toml requires it too."""
+"""Oldest supported release of PyTorch. pyproject.toml requires it too. NGC's images contain it from version 26.02 on."""
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -63,7 +63,7 @@ def main(arguments: Sequence[str]) -> int:
     try:
         return run(config, arguments)
     except Interrupted as interrupted:
-        if CLAIM not in os.environ:  # if it is set, the launcher reports the interruption
+        if CLAIM not in os.environ:  # otherwise the launcher, which sets this variable, reports the interruption
             _complain(interrupted)
         return interrupted.status
     except (ValueError, OSError) as error:
@@ -95,7 +95,7 @@ def parse(arguments: Sequence[str], module: str = "bert.train") -> Config:
     # The header of a result file contains the text None if the run had no plan.
     plan = None if plan_file in (None, "None") else read_plan(Path(plan_file))
     if plan is not None:
-        # Put the plan's settings first, so that given settings override them. `require_settings` then refuses differences.
+        # Put the plan's settings first. Given settings override them, and `require_settings` later refuses differences.
         if recipe not in (None, plan.recipe):
             raise ValueError(f"the plan is for the recipe {plan.recipe}, expected {recipe}: make a plan for {recipe}")
         recipe, settings = plan.recipe, [*plan.arguments(), *settings]
@@ -150,7 +150,7 @@ def _explained(error: ValueError, recipe: str) -> str:
 
 
 def without_option(name: str, arguments: Sequence[str]) -> tuple[str | None, list[str]]:
-    """Return the last value of an option, or None if it is absent, and the arguments without the option.
+    """Return two results: the last value of an option (None if it is absent), and the arguments without the option.
 
     Raises ``ValueError`` if the option has no value.
     """
@@ -187,10 +187,10 @@ def refused(error: ValueError | OSError) -> int:
 
 
 def _complain(error: Exception) -> None:
-    """Print the error in one line, with the rank's number, because the error may concern only one machine."""
+    """Print the error in one line. Ranks other than 0 add their number, because only their machine may be concerned."""
     try:
         rank = Launch.from_environment().rank
-    except ValueError:  # ``error`` may say that the environment is invalid
+    except ValueError:  # the environment is invalid, which may be the error to print
         rank = 0
     complain(error, f"error: rank {rank}" if rank else "error")
 

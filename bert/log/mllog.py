@@ -47,7 +47,7 @@ class LineFile:
 
     def write(self, text: str) -> None:
         """Write one line, and a digest line if one is due."""
-        # A file name that is not valid UTF-8 must not end the run that logs it.
+        # Escape what UTF-8 cannot encode, such as bytes of a file name. Otherwise an odd file name would end the run.
         line = text.encode("utf-8", "backslashreplace")
         lines = [line] if self._chain.lines else [digest.OPENING.encode(), line]
         for each in lines:
@@ -100,7 +100,7 @@ class MLLog:
         self._file = None if path is None else LineFile(path)
         self._clock_ms = clock_ms or _steady_clock()
         self._run = LoggedRun()
-        self._is_aborting = False  # if True, some rules of a complete run do not apply
+        self._is_aborting = False  # if True, rules that only a complete run must follow are not enforced
         self._lock = threading.RLock()  # reentrant, because `abort` logs records while it holds the lock
 
     def __enter__(self) -> Self:
@@ -113,7 +113,7 @@ class MLLog:
             self.close()
             return
         for step in (self.abort, self.close):
-            with suppress(OSError):  # a full disk must not hide the error that ended the run
+            with suppress(OSError):  # an error here, as of a full disk, must not hide the error that ended the run
                 step()
 
     # Methods for plain lines.
@@ -157,7 +157,7 @@ class MLLog:
         self.event("eval_start", epoch_num=samples, samples_count=samples)
 
     def eval_accuracy(self, accuracy: float, samples: int) -> None:
-        """Log the masked-LM accuracy of the open evaluation as a fraction. BERT counts epochs in samples (TR 24.6)."""
+        """Log the open evaluation's masked-LM accuracy as a fraction. BERT's epoch number counts samples (TR 24.6)."""
         self.event("eval_accuracy", accuracy, epoch_num=samples, samples_count=samples)
 
     def eval_stop(self, samples: int) -> None:
@@ -227,7 +227,7 @@ class MLLog:
             self._file.write(_line_of(record))
             self._run.add(record)
             if key == "run_stop":
-                # With a digest here, the run is provably complete even if the file is truncated after this line.
+                # Write a digest here: it proves that the run was complete, even if the file is truncated after this line.
                 self._file.write_digest()
 
     def _check(self, record: Record) -> None:

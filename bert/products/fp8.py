@@ -40,7 +40,7 @@ from kernels import (
 from kernels.reference.fp8 import E4M3, E5M2, capability_reasons, largest_scaled
 
 DENSES = ("query_key_value", "attention_output", "intermediate", "output")
-"""Dense layers of an encoder layer, in the order of their scales."""
+"""Names of the dense layers of an encoder layer. Their scales have the same order."""
 
 # Two rounds find a scale for every tensor (``calibration_`` says why). The other rounds refine the scales of gradients.
 _CALIBRATION_ROUNDS = 4
@@ -48,7 +48,7 @@ _CALIBRATION_ROUNDS = 4
 
 @dataclass(frozen=True)
 class Scaling:
-    """Scale, inverse scale and amax of a quantized tensor: scalar views [] of the vectors of ``Fp8Scales``."""
+    """Scale, inverse scale and largest magnitude (amax) of a quantized tensor, as views [] of vectors of ``Fp8Scales``."""
 
     scale: Tensor
     inverse: Tensor
@@ -66,7 +66,7 @@ class Fp8Scales:
     inverse_S: Tensor
     """fp32, exactly 1 / scale."""
     amax_S: Tensor
-    """fp32, largest magnitude since the last update; for a weight, its largest magnitude at the last cast."""
+    """fp32, largest magnitude since the last update; for a weight, its largest magnitude at the last conversion to FP8."""
     largest_S: Tensor
     """fp32, upper limit of scale times amax for each tensor: the largest number of its format, divided by the headroom."""
 
@@ -91,7 +91,7 @@ class Fp8Scales:
 
 
 class Fp8Dense(Dense):
-    """Dense layer with an FP8 weight in both layouts, at addresses that never change, because captured graphs read them."""
+    """Dense layer with its weight in FP8, in two layouts. Captured graphs read the FP8 tensors, so they never move."""
 
     def __init__(self, inputs: int, outputs: int, scalings: Sequence[Scaling], gradients: WeightGradients) -> None:
         super().__init__(inputs, outputs)
@@ -112,14 +112,14 @@ class Fp8Dense(Dense):
 
     def cast_input(self, x_TK: Tensor) -> tuple[Tensor, Tensor]:
         """Quantize an input; return it as [T, K] and transposed as [K, T]."""
-        # Detach the input, because the product that reads the casts returns the gradient of the unquantized input.
+        # Detach the input: its gradient comes from the product that reads the FP8 copies, not from this conversion.
         return cast_transpose_fp8(x_TK.detach(), self.input_scaling.scale, self.input_scaling.amax, E4M3)
 
     def product(self, input_TK: Tensor, dtype: torch.dtype, bias_N: Tensor | None = None) -> Tensor:
         """Multiply the quantized input by the weight; return [T, N]."""
         inverses = self.input_scaling.inverse, self.weight_scaling.inverse
-        # Fast accumulation, in which Hopper keeps 13 bits of a sum, is accurate enough. Emulated on a trained layer, its
-        # error is below 0.25 % here and for the input's gradient. The error from rounding to FP8 is above 1 %.
+        # Fast accumulation, in which Hopper keeps 13 bits of a sum, is accurate enough: its error was below 0.25 %, here
+        # and for the input's gradient, when emulated on a trained layer. Rounding to FP8 causes an error above 1 %.
         return scaled_matmul(input_TK, self.weight_NK, *inverses, dtype, bias_N, use_fast_accum=True)
 
     def input_gradient(self, gradient_TN: Tensor, dtype: torch.dtype) -> Tensor:
@@ -130,13 +130,14 @@ class Fp8Dense(Dense):
     def weight_gradient(self, gradient_NT: Tensor, input_KT: Tensor) -> Tensor | None:
         """Accumulate the weight's gradient, fp32 [N, K], and return it only if autograd must store it.
 
-        The sum is over all tokens. Its terms cancel, so accumulating in the tensor cores alone would lose precision.
+        The gradient is a sum over all tokens, in which large terms of opposite signs cancel. Accumulation in the tensor
+        cores alone would therefore lose precision.
         """
 
         def add(sum_NK: Tensor | None, overwrite: bool) -> Tensor:
-            # Fast accumulation would cause an error of 1.4 to 2.8 % here, in addition to 2.1 to 4.3 % from rounding to FP8.
+            # Fast accumulation would cause an error of 1.4 to 2.8 % here. Rounding to FP8 already causes 2.1 to 4.3 %.
             inverses = self.gradient_scaling.inverse, self.input_scaling.inverse
-            written_NK = sum_NK if overwrite else None  # the product can overwrite a tensor, but not add to it
+            written_NK = sum_NK if overwrite else None  # to add, write a new tensor first: products only overwrite
             product_NK = scaled_matmul(
                 gradient_NT, input_KT, *inverses, torch.float32, use_fast_accum=False, out_MN=written_NK
             )
@@ -148,31 +149,31 @@ class Fp8Dense(Dense):
 class Fp8State:
     """Scales and FP8 weights of a model.
 
-    Call ``update_scales_`` before every optimizer step. After the step, call ``refresh_weights_``, unless the optimizer
-    has made the ``casts``. Also call ``refresh_weights_`` after other changes of the weights, or ``calibration_`` if weights
-    or data are entirely new. A new run computes the scales from its weights and a few batches.
+    Call ``update_scales_`` before every optimizer step. After the step, call ``refresh_weights_``, unless the optimizer has
+    written the FP8 weights itself (``casts``). If anything else changes the weights, also call ``refresh_weights_``. If the
+    weights or the data are entirely new, as in a new run, call ``calibration_``, which finds scales from a few batches.
     """
 
     def __init__(self, scales: Fp8Scales, model: nn.Module, group: dist.ProcessGroup | None = None) -> None:
-        """Cast the weights of ``model``, which was built with FP8 products on ``scales``.
+        """Convert the weights of ``model`` to FP8. Its FP8 products must have been built with ``scales``.
 
-        ``group`` consists of the ranks that hold parts of the same tensors, and must all call this at the same time.
+        ``group`` consists of the ranks that hold parts of the same tensors. All of them must call this at the same time.
         """
         self.scale_S, self.inverse_S, self.amax_S = scales.scale_S, scales.inverse_S, scales.amax_S
         self._largest_S, self._group = scales.largest_S, group
         self.denses = [module for module in model.modules() if isinstance(module, Fp8Dense)]
-        # The first cast measures the magnitudes of the weights; the update computes scales from them and casts again.
+        # This conversion only measures magnitudes. The update computes scales from them and converts the weights again.
         self.refresh_weights_()
         self.update_()
 
     def update_(self) -> None:
-        """Update the scales from the magnitudes so far, then cast the weights."""
-        # Update the scales first, because the casts must use the new scales.
+        """Update the scales from the magnitudes measured so far, and then convert the weights to FP8."""
+        # Update the scales first, because the FP8 weights must have the new scales.
         self.update_scales_()
         self.refresh_weights_()
 
     def casts(self, places: Mapping[nn.Parameter, slice]) -> tuple[WeightCast, ...]:
-        """Describe the FP8 casts, so that an optimizer can make them with its update.
+        """Describe the FP8 copies of the weights, so that an optimizer can write them when it updates the weights.
 
         ``places`` maps each parameter to its place in the optimizer's flat vector.
         """
@@ -180,7 +181,7 @@ class Fp8State:
 
     @torch.no_grad()
     def refresh_weights_(self) -> None:
-        """Cast the weights again with the current scales."""
+        """Convert the weights to FP8 again, with the current scales."""
         for dense in self.denses:
             dense.refresh_()
 
@@ -195,7 +196,7 @@ class Fp8State:
         ranges, affect the result only by rounding, and are replaced after the first step. The caller must restore gradients
         and random states; weights are not touched.
         """
-        # The last update has reset the weights' magnitudes to zero, and the casts measure them again.
+        # The last update has reset the weights' magnitudes to zero. Converting the weights to FP8 measures them again.
         self.refresh_weights_()
         for _ in range(_CALIBRATION_ROUNDS):
             self.update_()
@@ -204,14 +205,14 @@ class Fp8State:
 
     @torch.no_grad()
     def set_scales_(self, scale_S: Tensor) -> None:
-        """Overwrite the scales with an earlier run's scales; the weights must be cast afterwards."""
+        """Overwrite the scales with an earlier run's scales. The caller must then convert the weights to FP8 again."""
         self.scale_S.copy_(scale_S)
         torch.reciprocal(self.scale_S, out=self.inverse_S)
         self.amax_S.zero_()
 
     @torch.no_grad()
     def update_scales_(self) -> None:
-        """Update scales from the largest magnitudes of the last step; the weights must be cast afterwards."""
+        """Update scales from the largest magnitudes of the last step. Then the weights must be converted to FP8 again."""
         if self._group is not None:  # all parts of a tensor must have the same scale
             dist.all_reduce(self.amax_S, dist.ReduceOp.MAX, self._group)
         self.scale_S.copy_(new_scales(self.amax_S, self.scale_S, self._largest_S))
@@ -237,7 +238,7 @@ class Product:
     def forward(
         self, input_TK: Tensor, dtype: torch.dtype, bias_N: Tensor | None = None
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """Return the product [T, N], and the tensors besides the input that ``backward`` needs: none."""
+        """Return the product [T, N], and an empty tuple, because ``backward`` needs no tensor except the input."""
         return self.first.product(input_TK, dtype, bias_N), ()
 
     def backward(
@@ -250,7 +251,7 @@ class Product:
 
 @dataclass(frozen=True)
 class FeedForward:
-    """FC1, bias, GELU and FC2 in one unit, so that GELU writes only FP8."""
+    """FC1, bias, GELU and FC2. They form one unit so that GELU writes its output only in FP8, which FC2 reads."""
 
     first: Fp8Dense
     last: Fp8Dense
@@ -262,9 +263,9 @@ class FeedForward:
     def forward(
         self, input_TD: Tensor, dtype: torch.dtype, bias_D: Tensor | None = None
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """Return the output [T, D], and the tensors besides the input that ``backward`` needs.
+        """Return the output [T, D], and the tensors that ``backward`` needs in addition to the input.
 
-        These are FC1's product, in 16 bits under autocast, and FC2's input, transposed and quantized.
+        These are FC1's product (in 16 bits under autocast), FC1's bias, and FC2's input (transposed and quantized).
         """
         product_TF = self.first.product(input_TD, dtype)
         scaling, bias_F = self.last.input_scaling, self.first.bias
@@ -287,7 +288,7 @@ class FeedForward:
 
 
 Passes = Product | FeedForward
-"""Forward and backward passes of products whose input, and output's gradient, are already quantized and transposed."""
+"""Forward and backward passes of FP8 products. The caller quantizes and transposes their input and output gradient."""
 
 
 def apply_passes(
@@ -295,7 +296,7 @@ def apply_passes(
 ) -> Tensor:
     """Apply the products of ``passes`` to an input that is already quantized and transposed; return [T, N].
 
-    ``x_TK`` only receives the gradient; its values are not read.
+    ``x_TK`` is the input before quantization. Autograd returns the gradient to it; its values are not read.
     """
     output_TN = _Fp8Function.apply(x_TK, quantized_TK, quantized_KT, passes, bias_N, *passes.parameters)
     assert isinstance(output_TN, Tensor)
@@ -330,7 +331,7 @@ class _Fp8Function(torch.autograd.Function):
     def backward(ctx: Any, output_gradient_TN: Tensor) -> tuple[Tensor | None, ...]:
         input_KT, *kept, _ = ctx.saved_tensors
         scaling = ctx.passes.last.gradient_scaling
-        # One pass makes the casts and sums the bias gradient, before the numbers are rounded.
+        # One pass over the gradient writes both FP8 copies, and sums the bias gradient from the values before rounding.
         cast = cast_transpose_sum_fp8 if ctx.biased else cast_transpose_fp8
         gradient_TN, gradient_NT, *bias_gradient_N = cast(output_gradient_TN, scaling.scale, scaling.amax, E5M2)
         input_gradient_TK, *gradients = ctx.passes.backward(gradient_TN, gradient_NT, input_KT, kept, ctx.dtype)

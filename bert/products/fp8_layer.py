@@ -1,11 +1,13 @@
-"""FP8 encoder layers, with casts in separate passes, or in the kernels that compute the tensors.
+"""FP8 encoder layers, which convert tensors to FP8 in separate passes or in the kernels that compute the tensors.
+
+A "cast" is an FP8 copy of a tensor: the products read it as quantized [T, D] and transposed [D, T].
 
 A ``FusedLayer`` gives the results of ``EncoderLayer`` with ``Fp8Products``, in fewer passes over memory. Its norms also
 write their output in FP8 for the products that read it next, and they write the gradient of the preceding product only in
 FP8. Attention does both, too, if its implementation can. A norm returns its output twice: one tensor for the residual
 connection and one for the products. Its backward pass reads the gradients of both.
 
-Shape legend in ``bert.products.fp8``.
+``bert.products.fp8`` explains the letters of the shapes.
 """
 
 from typing import Any, NamedTuple
@@ -33,16 +35,16 @@ from kernels.reference.fp8 import E4M3
 
 
 class HiddenStates(NamedTuple):
-    """Hidden states [T, D] as two tensors in the same memory, for the residual and for the products that read them."""
+    """Hidden states [T, D] as two tensors in the same memory: one for the residual connection, one for the next product."""
 
     residual_TD: Tensor
     input_TD: Tensor
-    """Input of the products. They read the casts instead of its values, and return the gradient through this tensor."""
+    """Input of the next product. The product returns its gradient here, but reads the FP8 copies below, if they exist."""
     quantized_TD: Tensor | None
     quantized_DT: Tensor | None
 
     def casts(self, consumer: Fp8Dense) -> tuple[Tensor, Tensor]:
-        """Return the casts that the product ``consumer`` reads, and make them if they do not exist yet."""
+        """Return the FP8 copies that the product ``consumer`` reads, and make them if they do not exist yet."""
         if self.quantized_TD is None:
             return consumer.cast_input(self.input_TD)
         assert self.quantized_DT is not None
@@ -50,7 +52,7 @@ class HiddenStates(NamedTuple):
 
 
 class _ProductAttention(torch.autograd.Function):
-    """Product for queries, keys and values, followed by self-attention."""
+    """Autograd function of the product for queries, keys and values and the self-attention that follows it."""
 
     @staticmethod
     def forward(
@@ -73,10 +75,10 @@ class _ProductAttention(torch.autograd.Function):
         )
         ctx.fp8, ctx.dtype = fp8, x_TD.dtype
         ctx.cu_seqlens, ctx.max_seqlen, ctx.dropout = cu_seqlens, max_seqlen, dropout
-        # Only the first output gets a gradient: the product that reads the casts passes its input's gradient there.
+        # Only the first output gets a gradient. The product that reads the FP8 outputs returns its gradient there.
         ctx.mark_non_differentiable(context_TD, context_DT)
         ctx.set_materialize_grads(False)
-        # The last tensor is saved only so that autograd notices if it is overwritten, as in ``bert.products.fp8``.
+        # The FP8 weight is saved only so that autograd raises an error if it is overwritten before the backward pass.
         ctx.save_for_backward(qkv_T3HE, context_THE, *others, input_DT, fp8.weight_KN)
         return context_THE.flatten(1), context_TD, context_DT
 
@@ -95,7 +97,7 @@ class _ProductAttention(torch.autograd.Function):
 
 
 class _PassesNorm(torch.autograd.Function):
-    """Products, followed by dropout, residual and norm. The forward pass returns the fields of ``HiddenStates``."""
+    """Autograd function of products and the dropout, residual and norm after them. Returns fields of ``HiddenStates``."""
 
     @staticmethod
     def forward(
@@ -114,7 +116,7 @@ class _PassesNorm(torch.autograd.Function):
         *_parameters: nn.Parameter,
     ) -> tuple[Tensor | None, ...]:
         product_TD, kept = passes.forward(quantized_TD, compute_dtype(x_TD))
-        # The norm casts its output for the FP8 product that consumes it. If there is none, ``output_scaling`` is None.
+        # The norm also writes its output in FP8 if an FP8 product reads it. Otherwise ``output_scaling`` is None.
         scaling = (None, None) if output_scaling is None else (output_scaling.scale, output_scaling.amax)
         vectors = norm_weight_D, norm_bias_D, eps, dropout
         output_TD, statistics_2T, *casts = add_norm_cast_fp8(product_TD, bias_D, residual_TD, *vectors, *scaling)
@@ -124,7 +126,7 @@ class _PassesNorm(torch.autograd.Function):
         ctx.mark_non_differentiable(*(cast for cast in casts if cast is not None))
         ctx.passes, ctx.dropout, ctx.dtype = passes, dropout, x_TD.dtype
         of_norm = product_TD, bias_D, residual_TD, norm_weight_D, statistics_2T
-        # The last tensor is saved only so that autograd notices if it is overwritten, as in ``bert.products.fp8``.
+        # The FP8 weight is saved only so that autograd raises an error if it is overwritten before the backward pass.
         ctx.save_for_backward(*of_norm, input_DT, *kept, passes.first.weight_KN)
         # The second output is a view, so that autograd passes the gradients of both outputs to ``backward`` separately.
         return output_TD, output_TD.view_as(output_TD), *casts
@@ -132,7 +134,7 @@ class _PassesNorm(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        saved = ctx.saved_tensors  # read only once, because recomputation allows no second read
+        saved = ctx.saved_tensors  # read only once: recomputation allows no second access
         product_TD, bias_D, residual_TD, norm_weight_D, statistics_2T, input_DT, *kept, _ = saved
         # After the last fused layer, only the output for the residual is used, so the other one has no gradient.
         output_gradient_TD, *other = (gradient for gradient in gradients if gradient is not None)
@@ -143,16 +145,17 @@ class _PassesNorm(torch.autograd.Function):
             *upstream, *of_norm, ctx.dropout, scaling.scale, scaling.amax
         )
         input_gradient_TD, *others = ctx.passes.backward(gradient_TD, gradient_DT, input_DT, kept, ctx.dtype)
-        # The two casts, and the four inputs that are not tensors, have no gradient.
+        # The None values are for the two FP8 inputs and the four inputs that are not tensors, which have no gradient.
         return residual_gradient_TD, input_gradient_TD, *[None] * 6, *of_vectors, *others
 
 
-@torch.no_grad()  # as in the forward pass of an autograd function
+@torch.no_grad()  # the choice is for an autograd function, whose forward pass runs without gradients
 def _makes_casts(
     name: str, qkv_T3HE: Tensor, cu_seqlens: Tensor, max_seqlen: int, dropout: Dropout | None, scaling: Scaling
 ) -> bool:
-    """Return whether the implementation ``name`` of attention is also chosen for attention with casts, in both passes.
+    """Return whether attention should write its output in FP8 too (make casts).
 
+    This is so if the implementation ``name`` of plain attention is also chosen for attention with casts, in both passes.
     The call also shows attention with casts to ``kernels.tuning.autotune``, which times attention with and without casts.
     """
     forward = qkv_T3HE, cu_seqlens, max_seqlen, dropout, scaling.scale, scaling.amax
@@ -164,10 +167,10 @@ def _makes_casts(
 
 
 class Fp8Products(MatrixProducts):
-    """FP8 products of encoder layers. Passes without gradients use the scales but do not change the state."""
+    """FP8 products of encoder layers. An evaluation uses the scales, but records no magnitudes that would change them."""
 
     def __init__(self, scales: Fp8Scales, gradients: WeightGradients, *, fused: bool) -> None:
-        """``gradients`` accumulates weight gradients. ``fused`` layers make the casts in the kernels before them."""
+        """``gradients`` accumulates weight gradients. ``fused`` selects ``FusedLayer`` for the encoder layers."""
         self.scales = scales
         self._gradients = gradients
         self._fused = fused
@@ -184,7 +187,7 @@ class Fp8Products(MatrixProducts):
         assert isinstance(dense, Fp8Dense)
         if torch.is_grad_enabled():
             return apply_passes(Product(dense), x, *dense.cast_input(x), bias)
-        # An evaluation needs no transpose, which only the backward pass reads, and records no magnitudes.
+        # This is an evaluation. It needs no transposed copy, which only backward passes read. It must record no magnitudes.
         quantized_TK = cast_fp8(x, dense.input_scaling.scale, torch.zeros_like(dense.input_scaling.amax), E4M3)
         return dense.product(quantized_TK, compute_dtype(x), bias)
 
@@ -193,7 +196,7 @@ class Fp8Products(MatrixProducts):
         assert isinstance(narrow, Fp8Dense)
         if torch.is_grad_enabled():
             return apply_passes(FeedForward(wide, narrow), x_TD, *wide.cast_input(x_TD))
-        # An evaluation must not change the scales of training.
+        # Record no magnitudes, because an evaluation must not change the scales of training.
         unrecorded = torch.zeros_like(wide.input_scaling.amax)
         quantized_TD = cast_fp8(x_TD, wide.input_scaling.scale, unrecorded, E4M3)
         product_TF = wide.product(quantized_TD, compute_dtype(x_TD))
@@ -202,10 +205,10 @@ class Fp8Products(MatrixProducts):
 
 
 class FusedLayer(EncoderLayer):
-    """FP8 encoder layer that takes plain hidden states, or hidden states with casts from the previous layer.
+    """FP8 encoder layer whose input is plain hidden states, or hidden states with FP8 copies from the previous layer.
 
     Without recomputation, each fused layer but the last also passes FP8 casts of its output to the next layer. With
-    recomputation it passes none: only the tensors between layers are kept, and casts would double their memory.
+    recomputation it passes none: memory then holds little but the tensors between layers, and FP8 copies would double these.
     """
 
     query_key_value: Fp8Dense
@@ -232,12 +235,12 @@ class FusedLayer(EncoderLayer):
         self, hidden: Tensor | HiddenStates, cu_seqlens: Tensor, max_seqlen: int, dropout_state: Tensor | None
     ) -> Any:
         """Return the hidden states [T, D] of all tokens, with their casts except after the last fused layer."""
-        # Evaluate as a plain layer: without gradients it records no magnitudes, which would change the scales of training.
+        # Evaluate as a plain layer, which records no magnitudes. Recorded magnitudes would change the scales of training.
         if not torch.is_grad_enabled():
             assert isinstance(hidden, Tensor)
             return super().compute(hidden, cu_seqlens, max_seqlen, dropout_state)
         if isinstance(hidden, Tensor):
-            # The embeddings make no casts. Autograd adds the gradients of the residual and of the product.
+            # The input comes without casts. It serves as both tensors, and autograd adds up the gradients of both uses.
             hidden = HiddenStates(hidden, hidden, None, None)
         attention_dropout, attended_dropout, output_dropout = self.dropouts(dropout_state)
         context = self._attention(hidden, cu_seqlens, max_seqlen, attention_dropout)
@@ -250,13 +253,13 @@ class FusedLayer(EncoderLayer):
     def _attention(
         self, hidden: HiddenStates, cu_seqlens: Tensor, max_seqlen: int, dropout: Dropout | None
     ) -> HiddenStates:
-        """Return the residual and the attention output, with casts of the output if attention makes them."""
+        """Return the residual and the attention output. If attention makes FP8 copies of its output, return them too."""
         dense, x_TD, bias_N = self.query_key_value, hidden.input_TD, self.query_key_value.bias
         casts, heads = hidden.casts(dense), self.config.num_attention_heads
-        # An empty tensor suffices to choose an implementation: the choice does not depend on values.
+        # Choose the implementation with an empty tensor, because the choice does not depend on values.
         shape = len(x_TD), 3, heads, x_TD.shape[1] // heads
         stand_in = x_TD.new_empty(shape, dtype=compute_dtype(x_TD)).requires_grad_()
-        # ``decide`` shows this call to the autotuner, because the op itself is not called if attention makes the casts.
+        # ``decide`` shows the call to the autotuner, which would not see it otherwise: with casts, another op is called.
         chosen = varlen_self_attention.decide(stand_in, cu_seqlens, max_seqlen, dropout)
         scaling = self.attention_output.input_scaling
         # If attention makes no casts, the next product makes them in a separate pass.

@@ -36,11 +36,11 @@ def accumulates_products(device: torch.device, precision: Precision) -> bool:
 
 
 class WeightGradients:
-    """Accumulation of weight gradients outside of autograd, which still runs the hooks of a parameter."""
+    """Accumulation of weight gradients by the products themselves. Autograd still runs the parameters' hooks."""
 
     def __init__(self) -> None:
         self.overwrite = False
-        """Whether the next backward pass overwrites gradients instead of adding to them, as the first one of a step does."""
+        """Whether the next backward pass overwrites gradients instead of adding to them. The first one of a step does."""
 
     def add(self, weight: nn.Parameter, add: Add) -> Tensor | None:
         """Accumulate a gradient, and return it only if autograd must store it because the weight has no gradient yet."""
@@ -52,7 +52,7 @@ class WeightGradients:
 
 @dataclass(frozen=True)
 class WeightCopies:
-    """bf16 copies of a whole model's weights, which the optimizer writes in every step and matrix products read."""
+    """bf16 copies of a whole model's weights. The optimizer writes them in every step, and matrix products read them."""
 
     copies_P: Tensor | None = None
     """Copies in the order of ``FlatParameters``, or None if the optimizer makes no copies."""
@@ -73,7 +73,7 @@ class AccumulatingProducts(MatrixProducts):
     """Matrix products under autocast that accumulate weight gradients and read copies of the weights if there are any."""
 
     def __init__(self, gradients: WeightGradients, copies: WeightCopies, *, with_table: bool) -> None:
-        """``with_table`` tells whether the decoder and the embeddings, too, add to the word table's gradient directly."""
+        """``with_table`` tells whether decoder and embeddings also add directly to the gradient of the word table."""
         self._gradients = gradients
         self._copies = copies.by_name
         self._with_table = with_table
@@ -83,7 +83,7 @@ class AccumulatingProducts(MatrixProducts):
 
     def product(self, x: Tensor, dense: Dense, bias: Tensor | None) -> Tensor:
         dtype = compute_dtype(x)
-        # Cast outside of the autograd function, so that the tensors that it saves have 16 bits too.
+        # Convert the operands before calling the autograd function, so that it saves 16-bit tensors for the backward pass.
         weight_NK = _cast(dense.weight, dense.copy_NK, dtype)
         output_TN = _AccumulatingProduct.apply(x.to(dtype), dense.weight, bias, weight_NK, self._gradients)
         assert isinstance(output_TN, Tensor)
@@ -95,9 +95,9 @@ class AccumulatingProducts(MatrixProducts):
     def masked_lm_loss(
         self, hidden_MD: Tensor, word_VD: Tensor, bias_V: Tensor, labels_M: Tensor, count_correct: bool
     ) -> tuple[Tensor, Tensor | None]:
-        """Return ``kernels.masked_lm_loss``, whose backward pass writes the decoder's part of the table's gradient.
+        """Return ``kernels.masked_lm_loss``, whose backward pass writes the decoder's part of the word table's gradient.
 
-        The table's hooks run after the embeddings' backward pass, which comes later and adds the rest.
+        The backward pass of the embeddings comes later and adds the rest. The table's hooks run only after that.
         """
         if not self._with_table:
             return super().masked_lm_loss(hidden_MD, word_VD, bias_V, labels_M, count_correct)
@@ -112,7 +112,7 @@ class AccumulatingProducts(MatrixProducts):
         )
 
     def table_gradient(self, word_VD: Tensor) -> Tensor | None:
-        """Return the table's gradient. The decoder's part comes first and may overwrite the old gradient."""
+        """Return the word table's gradient. The decoder has already written its part, so the embeddings can add theirs."""
         return word_VD.grad if self._with_table else None
 
 
@@ -139,12 +139,12 @@ class _AccumulatingProduct(torch.autograd.Function):
         x_TK, weight_NK = ctx.saved_tensors
 
         def add(gradient_NK: Tensor | None, overwrite: bool) -> Tensor:
-            # Without an existing gradient, the product is written instead of added.
+            # If no gradient exists yet, make a tensor for it. ``overwrite`` is True in this case.
             gradient_NK = torch.empty_like(ctx.parameter) if gradient_NK is None else gradient_NK
             return accumulate_weight_gradient(gradient_NK, output_gradient_TN, x_TK, overwrite)
 
         x_gradient_TK = output_gradient_TN @ weight_NK if ctx.needs_input_grad[0] else None
-        # The sum is over all tokens, so compute it in the dtype of the parameter (fp32), not in 16 bits.
+        # Sum over all tokens in the parameter's dtype (fp32). In 16 bits, so long a sum would be inaccurate.
         bias_gradient_N = None if ctx.bias_dtype is None else output_gradient_TN.sum(0, dtype=ctx.bias_dtype)
         return x_gradient_TK, ctx.gradients.add(ctx.parameter, add), bias_gradient_N, None, None
 
@@ -157,8 +157,8 @@ def _cast(weight: Tensor, copy: Tensor | None, dtype: torch.dtype) -> Tensor:
 def product_weights(model: BertForPreTraining, table: bool) -> list[nn.Parameter]:
     """Return the weights that encoder layers multiply through ``products``, and the word table if ``table`` is set.
 
-    The last layer's query-key-value weight is omitted, because it is multiplied in parts, without ``products``. Of the word
-    table's gradient, the decoder's part is written first, and the embeddings' part is added to it.
+    The last layer's query-key-value weight is omitted, because it is multiplied in parts, without ``products``. The word
+    table may be in the list, because the decoder overwrites its gradient before the embeddings add to it.
     """
     last = model.layers[-1].query_key_value
     denses = [module for module in model.layers.modules() if isinstance(module, Dense) and module is not last]

@@ -14,7 +14,7 @@ from bert.step import TrainingStep
 from compliance.log.metrics import StepRecord, Straggler
 
 SLOW_RATIO = 1.2
-"""A rank is slow if its own work takes more than this many times the median of its pipeline stage."""
+"""A rank is slow if its own work takes more than this multiple of the median time of the ranks of its pipeline stage."""
 SLOW_INTERVALS = 3
 """Number of consecutive intervals after which a warning says that a rank is slow, or is no longer slow."""
 
@@ -26,15 +26,15 @@ change the weights, so waiting longer rarely helps."""
 class Stragglers:
     """Detector of ranks that slow down the other ranks, based on the time of each rank's own work.
 
-    All arguments have one entry per rank: ``hosts`` holds the host names, ``stages`` the pipeline stages, and ``names`` the
-    ranks' names in messages. Ranks are compared only with ranks of the same stage, because only these ranks have the same
-    amount of work.
+    All arguments have one entry per rank. ``hosts`` holds the host names, ``stages`` holds the pipeline stages, and
+    ``names`` holds the ranks' names in messages. Ranks are compared only with ranks of the same stage, because only these
+    ranks have the same amount of work.
     """
 
     def __init__(self, hosts: Sequence[str], stages: Sequence[int], names: Sequence[str]) -> None:
         self._hosts, self._stages, self._names = hosts, stages, names
         self._in_a_row = [0] * len(hosts)
-        """For each rank, for how many consecutive intervals `_named` has been wrong."""
+        """For each rank, for how many consecutive intervals its measured speed has contradicted `_named`."""
         self._named = [False] * len(hosts)
         """For each rank, whether the last warning says that it is slow."""
 
@@ -82,7 +82,8 @@ class Intervals:
 
     def resume(self) -> None:
         """Restart the measurement, so that the time since the last report does not count as step time."""
-        self._stopwatch.reset()  # forget the time of waiting for other sites in an evaluation
+        # Forget the times measured since the last report, such as the wait for other sites in an evaluation.
+        self._stopwatch.reset()
         self._since = time.perf_counter()
 
     def report(self, at: Position, stop: bool) -> bool:
@@ -124,7 +125,7 @@ class Intervals:
         )
         # The time of this report counts towards the next interval.
         self._since, self._steps = now, at.steps
-        # The next fetch sends this value to all ranks, which saves a separate collective.
+        # The next report sends this value to all ranks together with the statistics, which saves a separate collective.
         self._own_seconds = (phases["data_wait_ms"] + phases["forward_backward_ms"] - exchanged_ms) / 1000
         for text, straggler in self._stragglers.add(own_seconds):
             self._reporter.warn(at.steps, text, straggler)

@@ -165,7 +165,7 @@ class Position:
 Sink = MetricsWriter | StepLines | TensorBoard
 
 _TOLERANCE = 0.2
-"""Relative difference from the planned step time above which a run warns."""
+"""A run warns if its step time differs from the planned step time by more than this share of the planned time."""
 
 
 class Reporter:
