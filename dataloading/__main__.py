@@ -73,7 +73,7 @@ def _prepare(
 
     found = find_normalization(Vocabulary.read(vocab), vocab, AS_STATED)
     if found.normalization != options.normalization:
-        # This is no error, because the reference also lower-cases text for cased vocabularies.
+        # Warn instead of failing, because the reference also lower-cases text for cased vocabularies.
         complain(
             f"{vocab} is for text with {found}, but these options give {options.normalization}; check --do-lower-case, "
             "--strip-accents and --tokenize-chinese-chars",
@@ -328,7 +328,7 @@ def _counts(dataset: "Dataset") -> str:
 def _parse_part(text: str) -> "WorkPart":
     from dataloading.jobs import WorkPart
 
-    # int() alone would also accept signs, spaces and underscores.
+    # Allow only digits here, because int() would also accept signs, spaces and underscores.
     match = re.fullmatch(r"(\d+)/(\d+)", text)
     if match is None or not 1 <= int(match[1]) <= int(match[2]):
         raise ValueError(f"--part is {text!r}; expected i/n, from 1/n to n/n")

@@ -25,8 +25,8 @@ Result = TypeVar("Result")
 _MAX_DESCRIPTION_BYTES = 64 << 20
 
 _PRIOR = 0.1
-"""This share of the expected total time is added to the elapsed and to the expected time before they are compared, so that
-early estimates fluctuate less."""
+"""The remaining time is estimated by comparing the elapsed time with the expected time of the completed work. This share of
+the expected total time is added to both, so that early estimates fluctuate less."""
 
 
 @dataclass(frozen=True)
@@ -62,13 +62,13 @@ class JobProgress:
 
 
 class StageProgress:
-    """Progress over stages, given their expected seconds. Prints a line for each percent of the expected total time."""
+    """Progress of stages whose expected seconds are known. Prints a line for each percent of the expected total time."""
 
     def __init__(self, seconds: Mapping[str, float]) -> None:
         self._seconds = seconds
         self._shares = dict.fromkeys(seconds, 0.0)
         self._kept = 0.0
-        """Estimated seconds for the results that earlier attempts made."""
+        """Sum of the expected seconds for the work that earlier attempts completed."""
         self._started = time.perf_counter()
         self._percent = -1
 
@@ -107,8 +107,8 @@ def begun(
     """
     path = folder / name
     existed = folder.exists()
-    # Another process may be beginning the same job right now. So ignore temporary files, and list the folder before
-    # looking for the description: it is the first file that the other process makes.
+    # Another process may be beginning the same job right now. So ignore temporary files. List the folder before looking
+    # for the description, because the description is the first file that the other process makes.
     has_files = existed and (not folder.is_dir() or any(not is_temporary(entry) for entry in folder.iterdir()))
     if (new := not path.exists()) and has_files:
         raise ValueError(f"{folder} is not an empty folder; name one that does not exist or is empty")
@@ -121,7 +121,7 @@ def begun(
         for leftover in filter(is_temporary, folder.rglob(".*.partial")) if alone else ():
             leftover.unlink()
         yield
-    except BaseException:  # including SystemExit and KeyboardInterrupt
+    except BaseException:  # SystemExit and KeyboardInterrupt are included
         if alone and new and not any(folder.glob(finished)):
             path.unlink(missing_ok=True)
             if not existed:
@@ -174,7 +174,7 @@ def _run_task(make: Callable[[Task], Result], task: Task) -> Result:
 
 def _begin_fork() -> None:
     """Start a thread that ends this process when its parent is killed. Otherwise, this process would wait forever."""
-    # Do not collect the parent's garbage: a finalizer may wait for threads that a fork lacks, as DALI's does.
+    # Exempt the parent's objects from garbage collection. DALI's finalizer, for one, waits for threads that a fork lacks.
     gc.freeze()
     parent = multiprocessing.parent_process()
     assert parent is not None
@@ -188,7 +188,7 @@ def _begin_fork() -> None:
 
 def _check_same(path: Path, description: Mapping[str, object]) -> None:
     found = read_json(path, _MAX_DESCRIPTION_BYTES, "delete the folder and begin again")
-    expected = json.loads(json.dumps(description))  # turn tuples into lists, as the file has them
+    expected = json.loads(json.dumps(description))  # turns tuples into lists, as in the file
     if names := sorted(name for name in found.keys() | expected.keys() if found.get(name) != expected.get(name)):
         raise ValueError(
             f"{path.parent}: begun with other settings ({', '.join(names)}); give the same settings, or name another --out"

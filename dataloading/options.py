@@ -13,7 +13,7 @@ EVALUATION_SAMPLES = 10_000
 """Number of samples in the benchmark's evaluation set."""
 
 REFERENCE_PART_BYTES = 28_227_665
-"""Size of a text part, 26.92 MiB, that divides the benchmark's Wikipedia dump into 500 parts."""
+"""Maximum bytes of a text part. This size, 26.92 MiB, divides the benchmark's Wikipedia dump into 500 parts."""
 
 _SHORTEST = 5
 """Length of the shortest sample, [CLS] a [SEP] b [SEP]."""
@@ -63,7 +63,7 @@ class Normalization:
     def of(
         cls, do_lower_case: bool = True, strip_accents: bool | None = None, tokenize_chinese_chars: bool = True
     ) -> Self:
-        """Return a normalization. By default, accents are stripped if text is lower-cased (reference, transformers)."""
+        """Return a normalization. By default, accents are stripped if text is lower-cased, as in the reference."""
         return cls(do_lower_case, do_lower_case if strip_accents is None else strip_accents, tokenize_chinese_chars)
 
     @classmethod
@@ -82,14 +82,14 @@ class NormalizationOptions:
     """Settings that override what a tokenizer's files state about text normalization, or what is guessed."""
 
     do_lower_case: bool | None = None
-    """Lower-case the text. None: as tokenizer.json or tokenizer_config.json beside the vocabulary states, or else guessed
+    """Lower-case the text. None: do what tokenizer.json or tokenizer_config.json beside the vocabulary states, or else guess
     from the vocabulary."""
     strip_accents: bool | None = None
-    """Strip accents. None: as the tokenizer's files state. If only the letter case is set or stated, accents of lower-cased
-    text are stripped. If neither is, guessed from the vocabulary."""
+    """Strip accents. None: do what the tokenizer's files state. If only the letter case is set or stated, strip the accents
+    of lower-cased text. If neither is set or stated, guess from the vocabulary."""
     tokenize_chinese_chars: bool | None = None
-    """Treat each Chinese character as a word. None: as the tokenizer's files state (default True); guessed
-    from the vocabulary if there are no such files."""
+    """Treat each Chinese character as a word. None: do what the tokenizer's files state (default True), or guess from the
+    vocabulary if there are no such files."""
 
 
 AS_STATED = NormalizationOptions()

@@ -64,7 +64,7 @@ class DaliLoader:
         )
 
     def __next__(self) -> list[Batch]:
-        # The prefetching thread reads the samples. Only the number of micro-batches is needed here.
+        # The prefetching thread already reads the samples, so only the number of micro-batches is needed here.
         return [self._next_batch() for _ in self._rank_batches(next(self._steps))]
 
     def close(self) -> None:
@@ -78,7 +78,7 @@ class DaliLoader:
     def _feed(self) -> tuple[NDArray[np.generic], ...]:
         samples, micro_batch = next(self._micro_batches)
         shape_bucket = shape_bucket_of(samples, self.shape_buckets, micro_batch)
-        # The pipeline returns batches in the order in which it received them.
+        # A queue is enough, because the pipeline returns batches in the order in which it received them.
         self._in_flight.append(max_seqlen(samples, shape_bucket))
         arrays = flat_arrays(samples, micro_batch, shape_bucket)
         return tuple(arrays[name] for name in TENSORS)

@@ -121,18 +121,18 @@ def flat_arrays(
         "segment_ids": samples.segment_ids,
         "position_ids": (np.arange(tokens) - np.repeat(starts, samples.lengths)).astype(np.uint16),
         "cu_seqlens": samples.sequence_offsets.astype(np.int32),
-        # Positions in the flat stream, from which the heads gather their rows.
+        # Positions in the flat stream, because the masked-LM head gathers rows of the flat stream.
         "masked_lm_positions": (samples.masked_lm_positions + np.repeat(starts, samples.masked_counts)).astype(
             np.int32
         ),
         "masked_lm_ids": samples.masked_lm_ids.astype(np.int32),
         "next_sentence_labels": samples.next_sentence_labels.astype(np.int8),
-        # The counts are a tensor, so that a captured step can be replayed with the counts of other batches.
+        # The counts become a tensor, because a captured step is replayed with the values that a tensor holds then.
         "global_counts": np.array([micro_batch.global_sequences, micro_batch.global_masked]),
     }
     if shape_bucket is None:
         return arrays
-    # Size and padding value of each array. global_counts is not padded: it always has two numbers.
+    # Padded size and padding value of each array. global_counts always has two numbers, so it is not padded.
     slots = {
         "input_ids": (shape_bucket.tokens, 0),
         "segment_ids": (shape_bucket.tokens, 0),
@@ -142,7 +142,8 @@ def flat_arrays(
         "masked_lm_ids": (shape_bucket.masked, -1),
         "next_sentence_labels": (shape_bucket.sequences, -1),
     }
-    assert tokens < shape_bucket.tokens  # empty masked slots point to the first unused row
+    # Empty masked slots point to row number `tokens`, so the shape bucket must have such a row.
+    assert tokens < shape_bucket.tokens
     return arrays | {
         name: np.concatenate([arrays[name], np.full(size - len(arrays[name]), empty, arrays[name].dtype)])
         for name, (size, empty) in slots.items()
@@ -166,13 +167,13 @@ def batch_of(samples: Samples, micro_batch: MicroBatch | None = None, shape_buck
 def inert_batch(shape_bucket: ShapeBucket) -> Batch:
     """Return a batch of empty slots, whose losses and gradients are 0.
 
-    Its ``global_counts`` are 1, because the losses are divided by them.
+    Its ``global_counts`` are 1 instead of 0, because the losses are divided by them.
     """
     return batch_of(SampleBuilder().samples(), MicroBatch(np.empty(0, np.int64), 1, 1), shape_bucket)
 
 
 def max_seqlen(samples: Samples, shape_bucket: ShapeBucket | None) -> int:
-    """Return the bucket's ``max_seqlen``, which a captured graph fixes. Without a bucket, return the longest length."""
+    """Return the ``max_seqlen`` of the shape bucket, or the length of the longest sample without a shape bucket."""
     return int(samples.lengths.max()) if shape_bucket is None else shape_bucket.max_seqlen
 
 
@@ -224,7 +225,7 @@ class Uploads:
         # Select the GPU. A new thread uses GPU 0, so the end of the `with` block would create a CUDA context on GPU 0.
         torch.cuda.set_device(self._stream.device)
         with torch.cuda.stream(self._stream):
-            # PyTorch's allocator keeps the pinned memory until the copies are complete.
+            # No reference to the pinned batches is needed: PyTorch keeps their memory until the copies are complete.
             copies = [batch.pin().to(self._device) for batch in batches]
             arrived = torch.cuda.Event()
             arrived.record()
@@ -238,7 +239,7 @@ class Uploads:
         current.wait_event(arrived)
         for batch in copies:
             for tensor in batch.tensors.values():
-                tensor.record_stream(current)  # prevents reuse of the memory while this stream reads it
+                tensor.record_stream(current)  # keeps the memory from reuse while this stream reads it
         return copies
 
 
@@ -260,8 +261,8 @@ class NumpyLoader:
         self._rank_batches = rank_batches
         self._uploads = Uploads(device) if device.type == "cuda" else None
         if self._uploads is not None and shape_buckets:
-            # Allocate memory before the clock starts, for the prefetched steps and two more: one that is being
-            # assembled and one in use.
+            # Allocate GPU memory before the clock starts. It must hold the prefetched steps, the step that is being
+            # assembled and the step that is in use.
             step = [inert_batch(shape_buckets[-1])] * len(rank_batches(0))
             for arriving in [self._uploads.start(step) for _ in range(PREFETCHED_STEPS + 2)]:
                 self._uploads.finish(arriving)

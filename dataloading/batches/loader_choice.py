@@ -25,8 +25,8 @@ MakeLoader = Callable[[SampleSource, RankBatches, torch.device, Sequence[ShapeBu
 
 _TURNS, _STEPS = 3, 8
 _CLEARLY = 0.97
-"""DALI is chosen if it takes less than this fraction of NumPy's time. It must be clearly faster, because it occupies GPU
-memory and threads."""
+"""DALI is chosen if it takes less than this fraction of NumPy's time. A smaller gain would not be worth the GPU memory and
+the threads that DALI occupies."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ def choose_loader(
 
         with closing(build(DaliLoader)) as loader:
             next(loader)
-    except Exception as error:  # imports, drivers and pipelines can raise any error
+    except Exception as error:  # DALI's import, driver and pipeline can raise any error
         why = f"{type(error).__name__}: {next(iter(reason(error).splitlines()), '')[:300]}"
         if kind == "auto":
             return LoaderChoice(NumpyLoader, "numpy", f"DALI is installed but cannot start: {why}", is_fallback=True)
@@ -99,13 +99,13 @@ def fastest_turns(loaders: Sequence[Loader], device: torch.device) -> list[float
         # Loaders take turns, so that a temporary slowdown of the machine affects all of them.
         for _ in range(_TURNS):
             for place, loader in enumerate(loaders):
-                for _ in range(PREFETCHED_STEPS + 4):  # not timed, because these steps may be prefetched already
+                for _ in range(PREFETCHED_STEPS + 4):  # not timed: the loader may have prefetched these steps
                     next(loader)
                 begin = time.perf_counter()
                 for _ in range(_STEPS):
                     next(loader)
                 if device.type == "cuda":
-                    torch.cuda.synchronize(device)  # next() does not wait for the copies
+                    torch.cuda.synchronize(device)  # wait for the copies, because next() does not
                 best[place] = min(best[place], (time.perf_counter() - begin) / _STEPS)
     finally:
         for loader in loaders:
@@ -114,7 +114,7 @@ def fastest_turns(loaders: Sequence[Loader], device: torch.device) -> list[float
 
 
 def _is_dali_installed() -> bool:
-    # Check the parent package first, because find_spec() imports it and raises if it is missing.
+    # Check nvidia first: find_spec("nvidia.dali") imports it, and raises ModuleNotFoundError if it is missing.
     return importlib.util.find_spec("nvidia") is not None and importlib.util.find_spec("nvidia.dali") is not None
 
 

@@ -23,7 +23,7 @@ _GOOD_ENOUGH = 1e-4
 _CLOSE_ENOUGH = 3e-5
 """The rounds of linear programs stop when the packs exceed the lower bound by at most this fraction."""
 _MAX_ROUNDS = 60
-"""Limit on the number of linear programs. Wikipedia's lengths need 12 programs with three sequences per pack."""
+"""Maximum number of linear programs. The lengths of Wikipedia's samples need 12, with three sequences per pack."""
 
 Combination = tuple[int, ...]
 """Lengths of the sequences in one pack, longest first."""
@@ -104,7 +104,7 @@ def pack_samples(
     ``lengths`` [N] are in tokens. Their histogram determines which lengths share a pack.
 
     ``seed`` determines the random order of the packs and the random places of samples of equal length. Uses at most 70
-    bytes of memory per sample. Raises ``ValueError`` if ``pack_histogram`` does.
+    bytes of memory per sample. Raises ``ValueError`` for the same faults as `pack_histogram`.
     """
     strategy = pack_histogram(np.bincount(lengths, minlength=1), capacity, max_sequences)
     lengths = lengths.astype(np.min_scalar_type(capacity), copy=False)  # NumPy sorts 16-bit integers by fast radix sort
@@ -115,8 +115,8 @@ def pack_samples(
     slots = flat[ragged_indices(offsets_of(sizes)[packs], sizes[packs])]
     offsets = offsets_of(sizes[packs])
     del packs
-    # Slots and samples are sorted by length and matched in this order. The sort is stable and the samples are shuffled
-    # first, so that samples of equal length get random places.
+    # Sort the slots by length, sort the samples by length, and match them in this order. The samples are shuffled before
+    # the stable sort, so that samples of equal length get random places.
     shuffled = rng.permutation(len(lengths))
     by_length = shuffled[np.argsort(lengths[shuffled], kind="stable")]
     samples = np.empty(len(lengths), np.int64)
@@ -146,7 +146,7 @@ def _first_fit_decreasing(counts: NDArray[np.int64], limit: int) -> Counter[Comb
     """Pack by first-fit decreasing, processing all packs with equal contents at once."""
     capacity = len(counts) - 1
     packing: Counter[Combination] = Counter()
-    opened: list[tuple[int, Combination, int]] = []  # (free space, contents, number of equal packs)
+    opened: list[tuple[int, Combination, int]] = []  # items: (free space, contents, number of equal packs)
     for length in np.flatnonzero(counts)[::-1].tolist():
         left = int(counts[length])
         offered, opened = [*opened, (capacity, (), left)], []
@@ -182,13 +182,14 @@ def _linear_program(
     Returns the packs and a lower bound on the number of packs. ``start`` holds good combinations, for example the result
     of first-fit decreasing.
 
-    Column generation: solve the program over a few combinations, take the dual solution as the prices of the lengths, add
-    for each length the most valuable combination that contains it, and repeat until no combination is worth more than a
-    pack. Prices fluctuate between rounds, so the search first uses the mean of the current prices and the best prices so
-    far (Wentges 1997). Any prices give a bound: the value of all sequences divided by the value of the best pack.
+    The method is column generation. Each round solves the program over a few combinations, and takes the dual solution as
+    the prices of the lengths. Then it adds, for each length, the most valuable combination that contains the length. The
+    rounds end when no combination is worth more than a pack. Prices fluctuate between rounds, so the search first uses the
+    mean of the current prices and the best prices so far (Wentges 1997). Any prices give a lower bound on the number of
+    packs: the value of all sequences divided by the value of the best pack.
     """
     lengths = np.flatnonzero(counts)
-    # The initial price of a length is its share of a pack.
+    # The initial price of a length is the share of a pack that it fills.
     best_prices, bound = np.where(counts > 0, np.arange(len(counts)) / (len(counts) - 1), 0.0), 0.0
     # Combinations of a single length ensure that every histogram can be packed.
     singles = [(length,) for length in lengths.tolist()]
@@ -205,28 +206,28 @@ def _linear_program(
             found, value = _best_combinations(searched, lengths, limit)
             if searched @ counts / value > bound:
                 best_prices, bound = searched / value, searched @ counts / value
-            fresh = found[prices[found].sum(1) > 1 + 1e-7]  # combinations worth one pack or less cannot help
+            fresh = found[prices[found].sum(1) > 1 + 1e-7]  # one that is worth at most a pack saves nothing
             if len(fresh):
                 break
         if not len(fresh):
             break
-        # Keep all combinations: if any were dropped, they could be found again without end.
+        # Keep all combinations. If one were dropped, the rounds could find and drop it again without end.
         columns = np.unique(np.concatenate([columns, fresh]), axis=0)
     chosen = {tuple(filter(None, used[index].tolist())): amounts[index] for index in np.flatnonzero(amounts > 1e-9)}
-    # A rounding error must not raise the bound to the next integer.
+    # Lower the bound slightly, so that a rounding error does not raise it to the next integer.
     return _rounded(chosen, counts, limit), int(np.ceil(bound * (1 - 1e-9)))
 
 
 def _best_combinations(
     prices: NDArray[np.float64], lengths: NDArray[np.int64], limit: int
 ) -> tuple[NDArray[np.int64], float]:
-    """Return for each length the most valuable combination with it [C, K], padded with zeros, and the largest value."""
+    """Return the most valuable combination for each length [C, K], padded with zeros, and the largest value."""
     capacity = len(prices) - 1
     values, choices = np.zeros(capacity + 1), []
     # values[s] is the highest value that fits into a space of s tokens. Each round allows one more sequence.
     for _ in range(limit - 1):
         padded = np.concatenate([np.full(capacity, -np.inf), values])
-        # [L, L]: row s, column a is the price of length a plus the value of the remaining space s - a
+        # [L, L]: row s, column a holds the price of length a plus the highest value for the remaining space s - a
         sums = np.lib.stride_tricks.sliding_window_view(padded, capacity + 1)[:, ::-1] + prices
         choices.append(sums.argmax(axis=1))
         values, previous = sums[np.arange(capacity + 1), choices[-1]], values
@@ -245,7 +246,7 @@ def _solve(columns: NDArray[np.int64], counts: NDArray[np.int64]) -> tuple[NDArr
 
     Every sequence must have a slot. Slots may be left over, which keeps prices non-negative.
     """
-    from scipy import optimize, sparse  # importing SciPy takes longer than most packings
+    from scipy import optimize, sparse  # imported here, because this takes longer than most packings
 
     lengths = np.flatnonzero(counts)
     row_of = np.zeros(len(counts), np.int64)
@@ -253,7 +254,7 @@ def _solve(columns: NDArray[np.int64], counts: NDArray[np.int64]) -> tuple[NDArr
     column, position = np.nonzero(columns)
     rows = row_of[columns[column, position]]
     cover = sparse.csc_array((np.ones(len(rows)), (rows, column)), shape=(len(lengths), len(columns)))
-    scale = counts.sum() / 1e5  # scaled counts sum to 1e5, which suits the solver's absolute tolerances
+    scale = counts.sum() / 1e5  # the solver's absolute tolerances suit counts with the sum 1e5
     solved = optimize.linprog(np.ones(len(columns)), A_ub=-cover, b_ub=-counts[lengths] / scale, method="highs-ds")
     if solved.status:
         raise RuntimeError(f"the linear program of the packing was not solved: {solved.message}")
@@ -280,9 +281,9 @@ def _rounded(chosen: Mapping[Combination, float], counts: NDArray[np.int64], lim
         packs = int(amount)
         while packs and combination:
             packs -= take(combination, packs)
-            # If the solution has more slots for a length than sequences of this length are left, some slots stay empty.
+            # Reduce the combination to the sequences that are left. The other slots of its packs stay empty.
             combination = tuple((Counter(combination) & left).elements())
-    # Ties are broken by content, so that equal arguments give equal packings.
+    # Sort equal fractions by combination, so that equal arguments give equal packings.
     for combination in sorted(chosen, key=lambda each: (int(chosen[each]) - chosen[each], each)):
         take(combination, 1)
     packing.update(_first_fit_decreasing(np.array([*left.values()]), limit))

@@ -43,7 +43,7 @@ def shuffled(positions: NDArray[np.integer], count: int, seed: int, epoch: int) 
 
 
 def _network(cells: NDArray[np.uint64], rows: int, columns: int, keys: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Return the new position of each grid cell. There is one round for each key. It changes the row or the column."""
+    """Return the new position of each grid cell. Each key gives one round, which changes the row or the column."""
     row, column = np.divmod(cells, np.uint64(columns))
     for number, key in enumerate(keys):
         if number % 2:

@@ -26,11 +26,12 @@ _LINEAR_COST = 6144
 and 4 h for each pair, so the number is 6 h. BERT-Large has h = 1024."""
 
 _FEW = 16
-"""If micro-batches have at most this number of sequences, rounds with a sequence for each micro-batch would leave unequal
-costs. So `deal` uses smaller rounds and then `_match`. With more sequences, the costs differ by at most 0.1 %."""
+"""If micro-batches have at most this number of sequences, `deal` uses smaller rounds and then `_match`, because rounds with
+a sequence for each micro-batch would leave unequal costs. With more sequences, such rounds leave a difference of at most
+0.1 %."""
 
 _MATCHINGS = 2
-"""Number of calls of `_match`. Each call brings the highest cost closer to the mean, and takes half as long as dealing."""
+"""Number of `_match` calls. Each brings the highest cost closer to the mean, in half the time of the rounds in `deal`."""
 
 TOKENS_MULTIPLE = 64
 """The number of token slots is a multiple of a kernel's tile size. (FP8 products need only a multiple of 16.)"""
@@ -51,9 +52,9 @@ class MicroBatch:
     global_masked: int
     """Number of masked tokens in the sequences that ``global_sequences`` counts. The masked-LM loss is divided by it."""
     largest_tokens: int = 0
-    """Maximum number of tokens in one of the micro-batches that the ranks run at the same time; 0 without a sampler."""
+    """Largest number of tokens in the micro-batches that all ranks run at the same time; 0 without a sampler."""
     largest_masked: int = 0
-    """Maximum number of masked tokens in one of the micro-batches that the ranks run at once; 0 without a sampler."""
+    """Largest number of masked tokens in the micro-batches that all ranks run at once; 0 without a sampler."""
 
 
 @dataclass(frozen=True)
@@ -97,10 +98,11 @@ class BatchSampler:
         )
 
     def rank_batches(self, step: int, rank: int, together: Sequence[int] | None = None) -> list[MicroBatch]:
-        """Return the micro-batches of ``rank`` in step ``step``, whose costs are as equal as possible.
+        """Return the micro-batches of ``rank`` in step ``step``.
 
-        No micro-batch is empty. If the global batch can be divided evenly, all have the same number of sequences. The
-        losses are divided by the sequences and masked tokens of the ranks ``together``, by default all ranks.
+        The costs of the step's micro-batches are as equal as possible. No micro-batch is empty. If the global batch can be
+        divided evenly, all have the same number of sequences. The losses are divided by the numbers of sequences and masked
+        tokens of the ranks ``together``, by default of all ranks.
         """
         batch = self.global_batch(step)
         micro_batches = deal(self.lengths[batch], self.micro_batches)
@@ -110,7 +112,7 @@ class BatchSampler:
         counted = batch[counted[counted >= 0]]
         masked = int(self.masked_counts[counted].sum())
         mine = micro_batches[rank :: self.world_size]
-        # Maximum numbers of tokens in one of the micro-batches that the ranks run at the same time.
+        # Largest numbers of tokens and of masked tokens in the micro-batches that the ranks run at the same time.
         largest = (
             sums_of(sizes[batch], micro_batches).reshape(-1, self.world_size).max(axis=1).tolist()
             for sizes in (self.lengths, self.masked_counts)
@@ -137,7 +139,7 @@ def sums_of(sizes: NDArray[np.integer], dealt: NDArray[np.int64]) -> NDArray[np.
 
 
 def cost(lengths: NDArray[np.integer]) -> NDArray[np.int64]:
-    """Return the cost s * (6 h + s) of training on a sequence of each length s, in units of 12 h encoder operations."""
+    """Return the cost s * (6 h + s) of training on sequences of length s. The unit is 12 h operations of a layer."""
     tokens = lengths.astype(np.int64)
     return tokens * (_LINEAR_COST + tokens)
 
@@ -156,8 +158,8 @@ def deal(lengths: NDArray[np.integer], micro_batches: int) -> NDArray[np.int64]:
     if empty:
         dealt = deal(np.append(lengths, np.zeros(empty, lengths.dtype)), micro_batches)
         return np.where(dealt < len(lengths), dealt, -1)
-    # Subtract instead of negating, to stay in uint16, for which NumPy uses radix sort. The stable sort keeps samples of
-    # equal length in batch order.
+    # Subtraction from 0xFFFF reverses the order and stays in uint16, for which NumPy uses fast radix sort. The stable sort
+    # keeps samples of equal length in batch order.
     longest_first = np.argsort(0xFFFF - lengths.astype(np.uint16), kind="stable")
     cost_N = cost(lengths)
     sequences = len(lengths) // micro_batches
@@ -204,10 +206,10 @@ class ShapeBucket:
     """Numbers of slots in the tensors of a padded ``Batch``. Slots after the real tokens are inert."""
 
     tokens: int
-    """A multiple of 64 above the number of real tokens, because empty masked slots point to a row that no sequence uses."""
+    """Number of token slots, a multiple of 64. At least one slot holds no real token: empty masked slots point to it."""
     sequences: int
     masked: int
-    """A multiple of 16."""
+    """Number of slots for masked tokens, a multiple of 16."""
     max_seqlen: int
     """Longest sequence that a batch of this shape bucket may hold."""
 
@@ -245,7 +247,7 @@ def choose_shape_buckets(
     micro-batch in 10^5 does not fit. The number of masked slots follows from the largest drawn share of masked tokens.
     """
     largest, mean = int(tokens_N.max()), float(tokens_N.mean())
-    # A micro-batch cannot be larger than all of its sequences at full length.
+    # Limit the margin, because a micro-batch cannot be larger than all of its sequences at full length.
     top = min(largest + int((largest - mean) / 4), sequences * max_seqlen)
     needed_N = _rounded_up(tokens_N.astype(np.int64) + 1, TOKENS_MULTIPLE)
     sizes_U, counts_U = np.unique(np.append(needed_N, _rounded_up(top + 1, TOKENS_MULTIPLE)), return_counts=True)
@@ -269,7 +271,7 @@ def draw_sizes(
     generator = np.random.default_rng(0)
     drawn = []
     for _ in range(max(_GLOBAL_BATCHES, -(-_MICRO_BATCHES // micro_batches))):
-        batch = generator.integers(0, len(lengths), global_batch_size)  # with repeats, because only lengths matter
+        batch = generator.integers(0, len(lengths), global_batch_size)  # may repeat samples: only lengths matter
         dealt = deal(lengths[batch], micro_batches)
         drawn.append([sums_of(sizes[batch], dealt) for sizes in (lengths, masked_counts)])
     tokens_N, masked_N = np.concatenate(drawn, axis=1)
@@ -282,11 +284,11 @@ def _boundaries(sizes_U: NDArray[np.int64], counts_U: NDArray[np.int64], most: i
     ``counts_U`` is the number of drawn micro-batches of each size.
     """
     below = np.concatenate([[0], np.cumsum(counts_U)])
-    # slots_UU[i, j]: number of slots for sizes i to j in a bucket of size j.
+    # slots_UU[i, j]: number of slots if all micro-batches of sizes i to j are padded to size j.
     slots_UU = (sizes_U * (below[1:] - below[:-1, None])).astype(np.float64)
     slots_UU[np.tril_indices(len(sizes_U), -1)] = np.inf
     # best_U[j]: fewest slots for sizes up to j if the largest bucket has size j. Each round allows one more bucket.
-    # firsts: for each round and each j, the first size in the last bucket, for backtracking.
+    # firsts holds, for each round and each j, the first size in the last bucket. Backtracking needs it.
     best_U, firsts = slots_UU[0], [np.zeros(len(sizes_U), np.int64)]
     for _ in range(min(most, len(sizes_U)) - 1):
         totals_UU = np.concatenate([[0.0], best_U[:-1]])[:, None] + slots_UU

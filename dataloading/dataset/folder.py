@@ -35,7 +35,7 @@ LENGTHS_NAME = "lengths.npy"
 
 _MAX_MANIFEST_BYTES = 64 << 20
 _VERIFIED_ON_OPENING = 1 << 30
-"""Shards of data sets up to this size in bytes are verified by digest when they are opened."""
+"""Maximum size in bytes of a data set whose shards are verified by digest when they are opened."""
 
 _OTHER_DESCRIPTORS = 256
 """Number of file descriptors to reserve for the rest of the process. Each open shard uses one."""
@@ -146,7 +146,7 @@ class Dataset:
                 f"{self.folder}: indices {indices.min()} to {indices.max()} asked for; "
                 f"it holds {counted(len(self), 'sample')}"
             )
-        # side="right", because an empty shard has the same start as the next shard, which has the sample.
+        # side="right" skips empty shards: an empty shard has the same start as the next shard, which has the sample.
         shard_of = np.searchsorted(self._first_samples, indices, side="right") - 1
         rows = (indices - self._first_samples[shard_of]).tolist()
         # This dictionary keeps a shard readable even if it is closed to make room for another shard of this batch.
@@ -172,7 +172,7 @@ class Dataset:
             shard = self.open_listed(index)
             for start in range(0, len(shard), samples):
                 yield shard.read(start, min(start + samples, len(shard)))
-                # Release the pages. Otherwise the whole data set would count as memory of this process.
+                # Release the mapped pages. Otherwise the whole data set would count as memory of this process.
                 shard.forget()
 
     def verify(self, visit: Callable[[ShardRecord, Samples], None] = lambda *_: None) -> None:
@@ -209,7 +209,7 @@ class Dataset:
             agrees &= shard.digest == record.digest and shard.info.without_sources() == self.info.without_sources()
         if not agrees:
             raise ValueError(f"{shard.path}: not the shard that {MANIFEST_NAME} lists; {REMEDY}")
-        # Content will be checked against this description. Only native shards contain one, so use the manifest's.
+        # Check the content against the manifest's description, because only native shards contain a description.
         shard.info = self.info
         return shard
 
@@ -219,7 +219,7 @@ class Dataset:
             shard = self.open_listed(index)
             if self._verified_on_opening:
                 shard.verify(self.shards[index].digest)
-            shard.expect_random_reads()  # not earlier, because verification reads sequentially
+            shard.expect_random_reads()  # after the verification, which reads sequentially
             held = shard.held_bytes + sum(other.held_bytes for other in self._open_shards.values())
             while self._open_shards and (len(self._open_shards) >= self._most_open or held > _MAX_HELD_BYTES):
                 oldest = next(iter(self._open_shards))  # the shard that was opened first
@@ -246,7 +246,7 @@ def scan_shards(folder: Path, names: Sequence[str], info: DatasetInfo) -> Datase
         text += shard.info.text
         digest = shard.digest or shard.read(0, len(shard)).digest()
         other = names_by_digest.setdefault(digest, name)
-        if other != name and len(shard):  # shards without samples have equal digests
+        if other != name and len(shard):  # all shards without samples have the same digest
             raise ValueError(
                 f"{folder}: {name} holds the same samples as {other}: leave out one of the two, or one of the equal texts "
                 "that they were made from"
@@ -254,7 +254,7 @@ def scan_shards(folder: Path, names: Sequence[str], info: DatasetInfo) -> Datase
         tokens, masked_tokens = int(shard.sequence_offsets[-1]), int(shard.masked_lm_offsets[-1])
         records.append(ShardRecord(name, len(shard), tokens, masked_tokens, digest, shard.file_bytes))
         lengths.append(np.stack([shard.lengths, shard.masked_counts], axis=1).astype(np.uint16))
-    # In a rewritten data set, only ``info`` has the text's counts, because each shard holds samples from the whole text.
+    # In a rewritten data set, each shard holds samples from the whole text, so only ``info`` has the counts of the text.
     info = replace(info, sources=sources, text=info.text or text)
     return Dataset(folder, info, tuple(records), np.concatenate(lengths))
 
@@ -292,7 +292,7 @@ def shards_of(folder: Path) -> list[Path]:
 
 
 def info_of(folder: Path, names: Sequence[str], vocab: Path) -> DatasetInfo:
-    """Describe shards from other programs: their vocabulary, and the largest sizes that they contain or declare."""
+    """Describe shards from other programs by their vocabulary and the largest sizes that they contain or declare."""
     vocabulary = Vocabulary.read(vocab)
     most_tokens = most_masked = 1
     for name in names:
@@ -336,7 +336,7 @@ def _read_manifest(folder: Path) -> _Manifest:
     path = folder / MANIFEST_NAME
     found = read_json(path, _MAX_MANIFEST_BYTES, _remedy_without_manifest(folder))
     try:
-        # Parsed with Python's json module, because file names need not be UTF-8.
+        # `read_json` parsed with Python's json module, because msgspec refuses file names that are not UTF-8.
         return msgspec.convert(found, _Manifest)
     # msgspec raises UnicodeEncodeError for a string with half of a surrogate pair where it expects another type.
     except (msgspec.MsgspecError, RecursionError, UnicodeEncodeError) as error:

@@ -26,7 +26,7 @@ TRAINING_SAMPLES_4320 = 156_725_280
 EVALUATION_CONTENT_MD5 = "611d8bae26646145e1c33338a27ba124"
 
 _LONG_ENOUGH = 64
-"""From this number of tokens on, two samples are never equal by chance: 10 of 64 tokens can be masked in more than 10^10
+"""Samples of at least this number of tokens are never equal by chance: 10 of 64 tokens can be masked in more than 10^10
 ways. Samples of a few words can be equal, because samples are drawn from every document ten times."""
 _LONG_MARK = np.uint64(1)
 """Bit of each digest that is overwritten to store whether the sample is long. This saves a second array."""
@@ -94,7 +94,7 @@ def describe_options(info: DatasetInfo) -> str:
 
 
 def doubts(info: DatasetInfo, remedy: str = "") -> list[str]:
-    """Return a sentence for each fault of a data set's text. ``remedy`` replaces the usual remedies."""
+    """Return a sentence for each fault of a data set's text. ``remedy`` replaces the remedies that they usually name."""
     usual = "prepare the data set again with the right --do-lower-case and --strip-accents"
     misfit = (
         "the normalization of the text does not fit the vocabulary, many of whose words cannot occur in the samples; "
@@ -127,7 +127,8 @@ def describe_samples(dataset: Dataset) -> str:
 
 def _describe_next_sentences(random_share: float) -> str:
     found = f"next sentences: {100 * random_share:.0f} % random"
-    # The algorithm draws half of the second segments at random, but all of them in documents of a single sentence.
+    # The algorithm draws half of the second segments at random. In documents of a single sentence, it draws all of them
+    # at random, so a high share reveals such documents.
     return (
         f"{found}; most documents have a single sentence, so a model cannot learn to predict next sentences"
         if random_share > 0.9
@@ -137,13 +138,13 @@ def _describe_next_sentences(random_share: float) -> str:
 
 def pick_evaluation(dataset: Dataset, count: int) -> NDArray[np.int64]:
     """Return the evenly spaced sample numbers [count] that the reference's ``pick_eval_samples`` picks."""
-    # Same arithmetic as the reference: a double-precision ratio, truncated.
+    # As in the reference, multiply by a double-precision ratio and truncate the result.
     ratio = len(dataset) / count
     return np.array([int(index * ratio) for index in range(count)], np.int64)
 
 
 def _describe_repeats(folder: Path, marked_digests: NDArray[np.uint64]) -> str:
-    """Describe how many samples repeat another sample. Raises ``ValueError`` if one is too long to repeat by chance."""
+    """Describe how many samples repeat another sample. Raises ``ValueError`` if a repeat is too long to be due to chance."""
     marked_digests.sort()
     repeated = marked_digests[1:][marked_digests[1:] == marked_digests[:-1]]
     if long := int(np.count_nonzero(repeated & _LONG_MARK)):

@@ -39,7 +39,8 @@ _CONVERT_JOB = "convert.json"
 _BUCKET_BYTES = 192 << 20
 _BUFFERED_BYTES = 192 << 20
 _SHARD_BYTES = 256 << 20
-"""Maximum size of a shard. Its samples are in memory three times: as arrays, as the file's image, and for the check."""
+"""Maximum size of a shard in bytes. While a shard is written, its samples are in memory three times: as arrays, as the
+file's image, and for the check."""
 _BLOCK_SAMPLES = 1 << 15
 
 STEPS = ("read", "written", "checked")
@@ -88,12 +89,13 @@ def multiset_digest(blocks: Iterable[Samples]) -> int:
 def _stored_bytes(source: Dataset) -> int:
     tokens = sum(record.tokens for record in source.shards)
     masked = sum(record.masked_tokens for record in source.shards)
-    # An id or position has 2 bytes and a segment id 1. Each sample has two offsets of 8 bytes and a label of 1 byte.
+    # A token has an id of 2 bytes and a segment id of 1 byte. A masked token has an id and a position of 2 bytes each.
+    # A sample has two offsets of 8 bytes and a label of 1 byte.
     return 3 * tokens + 4 * masked + 17 * len(source)
 
 
 def _fill_buckets(source: Dataset, spill: Path, buckets: int, seed: int, report: StepReport) -> None:
-    # Buckets without complete.json are left over from an interrupted attempt.
+    # Delete existing buckets: without complete.json, they are left over from an interrupted attempt.
     shutil.rmtree(spill, ignore_errors=True)
     spill.mkdir()
     waiting: list[list[Samples]] = [[] for _ in range(buckets)]
@@ -141,7 +143,7 @@ def _write_shards(info: DatasetInfo, out: Path, counts: list[int], shards: int, 
         if whole_shard(path) != (info, stop - start):
             pieces = []
             while start < stop:
-                # side="right", because an empty bucket has the same start as the next bucket, which has the sample.
+                # side="right" skips empty buckets: one has the same start as the next bucket, which has the sample.
                 needed = int(np.searchsorted(firsts, start, side="right")) - 1
                 if needed != bucket or permuted is None:
                     permuted = None  # frees the bucket before the next one is read
@@ -190,9 +192,9 @@ def convert(
     interrupted conversion is continued: existing shards with the right samples are kept.
     """
     names = [shard_name(index, len(source.shards)) for index in range(len(source.shards))]
-    # The processes get the source without its length index, which takes memory and is not needed.
+    # Pass the source without its length index, which the processes do not need and which takes memory.
     shards = Dataset(source.folder, source.info, source.shards, np.empty((0, 2), np.uint16))
-    # The source is described by its digests, because its folder may hold other data when the job continues.
+    # Describe the source by its digests: its folder may hold other data when the job continues.
     description = {"source": [record.digest for record in source.shards], "to": to}
     description |= {"max_sequences": max_sequences, "seed": seed}
     with begun(out, _CONVERT_JOB, description, finished="part_*"):
@@ -205,7 +207,7 @@ def convert(
 
 def _convert_shard(source: Dataset, out: Path, to: Layout, max_sequences: int, seed: int, index: int) -> Made:
     samples = source.open_listed(index).verify(source.shards[index].digest)
-    # The manifest lists the source texts of all shards.
+    # Leave out the source texts, because the manifest lists them for all shards.
     info = source.info.without_sources()
     write, path = write_shard, out / shard_name(index, len(source.shards))
     if to == "packed":

@@ -48,7 +48,7 @@ class Document:
 
     @property
     def held_out(self) -> bool:
-        # Not hash(), which differs between processes for strings.
+        # Python's hash() of a string differs between processes, so use SHA-256.
         return int.from_bytes(hashlib.sha256(self.name.encode()).digest()[:4], "big") % 100 < HELD_OUT_PERCENT
 
 
@@ -74,7 +74,7 @@ def write_demo(folder: Path, vocab: Path) -> bool:
 
 
 def _recorded(options: PretrainingOptions) -> dict[str, int | float | bool | str]:
-    return options.recorded | {"python": platform.python_version()}  # the text differs between versions
+    return options.recorded | {"python": platform.python_version()}  # its version determines the text
 
 
 def _is_current(folder: Path, tokenizer: Tokenizer, options: PretrainingOptions) -> bool:

@@ -51,7 +51,7 @@ def _longer_pieces(words: Counter[str], known: Sequence[str], size: int) -> list
     """Learn pieces from words that have only ``known`` characters, until there are ``size`` tokens or no more pieces."""
     forms = set(known)
     learnable = Counter({word: count for word, count in words.items() if forms.issuperset(_forms(word))})
-    # The trainer skips a character if its form without "##" is no token.
+    # Add missing forms without "##", because the trainer skips a character if its form without "##" is no token.
     extra = sorted({form[2:] for form in known if form.startswith("##")} - forms)
     # Pass the characters as special tokens, with an empty alphabet. Otherwise the trainer would number them differently in
     # each run, and the learned pieces depend on these numbers.

@@ -45,8 +45,8 @@ def _with_size(name: str) -> str:
 INDEX, TF1_DATA = (name for name in KNOWN if name.startswith("tf1_ckpt/"))
 TF1_FILES = f"{_with_size(INDEX)} and {_with_size(TF1_DATA)}"
 OBJECT_GRAPH = "_CHECKPOINTABLE_OBJECT_GRAPH"
-"""Name in the index of a TF2 checkpoint. In an index, a name omits the beginning that it shares with the name before it.
-This name shares nothing, so it is stored in full and can be searched for."""
+"""Name in the index of a TF2 checkpoint. An index omits the beginning of a name if the name before it begins in the same
+way. This name begins in its own way, so it is stored in full and can be searched for."""
 _PREFIX = PurePath(INDEX).stem
 
 _FILES, _TEXT = "bert-input-files", "bert-preprocessed-wikipedia-dataset"
@@ -70,7 +70,7 @@ _OTHERS = {
     re.compile(r".+\.xml(\.bz2)?"): (TRAIN, "is a dump: run WikiExtractor on it"),
     re.compile(r".+\.(tar|tgz|tar\.gz|zip)"): (TRAIN, "is an archive: unpack it"),
 }
-"""Files that cannot be used, by a pattern for their names: the result that they are meant for, and the reason."""
+"""For each pattern for names of unusable files: the result that the files are meant for, and why they are unusable."""
 _MAX_LIST_BYTES = 64 << 20
 _MOST_NAMED = 10
 
@@ -84,7 +84,7 @@ _STARTING_SECONDS = 5
 """Seconds that the checkpoint conversion takes to import PyTorch."""
 
 _SAMPLE_BYTES = 11
-"""Bytes of samples made from each byte of text, in ten passes over the text."""
+"""Number of bytes of samples that ten passes over the text make from each byte of text."""
 
 
 @dataclass(frozen=True)
@@ -239,7 +239,7 @@ def _checkpoint(
             others.append((CHECKPOINT, f"{prefix} is another checkpoint"))
         else:
             found.append(prefix)
-    # The contents do not show that these are TF2 checkpoints, but a folder's name may.
+    # The contents do not show that these are TF2 checkpoints. So drop those in folders tf2*, unless there are no others.
     found = [prefix for prefix in found if not prefix.parent.name.startswith("tf2")] or found
     if not found:
         return ()
@@ -364,7 +364,7 @@ def estimate(inputs: Inputs, existing: Collection[str], jobs: int) -> tuple[dict
     result, most = 0.0, 0.0
     if CHECKPOINT in missing:
         seconds[CHECKPOINT] = _STARTING_SECONDS + _CHECKING * checkpoint
-        result += checkpoint / 3  # a TF1 checkpoint also contains two moments for each weight
+        result += checkpoint / 3  # the rest of a TF1 checkpoint is two moments for each weight
     if EVALUATION in missing:
         seconds[EVALUATION] = _PREPARING * held_out
         most += _SAMPLE_BYTES * held_out
@@ -372,7 +372,7 @@ def estimate(inputs: Inputs, existing: Collection[str], jobs: int) -> tuple[dict
         seconds["samples"] = _PREPARING * text / workers
         seconds[TRAIN] = _SHUFFLING * text
         result += _SAMPLE_BYTES * text
-        most += 2 * _SAMPLE_BYTES * text  # the unshuffled samples and the buckets of the shuffle
+        most += 2 * _SAMPLE_BYTES * text  # once as unshuffled samples, once in the shuffle's buckets
     seconds["verify"] = _VERIFYING * text
     return seconds, result, result + most
 

@@ -37,7 +37,8 @@ _MOST_PASSES = 10
 """Maximum number of passes over a short held-out text. Each pass has different masks."""
 _CHARACTERS_PER_TOKEN = 4
 _SHARD_CHARACTERS = 27 << 20
-"""Characters of text per shard, like a part of the benchmark's text. A shard takes 30 bytes of memory per character."""
+"""Characters of text per shard, as many as in a part of the benchmark's text. Making a shard takes 30 bytes of memory for
+each character."""
 
 _SEED_OF_EVALUATION = 54321
 
@@ -182,7 +183,7 @@ def _write(
         # Cut sentences to half a sample. Otherwise, pairs of longer sentences would be truncated and lose text.
         samples, counts = samples_of(some, tokenizer, options, (options.max_seq_length - 3) // 2)
         if most_masked is not None:
-            # The first samples are a random choice, because a call shuffles its samples.
+            # The first samples are a random choice, because `samples_of` shuffles the samples.
             enough = np.searchsorted(samples.masked_lm_offsets, most_masked / len(calls), side="right") - 1
             samples = samples.take(np.arange(enough))
         write_shard(folder / name, samples, replace(info, text=counts))

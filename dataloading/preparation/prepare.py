@@ -38,7 +38,7 @@ class Job:
     accept_losses: bool = False
     """Whether to go on if more than half of a text is lost."""
     remedy: str = ""
-    """Remedy in messages about lost text. Programs set it if they lack the options that the usual remedies name."""
+    """Remedy that messages about lost text name. A program sets it if it lacks the options that the usual remedies name."""
 
     def __post_init__(self) -> None:
         if not self.texts:
@@ -68,7 +68,7 @@ def prepare(job: Job, out: Path, *, jobs: int = 1, report: Report = lambda _: No
 def make_shards(
     job: Job, out: Path, *, jobs: int = 1, part: WorkPart | None = None, report: Report = lambda _: None
 ) -> DatasetInfo:
-    """Make all shards of a data set, or only one ``part``, without a manifest. Return the shards' common description."""
+    """Make all shards of a data set, or those of one ``part``, and return their description. Write no manifest."""
     info = samples_info(Vocabulary.read(job.vocab), job.options)
     mine = part.share_of(len(job.calls)) if part else range(len(job.calls))
     # Check the texts first, because an unreadable text would otherwise end the job after hours.

@@ -108,7 +108,7 @@ def create_samples(
     twister = np.array(random.Random(options.random_seed).getstate()[1], np.uint32)
     document_order = np.arange(len(documents.document_offsets) - 1)
     _shuffle(twister, document_order)
-    # Computed in Python, because the reference's round() rounds halves to even, in double precision.
+    # Compute this in Python: like the reference's round(), it must round halves to even in double precision.
     masked_count_by_length = np.array(
         [
             min(options.max_predictions_per_seq, max(1, round(length * options.masked_lm_prob)), max(0, length - 3))
@@ -182,7 +182,7 @@ def _next_word(twister: Twister) -> int:
             twister[word] = twister[(word + 397) % 624] ^ (joined >> 1) ^ (0x9908B0DF if joined & 1 else 0)
         index = 0
     twister[624] = index + 1
-    # 64 bits, so that a left shift does not lose bits before they are masked.
+    # Use 64 bits, so that a left shift does not lose bits before they are masked.
     bits = np.int64(twister[index])
     bits ^= bits >> 11
     bits ^= (bits << 7) & 0x9D2C5680
@@ -262,7 +262,7 @@ def _draw_samples(
                     twister, sentence_offsets, bounds_D2, document, sentence, target_seq_length
                 )
                 a_start, a_stop, b_start, b_stop = _truncate(twister, a_start, a_stop, b_start, b_stop, max_num_tokens)
-                first_length = a_stop - a_start + 2  # [CLS] and the first [SEP]
+                first_length = a_stop - a_start + 2  # with [CLS] and the first [SEP]
                 length = first_length + b_stop - b_start + 1
                 masked = int(masked_count_by_length[length])
                 input_ids = _with_room(input_ids, tokens_used + length)

@@ -95,7 +95,7 @@ def make_wikipedia(request: Request) -> bool:
         if request.part is not None and not (request.out / TRAIN).exists():
             with _locked(request, shared=True):
                 shards = _Preparation(request, inputs, checksums).make_part(request.part)
-            # Look for the other parts after releasing the lock: the last process to release it then finds all of them.
+            # Look for the other parts after releasing the lock: the last process that releases it then finds all parts.
             if not all(shard.exists() for shard in shards):
                 say(f"part {request.part} is done; the process that completes the last part makes the other results")
                 return True
@@ -293,14 +293,14 @@ class _Preparation:
         else:
             place = self._unfinished(result, made_from)
             make(place)
-            # Write the marker before the result, because a marker without a result has no effect.
+            # Write the marker first: a result without a marker would be refused, but a marker alone has no effect.
             write_atomically(marker, json.dumps(made_from).encode())
             place.rename(target)
             sync(self.out)
         self.progress.set(result, kept=True)
 
     def _unfinished(self, name: str, made_from: _MadeFrom) -> Path:
-        """Return the path of an unfinished result. It differs for other inputs or settings."""
+        """Return the path of an unfinished result. Other inputs or settings give another path."""
         digest = hashlib.sha256(json.dumps(made_from, sort_keys=True).encode()).hexdigest()
         return self.work / f"{name}-{digest[:16]}"
 
@@ -308,13 +308,13 @@ class _Preparation:
         if place.exists():
             return
         prefix = str(self.inputs.checkpoint[0]).removesuffix(".index")
-        # Run in a separate process, because this package imports neither PyTorch nor bert.
+        # Convert in a separate process, because preparation imports neither PyTorch nor bert.
         command = [sys.executable, "-m", "bert.convert", prefix, "--to", "safetensors", "--out", str(place)]
         if (heads := attention_heads(self.inputs)) is not None:
             command += ["--num-attention-heads", str(heads)]
         if (done := run(command)).trouble:
             why = done.complaint
-            if "--num-attention-heads" in why:  # an option of the converter, not of this command
+            if "--num-attention-heads" in why:  # this command has no such option
                 why = f"{prefix}.index does not state the attention heads"
             expected = f"expected {SOURCES[CHECKPOINT]}, with its bert_config.json"
             raise ValueError(f"the checkpoint cannot be converted: {why}; {expected}")

@@ -1,1 +1,1 @@
-"""The shard formats: the native layout and the layouts in circulation."""
+"""The formats of shards: the native layout, and the layouts that other programs use."""

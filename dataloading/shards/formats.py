@@ -27,7 +27,7 @@ _HDF5_SIGNATURE = b"\x89HDF\r\n\x1a\n"
 def open_shard(path: Path) -> Shard:
     """Open a file of samples in any layout for reading, and check its structure.
 
-    The layouts are native, the fixed, varlength and packed HDF5 layouts in circulation, and TFRecord files of the
+    The layouts are native, the fixed, varlength and packed HDF5 layouts of other programs, and TFRecord files of the
     reference script. TFRecord, fixed and compressed files are unpacked into memory; other files are read when samples
     are requested. Raises ``ValueError`` if the file is missing, truncated, inconsistent, or in an unknown layout.
     """
@@ -47,8 +47,8 @@ def open_shard(path: Path) -> Shard:
 def whole_shard(path: Path, digest: str | None = None) -> tuple[DatasetInfo, int] | None:
     """Return the description and the number of samples of a shard that an earlier attempt left at ``path``.
 
-    Returns None if the shard is missing or damaged, or if its content does not match ``digest``. The default is the digest
-    in the file, if there is one. Equal samples have equal digests in all layouts.
+    Returns None if the shard is missing or damaged, or if its content does not match ``digest``. By default,
+    ``digest`` is the one in the file, if there is one. Equal samples have equal digests in all layouts.
     """
     if not path.exists():
         return None

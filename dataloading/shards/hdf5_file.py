@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from console.files import write_atomically
 
 MOST_EXPANSION = 128
-"""Largest ratio of unpacked arrays to file size. Rows of 512 slots with five real tokens reach a ratio of 75."""
+"""Largest allowed ratio of unpacked arrays to file size. Rows of 512 slots with five real tokens reach a ratio of 75."""
 
 REFERENCE = np.dtype([("count", "<u4"), ("address", "<u8"), ("object", "<u4")])
 """Reference to a row of variable length: number of values, address of a heap collection, and number of the object in it
@@ -39,7 +39,7 @@ _FILTERS = [h5py.h5z.FILTER_SHUFFLE, h5py.h5z.FILTER_DEFLATE]
 @contextmanager
 def new_hdf5_file(path: Path) -> Iterator[h5py.File]:
     """Yield a new HDF5 file that is written atomically to ``path`` when the block ends without an error."""
-    # Build the file in memory: on a full disk the HDF5 library hides the reason and can crash the process.
+    # Build the file in memory. If the HDF5 library writes to a full disk, it hides the reason and can crash the process.
     image = io.BytesIO()
     with h5py.File(image, "w") as file:
         yield file
@@ -53,7 +53,7 @@ class HDF5Array:
     values: NDArray[Any]
     """The integers, or records of `REFERENCE`."""
     row_dtype: np.dtype[Any] | None
-    """Type of the integers in rows of variable length, otherwise None."""
+    """Type of the integers if ``values`` refers to rows of variable length, otherwise None."""
     in_place: bool
     """Whether ``values`` is a view of the file, which uses no memory."""
 
@@ -158,7 +158,7 @@ class HDF5File:
                 block = _unpacked_chunk(content, applied, chunk_bytes, stored).reshape(chunk)
             except (ValueError, zlib.error) as error:
                 raise ValueError(f"{name}: the chunk at {corner} is damaged ({error})") from None
-            # Chunks at an edge are stored at full size.
+            # Chunks at an edge are stored at full size, so cut them at the array's bounds.
             box = tuple(slice(at, min(at + size, end)) for at, size, end in zip(corner, chunk, shape, strict=True))
             values[box] = block[tuple(slice(side.stop - side.start) for side in box)]
         return values

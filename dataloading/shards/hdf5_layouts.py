@@ -100,7 +100,7 @@ class RaggedColumn:
         self.held_bytes = 0 if array.in_place else array.values.nbytes
         self.dtype = array.row_dtype
         self.name = f"{path}: {name}"
-        # A valid value has the same bytes in a signed and in an unsigned type of the same size.
+        # Ignore the sign, because a valid value has the same bytes in a signed and in an unsigned type.
         self.is_as_in_samples = self.dtype.newbyteorder("<") == self.dtype and self.dtype.itemsize == _SIZES.get(name)
         self._addresses, self._numbers = array.values["address"], array.values["object"]
         self._content = memoryview(file.content)

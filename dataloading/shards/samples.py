@@ -85,7 +85,7 @@ class Samples:
     def digest(self) -> str:
         """Return the SHA-256 of the arrays' names, types and contents. Equal samples in equal order have equal digests."""
         state = hashlib.sha256()
-        # The digest depends on the order of the fields and on the byte order of each type.
+        # Neither the order of the fields nor the byte order of a type may change, because the digest depends on both.
         for field in fields(self):
             array = np.ascontiguousarray(getattr(self, field.name))
             state.update(f"{field.name}:{array.dtype.str}:{array.shape}\n".encode())
@@ -125,8 +125,8 @@ DTYPES = {
 class SampleBuilder:
     """Collector of individual samples. It keeps references to their bytes and copies the bytes once at the end.
 
-    Gathering with index arrays costs a fixed time for each file. If a batch's samples are in thousands of files, this
-    time far exceeds the time for the copy.
+    To gather samples with index arrays would cost a fixed time for each file. If a batch's samples are in thousands of
+    files, this time would far exceed the time for the copy.
     """
 
     def __init__(self) -> None:
@@ -152,7 +152,7 @@ class SampleBuilder:
             np.frombuffer(bytearray().join(column), kind)
             for column, kind in zip(self._columns, ("<u2", "u1", "<u2", "<u2"), strict=True)
         )
-        # A segment id has one byte, a masked id two.
+        # Compute lengths from bytes: a segment id has one byte, and a masked id has two bytes.
         offsets = offsets_of(np.array([len(part) for part in self._columns[1]], np.int64))
         masked_offsets = offsets_of(np.array([len(part) // 2 for part in self._columns[3]], np.int64))
         labels = np.frombuffer(self._labels, "u1")

@@ -26,7 +26,7 @@ VOCABULARY_FITS = "vocabulary_fits"
 
 _Size = Annotated[int, Meta(ge=1, le=MAX_ID + 1)]
 _Count = Annotated[int, Meta(ge=0, lt=1 << 62)]
-# A plain file name, so that a manifest cannot refer to files outside its folder.
+# Only a plain file name is valid, so that a manifest cannot refer to files outside its folder.
 _FileName = Annotated[str, Meta(pattern=r"^(?!\.\.?$)[^/\x00-\x1f\x7f]+$", max_length=255)]
 
 
@@ -195,7 +195,7 @@ class FlatShard(Shard):
     def add_to(self, builder: SampleBuilder, index: int) -> None:
         input_ids, segment_ids, masked_lm_positions, masked_lm_ids = self._bytes
         sequence_offsets, masked_lm_offsets = self._offsets
-        # Offsets count elements. Ids and positions have two bytes each.
+        # Convert offsets from elements to bytes: ids and positions have two bytes each, and segment ids one.
         start, stop = sequence_offsets[index], sequence_offsets[index + 1]
         first, last = 2 * masked_lm_offsets[index], 2 * masked_lm_offsets[index + 1]
         builder.add(
@@ -239,7 +239,7 @@ def check_offsets(samples: Samples, path: Path) -> None:
 def check_content(samples: Samples, info: DatasetInfo, path: Path) -> None:
     """Raise ``ValueError`` unless every value is in the range that ``info`` specifies."""
     lengths, masked_counts = samples.lengths, samples.masked_counts
-    # Tokens from each masked position to the end of its sample, as int64. A position beyond the end gives less than 1.
+    # Number of tokens from each masked position to the end of its sample. Beyond the end, it is less than 1.
     room = np.repeat(lengths, masked_counts) - samples.masked_lm_positions
     for name, values, least, most in (
         ("sample length", lengths, 1, info.max_seq_length),

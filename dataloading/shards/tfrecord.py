@@ -24,7 +24,7 @@ from dataloading.shards.shard import REMEDY, FlatShard, narrow, unknown_info
 
 _HEADER = struct.Struct("<QI")
 _MAX_RECORD_BYTES = 1 << 20
-"""Largest record. A sample of 512 tokens has about 2,500 bytes."""
+"""Maximum size of a record in bytes. A sample of 512 tokens has about 2,500 bytes."""
 
 _TOKEN_LISTS = ("input_ids", "input_mask", "segment_ids")
 _MASKED_LISTS = ("masked_lm_positions", "masked_lm_ids")
@@ -114,7 +114,7 @@ def _lists_of(example: bytes) -> _Lists:
                 continue
             if name in lists:
                 raise ValueError(f"the feature {name} occurs twice")
-            feature = b"".join(_messages(entry, 2))  # protobuf merges repeated messages
+            feature = b"".join(_messages(entry, 2))  # join repeated messages, as protobuf does
             integers = b"".join(values for each in _messages(feature, 3) for values in _messages(each, 1))
             lists[name] = _integers(integers)
     if absent := [name for name in _FEATURES if not len(lists.get(name, ()))]:
@@ -146,7 +146,7 @@ def _messages(data: bytes, wanted: int) -> Iterator[bytes]:
 def _varint(data: bytes, place: int) -> tuple[int, int]:
     """Return the unsigned value at offset ``place``, and the offset after it."""
     value = 0
-    for index, octet in enumerate(data[place : place + 10]):  # at most ten bytes with seven bits each
+    for index, octet in enumerate(data[place : place + 10]):  # a value has at most ten bytes with seven bits each
         value |= (octet & 0x7F) << (7 * index)
         if octet < 0x80:
             return value, place + index + 1

@@ -46,7 +46,7 @@ _MARKUP = {
 
 
 def decode_text(content: bytes, path: Path) -> str:
-    """Decode UTF-8, and drop a byte order mark. For other content, raises ``ValueError`` with its kind if it is known.
+    """Decode UTF-8, and drop a byte order mark. Raises ``ValueError`` for other content, and names its kind if known.
 
     ``path`` is for error messages.
     """
@@ -71,7 +71,7 @@ def _other_kind(content: bytes) -> str:
     for start, kind in _OTHER_FILES.items():
         if content.startswith(start):
             return kind
-    # UTF-16 without a byte order mark has a zero byte for each Latin letter. So do not count the zeros of gzip's headers.
+    # Many zero bytes indicate UTF-16, which has one for each Latin letter. Exclude gzip, whose headers contain zeros.
     if content.count(0) > len(content) // 8 and not content.startswith(_GZIP):
         return "binary, or text in UTF-16; expected text in UTF-8"
     return ""

@@ -34,7 +34,7 @@ class TextCounts:
     unknown_tokens: _Count = 0
     """Words that the vocabulary cannot express, which become [UNK]."""
     unknown_characters: _Count = 0
-    """Characters of these words."""
+    """Characters of the words that become [UNK]."""
     unused_tokens: _Count = 0
     """Tokens that are in no sample, because they were truncated whenever a sample was made from their sentence."""
 

@@ -7,8 +7,8 @@ from itertools import pairwise
 
 from dataloading.options import Sentences
 
-# Unicode 18's property Sentence_Terminal from U+0080 to U+FFFF, without U+2024. The terminals of the higher
-# planes belong to rare scripts, and `re` searches for them seven times as slowly.
+# Unicode 18's property Sentence_Terminal from U+0080 to U+FFFF, without U+2024. The terminals of the higher planes
+# are left out, because they belong to rare scripts and `re` searches for them seven times as slowly.
 _TERMINALS = (
     r"\u0589\u061d-\u061f\u06d4\u0700-\u0702\u07f9\u0837\u0839\u083d\u083e\u0964\u0965\u104a\u104b\u1362\u1367\u1368"
     r"\u166e\u1735\u1736\u17d4\u17d5\u1803\u1809\u1944\u1945\u1aa8-\u1aab\u1b4e\u1b4f\u1b5a\u1b5b\u1b5e\u1b5f"
@@ -20,13 +20,13 @@ _CONTINUING = r",\-:;\u037e\u055d\u060c\u061b\u2013\u2014\u3001\uff0c\uff0d\uff1
 """Commas, colons and dashes, which continue a sentence after a terminal."""
 
 _NON_ASCII = [chr(code_point) for code_point in range(0x80, 0x20000)]
-# Exclude Georgian letters, which are lower case but begin sentences. Each is its own title-case form.
+# Exclude Georgian letters, which are lower case but begin sentences. They are equal to their title-case forms.
 _LOWER = "".join(letter for letter in _NON_ASCII if letter.islower() and letter != letter.title())
 _OPENING, _CLOSING, _INITIAL, _FINAL, _INVISIBLE = (
     "".join(mark for mark in _NON_ASCII if unicodedata.category(mark) == category)
     for category in ("Ps", "Pe", "Pi", "Pf", "Cf")
 )
-# Languages use quotation marks in different ways. A mark before a space closes, and a mark before a letter opens.
+# Languages use quotation marks in different ways. So each mark may close before a space, and open before a letter.
 _CLOSES = _CLOSING + _INITIAL + _FINAL + _INVISIBLE
 _OPENS = r"\"(\xbf\xa1" + _OPENING + _INITIAL + _FINAL + _INVISIBLE
 _SENTENCE_END = re.compile(
@@ -50,7 +50,7 @@ def sentence_splitter(sentences: Sentences) -> Callable[[str], list[str]]:
     try:
         from nltk.tokenize import sent_tokenize  # pyright: ignore[reportMissingImports]
 
-        # Call nltk now, because it looks for its data only when it is called.
+        # Call nltk now to detect missing data, because nltk looks for its data only when it is called.
         sent_tokenize("")
     except ImportError:
         raise ValueError(
@@ -66,10 +66,10 @@ def sentence_splitter(sentences: Sentences) -> Callable[[str], list[str]]:
 
 
 def _split_plainly(line: str) -> list[str]:
-    """Split at sentence ends, by Unicode's rules (UAX #29) as far as they need no knowledge of the language.
+    """Split at sentence ends, by those of Unicode's rules (UAX #29) that need no knowledge of the language.
 
-    ``.``, ``!`` and ``?``, also before closing marks, end a sentence if a space follows, and then a digit, an opening mark
-    or a letter that is not lower case. Other scripts' sentence ends need no space.
+    A sentence ends with ``.``, ``!`` or ``?`` if a space follows, and then a digit, an opening mark or a letter that is not
+    lower case. Closing marks may stand before the space. Other scripts' sentence ends need no space.
     """
     text = line.strip()
     starts = [0, *(end.end() for end in _SENTENCE_END.finditer(text)), len(text)]

@@ -189,7 +189,7 @@ def cut_sentences(documents: TokenizedDocuments, most: int, vocabulary: Vocabula
     for sentence in np.flatnonzero(np.diff(offsets) > most):
         start, end = int(offsets[sentence]), int(offsets[sentence + 1])
         while end - start > most:
-            # Equal pieces, so that the last piece is not a single word.
+            # Cut into pieces of about equal length, so that the last piece is not a single word.
             pieces = -(-(end - start) // most)
             wanted = start + -(-(end - start) // pieces)
             words = starts_word[documents.token_ids[start + 1 : wanted + 1]].nonzero()[0]

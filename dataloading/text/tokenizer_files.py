@@ -92,7 +92,7 @@ def _ordered(ids: Mapping[str, int], first: int, path: Path) -> list[str]:
         raise ValueError(f"{path}: two tokens have the same id; {_REMEDY}")
     rows = [""] * (1 + max(ids.values(), default=first - 1) - first)
     for token, index in ids.items():
-        rows[index - first] = token.strip()  # as if read from vocab.txt, which is read without blanks
+        rows[index - first] = token.strip()  # drop blanks, as for vocab.txt
     return rows
 
 
@@ -100,7 +100,7 @@ def stated_normalization(folder: Path, decided: Collection[str] = ()) -> tuple[d
     """Return the fields of ``Normalization`` that a tokenizer's files in a folder state, and the names of these files.
 
     Raises ``ValueError`` if the files describe a tokenizer that splits text in another way than BERT's, or if they disagree
-    about a field, except for the fields ``decided``, which options set.
+    about a field. They may disagree about the fields ``decided``, which options set.
     """
     stated: dict[str, bool] = {}
     names = [name for name in (TOKENIZER, TOKENIZER_CONFIG) if (folder / name).is_file()]

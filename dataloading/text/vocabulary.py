@@ -30,7 +30,7 @@ _ENOUGH = 0.05
 vocabularies of lower-cased text have some tokens with capital letters that were added later, such as markers and names."""
 
 _MOST_PADDING = 1024
-"""Largest multiple to which a table is padded: 128 rows on each of eight ranks."""
+"""Largest multiple to which the rows of a word embedding table may be padded, such as 128 rows on each of eight ranks."""
 
 
 @dataclass(frozen=True)
@@ -123,7 +123,7 @@ class Vocabulary:
 
     @cached_property
     def ids(self) -> dict[str, int]:
-        """Id of each token. As in transformers and TensorFlow, the last of repeated tokens counts."""
+        """Id of each token. As in transformers and TensorFlow, a repeated token has the id of its last line."""
         return {token: index for index, token in enumerate(self.tokens) if token}
 
     @property

@@ -35,7 +35,7 @@ from dataloading.text.sentences import sentence_splitter
 JOB_NAME = "extract.json"
 _HELD_OUT = "held-out"
 _MAX_INPUT_BYTES = 64 << 20
-"""Largest input file, which is held in memory. WikiExtractor writes files of 1 MB."""
+"""Maximum bytes of an input file, which is held in memory as a whole. WikiExtractor writes files of 1 MB."""
 _MAX_RECORD_BYTES = 1 << 30
 
 # The rules of `clean`, in order. The reference runs a process for each rule (clean.sh). Two of its rules are omitted,
@@ -162,7 +162,7 @@ def _plan(files: Sequence[Path], out: Path, options: ExtractionOptions) -> list[
         size += file_bytes
 
     def drawn_before(file: int) -> int:
-        # The reference's expression. Its rounding determines from which files articles are held out.
+        # Use the reference's expression: its rounding determines from which files articles are held out.
         return int(file * options.evaluation_articles * 1.0 / len(files))
 
     return [
@@ -221,7 +221,7 @@ def plain_format(text: str) -> str:
     """
     beginning = text.lstrip("\ufeff" + string.whitespace)
     if beginning.startswith("{"):
-        # json.loads() refuses a byte order mark.
+        # Drop the byte order mark, because json.loads() refuses it.
         lines = enumerate(_lines(text.removeprefix("\ufeff")), 1)
         return "".join(_plain_article(line, number) for number, line in lines if line.strip())
     if "<doc" in beginning:
@@ -244,7 +244,8 @@ def _plain_article(line: str, number: int) -> str:
             f"line {number:,} is {line[:60].rstrip()!r}...; expected a whole JSON object with the strings title and text; "
             "run WikiExtractor again"
         )
-    # `articles` drops the line after <doc>. The text of WikiExtractor 2 begins with the title and an empty line.
+    # `articles` drops the line after <doc>, which should be the title. The text of WikiExtractor 2 begins with the title
+    # and an empty line. Put an empty line before any other text, so that `articles` drops this line instead.
     title_line = "" if f"{text}\n".startswith(f"{title}\n\n") else "\n"
     return f"<doc>\n{title_line}{text}\n</doc>\n"
 
@@ -277,7 +278,7 @@ def segment(text: str, split: Callable[[str], list[str]]) -> str:
     """Put one sentence on a line, keep empty lines, and add an empty line at the end. (do_sentence_segmentation.py.)"""
     lines = []
     for line in _lines(text):
-        if len(line) == 1:  # an empty line with its line feed
+        if len(line) == 1:  # a line feed alone, which is an empty line
             lines.append("\n")
         lines += [sentence.strip() + "\n" for sentence in split(line)]
     lines.append("\n")
@@ -298,7 +299,7 @@ def hold_out(text: str, count: int, seed: int) -> tuple[list[str], list[str]]:
     rng = random.Random(seed)
     drawn: set[int] = set()
     while len(drawn) < count:
-        # The reference's expression: randrange() would draw different numbers from this seed.
+        # Use the reference's expression, because randrange() would draw other numbers from this seed.
         drawn.add(int(rng.random() * len(found)))
     training = [article for index, article in enumerate(found) if index not in drawn]
     return training, [found[index] for index in sorted(drawn)]
@@ -306,7 +307,7 @@ def hold_out(text: str, count: int, seed: int) -> tuple[list[str], list[str]]:
 
 def gathered(training: Sequence[str]) -> bytes:
     """Return the bytes that one file's training articles add to a part. (do_gather.py.)"""
-    # A byte order mark remains if the first line of a file is not a <doc> line.
+    # Drop the byte order mark, which remains if the first line of a file is not a <doc> line.
     return joined(training).removeprefix("\ufeff".encode()).removesuffix(b"\n")
 
 
