@@ -48,7 +48,7 @@ PUBLISHED_LINES: tuple[tuple[str, str, Callable[[Held], bool]], ...] = (
     ("scale", "accelerator in the data", lambda held: held.model_seen),
     ("accelerator", "all", lambda _: True),
 )
-"""For each printed line: the kind of the held-out groups, the title, and a filter for the line's predictions."""
+"""Lines to print. Each has the kind of the held-out groups, a title, and a filter for the predictions that it summarises."""
 
 _SAMPLES, _LONGEST = 20_000, 128
 _ROUNDS = 2

@@ -39,7 +39,7 @@ def tensors_of(value: Any, omitted: str = "") -> Iterator[Tensor]:
 
 
 def outcome(function: Callable[..., Any], arguments: Arguments, dtype: torch.dtype | None = None) -> Outcome:
-    """Call a function with copies of the arguments, cast to ``dtype`` if given, and backpropagate fixed gradients."""
+    """Call a function with copies of the arguments, in ``dtype`` if it is given. Then backpropagate fixed gradients."""
     args, kwargs = arguments
     args = [_copy(value, dtype) for value in args]
     kwargs = {name: _copy(value, dtype) for name, value in kwargs.items()}
@@ -113,7 +113,7 @@ def _ratio(ours: Tensor, plain: Tensor, exact: Tensor, tolerance: float) -> floa
     if not exact.is_floating_point():
         return 0.0 if (ours - exact).abs().max() <= 1 else math.inf
     if exact.element_size() == 1:
-        # Rounding to bf16 before the cast to FP8 changes about one value in a hundred to its neighbour.
+        # Rounding to bf16 before the cast to FP8 changes about one value in a hundred to its neighbour, so allow this error.
         tolerance = max(tolerance, torch.finfo(exact.dtype).eps / 4)
     exact = exact.double()
     if not torch.equal(ours.double().isnan(), exact.isnan()):

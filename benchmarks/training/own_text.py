@@ -35,7 +35,7 @@ from dataloading.preparation.own_text import write_own_text
 BATCH = 32
 EVALUATIONS = 20
 TARGET_SHARE = 0.95
-"""The target, as a share of the accuracy at the end of the recipe's first training."""
+"""The target accuracy is this share of the accuracy at the end of the recipe's first training."""
 DEFAULT_RATE = 5e-5
 """The Trainer's default learning rate, which is used without a warm-up."""
 PEER_PACKAGES = ("transformers", "accelerate")
@@ -83,7 +83,7 @@ class Trainings:
 
     @classmethod
     def on(cls, data: Path, samples: int | None) -> "Trainings":
-        """Take the recipe's schedule and space the evaluations evenly. ``samples`` replaces the recipe's number."""
+        """Take the recipe's schedule and space the evaluations evenly. ``samples`` replaces its number of samples."""
         given = [] if samples is None else [f"--training.max-samples={samples}"]
         config = parse([*recipe_arguments(data), *given])
         steps = -(-config.training.max_samples // BATCH)
