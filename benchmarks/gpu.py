@@ -59,7 +59,7 @@ PARTS = {
 """Parts in the order in which they run. The most informative come first. Some parts use results of earlier ones."""
 
 SECONDS = 530
-"""Seconds for all parts together, a little under nine minutes."""
+"""Time limit in seconds for all parts together, a little under nine minutes."""
 
 
 @dataclass(frozen=True)

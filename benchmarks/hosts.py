@@ -154,7 +154,7 @@ def _rank(namespaces: Sequence[str], per_host: int, rank: int, program: Callable
     place |= {"MASTER_ADDR": "10.77.0.1", "MASTER_PORT": PORT, "GLOO_SOCKET_IFNAME": "v0"}
     os.environ |= {name: str(value) for name, value in place.items()}
     status = 2
-    # A parser's SystemExit ends the rank's program, not this function.
+    # If the program raises SystemExit, as parsers do, continue here, so that its output is flushed.
     with contextlib.suppress(SystemExit):
         status = program()
     sys.stdout.flush()

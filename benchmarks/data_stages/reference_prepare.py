@@ -64,7 +64,7 @@ def read_vocab(path: Path) -> dict[str, int]:
 
 
 def read_documents(paths: Iterable[Path], vocab: dict[str, int], do_lower_case: bool) -> Iterator[list[list[str]]]:
-    """Yield documents as lists of tokenized sentences, without empty documents and sentences."""
+    """Yield each document as a list of tokenized sentences. Empty documents and sentences are left out."""
     document: list[list[str]] = []
     for path in paths:
         with path.open("rb") as file:

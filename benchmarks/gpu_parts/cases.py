@@ -243,7 +243,7 @@ def weight_gradient_cases(size: Size, device: torch.device) -> list[Case]:
 
 
 def _in_the_middle(value: Any, generator: torch.Generator) -> Any:
-    """Fill LAMB's moments as in the middle of a training, and cut its vector into `SEGMENTS`."""
+    """Fill LAMB's moments as in the middle of a training, and cut its vector into `SEGMENTS` segments."""
     if isinstance(value, LambState):
         filled = LambState.zeros_like(value.momentum_P)
         filled.momentum_P.normal_(generator=generator)

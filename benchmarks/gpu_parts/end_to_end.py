@@ -67,7 +67,7 @@ def missing_packages() -> list[str]:
     """Return the packages that training requires, directly or indirectly, and that are not installed."""
     project = tomllib.loads((_REPOSITORY / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     required, missing, seen = [*project["dependencies"], *project["optional-dependencies"]["train"]], [], set()
-    for line in required:  # the loop also adds to this list
+    for line in required:  # the loop appends the requirements of each package to this list
         name = re.split(r"[^\w.-]", line)[0].lower()
         if name not in seen and ";" not in line:  # skip conditional requirements, which may not apply here
             seen.add(name)

@@ -62,7 +62,7 @@ def _awkward_lengths(context: Context) -> list[int]:
 
 
 def _error_row(title: str, case: Case, name: str) -> Figure:
-    """Return the row with an implementation's errors. Dropout is off if its masks would differ from the definition's."""
+    """Return the row with an implementation's errors. Dropout is off if the implementation draws other masks."""
     if not OPS[case.op].implementations[name].repeatable:
         case = case.without_dropout()
     arguments, definition = (case.arguments, dict(case.named)), OPS[case.op].definition
@@ -80,7 +80,7 @@ def _error_row(title: str, case: Case, name: str) -> Figure:
 
 
 def kernels(context: Context) -> None:
-    """Time ops on one micro-batch, without and then with the backward pass. Peers come last, because compiling is slow."""
+    """Time ops on one micro-batch, without and then with the backward pass. Peers come last: their compilation is slow."""
     ceilings, report = Ceilings.of(context), context.report
     # The fixed seed gives the same samples in every part.
     samples = samples_of(context.scale, context.scale.sequences)
@@ -192,7 +192,7 @@ def _lamb_time_row(context: Context, name: str, ceilings: Ceilings) -> Figure:
             optimizer.step()
 
     def draw() -> None:
-        flat.gradients_P.copy_(drawn_P)  # because the previous step zeroed the gradients
+        flat.gradients_P.copy_(drawn_P)  # the previous step has set the gradients to zero
 
     flat.weights_P.copy_(drawn_P)
     # ``step`` raises ValueError if the implementation does not support the arguments.

@@ -110,5 +110,5 @@ def _table(header: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
 
 
 def _cell(text: str) -> str:
-    text = text.replace("|", "/")  # because a vertical bar would end the cell
+    text = text.replace("|", "/")  # a vertical bar would end the cell
     return text if len(text) <= _WIDEST else f"{text[: _WIDEST - 3]}..."

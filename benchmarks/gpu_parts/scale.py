@@ -54,7 +54,7 @@ class Context:
     without: Mapping[str, str] = field(default_factory=dict)
     """Ops whose usual implementation is replaced, each with its replacement."""
     end: float = math.inf
-    """Value of ``time.monotonic`` at which the part should have ended."""
+    """Value of ``time.monotonic`` at which the time of the part is up."""
     settings: Sequence[str] = ()
     """Arguments for ``bert.train`` in the part ``end-to-end``."""
 

@@ -77,7 +77,7 @@ def _profile_step(context: Context, name: str, precision: Precision) -> None:
     trained = training_step(context, recipe("h100_1x1", gradient_accumulation_steps=1, precision=precision))
     prepare(context, trained, batches)
     run = partial(take_step, trained, batches)
-    # Check this before profiling, because profiling needs permissions that a container may not have.
+    # Check this before profiling, because profiling fails in a container without the necessary permissions.
     context.report.add(_synchronisations(context, f"host synchronisations in a step, {precision}", run))
     _split(context, name, run, sequences)
 

@@ -115,7 +115,7 @@ class Trainings:
 
 
 def compare(trainings: Trainings, rates: Sequence[float], target_share: float, repeats: int) -> dict[str, object]:
-    """Train with both programs in turn, and return the trainings, the ratios of each repeat, and their medians."""
+    """Train with both programs in turn. Return the trainings, the ratios of their times and of their rates, and medians."""
     ours = [trainings.ours(0)]
     target = target_share * ours[0].curve[-1].accuracy
     _report(ours[0], target)

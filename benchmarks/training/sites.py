@@ -29,7 +29,8 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # one thread, because ranks share cores; PyTorch reads this when imported
+# PyTorch reads this when it is imported. Each rank gets one thread, because ranks share cores.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import tyro
 

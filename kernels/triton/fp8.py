@@ -118,8 +118,8 @@ def _write(
     ``transposed`` and ``partials`` may be None.
     """
     places, inside = _places(q, rows, columns, ROWS, COLUMNS)
-    # Outside of the tensor, ``value`` may be the GELU of a bias. It must be 0 there for amax, the sums and the padding
-    # of the transpose.
+    # Outside of the tensor, ``value`` may be the GELU of a bias. Set it to 0 there, so that amax and the sums ignore it and
+    # the padding of the transpose is 0.
     value = tl.where(inside, value, 0.0)
     raise_amax(amax, tl.max(value.to(tl.int32, bitcast=True) & 0x7FFFFFFF))
     cast = quantized(value * tl.load(scale), q.dtype.element_ty)

@@ -16,7 +16,7 @@ directions to the same memory, which seldom leaves the cache. Bytes of memory tr
 | step | | parameter 4, its copy 2 |
 | FP8 casts, in place of the copy | | cast and transpose 2 |
 
-The sum is 34 bytes, or 38 if zeros are written. If a group does not fit, it is 12 bytes more.
+The sum is 34 bytes, or 38 if zeros are written. If a group does not fit in the cache, the sum is 12 bytes more.
 """
 
 from dataclasses import astuple

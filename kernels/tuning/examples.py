@@ -127,7 +127,7 @@ def _arguments(op: str, make: _Maker) -> tuple[Any, ...]:
         case "add_norm_cast_fp8":
             return *make.detached(rows, row, rows, row, row), 1e-12, make.dropout, *scaling
         case "add_norm_backward_cast_fp8":
-            # The inputs have a mean of nearly 0 and a standard deviation of nearly 1.
+            # Use a mean of 0 and a deviation of 1, which are nearly the statistics of the random inputs.
             statistics_2T = torch.tensor([[0.0], [1.0]], device=make.device).repeat(1, tokens)
             return *make.detached(rows, rows, rows, row, rows, row), statistics_2T, make.dropout, *scaling
         case "accumulate_weight_gradient":

@@ -83,7 +83,7 @@ def _groups(max_seqlen: int) -> int:
 
 
 def _written(casts: Casts | None) -> tuple[Tensor | None, ...]:
-    """Return scale, amax, rows, transposed and sums. Without casts, return five Nones."""
+    """Return the fields of ``casts`` as a tuple. Without casts, return five Nones."""
     return (None,) * 5 if casts is None else (casts.scale, casts.amax, casts.rows, casts.transposed, casts.sums)
 
 
