@@ -40,7 +40,7 @@ from console.version import commit
 
 
 class Part(NamedTuple):
-    """Measuring function as ``MODULE:FUNCTION``, and the part's weight when the parts of a run divide its time."""
+    """A part's function as ``MODULE:FUNCTION``, and its ``share``. Parts get time in proportion to their shares."""
 
     function: str
     share: int
@@ -59,7 +59,7 @@ PARTS = {
 """Parts in the order in which they run. The most informative come first. Some parts use results of earlier ones."""
 
 SECONDS = 530
-"""Seconds for all parts together, a little under nine minutes."""
+"""Time limit in seconds for all parts together, a little under nine minutes."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class Settings:
     tiny: bool
     seconds: float
     more: Mapping[str, object] = field(default_factory=dict)
-    """Further arguments of ``part.run``."""
+    """Arguments that are passed on to ``part.run``."""
 
 
 class StoppedError(Exception):
@@ -129,7 +129,7 @@ def replacements(asked: Sequence[str], device: str) -> dict[str, str]:
         if op not in OPS:
             raise ValueError(f"--without: there is no op {op!r}; use some of {', '.join(OPS)}")
         installed = [each for each in OPS[op].orders[device] if each.requires is None or find_spec(each.requires)]
-        # Implementations that cannot be captured come last, because with them steps run without CUDA graphs.
+        # Implementations that no CUDA graph can capture come last, because they make all steps run without CUDA graphs.
         others = sorted(installed[1:], key=lambda each: not each.capturable)
         names = [each.name for each in (installed if name else others)]
         if not names:
@@ -214,7 +214,7 @@ def _run(function: str, path: Path, settings: Settings, end: float) -> tuple[int
 
 
 def _wait(process: subprocess.Popen[bytes], path: Path, end: float) -> tuple[int | None, str]:
-    """Wait until a process ends, its time is up, or its row takes too long. Returns the same as ``_run``."""
+    """Wait until a process ends, its time is up, or its row takes too long. Like ``_run``, returns a status and a text."""
     written, since, patience = None, 0.0, 0.0
     while (left := end - time.monotonic()) > 0:
         with suppress(subprocess.TimeoutExpired):
@@ -229,7 +229,7 @@ def _wait(process: subprocess.Popen[bytes], path: Path, end: float) -> tuple[int
 
 
 def _patience(left: float) -> float:
-    """Return the seconds that a row may take: half of the part's time ``left``, but enough to compile a model."""
+    """Return the seconds that a row may take: half of the time ``left``, but at least 90, enough to compile a model."""
     return max(90.0, left / 2)
 
 

@@ -47,7 +47,7 @@ def bridged_hosts(hosts: int, rate: str | None = None, sites: int = 1) -> Iterat
             ip("-n", switch, "link", "set", f"u{site}", "master", f"br{site}", "up")
             ip("-n", switch, "link", "set", f"b{site}", "master", "between", "up")
         if rate:
-            # The burst passes at full speed; the latency limits the length of the queue.
+            # Data up to the burst passes at full speed. The latency limits the length of the queue.
             shaped = ("root", "tbf", "rate", rate, "burst", "256kb", "latency", "50ms")
             senders = [(switch, f"u{site}") for site in range(sites)] if sites > 1 else [(name, "v0") for name in names]
             for namespace, device in senders:
@@ -100,7 +100,7 @@ def enter(namespace: str, host: str) -> None:
 
 
 def raise_priority() -> None:
-    """Move this process to a new session, which has its own autogroup, and raise its priority. Children inherit both."""
+    """Start a new session, which Linux schedules as its own group, and raise the priority. Children inherit both."""
     with contextlib.suppress(OSError):
         os.setsid()
     # Without permission to raise the priority, the benchmark still works, but its figures are noisier.
@@ -117,9 +117,9 @@ def run_ranks(
     Each rank is bound to a core. Raises ``SystemExit`` with the ranks' output if a rank ends with any status but 0 or 1, or
     has not ended after ``limit_s`` seconds.
     """
-    # Forks, so that ranks need not import PyTorch again.
+    # Ranks are forks, so that they need not import PyTorch again.
     fork = multiprocessing.get_context("fork")
-    # Daemon processes, so that the ranks end with this process.
+    # Ranks are daemon processes, so that they end with this process.
     make = partial(fork.Process, target=_rank, daemon=True)
     ranks = [make(args=(namespaces, per_host, rank, program, output)) for rank in range(len(namespaces) * per_host)]
     for rank in ranks:
@@ -154,7 +154,7 @@ def _rank(namespaces: Sequence[str], per_host: int, rank: int, program: Callable
     place |= {"MASTER_ADDR": "10.77.0.1", "MASTER_PORT": PORT, "GLOO_SOCKET_IFNAME": "v0"}
     os.environ |= {name: str(value) for name, value in place.items()}
     status = 2
-    # A parser's SystemExit ends the rank's program, not this function.
+    # If the program raises SystemExit, as parsers do, continue here, so that its output is flushed.
     with contextlib.suppress(SystemExit):
         status = program()
     sys.stdout.flush()

@@ -20,7 +20,8 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # one thread, because ranks share cores; PyTorch reads this when imported
+# PyTorch reads this when it is imported. Each rank gets one thread, because ranks share cores.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import numpy as np
 import tyro
@@ -48,7 +49,7 @@ PUBLISHED_LINES: tuple[tuple[str, str, Callable[[Held], bool]], ...] = (
     ("scale", "accelerator in the data", lambda held: held.model_seen),
     ("accelerator", "all", lambda _: True),
 )
-"""For each printed line: the kind of the held-out groups, the title, and a filter for the line's predictions."""
+"""Lines to print. Each has the kind of the held-out groups, a title, and a filter for the predictions that it summarises."""
 
 _SAMPLES, _LONGEST = 20_000, 128
 _ROUNDS = 2

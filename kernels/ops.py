@@ -37,7 +37,7 @@ TABLE: Mapping[str, tuple[Implementation, ...]] = {
     "dropout_add_layer_norm": (_triton("kernels.triton.norms.layer_norm"), _APEX_NORM, _PYTORCH_NORM),
     "dense_gelu": (_triton("kernels.triton.dense", "tensor_reasons"),),
     "bias_gelu": (_triton("kernels.triton.dense", "tensor_reasons"),),
-    # A Triton kernel is not needed, because cuBLAS can add to the gradient in the epilogue of the product.
+    # A Triton kernel is not needed, because cuBLAS can add the product to the gradient when it writes the product.
     "accumulate_weight_gradient": (_pytorch("gradient_reasons", last_on_cpu=True),),
     "embedding_layer_norm": (_triton("kernels.triton.norms.embedding_norm"), _APEX_NORM, _PYTORCH_NORM),
     "masked_lm_loss": (_triton("kernels.triton.loss"), _apex("loss_reasons", requires="xentropy_cuda")),
@@ -58,9 +58,9 @@ TABLE: Mapping[str, tuple[Implementation, ...]] = {
     "lamb_apply": (_triton("kernels.triton.lamb", "vector_reasons"),),
     "sum_of_squares": (_triton("kernels.triton.squares", "vector_reasons"),),
 }
-"""Implementations of each op, in order of preference. ``op`` appends the definition as the last one, but on a CPU, those
-that are ``last_on_cpu`` come after it. A call takes the first implementation that supports its inputs, or the fastest one if
-the run has measured them."""
+"""Implementations of each op, in order of preference. ``op`` appends the definition at the end. On a CPU, implementations
+with ``last_on_cpu`` come after the definition. A call takes the first implementation that supports its inputs. If the run
+has measured the implementations, the call takes the fastest one."""
 
 _READ_LENGTHS = {"varlen_attention", "varlen_self_attention", "attention_cast_fp8", "attention_backward_cast_fp8"}
 """Ops whose definition reads the sequence lengths on the host, so that a CUDA graph cannot capture it."""

@@ -24,7 +24,7 @@ Returned = TypeVar("Returned")
 AUTO = "auto"
 
 _DEVICES = ("cuda", "cpu")
-_BY_VALUE = (bool, str, torch.dtype)  # signatures contain the values of these types, but not of numbers
+_BY_VALUE = (bool, str, torch.dtype)  # a signature has the values of these types, but only the types of numbers
 _LOG = logging.getLogger(__name__)
 
 Observer = Callable[["Op[..., Any]", tuple[Any, ...], dict[str, Any]], None]
@@ -81,7 +81,7 @@ class Op(Generic[Parameters, Returned]):
         self._warned: set[str] = set()
         self._observer: Observer | None = None
         self._captured = self._recomputed = False
-        # The end of an ``only_capturable`` block does not clear this cache, so later calls keep the choices made inside it.
+        # The end of an ``only_capturable`` block does not clear this cache, so later calls keep choices from the block.
         self._chosen: dict[tuple[object, ...], Callable[Parameters, Returned]] = {}
 
     def __call__(self, *args: Parameters.args, **kwargs: Parameters.kwargs) -> Returned:
@@ -182,7 +182,7 @@ class Op(Generic[Parameters, Returned]):
     def prefer(self, measured: Mapping[str, str], dropped: Mapping[str, str] | None = None) -> None:
         """Make ``auto`` prefer the implementations in ``measured``, a map from signatures of calls to implementations.
 
-        ``dropped`` maps implementations that are never chosen to the reasons. Both maps replace earlier preferences.
+        ``dropped`` maps implementations that must not be chosen to the reasons. Both maps replace earlier preferences.
         """
         self._measured, self._dropped = dict(measured), dict(dropped or {})
         self._chosen.clear()

@@ -71,7 +71,7 @@ def main(
         first: Samples | None = None
         for _ in range(rounds):
             for name, prepare in sides.items():
-                gc.collect()  # so that neither implementation collects the other one's garbage
+                gc.collect()  # otherwise the next implementation might collect the garbage of the previous one
                 started = time.perf_counter()
                 samples = prepare()
                 seconds[name].append(time.perf_counter() - started)

@@ -1,4 +1,4 @@
-"""Conversion of text to samples in plain Python. It serves as definition, as test oracle and as benchmark baseline.
+"""Conversion of text to samples in plain Python. It defines the results, and tests and benchmarks compare with it.
 
 This module defines what ``dataloading.text.tokenization`` and ``dataloading.preparation.pretraining_data`` must produce. It
 follows the description in Devlin et al. 2018 (arXiv 1810.04805) and the behaviour of the benchmark's data scripts. It
@@ -64,7 +64,7 @@ def read_vocab(path: Path) -> dict[str, int]:
 
 
 def read_documents(paths: Iterable[Path], vocab: dict[str, int], do_lower_case: bool) -> Iterator[list[list[str]]]:
-    """Yield documents as lists of tokenized sentences, without empty documents and sentences."""
+    """Yield each document as a list of tokenized sentences. Empty documents and sentences are left out."""
     document: list[list[str]] = []
     for path in paths:
         with path.open("rb") as file:
@@ -126,7 +126,7 @@ def is_punctuation(char: str) -> bool:
 
 
 def word_pieces(word: str, vocab: dict[str, int]) -> list[str]:
-    """Split a word into the longest pieces from the left. Return [UNK] if that fails, or above 200 characters."""
+    """Split a word into the longest pieces from the left. If that fails or the word exceeds 200 characters, return [UNK]."""
     if len(word) > 200:
         return ["[UNK]"]
     pieces: list[str] = []

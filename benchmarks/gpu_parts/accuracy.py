@@ -39,7 +39,7 @@ def tensors_of(value: Any, omitted: str = "") -> Iterator[Tensor]:
 
 
 def outcome(function: Callable[..., Any], arguments: Arguments, dtype: torch.dtype | None = None) -> Outcome:
-    """Call a function with copies of the arguments, cast to ``dtype`` if given, and backpropagate fixed gradients."""
+    """Call a function with copies of the arguments, in ``dtype`` if it is given. Then backpropagate fixed gradients."""
     args, kwargs = arguments
     args = [_copy(value, dtype) for value in args]
     kwargs = {name: _copy(value, dtype) for name, value in kwargs.items()}
@@ -64,7 +64,7 @@ def _copy(value: Any, dtype: torch.dtype | None) -> Any:
         return value
     # Do not convert FP8 tensors and integer tensors.
     wide = dtype if dtype is not None and value.is_floating_point() and value.element_size() > 1 else value.dtype
-    # Keep views as views, so that strides are tested.
+    # Do not copy views, so that ops are tested with the strides of views.
     copied = value.detach().to(wide, copy=value.is_contiguous())
     return nn.Parameter(copied) if isinstance(value, nn.Parameter) else copied.requires_grad_(value.requires_grad)
 
@@ -94,9 +94,9 @@ def largest_ratio(
     """Return the largest error as a fraction of the allowed error, and the index of its tensor.
 
     The allowed root mean square of a tensor's errors is twice that of the ``plain`` results, plus ``tolerance`` times the
-    root mean square of the exact values. The worst 256 neighbouring elements may have twice as much, relative to the worst
-    256 of ``plain``. This second limit finds errors in a few places. A result that is missing, of another shape, or NaN
-    where it should not be has an infinite error. Integers may differ by one.
+    root mean square of the exact values. A second limit finds errors in a few places: the largest root mean square of 256
+    neighbouring errors may be four times that of ``plain``, plus twice the term with ``tolerance``. A result that is
+    missing, of another shape, or NaN where it should not be has an infinite error. Integers may differ by one.
     """
     # Skip empty tensors, which only the backward pass of the same implementation reads.
     compared = [three for three in zip(ours, plain, exact, strict=False) if three[1].numel()]
@@ -113,7 +113,7 @@ def _ratio(ours: Tensor, plain: Tensor, exact: Tensor, tolerance: float) -> floa
     if not exact.is_floating_point():
         return 0.0 if (ours - exact).abs().max() <= 1 else math.inf
     if exact.element_size() == 1:
-        # Rounding to bf16 before the cast to FP8 changes about one value in a hundred to its neighbour.
+        # Rounding to bf16 before the cast to FP8 changes about one value in a hundred to its neighbour, so allow this error.
         tolerance = max(tolerance, torch.finfo(exact.dtype).eps / 4)
     exact = exact.double()
     if not torch.equal(ours.double().isnan(), exact.isnan()):

@@ -21,14 +21,14 @@ from kernels.registry import Implementation
 from kernels.tuning.examples import Size, example_inputs
 
 SEGMENTS = 400
-"""Segments of LAMB's vector, a few more than BERT-Large has tensors. Two of every three have a trust ratio."""
+"""Number of segments of LAMB's vector, a few more than BERT-Large has tensors. Two of three segments have a trust ratio."""
 _TOKENS = 64
-"""Divisor of all shape bucket sizes, and therefore of the row counts of matrix products in training."""
+"""All shape bucket sizes, and therefore the row counts of matrix products in training, are multiples of this."""
 
 
 @dataclass(frozen=True)
 class LeastWork:
-    """Least work of a call. Each pair is (forward pass alone, forward and backward pass)."""
+    """The least work that a call must do. Each field is a pair: for the forward pass alone, and for both passes."""
 
     flop: tuple[float, float] = (0.0, 0.0)
     """FLOP of the matrix products."""
@@ -115,7 +115,7 @@ def cases(size: Size, device: torch.device, dtype: torch.dtype, *, counting: boo
     autocast = dtype.itemsize < 4
     tokens, hidden, wide = sum(size.lengths), size.hidden, size.intermediate
     generator = torch.Generator(device).manual_seed(0)
-    # The output type of a norm under autocast differs between devices and types, so it is determined by a call.
+    # The output type of a norm under autocast differs between devices and types, so find it by calling a norm.
     with torch.autocast(device.type, dtype, enabled=autocast):
         row_1D = torch.zeros(1, hidden, dtype=dtype, device=device)
         after_norm = F.layer_norm(row_1D, (hidden,), torch.ones(hidden, device=device)).dtype
@@ -129,7 +129,7 @@ def cases(size: Size, device: torch.device, dtype: torch.dtype, *, counting: boo
     attention = LeastWork((scores, 3 * scores), (4 * row, 12 * row))
 
     def case(op: str, work: LeastWork, means: Mapping[int, float]) -> Case:
-        """Return a case with example inputs, but with parameters at the positions in ``means``."""
+        """Return a case with example inputs, in which parameters replace the inputs at the positions in ``means``."""
         # `example_inputs` returns the arguments in the order of the op's parameters.
         drawn, _ = example_inputs(op, device, dtype, size)
         arguments = tuple(
@@ -173,7 +173,7 @@ def fp8_cases(size: Size, device: torch.device) -> list[Case]:
         variant: str = "",
         size: Size = size,
     ) -> Case:
-        """Return a case with example inputs, but with the values in ``placed``, such as scales, at their positions."""
+        """Return a case with example inputs, but replace the inputs at the positions in ``placed``, such as scales."""
         drawn, _ = example_inputs(op, device, torch.bfloat16, size)
         arguments = tuple(placed.get(place, value) for place, value in enumerate(drawn))
         return Case(op, arguments, torch.bfloat16, LeastWork((flop, 0), (moved, 0)), variant=variant)
@@ -186,7 +186,7 @@ def fp8_cases(size: Size, device: torch.device) -> list[Case]:
         return (1e-6 * torch.randn(shape, generator=generator, device=device)).bfloat16()
 
     def in_fp8(rows: int, dtype: torch.dtype) -> Tensor:
-        # A weight's gradient is a product that contracts over the tokens.
+        # A weight's gradient is a product that sums over the tokens, so the columns of its operands are tokens.
         return torch.randn(rows, of_products, generator=generator, device=device).to(dtype)
 
     # This scale brings the small gradients into the range of E5M2.
@@ -202,7 +202,7 @@ def fp8_cases(size: Size, device: torch.device) -> list[Case]:
     norm_backward = {0: gradient(tokens, hidden), 1: gradient(tokens, hidden), 8: upward}
     norm_backward |= {3: norm[1], 5: norm[3]}
     return [
-        # Bytes moved: 2 or 4 read for each element, and 1 written for each FP8 copy.
+        # A pass reads 2 or 4 bytes for each element, and writes 1 byte for each FP8 copy of the element.
         case("cast_fp8", {1: scalar(64.0)}, 3 * cells),
         case("cast_transpose_fp8", {1: scalar(64.0)}, 4 * cells),
         case("cast_transpose_into_fp8", {0: weight, 1: scalar(256.0)}, 6 * wide * hidden),
@@ -232,18 +232,18 @@ def lamb_cases(size: Size, device: torch.device) -> list[Case]:
 
 
 def weight_gradient_cases(size: Size, device: torch.device) -> list[Case]:
-    """Return a case that adds a weight's gradient to a sum, and one that overwrites the sum, as in a first batch."""
+    """Return a case that adds a weight's gradient to a sum, and one that overwrites the sum, as in a step's first batch."""
     total, *operands = example_inputs("accumulate_weight_gradient", device, torch.bfloat16, size)[0]
     total.normal_(generator=torch.Generator(device).manual_seed(0))
     work = LeastWork((2.0 * sum(size.lengths) * size.hidden * size.intermediate, 0))
     added = Case("accumulate_weight_gradient", (total, *operands), torch.bfloat16, work)
-    # If the old values are read, the result is NaN.
+    # The old values are NaN, so a kernel that reads them has a wrong result.
     written = torch.full_like(total, torch.nan), *operands, True
     return [added, replace(added, arguments=written, variant=" of the first batch")]
 
 
 def _in_the_middle(value: Any, generator: torch.Generator) -> Any:
-    """Fill LAMB's moments as in the middle of a training, and cut its vector into `SEGMENTS`."""
+    """Fill LAMB's moments as in the middle of a training, and cut its vector into `SEGMENTS` segments."""
     if isinstance(value, LambState):
         filled = LambState.zeros_like(value.momentum_P)
         filled.momentum_P.normal_(generator=generator)

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 _REPOSITORY = Path(__file__).resolve().parents[2]
 _SECONDS = 300
 _START_S, _STOP_S = 120, 40
-"""Seconds before training (data, start-up, captures), and seconds after it (evaluation, check of the log)."""
+"""Seconds reserved for the work before training (data, start-up, captures) and after it (evaluation, check of the log)."""
 
 
 def end_to_end(context: Context) -> None:
@@ -51,8 +51,9 @@ def end_to_end(context: Context) -> None:
         folder = Path(name)
         config = parse(_arguments(context, folder, samples=None))
         samples = config.evaluation.interval_samples or (480 if context.tiny else _samples(context, config))
-        # The evaluation set has the benchmark's size, because evaluation time is part of the result, and because a model may
-        # predict no token of a small set correctly. The training set may be small, because training repeats it.
+        # The evaluation set has the benchmark's size, because evaluation time is part of the result. A model may also
+        # predict no token of a small set correctly, and would then miss even the lowest target. The training set may be
+        # small, because training repeats it.
         evaluated = 500 if context.tiny else 10_000
         _write_data(context, folder, {"train": min(samples, 200_000), "evaluation": evaluated})
         complaint = _train(context, folder, _arguments(context, folder, samples), output)
@@ -66,7 +67,7 @@ def missing_packages() -> list[str]:
     """Return the packages that training requires, directly or indirectly, and that are not installed."""
     project = tomllib.loads((_REPOSITORY / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     required, missing, seen = [*project["dependencies"], *project["optional-dependencies"]["train"]], [], set()
-    for line in required:  # the loop also adds to this list
+    for line in required:  # the loop appends the requirements of each package to this list
         name = re.split(r"[^\w.-]", line)[0].lower()
         if name not in seen and ";" not in line:  # skip conditional requirements, which may not apply here
             seen.add(name)
@@ -82,7 +83,7 @@ def _samples(context: Context, config: "Config") -> int:
     micro = micro_batch_size(context, config)
     name, report = rate_name(config, micro), context.report
     before = PartReport.load(report.path.with_name("step.json"))
-    # Use the rate that the part `step` has measured under the same conditions, or else measure it here.
+    # If the part `step` has measured the rate under the same conditions, use it. Otherwise, measure the rate here.
     alike = all(before.about.get(fact) == report.about.get(fact) for fact in ("device", "without"))
     row = before.row(name) if alike else None
     if row is None or not row.figure:

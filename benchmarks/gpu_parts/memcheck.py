@@ -20,10 +20,10 @@ _OPTIONS = (
     "--error-exitcode=9",
     # After an error in one kernel, check the remaining kernels too.
     "--destroy-on-device-error=kernel",
-    # Report neither failing API calls, which PyTorch handles, nor the exit status, which is 1 if a row is wrong.
+    # Ignore failing API calls, because PyTorch handles them. Ignore the exit status, because a wrong row also makes it 1.
     "--report-api-errors=no",
     "--check-exit-code=no",
-    # Triton's compilers need no check. Importing PyTorch can take longer than the default timeout.
+    # Do not check Triton's compilers. Set no timeout, because importing PyTorch can take longer than the default.
     "--target-processes=application-only",
     "--launch-timeout=0",
     # Omit warnings: they concern threads of one warp, which compilers keep synchronized.
@@ -44,7 +44,7 @@ def _row(context: Context, tool: str) -> Figure:
     program = shutil.which("compute-sanitizer", path=f"{os.environ.get('PATH', '')}:/usr/local/cuda/bin")
     if program is None:
         raise NotUsableError("compute-sanitizer is not installed")
-    # gpu.py ends a row at half of the part's time. The checked process ends earlier: at its own limit plus GRACE_S.
+    # gpu.py ends a row at half of the part's time. The checked process ends before that, at ``seconds`` plus GRACE_S.
     seconds = max(0.0, 0.45 * (context.end - time.monotonic()) - part.GRACE_S)
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "checked.json")
@@ -63,7 +63,7 @@ def verdict(tool: str, output: str, report: PartReport) -> Figure:
     """Return a tool's row, from its output and from the report of the part that ran under it."""
     lines = [line.removeprefix("=========").strip() for line in output.splitlines() if line.startswith("=========")]
     said = [line for line in lines if line not in ("", "COMPUTE-SANITIZER")]
-    # An error in a kernel names its place in its first or second line. Errors without a place concern the process.
+    # The first or second line of an error in a kernel names the place. An error without a place concerns the process.
     places = (re.search(r"(?:^|access )at (\S.*)", line) for line in said)
     found = next(((at, place[1]) for at, place in enumerate(places) if place), None)
     summary = next((line for line in said if "SUMMARY: " in line), None)

@@ -27,8 +27,9 @@ from kernels.reference.ops import summed_embeddings
 from kernels.tuning import autotune
 
 _LAMB_BYTES = 36
-"""Bytes that a step moves for each parameter: gradient norm (4 read), moments and direction (16 read, 8 written, and 4 to
-zero the gradient), parameter update (4 written). Reading a tensor again hits the L2 cache, except for the word embedding."""
+"""Bytes that a step moves for each parameter. The gradient norm reads 4 bytes. The pass for moments and direction reads 16,
+writes 8, and sets the 4 bytes of the gradient to zero. The parameter update writes 4. Tensors that are read again come from
+the L2 cache and do not count. Only the word embedding is too large for it."""
 
 
 def correctness(context: Context) -> None:
@@ -61,17 +62,17 @@ def _awkward_lengths(context: Context) -> list[int]:
 
 
 def _error_row(title: str, case: Case, name: str) -> Figure:
-    """Return the row of one implementation. Unless it draws the definition's masks, dropout is off."""
+    """Return the row with an implementation's errors. Dropout is off if the implementation draws other masks."""
     if not OPS[case.op].implementations[name].repeatable:
         case = case.without_dropout()
     arguments, definition = (case.arguments, dict(case.named)), OPS[case.op].definition
     in_training = case.call_as_in_training
-    # Fill new memory with NaN, because it may hold an earlier call's right result. This mode warns about some ops.
+    # Fill new memory with NaN, because it may hold an earlier call's right result. Some ops warn in this mode.
     with warnings.catch_warnings(action="ignore"), uninitialized_memory_is_nan():
         ours = outcome(partial(in_training, partial(call, case.op, name)), arguments).tensors
     plain = outcome(partial(in_training, definition), arguments).tensors
     exact = outcome(definition, arguments, torch.float64).tensors
-    # A result in bf16 may be rounded the other way, and sums in fp32 may be added in another order.
+    # Tolerate results in bf16 that are rounded the other way, and sums in fp32 that are added in another order.
     tolerance = (torch.finfo(case.dtype).eps if case.dtype.itemsize < 4 else 0) + 16 * torch.finfo(torch.float32).eps
     ratio, place = largest_ratio(ours, plain, exact, tolerance)
     verdict = "right" if ratio <= 1 else "WRONG"
@@ -79,7 +80,7 @@ def _error_row(title: str, case: Case, name: str) -> Figure:
 
 
 def kernels(context: Context) -> None:
-    """Time ops on one micro-batch, without and then with the backward pass. Peers come last, because compiling is slow."""
+    """Time ops on one micro-batch, without and then with the backward pass. Peers come last: their compilation is slow."""
     ceilings, report = Ceilings.of(context), context.report
     # The fixed seed gives the same samples in every part.
     samples = samples_of(context.scale, context.scale.sequences)
@@ -128,7 +129,7 @@ def _compare(context: Context, op: str, what: str) -> None:
     """Add a row that compares the first usable implementation with the fastest alternative timed so far."""
     rows = [row for row in context.report.rows if row.name.startswith(f"{what}, ") and row.milliseconds]
     order = [f"{what}, {implementation.name}" for implementation in OPS[op].orders[context.device.type]]
-    # `orders` lists the implementations by preference. Training measures all of them and may choose a later one.
+    # Take the first implementation in the order of preference. Training measures all of them and may choose another one.
     ours = min((row for row in rows if row.name in order), key=lambda row: order.index(row.name), default=None)
     if ours is None:
         return
@@ -155,7 +156,7 @@ def _time_row(
         work = partial(case.forward_and_gradients, side, case.upstream(side))
     else:
         work = torch.no_grad()(partial(case.outputs, side))
-    # The L2 cache is cold, because other kernels of a training step replace its content.
+    # Time with a cold L2 cache, because in training the other kernels of a step replace its content.
     seconds = measured(work, context.device, 3 * context.scale.repeats, cold=True, capturable=capturable)
     flop, moved = case.work.flop[both_ways], case.work.moved[both_ways]
     floor, ceiling = ceilings.floor(flop, moved, fp8=case.op == scaled_matmul.name)
@@ -166,7 +167,7 @@ def _time_row(
 
 
 def _attention_row(context: Context, name: str, case: Case) -> Figure:
-    """Return the row of self-attention and its FP8 casts, fused or separate, whichever training would choose."""
+    """Return the row of self-attention with its FP8 casts. The casts are fused or separate, as training would choose."""
     site = torch.ones((), device=context.device), torch.zeros((), device=context.device)
     calls = {case.op: case.arguments, attention_cast_fp8.name: (*case.arguments, *site)}
     requests = [autotune.CallKind.of(op, arguments, {}) for op, arguments in calls.items()]
@@ -179,7 +180,7 @@ def _attention_row(context: Context, name: str, case: Case) -> Figure:
 
 
 def _lamb_time_row(context: Context, name: str, ceilings: Ceilings) -> Figure:
-    """Return the row of the optimizer's step on the flat buffers of the whole model."""
+    """Return the row with the time of the optimizer's step on the flat buffers of the whole model."""
     with context.device:
         flat = FlatParameters.of(BertForPreTraining(context.scale.model))
     optimizer = Lamb(flat, RECIPES["h100_1x1"]().optimizer)
@@ -191,7 +192,7 @@ def _lamb_time_row(context: Context, name: str, ceilings: Ceilings) -> Figure:
             optimizer.step()
 
     def draw() -> None:
-        flat.gradients_P.copy_(drawn_P)  # because the previous step zeroed the gradients
+        flat.gradients_P.copy_(drawn_P)  # the previous step has set the gradients to zero
 
     flat.weights_P.copy_(drawn_P)
     # ``step`` raises ValueError if the implementation does not support the arguments.
@@ -211,7 +212,7 @@ def _peers(case: Case) -> dict[str, Callable[..., object]]:
         return {"PyTorch varlen_attn without dropout": _torch_varlen}
     if case.op == "varlen_attention":
         return {}  # the peers are compared with varlen_self_attention, which every layer but the last one uses
-    # The definitions of these two ops draw dropout by Philox, which is much slower than PyTorch's dropout.
+    # Use PyTorch's dropout in these two ops, because the Philox generator of their definitions is much slower.
     with_dropout = {"dropout_add_layer_norm": _plain_add_norm, "embedding_layer_norm": _plain_embeddings}
     plain = with_dropout.get(case.op, OPS[case.op].definition)
     # Shapes are fixed in this part, so dynamic shapes are not needed.

@@ -6,7 +6,7 @@ from pathlib import Path
 from benchmarks.gpu_parts.report import Figure, PartReport, number, percent
 
 OURS = {"bf16": "this repository, unpadded, bf16", "FP8": "this repository, unpadded, FP8"}
-"""Rows of the part ``peers`` that hold our rates. The page compares every rate of the part with ours."""
+"""Names of the rows of the part ``peers`` with this repository's rates. The page compares the other rates with them."""
 
 _MOST_ROWS = 10
 _WIDEST = 90
@@ -110,5 +110,5 @@ def _table(header: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
 
 
 def _cell(text: str) -> str:
-    text = text.replace("|", "/")  # because a vertical bar would end the cell
+    text = text.replace("|", "/")  # a vertical bar would end the cell
     return text if len(text) <= _WIDEST else f"{text[: _WIDEST - 3]}..."

@@ -76,7 +76,7 @@ def run(
         traceback.print_exc()
         # Do not end the report, because another process continues after this row.
         return LOST
-    except Exception as error:  # recorded in the file as the reason why it is incomplete
+    except Exception as error:  # the file names the error as the reason why it is incomplete
         traceback.print_exc()
         report.end(first_line(error))
     finally:

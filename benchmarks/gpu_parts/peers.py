@@ -49,7 +49,7 @@ def _peer_row(context: Context, name: str, side: Callable[[Context, int], Callab
         with suppress(torch.OutOfMemoryError):
             seconds = measured(side(context, sequences), context.device, context.scale.repeats, cold=False)
         if seconds:
-            # Uncompiled, Transformers reads the attention mask on the host to decide whether attention needs the mask.
+            # Without compilation, Transformers checks on the host whether attention needs the mask, so the host waits.
             waits = "; the host waits for the device in every step" if name == _EAGER else ""
             note = f"{sequences} sequences at once{waits}"
             return timed_row(name, seconds, sequences, "sequences/s", note=note, page=True)
@@ -59,7 +59,7 @@ def _peer_row(context: Context, name: str, side: Callable[[Context, int], Callab
 
 
 def _hugging_face(context: Context, sequences: int, *, compiled: bool = False) -> Callable[[], None]:
-    with context.device:  # because drawing the weights on a GPU is many times faster
+    with context.device:  # drawing the weights on a GPU is many times faster
         model = new_model(context.scale.model).train()
     samples = samples_of(context.scale, sequences)
     inputs = {
@@ -74,7 +74,7 @@ def _hugging_face(context: Context, sequences: int, *, compiled: bool = False) -
 
 
 def _plain_varlen(context: Context, sequences: int) -> Callable[[], None]:
-    """Prepare a step of our model in plain PyTorch ops. The step does less work: varlen attention lacks dropout."""
+    """Prepare a step of our model in plain PyTorch ops. The step does less work, because attention lacks dropout."""
     model = context.model()
     (batch,) = micro_batches(context, sequences, 1)
     return _step(context, model, lambda: plain_loss(model, batch))

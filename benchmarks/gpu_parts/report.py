@@ -32,7 +32,7 @@ class Figure:
 
     name: str
     milliseconds: float | None = None
-    """Median time."""
+    """Median time of the repeats."""
     figure: float | None = None
     unit: str = ""
     share: float | None = None

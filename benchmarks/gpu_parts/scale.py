@@ -32,14 +32,14 @@ class Scale:
     sequences: int
     """Sequences of one micro-batch."""
     repeats: int
-    """Number of timed steps. For kernels, three times as many calls are timed."""
+    """Number of timed steps. A kernel is timed in three times as many calls."""
     square: int
-    """Rows and columns of the large matrix product."""
+    """Number of rows, and of columns, of the matrices whose product shows the highest rate of matrix products."""
     copied: int
-    """Bytes of the large copy."""
+    """Bytes of the copy that shows the highest rate of the memory."""
     parity_steps: int
     parity_sequences: int
-    """Number of steps, and of sequences in a step, of the runs whose losses are compared."""
+    """Number of steps in each run whose losses are compared, and number of sequences in each of these steps."""
 
 
 FULL = Scale(ModelConfig(), 96, 10, 8192, 2**31, 200, 16)
@@ -54,7 +54,7 @@ class Context:
     without: Mapping[str, str] = field(default_factory=dict)
     """Ops whose usual implementation is replaced, each with its replacement."""
     end: float = math.inf
-    """Value of ``time.monotonic`` at which the part should have ended."""
+    """Value of ``time.monotonic`` at which the time of the part is up."""
     settings: Sequence[str] = ()
     """Arguments for ``bert.train`` in the part ``end-to-end``."""
 
@@ -90,7 +90,7 @@ class Context:
     @property
     def captures(self) -> bool:
         """Whether steps are captured: on a GPU, unless an op has a replacement that no CUDA graph can capture."""
-        # Ignore attention with FP8 casts: layers call it only in the implementation that is chosen for attention itself.
+        # Ignore attention with FP8 casts. Layers call it only in the implementation of attention itself, which is checked.
         called = {op: name for op, name in self.without.items() if not op.endswith("cast_fp8")}
         return self.on_gpu and all(OPS[op].implementations[name].capturable for op, name in called.items())
 

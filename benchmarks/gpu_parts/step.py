@@ -32,7 +32,7 @@ _MOST_ROWS = 24
 """Maximum number of kernels that get a row of their own."""
 _FITS, _DOES_NOT_FIT = "fits", "does not fit"
 _SHAPE_BUCKETS = 4
-"""Number of shape buckets. Training uses 16, but fewer save time, and the memory depends on the largest bucket only."""
+"""Number of shape buckets. Training uses 16. Fewer save time, and only the largest bucket determines the memory."""
 
 
 def step(context: Context) -> None:
@@ -70,14 +70,14 @@ def micro_batch_size(context: Context, config: Config, gpus: int = 1) -> int:
 
 
 def _profile_step(context: Context, name: str, precision: Precision) -> None:
-    """For a captured step of one micro-batch, check whether the host waits, and split its time by kernel."""
+    """Check whether the host waits in a captured step of one micro-batch, and split the step's time by kernel."""
     sequences = context.scale.sequences
     # Captured steps are padded to a shape bucket.
     batches = micro_batches(context, sequences, 1, padded=True)
     trained = training_step(context, recipe("h100_1x1", gradient_accumulation_steps=1, precision=precision))
     prepare(context, trained, batches)
     run = partial(take_step, trained, batches)
-    # Check this before profiling, because profiling needs permissions that a container may not have.
+    # Check this before profiling, because profiling fails in a container without the necessary permissions.
     context.report.add(_synchronisations(context, f"host synchronisations in a step, {precision}", run))
     _split(context, name, run, sequences)
 
@@ -279,7 +279,7 @@ def _search(context: Context, precision: Precision) -> None:
     # Start with a quarter of the usual size.
     most, failing, size = 0, None, max(1, context.scale.sequences // 4)
     limit = context.scale.sequences * (1 if context.tiny else 16)
-    # Stop when the bounds differ by at most 8 sequences or a sixteenth, whichever is more.
+    # Stop when the bounds differ by at most 8 sequences, or by at most a sixteenth of the lower bound.
     while size <= limit and (failing is None or failing - most > max(8, most // 16)):
         name = f"{precision}, {size} sequences"
         row = report.attempt(name, partial(_peak, context, name, precision, size))

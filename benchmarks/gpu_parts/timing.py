@@ -78,7 +78,7 @@ def timed_row(
     *,
     page: bool = False,
 ) -> Figure:
-    """Return a row for calls that each do ``amount`` of work, such as TFLOP, and would take ``floor`` s at the ceiling."""
+    """Return a row for calls that each do ``amount`` of work, for example in TFLOP, and take at least ``floor`` s."""
     median = statistics.median(seconds)
     share = None if floor is None else floor / median
     return Figure(name, 1e3 * median, amount / median, unit, share, note=note, page=page, seconds=seconds)
@@ -108,7 +108,7 @@ class Ceilings:
     """Highest rates that the device reaches in this process. A rate that could not be measured is None."""
 
     flop_per_s: float | None
-    """Rate of a large matrix product in bf16; a multiply-add counts as 2."""
+    """Rate of a large matrix product in bf16; a multiply-add counts as two operations."""
     fp8_flop_per_s: float | None
     bytes_per_s: float | None
     """Rate of a large copy; bytes read and bytes written count."""

@@ -21,7 +21,7 @@ def new_model(config: ModelConfig, kind: str = "AutoModelForPreTraining", attent
             num_attention_heads=config.num_attention_heads,
             intermediate_size=config.intermediate_size,
             max_position_embeddings=config.max_position_embeddings,
-            hidden_act="gelu_pytorch_tanh",  # the same approximation as in our model
+            hidden_act="gelu_pytorch_tanh",  # the same approximation of GELU as in our model
             hidden_dropout_prob=config.hidden_dropout,
             attention_probs_dropout_prob=config.attention_dropout,
         ),

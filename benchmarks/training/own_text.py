@@ -35,7 +35,7 @@ from dataloading.preparation.own_text import write_own_text
 BATCH = 32
 EVALUATIONS = 20
 TARGET_SHARE = 0.95
-"""The target, as a share of the accuracy at the end of the recipe's first training."""
+"""The target accuracy is this share of the accuracy at the end of the recipe's first training."""
 DEFAULT_RATE = 5e-5
 """The Trainer's default learning rate, which is used without a warm-up."""
 PEER_PACKAGES = ("transformers", "accelerate")
@@ -83,7 +83,7 @@ class Trainings:
 
     @classmethod
     def on(cls, data: Path, samples: int | None) -> "Trainings":
-        """Take the recipe's schedule and space the evaluations evenly. ``samples`` replaces the recipe's number."""
+        """Take the recipe's schedule and space the evaluations evenly. ``samples`` replaces its number of samples."""
         given = [] if samples is None else [f"--training.max-samples={samples}"]
         config = parse([*recipe_arguments(data), *given])
         steps = -(-config.training.max_samples // BATCH)
@@ -115,7 +115,7 @@ class Trainings:
 
 
 def compare(trainings: Trainings, rates: Sequence[float], target_share: float, repeats: int) -> dict[str, object]:
-    """Train with both programs in turn, and return the trainings, the ratios of each repeat, and their medians."""
+    """Train with both programs in turn. Return the trainings, the ratios of their times and of their rates, and medians."""
     ours = [trainings.ours(0)]
     target = target_share * ours[0].curve[-1].accuracy
     _report(ours[0], target)

@@ -29,7 +29,8 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # one thread, because ranks share cores; PyTorch reads this when imported
+# PyTorch reads this when it is imported. Each rank gets one thread, because ranks share cores.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import tyro
 
@@ -45,13 +46,13 @@ from dataloading.preparation.demo import write_demo
 Row = dict[str, Any]
 
 SYNCHRONOUS = {"flat fp32": ("flat", "fp32"), "hierarchical bf16": ("hierarchical", "bf16")}
-"""For each way in which all ranks take every step together: the reduction, and the type of the reduced gradients."""
+"""Ways in which all ranks take every step together. Each has a reduction and a type for the reduced gradients."""
 APART = ("sites 8", "sites 32", "sites 128")
 STEPS = 128
 """Number of steps between evaluations, a multiple of all numbers of site steps."""
 CHECKED = "sites 32"
 HOSTS = (1, 2)
-"""Numbers of hosts of each site."""
+"""Numbers of hosts per site, which are measured one after another."""
 RATES = ("20mbit", "200mbit")
 """Rates of the link, as for ``tc tbf``."""
 SEEDS = range(1, 6)
@@ -111,7 +112,7 @@ class Cluster:
         """Return the times of steps and of an evaluation on this link, and the bytes between sites in a step.
 
         The times are from the second half of the steps, in which at least one exchange of the sites is applied.
-        ``link_bytes`` come from the kernel's counters: both directions, with packet headers, without the start of the run.
+        ``link_bytes`` come from the kernel's counters. They include both directions and packet headers, but not start-up.
         ``site_bytes`` come from the ranks' own records.
         """
         half = max(32, period(way))

@@ -60,7 +60,7 @@ def _owned_rows(x: Tensor, cu_seqlens: Tensor) -> Tensor:
 
 
 def unsupported_reasons(query_QHE: Tensor, *_: Any, **__: Any) -> list[str]:
-    """Check the query, or the fused tensor [T, 3, H, E] of self-attention."""
+    """Check whether the package supports the query, or self-attention's fused tensor [T, 3, H, E]."""
     reasons = [] if query_QHE.is_cuda else [f"the tensors are on {query_QHE.device.type}, expected a GPU"]
     if query_QHE.dtype not in (torch.float16, torch.bfloat16):
         reasons.append(f"{query_QHE.dtype}, expected float16 or bfloat16")

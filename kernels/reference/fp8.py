@@ -134,7 +134,7 @@ def attention_cast_fp8(
     """
     context_THE = varlen_self_attention.definition(qkv_T3HE, cu_seqlens, max_seqlen, dropout)
     casts = cast_transpose_fp8.definition(context_THE.flatten(1), scale, amax, E4M3)
-    # The backward pass below recomputes the forward pass, so it needs neither the logarithms of softmax's sums nor masks.
+    # The two tensors for the backward pass are empty, because the backward pass below recomputes the forward pass.
     return context_THE, *casts, context_THE.new_empty(0), context_THE.new_empty(0)
 
 

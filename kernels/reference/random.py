@@ -3,7 +3,7 @@
 A captured graph draws a new mask at each replay, because it reads the seed and the step from the device. The backward pass
 can recompute the mask of the forward pass, and all implementations draw the same mask bit for bit. The generator is Philox
 4x32-7 (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3"). Seven rounds are the fewest that
-pass BigCrush in that paper; more would slow dropout, whose main cost is drawing.
+pass the randomness tests of BigCrush in that paper. More rounds would slow dropout, whose main cost is drawing.
 """
 
 from dataclasses import dataclass

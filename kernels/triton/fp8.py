@@ -118,8 +118,8 @@ def _write(
     ``transposed`` and ``partials`` may be None.
     """
     places, inside = _places(q, rows, columns, ROWS, COLUMNS)
-    # Outside of the tensor, ``value`` may be the GELU of a bias. It must be 0 there for amax, the sums and the padding
-    # of the transpose.
+    # Outside of the tensor, ``value`` may be the GELU of a bias. Set it to 0 there, so that amax and the sums ignore it and
+    # the padding of the transpose is 0.
     value = tl.where(inside, value, 0.0)
     raise_amax(amax, tl.max(value.to(tl.int32, bitcast=True) & 0x7FFFFFFF))
     cast = quantized(value * tl.load(scale), q.dtype.element_ty)
@@ -130,12 +130,13 @@ def _write(
     in_columns = first_column + column < columns
     if transposed is not None:
         transposed += first_column.to(tl.int64) * padded_rows
-        inside = in_columns[:, None] & (row < padded_rows)[None, :]  # include the padding, where products read zeros
+        # Also store the zeros in the padding, because matrix products read them.
+        inside = in_columns[:, None] & (row < padded_rows)[None, :]
         places = transposed + (column[:, None] * padded_rows + row[None, :])
         tl.store(places, tl.trans(cast), mask=inside, eviction_policy=EVICTION)
     if partials is not None:
         partials += (first_row // ROWS).to(tl.int64) * columns + first_column
-        tl.store(partials + column, tl.sum(value, axis=0), mask=in_columns)  # the values are not rounded to FP8 yet
+        tl.store(partials + column, tl.sum(value, axis=0), mask=in_columns)  # sums of values before rounding to FP8
 
 
 @torch.library.custom_op("mlperf_bert::cast_fp8", mutates_args=("amax",))
@@ -185,7 +186,7 @@ def bias_gelu_backward_cast_fp8(
     return q_TF, q_FT, partials_PF.sum(0)
 
 
-# Fake functions, for tensors without values.
+# Fake functions return only the shapes and types of results, for tensors without values.
 cast_fp8.register_fake(lambda x_RC, _scale, _amax, dtype: x_RC.new_empty(x_RC.shape, dtype=dtype))
 cast_transpose_fp8.register_fake(lambda x_RC, _scale, _amax, dtype: fp8_pair(x_RC, dtype))
 cast_transpose_into_fp8.register_fake(lambda *_: None)
@@ -224,7 +225,7 @@ def unsupported_reasons(x_RC: Tensor, *others: object) -> list[str]:
 
 
 def configurations() -> list[Configuration]:
-    """Return BERT-Large's configurations: activations and gradients in bf16, weights in fp32, biases in either."""
+    """Return BERT-Large's configurations. Activations and gradients are bf16, weights are fp32, and biases are either."""
 
     def configuration(name: str, kernel: triton.JITFunction, types: dict[str, str], fp8: torch.dtype) -> Configuration:
         fixed: dict[str, object] = {"ROWS": _ROWS, "COLUMNS": _COLUMNS}

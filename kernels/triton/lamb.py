@@ -16,7 +16,7 @@ directions to the same memory, which seldom leaves the cache. Bytes of memory tr
 | step | | parameter 4, its copy 2 |
 | FP8 casts, in place of the copy | | cast and transpose 2 |
 
-The sum is 34 bytes, or 38 if zeros are written. If a group does not fit, it is 12 bytes more.
+The sum is 34 bytes, or 38 if zeros are written. If a group does not fit in the cache, the sum is 12 bytes more.
 """
 
 from dataclasses import astuple
@@ -138,20 +138,20 @@ class _Group(NamedTuple):
     """Consecutive segments, and the division of their elements among programs. All tables are int32."""
 
     table_C4: Tensor
-    """For each chunk: its segment, its start in units of ``ALIGNMENT``, and the range of its elements that belong to the
+    """Each row describes a chunk: its segment, its start in units of ``ALIGNMENT``, and the range of its elements in the
     segment. Only the first and last chunk of a segment can be partial. No chunk crosses a segment's bounds."""
     traits_G2: Tensor
-    """For each segment of the whole vector: its index among the adapted segments of its group, or -1; and 1 if its gradient
-    is overwritten, otherwise 0."""
+    """Each row describes a segment of the whole vector. The first number is its index among the adapted segments of its
+    group, or -1 if it is not adapted. The second number is 1 if its gradient is overwritten, otherwise 0."""
     spans_A2: Tensor
-    """For each adapted segment: the range of its chunks, counted from the first chunk of the group."""
+    """Each row has the first chunk of an adapted segment and the chunk after its last one, numbered within the group."""
     stop: int
     """Index of the first element after the group in the flat buffers."""
 
 
 @lru_cache(maxsize=8)
 def _groups(segments: LambSegments, device: torch.device, most: int | None = None) -> list[_Group]:
-    """Divide segments into groups of up to ``most`` elements; by default into one group."""
+    """Divide segments into groups of up to ``most`` elements. Without ``most``, there is one group."""
     traits: list[tuple[int, bool]] = []
     groups: list[tuple[list[tuple[int, ...]], list[tuple[int, int]], int]] = []
     rows, spans, begin = [], [], 0

@@ -26,7 +26,7 @@ def direction_kernel(
     segment, offsets, own, first, stop = _chunk(table, tl.program_id(0), CHUNK, ALIGNMENT)
     size = tl.load(norm)
     taken = _finite(size)
-    if tl.program_id(0) == 0 and tl.load(table + 1) == 0:  # only one program counts, the one of the first chunk
+    if tl.program_id(0) == 0 and tl.load(table + 1) == 0:  # only the program of the first chunk counts skipped steps
         tl.store(skipped, tl.load(skipped) + tl.where(taken, 0, 1))
     # Triton's operator / divides approximately. The reference implementation rounds to nearest, like div_rn.
     clip = tl.div_rn(max_grad_norm, tl.maximum(size, max_grad_norm))

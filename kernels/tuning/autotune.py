@@ -194,7 +194,7 @@ def tune(
     kinds = {(request.op, request.signature): request for request in requests}
     choices = []
     for request in kinds.values():
-        # In FP8, time attention together with the casts of its results, which its own or separate kernels make.
+        # In FP8, time attention together with the casts of its results. Attention's kernels or separate kernels make them.
         cast = in_fp8 and request.op == varlen_self_attention.name and request.gradients
         if OPS[request.op].asked == AUTO or (cast and attention_cast_fp8.asked == AUTO):
             choices.append(_measure(request, cast, repeatable, timed))

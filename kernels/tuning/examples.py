@@ -106,10 +106,10 @@ def _arguments(op: str, make: _Maker) -> tuple[Any, ...]:
             return make.values(size.masked, size.hidden), decoder, make.values(size.vocabulary), labels, False
         case "cast_fp8" | "cast_transpose_fp8":
             return *make.detached(rows), *scaling, E4M3
-        case "cast_transpose_into_fp8":  # a weight, in fp32
+        case "cast_transpose_into_fp8":  # the input is a weight, in fp32
             casts = (torch.zeros(shape, dtype=E4M3, device=make.device) for shape in (weight, transposed))
             return make.detached(weight)[0].float(), *scaling, *casts
-        case "cast_transpose_sum_fp8":  # the gradient of query, key and value
+        case "cast_transpose_sum_fp8":  # the input is the gradient of query, key and value
             return *make.detached((tokens, 3 * size.hidden)), *scaling, E5M2
         case "bias_gelu_cast_fp8":
             return *make.detached(wide_rows, wide_row), *scaling
@@ -127,12 +127,12 @@ def _arguments(op: str, make: _Maker) -> tuple[Any, ...]:
         case "add_norm_cast_fp8":
             return *make.detached(rows, row, rows, row, row), 1e-12, make.dropout, *scaling
         case "add_norm_backward_cast_fp8":
-            # The inputs have a mean of nearly 0 and a standard deviation of nearly 1.
+            # Use a mean of 0 and a deviation of 1, which are nearly the statistics of the random inputs.
             statistics_2T = torch.tensor([[0.0], [1.0]], device=make.device).repeat(1, tokens)
             return *make.detached(rows, rows, rows, row, rows, row), statistics_2T, make.dropout, *scaling
         case "accumulate_weight_gradient":
             return torch.zeros(weight, device=make.device), *make.detached(wide_rows, rows)
-        case "scaled_matmul":  # as in the forward pass: fast accumulation, no bias
+        case "scaled_matmul":  # the forward pass uses fast accumulation, without a bias
             operands = (operand.to(E4M3) for operand in make.detached(rows, weight))
             return *operands, make.number(1), make.number(1), make.dtype, None, True
     raise KeyError(op)
@@ -150,7 +150,7 @@ def _vector_op(op: str, make: _Maker) -> Arguments:
     if op == "sum_of_squares":
         return (weights,), {}
     if op == "lamb_apply":
-        state.update_P.copy_(gradients)  # directions, because with zeros the op would change nothing
+        state.update_P.copy_(gradients)  # if all directions were zero, the op would change nothing
         squares_2A = torch.ones(2, sum(segments.adapted), dtype=torch.float64, device=make.device)
         return (weights, state, segments, squares_2A), norm | rate
     numbers = step | norm if op == "lamb_directions" else step | rate | {"copies_P": weights.bfloat16()}

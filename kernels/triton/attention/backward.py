@@ -53,7 +53,7 @@ def attention_backward_queries(
         transposed += transposed_rows(head * HEAD_SIZE, queries)
     start_q = tl.load(cu_seqlens_q + sequence)
     first = tl.program_id(0) * BLOCK_Q
-    if sequence == tl.num_programs(2) - 1:  # this program is not for a sequence but for the rows after them
+    if sequence == tl.num_programs(2) - 1:  # this program is for the rows after all sequences
         step = tl.num_programs(0) * BLOCK_Q
         if cast is None:
             zero_rows(query_gradient, start_q + first, queries, step, QUERY_GRADIENT_STRIDE, HEAD_SIZE, BLOCK_Q)
@@ -147,7 +147,7 @@ def attention_backward_keys(
         value_transposed = transposed + transposed_rows(value_column, keys)
     start_k = tl.load(cu_seqlens_k + sequence)
     first = tl.program_id(0) * BLOCK_K
-    if sequence == tl.num_programs(2) - 1:  # this program is not for a sequence but for the rows after them
+    if sequence == tl.num_programs(2) - 1:  # this program is for the rows after all sequences
         step = tl.num_programs(0) * BLOCK_K
         start = start_k + first
         if cast is None:

@@ -49,7 +49,7 @@ def attention_forward(
         transposed += transposed_rows(head * HEAD_SIZE, queries)
     start_q = tl.load(cu_seqlens_q + sequence)
     first = tl.program_id(0) * BLOCK_Q
-    if sequence == tl.num_programs(2) - 1:  # this program is not for a sequence but for the rows after them
+    if sequence == tl.num_programs(2) - 1:  # this program is for the rows after all sequences
         step = tl.num_programs(0) * BLOCK_Q
         zero_rows(output, start_q + first, queries, step, STRIDE, HEAD_SIZE, BLOCK_Q)
         if cast is not None:
@@ -73,8 +73,8 @@ def attention_forward(
         seed, step = tl.load(state), tl.load(state + 1)
         upper_rows = first + upper_rows_of(BLOCK_Q)
         kept = of_sequence(kept, queries, groups, head, start_q)
-    # Every block contains at least one key, so the maximum is finite after the first block, and the arguments of exp2
-    # are never NaN, as -inf - -inf would be. In the first block, the factor ``rescale`` is exp2(-inf) = 0.
+    # Every block contains at least one key, so the maximum is finite after the first block. An argument of exp2 is therefore
+    # never -inf - -inf, which would be NaN. In the first block, the factor ``rescale`` is exp2(-inf) = 0.
     maximum = tl.full((BLOCK_Q,), float("-inf"), tl.float32)
     total = tl.zeros((BLOCK_Q,), tl.float32)
     context = tl.zeros((BLOCK_Q, HEAD_SIZE), tl.float32)

@@ -40,11 +40,11 @@ class Casts:
 
     scale: Tensor
     amax: Tensor
-    """Largest magnitude so far: the bits of an fp32 number, as int32."""
+    """Largest magnitude so far, stored as the bits of an fp32 number in int32."""
     rows: Tensor
-    """[T, columns], with a stride of 1 along the columns."""
+    """The cast [T, columns], with a stride of 1 along the columns."""
     transposed: Tensor
-    """[columns, padded(T)]."""
+    """The transpose of the cast, [columns, padded(T)]."""
     sums: Tensor | None = None
     """Sums of columns, fp32 [blocks, columns], initially zero. Each block writes a row."""
 
@@ -59,12 +59,12 @@ class Casts:
 
 
 NARROW: dict[int, int] = dict.fromkeys((16, 32), 184)
-"""Register limit per thread of the forward kernel with casts, by head size. If no limit is set, the compiler uses fewer
-registers on a B200, and spills."""
+"""Register limit per thread of the forward kernel with casts, by head size. Without a limit, the compiler uses even
+fewer registers on a B200, and spills values to memory."""
 
-# Launches by the lowest compute capability for which they are meant. The block sizes were not chosen by timing. Of those
-# that spill no registers, they let the most warps reside on a multiprocessor. Blocks are short because sequences are short.
-# With three stages, the next tile is loaded while one is computed; with two stages, the kernel would wait for it.
+# Launches by the lowest compute capability for which they are meant. The block sizes were not chosen by timing. Among the
+# sizes that spill no registers, these let the most warps reside on a multiprocessor. Blocks are short because sequences are
+# short. With three stages, the next tile is loaded while one is computed. With two stages, the kernel would wait for it.
 _LAUNCHES = {
     80: {"forward": _Launch(64, 64, 4, 3, 168), "dq": _Launch(64, 32, 4, 3), "dkv": _Launch(64, 32, 4, 3)},
     90: {"forward": _Launch(64, 64, 4, 3), "dq": _Launch(64, 64, 4, 3), "dkv": _Launch(64, 64, 4, 3)},
@@ -83,7 +83,7 @@ def _groups(max_seqlen: int) -> int:
 
 
 def _written(casts: Casts | None) -> tuple[Tensor | None, ...]:
-    """Return scale, amax, rows, transposed and sums. Without casts, return five Nones."""
+    """Return the fields of ``casts`` as a tuple. Without casts, return five Nones."""
     return (None,) * 5 if casts is None else (casts.scale, casts.amax, casts.rows, casts.transposed, casts.sums)
 
 
@@ -153,7 +153,7 @@ def launch_backward(
     delta, upstream = torch.empty_like(lse), output_gradient.contiguous()
     drawn, sizes = kept.numel() > 0, (heads, head_size)
     bounds, numbers = (cu_seqlens_q, cu_seqlens_k), (_groups(max_seqlen), kept_scale)
-    # The kernel for queries writes delta, which the kernel for keys reads.
+    # The kernel for queries runs first, because it writes delta, which the kernel for keys reads.
     launch = _launch("dq", output)
     options = launch.options() | _constants(attention_backward_queries, *strides, *sizes, drawn, launch)
     grid = (max(1, triton.cdiv(max_seqlen, launch.block_q)), heads, len(cu_seqlens_q))

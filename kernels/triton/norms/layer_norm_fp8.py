@@ -45,7 +45,7 @@ from kernels.triton.norms.rows import (
 from kernels.triton.quantize import POINTERS, SCALARS, cast_reasons, fp8_pair, quantized, raise_amax
 
 WARPS = 16
-"""Warps of the backward kernel per multiprocessor. The kernel of ``layer_norm`` loads one row less and uses more warps."""
+"""Warps of the backward kernel per multiprocessor. The kernel of ``layer_norm`` has more, because it loads one row less."""
 
 _TILE = {"GROUP": 32, "COLUMNS": 32}
 """Rows that a program processes at a time, and columns that it transposes at a time."""

@@ -149,7 +149,7 @@ class Layout:
 
     @classmethod
     def of(cls, columns: int) -> "Layout":
-        """Choose the layout for rows with this many columns: at least 1024 values per tile, eight per thread."""
+        """Choose the layout for rows with this many columns. A tile has at least 1024 values, and a thread has eight."""
         block = max(64, triton.next_power_of_2(columns))
         # A warp's 32 threads have eight columns each, which makes 256.
         return cls(block, max(1, 1024 // block), max(4, block // 256))
