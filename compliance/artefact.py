@@ -6,13 +6,13 @@ from pathlib import Path
 from console import files
 
 MAX_FILE_BYTES = 50 * 2**20
-"""Maximum size of a file in a submission (submission rules)."""
+"""Maximum size of a file in a submission, by the submission rules."""
 
 
 def open_regular(path: Path) -> BufferedReader:
     """Open a regular file for reading. Raises ``ValueError`` if the file is missing or not regular.
 
-    Does not block on a pipe, which is not regular.
+    A pipe is not a regular file. It is refused at once, without waiting for data.
     """
     try:
         return files.open_regular(path)
@@ -28,7 +28,7 @@ def write_whole(path: Path, text: str) -> None:
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        # Escape lone surrogates, which stand for bytes of file names that are not UTF-8.
+        # A file name that is not UTF-8 contains lone surrogates in Python. UTF-8 cannot encode them, so escape them.
         files.write_atomically(path, text.encode("utf-8", "backslashreplace"))
     except OSError as error:
         raise ValueError(f"{path} cannot be written: {error.strerror}; choose another folder") from error

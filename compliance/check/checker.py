@@ -28,7 +28,8 @@ def check_file(path: Path, ruleset: str = rules.NEWEST_RULESET) -> Verdict:
 def check_logs(logs: Sequence[Log], ruleset: str, limit: str = rules.NEWEST_RULESET) -> list[Verdict]:
     """Check logs under one ruleset. Raises as `check_file` does.
 
-    `rules.AUTO` selects, from the rulesets up to `limit`, the newest of those that accept the most logs.
+    With `rules.AUTO`, the ruleset is chosen from those up to `limit`: it is the one that accepts the most logs, and the
+    newest one if several accept equally many.
     """
 
     @cache
@@ -40,8 +41,8 @@ def check_logs(logs: Sequence[Log], ruleset: str, limit: str = rules.NEWEST_RULE
         return [_verdict(each) for each in under(ruleset)]
     tried: dict[int, list[Verdict]] = {}
     for candidate, expected in _candidates(logs, under, limit):
-        # `expected` logs pass our own checks, so at most as many pass both checks. Stop if an earlier candidate already
-        # passed as many in both. Usually the first one does, which saves calls of the official checker.
+        # At most `expected` logs can pass both our own checks and the official checker. Stop if an earlier candidate has
+        # reached this number. Usually the first candidate has, which saves calls of the official checker.
         if tried and max(tried) >= expected:
             break
         pairs = zip(under(candidate), under(rules.NEWEST_RULESET), strict=True)
@@ -64,14 +65,14 @@ class _Examination(CheckedLog):
 
     @property
     def may_pass(self) -> bool:
-        # Look for required records first, which is ten times faster and already rules out most rulesets.
+        # Look for missing records first. This is ten times faster than all checks, and it rules out most rulesets.
         is_complete = all(self.ruleset in rules.KEYS[key].advised for key in self.log.missing(self.ruleset))
         return is_complete and not self.errors
 
     @cached_property
     def opinion(self) -> official.Opinion:
         log = self.log
-        # `log.evidence` omits overlong lines, so the checker would judge an incomplete log.
+        # Do not ask about a log with overlong lines. `log.evidence` omits them, so the checker would see a part of the log.
         overlong = f"it would need hours for a record of more than {MAX_LINE_BYTES} bytes" if log.overlong else ""
         if why := log.given_up or overlong:
             return official.Opinion("fail", (official.Complaint(f"not asked: {why}"),))
@@ -85,7 +86,7 @@ def _candidates(logs: Sequence[Log], under: Callable[[str], list[_Examination]],
     asked. If all logs fail under all rulesets, only the ruleset with the fewest errors is returned.
     """
     newest_first = rules.RULESETS[rules.RULESETS.index(limit) :: -1]
-    # A log with a digest chain was written by this repository, for all rulesets, so older rulesets cannot help.
+    # A log with a digest chain comes from this repository, whose logs satisfy all rulesets. Try only the newest ruleset.
     if any(log.chain.opened for log in logs):
         return [(rules.NEWEST_RULESET, 0)]
     passing: dict[str, int] = {}
@@ -93,13 +94,13 @@ def _candidates(logs: Sequence[Log], under: Callable[[str], list[_Examination]],
         passing[ruleset] = sum(each.may_pass for each in under(ruleset))
         if passing[ruleset] == len(logs):
             break
-    # sorted() is stable, so that the newest of equally good rulesets comes first.
+    # sorted() keeps the order of equally good rulesets, so the newest of them comes first.
     accepting = sorted(((ruleset, number) for ruleset, number in passing.items() if number), key=lambda each: -each[1])
     if accepting:
         return accepting
 
     def faults(ruleset: str) -> tuple[int, int]:
-        # Among rulesets with equally many errors, take the one whose required records the logs have.
+        # Among rulesets with equally many errors, take the one with the fewest missing records.
         errors = sum(len(each.errors) for each in under(ruleset))
         return errors, sum(len(log.missing(ruleset)) for log in logs)
 
@@ -108,7 +109,7 @@ def _candidates(logs: Sequence[Log], under: Callable[[str], list[_Examination]],
 
 def _verdict(examined: _Examination) -> Verdict:
     log, run = examined.log, examined.run
-    # If the file is not the log of one complete run, the official complaints come from that, so ignore them.
+    # If the file is not the log of one complete run, this defect causes the official complaints. Ignore them.
     findings = [*examined.findings, *(() if examined.defect else _unexplained(examined))]
     return Verdict(
         path=log.path,
@@ -132,7 +133,7 @@ def _missed(examined: _Examination, newest: _Examination) -> str:
 
 
 def missed_text(errors: Sequence[Finding]) -> str:
-    """Name the first of these errors under the newest ruleset, and count the others, in words; "" if there are none."""
+    """Return a text that names the first of these errors under the newest ruleset and counts the others; "" if none."""
     if not errors:
         return ""
     keys = dict.fromkeys(f"{finding.key}: {finding.found}" if finding.key else finding.found for finding in errors)
@@ -152,11 +153,11 @@ def _unexplained(examined: _Examination) -> Iterator[Finding]:
         if not log.token_lines or explained[complaint.severity] & complaint.keys:
             continue
         if complaint.severity == "error" and fails:
-            # After records out of order, skip complaints about the checker's state, such as "the run has not started".
+            # If our errors about phases explain it, skip a complaint about earlier records ("the run has not started").
             is_disordered = examined.misdated or errors & {*TIMELINE, "submission_division"}
             if not complaint.keys or (complaint.about_state and is_disordered):
                 continue
-            # Skip missing records of an aborted run, which ends before its last records.
+            # Skip complaints about missing records of an aborted run, because it ended before it could log them.
             if complaint.absent and examined.aborted:
                 continue
         record = next((record for record in log.records if record.line == complaint.line), None)
@@ -177,10 +178,10 @@ def _unexplained(examined: _Examination) -> Iterator[Finding]:
 
 
 def _collapse(findings: list[Finding]) -> list[Finding]:
-    """Keep the first finding of each fault, and store the number of further findings of this fault in its `more`."""
+    """Keep only the first finding of each fault. Its field `more` counts the other findings of this fault."""
     kinds: dict[tuple[str, ...], list[Finding]] = {}
     for finding in findings:
-        # Do not compare `found`: its numbers differ from record to record.
+        # Do not compare the text `found`, because it contains numbers that differ from record to record.
         kind = (finding.key, finding.remedy, finding.rule, finding.severity)
         kinds.setdefault(kind, []).append(finding)
     return [replace(same[0], more=len(same) - 1 + sum(each.more for each in same)) for same in kinds.values()]

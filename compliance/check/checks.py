@@ -19,7 +19,7 @@ JITTER_MS = 250
 """Largest decrease of time_ms that clock differences between processes can explain."""
 
 CHECKPOINT_MS = 1000
-"""Longest time between the checkpoint that reached the target and the run's end, if evaluation follows training."""
+"""Longest time from the last evaluated checkpoint to the end of its block or of the run, if evaluation follows training."""
 
 
 def check_lines(context: CheckedLog) -> Iterator[Finding]:
@@ -106,7 +106,7 @@ def _check_presence(context: CheckedLog) -> Iterator[Finding]:
 
 
 def _check_division(context: CheckedLog) -> Iterator[Finding]:
-    # Since ruleset 2.0.0, the division sets the limit of the initialisation, so it must be logged before init_stop.
+    # Since ruleset 2.0.0, the time limit of the initialisation depends on the division, so log it before init_stop.
     first = context.run.first
     division, stop = first.get("submission_division"), first.get("init_stop")
     if division and stop and division.line > stop.line and context.ruleset not in rules.ONE_INIT_LIMIT:
@@ -115,7 +115,7 @@ def _check_division(context: CheckedLog) -> Iterator[Finding]:
 
 
 def _check_time(context: CheckedLog) -> Iterator[Finding]:
-    """Check that times never decrease. Before run_start, several processes log, so only phase starts must be in order."""
+    """Check that times never decrease. Before run_start, several processes may log, so only phases must begin in order."""
     if context.misdated:
         record, more = context.misdated[0], len(context.misdated) - 1
         found, expected = f"time_ms {record.time_ms}{_time_unit(record.time_ms)}", "milliseconds since 1970"
@@ -128,7 +128,7 @@ def _check_time(context: CheckedLog) -> Iterator[Finding]:
     latest: Record | None = None
     phase: Record | None = None  # the latest record that begins a phase
     for record in context.log.records:
-        # Skip keys that every process may log, each with its own clock, and times that are reported above.
+        # Skip keys that every process logs with its own clock. Skip also the times that have been reported above.
         if record.key in rules.PER_RANK or record.line in misdated:
             continue
         if latest and record.time_ms < latest.time_ms:
@@ -137,7 +137,7 @@ def _check_time(context: CheckedLog) -> Iterator[Finding]:
             if record.line <= run_line:
                 is_error = phase is not None and record.key in TIMELINE and record.time_ms < phase.time_ms
             else:
-                # Evaluations made after training are logged with the earlier times of their checkpoints.
+                # If evaluation follows training, it is logged with the earlier times of its checkpoints. That is no error.
                 is_error = back > JITTER_MS and not (offline and record.key in _OFFLINE)
             expected = "times that never decrease" + (", or evaluation during the run" if offline else "")
             yield at(record, found, expected, KEEP_THE_CLOCK, "TR 11", "error" if is_error else "warning")
@@ -150,7 +150,7 @@ def _check_time(context: CheckedLog) -> Iterator[Finding]:
 
 
 def _time_unit(time_ms: int) -> str:
-    """Return the probable unit of a time that is not in milliseconds since 1970, in words."""
+    """Return a text that names the probable unit of a time that is not in milliseconds since 1970."""
     for unit, size in (("seconds", 1_000), ("microseconds", 1e-3), ("nanoseconds", 1e-6)):
         if rules.FIRST_MS <= time_ms * size < rules.LAST_MS:
             return f" counts {unit}"
@@ -161,9 +161,10 @@ _OFFLINE = ("eval_start", "eval_accuracy", "eval_stop", "train_samples", "eval_s
 
 
 def _is_evaluated_offline(context: CheckedLog) -> bool:
-    """Tell whether all evaluations come after training, in order, with the times of their checkpoints (TR 9.4).
+    """Tell whether checkpoints were evaluated after training and logged with the times of the checkpoints (TR 9.4).
 
-    The last evaluation must be of a checkpoint at the end of a block, and the run must end soon after this checkpoint.
+    The times must not decrease. The last evaluation must be of a checkpoint at the end of a block, and the run must end
+    soon after this checkpoint.
     """
     log, first = context.log, context.run.first
     evaluations, trained = log.all("eval_accuracy"), log.all("block_stop") or log.all("epoch_stop")
@@ -188,7 +189,7 @@ def _check_fixed_settings(context: CheckedLog) -> Iterator[Finding]:
             violation = violation._replace(remedy=remedy)
         yield finding_of(record, violation, "warning" if is_padded else "error")
     cleared = context.log.all("cache_clear")
-    # Every process may log cache_clear. It is enough if one process dropped the caches.
+    # Every process may log cache_clear. Report a fault only if no process dropped the caches.
     if cleared and all(record.value is False for record in cleared):
         remedy = "drop the caches before each run (needs root), and log what was done"
         yield at(cleared[0], f"value {shown(cleared[0].value)}: caches kept", "caches dropped before the run", remedy)
@@ -235,9 +236,9 @@ def _check_result(context: CheckedLog) -> Iterator[Finding]:
     for violation in unearned_success(run, run.value("train_samples")):
         if violation.key == "eval_accuracy":
             yield finding_of(run.accuracies[-1], violation)
-        # Placeholders in epoch_num cannot be compared with train_samples.
+        # If epoch_num does not count sequences, it cannot be compared with train_samples.
         elif trained and is_counted and trained.value >= (batch or 0) and not run.other_unit:
-            # Only warn of a larger value: other software logs the planned samples or the size of the data set.
+            # Only warn if train_samples is larger: other software logs the planned samples or the size of the data set.
             yield finding_of(trained, violation, "error" if trained.value < samples[-1] else "warning")
     if trained and is_counted and trained.value < (batch or 0):
         remedy = "log the samples at convergence"

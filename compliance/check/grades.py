@@ -1,8 +1,8 @@
-"""Grade each violation by a record of a log: error, warning if accepted submissions have it too, or no finding.
+"""Decide whether each violation of a rule in a log becomes an error, a warning or no finding.
 
-`compliance.log.order` yields the violations. Some get no finding in logs of other software, where settings may be on any
-line and every process may log init_start. Consequences of a reported fault, such as a missing record, are
-not reported.
+`compliance.log.order` yields the violations. A violation that accepted submissions contain too is only a warning. Logs of
+other software may have settings on any line and an init_start from every process, which gives no finding. A violation that
+is only the consequence of a reported fault, such as a missing record, gives no finding either.
 """
 
 import re
@@ -21,7 +21,7 @@ from compliance.log.reader import Log
 from compliance.log.record import Record
 
 TIMELINE = tuple(rules.NEXT_PHASE)
-"""Records that divide a log into phases, in their order."""
+"""Keys of the records that begin the phases of a log, in order."""
 
 SHORTEST_RESTART_MS = 10_000
 """Shortest time between the last record of a process that died and the first record of the next attempt."""
@@ -37,7 +37,7 @@ class CheckedLog:
 
     @cached_property
     def broken(self) -> list[tuple[Record, Violation]]:
-        """(record, violation) of each broken rule, in file order."""
+        """Pairs of a record and a violation by this record, in file order."""
         # Give the run all settings in advance: in logs of other software they may follow the records that need them.
         run = LoggedRun(self.log.header, self.run.first)
         broken: list[tuple[Record, Violation]] = []
@@ -78,10 +78,10 @@ class CheckedLog:
 
     @cached_property
     def second_start(self) -> Record | None:
-        """First record of a second attempt, as after a restart with the same number; None if there is only one attempt."""
-        begin: Record | None = None  # first of the latest successive cache_clear and init_start records
+        """First record of a second attempt, such as a restart that logs to the same file; None if there is none."""
+        begin: Record | None = None  # first record of the latest group of cache_clear and init_start records
         previous: Record | None = None
-        silence_ms = 0  # time from the record before this group to the group
+        silence_ms = 0  # time from the record before this group to its first record
         is_begun = is_cleared = False  # whether an init_start was logged, and whether a cache_clear followed it
         records = self.log.records
         for index, record in enumerate(records):
@@ -90,7 +90,7 @@ class CheckedLog:
                 continue
             if begin is None:
                 begin, silence_ms = record, record.time_ms - records[max(0, index - 1)].time_ms
-            # If the next record has an earlier time, this record's clock was ahead, so its time proves no restart.
+            # If the next record has an earlier time, this record's clock was ahead, so its time does not prove a restart.
             is_ahead = any(following.time_ms < record.time_ms for following in records[index + 1 : index + 2])
             if previous and not is_ahead and self._is_late(record, previous):
                 return record
@@ -104,8 +104,8 @@ class CheckedLog:
         return None
 
     def _is_late(self, record: Record, previous: Record) -> bool:
-        """Tell whether `record`, before all settings, is so long after `previous` that it begins another attempt."""
-        # A long gap from cache_clear to init_start proves nothing: a job may wait in a queue for hours between them.
+        """Tell whether `record` is before all settings and so long after `previous` that it begins another attempt."""
+        # A long time from cache_clear to init_start does not prove another attempt: a job may wait in a queue between them.
         if self.misdated or (previous.key == "cache_clear" and record.key != "cache_clear"):
             return False
         limit_ms = 60_000 * rules.init_limit_minutes(self.ruleset, self.run.division)
@@ -121,15 +121,16 @@ class CheckedLog:
             return True
         if "init_stop" in before:
             return bool(again - {"init_start"})
-        # A second attempt logs all settings again. A setting that is logged no more often than init_stop comes from
-        # several processes of one run, each of which logs both once.
+        # A second attempt logs all settings again. If a setting is logged no more often than init_stop, there is only one
+        # attempt: each of its processes has logged the setting and init_stop once.
         if silence_ms < SHORTEST_RESTART_MS:
             return False
         before = before.intersection(rules.SETTINGS)
         ends = max(1, len(self.log.all("init_stop")))
         if not before or before - again or min(len(self.log.all(key)) for key in before) <= ends:
             return False
-        # A launcher may log submission_* again, and each process a seed. Only other repeated settings prove an attempt.
+        # A launcher may repeat submission_*, and every process may log a seed. Therefore a second attempt is proven only by
+        # a cache_clear after the first init_start, or by at least two repeated settings other than submission_*.
         return is_cleared or sum(not key.startswith("submission_") for key in before) > 1
 
     @cached_property
@@ -144,7 +145,7 @@ class CheckedLog:
 
     @cached_property
     def disorder(self) -> tuple[Record, str] | None:
-        """A record that begins its phase too early, and the key that must precede it; None if the phases are in order."""
+        """A record that begins its phase too early, and the key that must come before it; None if the order is right."""
         first = self.run.first
         for earlier, later in combinations(TIMELINE, 2):
             if earlier in first and later in first and first[earlier].line > first[later].line:
@@ -157,7 +158,7 @@ def at(
 ) -> Finding:
     """Return a finding about a record. `rule` defaults to the rule of the record's key."""
     where = rule or rules.KEYS[record.key].source
-    # An unknown key is escaped, without the quotes that shown() adds.
+    # Escape an unknown key, and remove the quotes that shown() adds.
     key = record.key if record.key in rules.KEYS else shown(record.key)[1:-1]
     return Finding(record.line, key, where, f"{found}; expected {expected}", remedy, record.logged_at, severity)
 
@@ -188,18 +189,18 @@ def _grade(context: CheckedLog, record: Record, violation: Violation) -> Severit
     decides: Severity = "error" if rule.decides_in(context.ruleset, context.run.division) else "warning"
     match violation.kind:
         case "type":
-            # The official parser ignores event_type. It is empty here if it is invalid, which `parse_line` reports.
+            # Only warn, because the official parser ignores event_type. If it is empty, `parse_line` has reported it.
             return "warning" if rule.event_type != "POINT_IN_TIME" and record.event_type else None
         case "place":
             return _grade_of_place(context, record)
         case "repeat":
-            # As in the official checker, repeating a required key is an error only if the values differ. This includes an
-            # open run's target, which decides the result, but not the seeds, which `compliance.submission` compares.
+            # Like the official checker, report a repeated required key as an error only if its values differ. Do the same
+            # for an open run's target, because it decides the result. `compliance.submission` compares the seeds.
             division = context.run.division
             needed = rule.required_in(context.ruleset, division) and rule.key != "seed"
             needed |= division == "open" and rule.key == "quality_target"
             same = record.value == context.run.first[record.key].value
-            # A second run_start or run_stop changes the score, so it is an error, although the official checker only warns.
+            # A second run_start or run_stop is an error, because it changes the score. The official checker only warns.
             return "error" if rule.key in ("run_start", "run_stop") or (needed and not same) else "warning"
         case "value":
             return "warning" if decides == "warning" else _grade_of_value(record)
@@ -209,7 +210,7 @@ def _grade(context: CheckedLog, record: Record, violation: Violation) -> Severit
             return decides
         case "init time":
             return None if context.misdated else "error"
-        # "span" and "evaluation" bind only our log writer. `_check_evaluations` grades "schedule" and "count".
+        # Only our writer must follow the rules "span" and "evaluation". `_check_evaluations` grades "schedule" and "count".
         case _:
             return None
 
@@ -218,14 +219,14 @@ def _grade_of_place(context: CheckedLog, record: Record) -> Severity | None:
     rule, run = rules.KEYS[record.key], context.run
     # Accept settings on any line. Intervals, records of the timed run and cache_clear must be in their phase.
     has_place = rule.event_type != "POINT_IN_TIME" or rule.phases == ("run",) or record.key == "cache_clear"
-    # `check_records` reports a wrong order of the phases.
+    # `check_records` reports a wrong order of the phases, so do not report its consequences.
     if context.disorder or record.key in TIMELINE[1:] or not has_place:
         return None
     if rule.phases == ("run",) and not {"run_start", "run_stop"} <= run.first.keys():
         return None
     if record.key == "cache_clear":
         return "warning"
-    # `_check_extension` warns of all records after run_stop together.
+    # `_check_extension` gives one warning for all records after run_stop, so report none of them here.
     return None if rule.phases == ("run",) and record.line > run.first["run_stop"].line else "error"
 
 
@@ -242,8 +243,8 @@ def _grade_of_value(record: Record) -> Severity:
 
 
 def _grade_of_pair(context: CheckedLog, key: str) -> Severity | None:
-    # Only warn about an unclosed epoch, which may end with the run (common.yaml), and in open runs, which may log one
-    # block for many evaluations.
+    # Only warn of an unclosed epoch, because it may end with the run (common.yaml). Only warn of other unclosed intervals
+    # in open runs, because these may log one block for many evaluations.
     name, division = key.partition("_")[0], context.run.division
     start, stop = f"{name}_start", f"{name}_stop"
     if start in TIMELINE or start not in context.run.first or {start, stop} & context.lost_keys:
@@ -257,7 +258,7 @@ def _grade_of_pair(context: CheckedLog, key: str) -> Severity | None:
 
 
 def _check_extension(context: CheckedLog) -> Iterator[Finding]:
-    """Warn of training after run_stop. Short runs are extended in this way to measure their power."""
+    """Warn of training after run_stop. It is no error, because a short run may go on until its power has been measured."""
     stop = context.run.first.get("run_stop")
     timed = [each for each in context.log.records if each.key in rules.KEYS and rules.KEYS[each.key].phases == ("run",)]
     later = [record for record in timed if stop and record.line > stop.line and record.key != "run_stop"]
@@ -269,10 +270,10 @@ def _check_extension(context: CheckedLog) -> Iterator[Finding]:
 
 
 def _check_evaluations(context: CheckedLog) -> Iterator[Finding]:
-    """Check evaluations against the schedule. If epoch_num does not count sequences, only warn about that."""
+    """Check evaluations against the schedule. If epoch_num does not count sequences, only warn that it does not."""
     run, schedule = context.run, context.run.schedule
     evaluations = context.log.all("eval_accuracy")
-    # Other findings report an eval_accuracy that is unreadable, has no epoch_num, or precedes run_start.
+    # Skip logs in which an eval_accuracy is unreadable, lacks epoch_num or precedes run_start: other findings say so.
     if not run.epoch_nums or "eval_accuracy" in context.lost_keys or evaluations[0] is not run.accuracies[0]:
         return
     off_schedule = [*_off_schedule(context)] if not run.other_unit else []
@@ -308,10 +309,11 @@ def _off_schedule(context: CheckedLog) -> Iterator[Finding]:
 def _irregular_evaluation(run: LoggedRun) -> tuple[int, int, int | None] | None:
     """Return the first evaluation whose distance from the previous one is irregular; None if all distances are regular.
 
-    The result is its index, this distance, and the usual distance if that is near the rules' interval but not equal to it.
-    Accepted submissions count a partial last batch, round the interval differently, or use the interval of a
-    neighbouring batch size. Packed batches hold more or fewer sequences than their nominal size. Therefore a distance may
-    be two batches off, and the usual distance may differ from the rules' interval by 25,000 samples and a batch.
+    The result has the evaluation's index, its distance, and the usual distance. The usual distance is None if it equals the
+    rules' interval or is far from it. Accepted submissions count a partial last batch, round the interval differently, or
+    use the interval of a neighbouring batch size. Packed batches hold more or fewer sequences than their nominal size.
+    Therefore a distance may be off by two batches or by 3 % of the interval. The usual distance may differ from the rules'
+    interval by 25,000 samples and a batch.
     """
     schedule, samples = run.schedule, run.epoch_nums
     if schedule is None:

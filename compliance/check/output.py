@@ -1,8 +1,8 @@
-"""Output of verdicts: lines with a total, SARIF 2.1.0 and GitHub's workflow annotations, and JUnit XML.
+"""Write verdicts as lines of text with a total, as SARIF 2.1.0, as GitHub's workflow annotations, or as JUnit XML.
 
 Specification: OASIS, Static Analysis Results Interchange Format 2.1.0. A SARIF rule stands for a section of the benchmark's
 rules or for a rule file, and a SARIF result for one finding. Paths are relative to the current folder, as code scanning
-expects. Code review shows only files, so a finding about a folder is attached to the first log in it.
+expects. Code review shows files, not folders, so a finding about a folder is attached to its first log.
 """
 
 import hashlib
@@ -24,7 +24,7 @@ from console.files import read_json
 from console.program import say, say_annotation
 from console.text import counted, json_document, visible
 
-MAX_NAMED = 5  # maximum number of failures that the last line, the total, lists by name
+MAX_NAMED = 5  # maximum number of failures that the total, which is the last line, lists by name
 
 SCHEMA = "https://docs.oasis-open.org/sarif/sarif/v2.1.0/errata01/os/schemas/sarif-schema-2.1.0.json"
 TOOL = "compliance"
@@ -32,7 +32,7 @@ TOOL = "compliance"
 ROOT = "%SRCROOT%"
 
 Known = frozenset[tuple[str, str, str, str]]
-"""(file, key, rule, found) of each known finding. The line number is left out, because lines may move."""
+"""Known findings, each as (file, key, rule, found). The line number is left out, because lines may move."""
 
 
 def read_known(path: Path) -> Known:
@@ -79,7 +79,7 @@ def _say_verdict(verdict: Verdict) -> None:
 
 
 def total(verdicts: Sequence[Verdict], *, is_accepted: bool, ignored: int = 0) -> str:
-    """Return one line that counts the passing and failing logs, folders and descriptions, and names failures."""
+    """Return one line that counts the passing and failing logs, folders and descriptions, and names the failing ones."""
     others = [verdict for verdict in verdicts if verdict.part != "log"]
     logs = [verdict for verdict in verdicts if verdict.part == "log"]
     parts = [_share(counted(len(logs), "log"), logs)] if logs or not others else []
@@ -152,7 +152,7 @@ def say_annotations(verdicts: Sequence[Verdict]) -> None:
 
 
 def _rule_id(finding: Finding) -> str:
-    """Turn "TR 24.4" into "TR-24.4". The identifier is stable because it does not depend on the message."""
+    """Return the identifier of a rule, such as "TR-24.4" for "TR 24.4". It does not change with the message."""
     return re.sub(r"[^\w.]+", "-", finding.rule, flags=re.ASCII).strip("-")
 
 
@@ -175,7 +175,7 @@ def _result(verdict: Verdict, finding: Finding, places: dict[str, int], root: Pa
         "ruleIndex": places[name],
         "level": finding.severity,
         "message": {"text": visible(_describe(verdict, finding))},
-        # SARIF counts lines from 1.
+        # Show a finding without a line on line 1, which is the first line in SARIF.
         "locations": [{"physicalLocation": {"artifactLocation": artifact, "region": {"startLine": finding.line or 1}}}],
         # The fingerprint identifies a finding by its content, because lines move when a log is rewritten. It has the form
         # that code scanning uses: 16 hex digits, a colon and a number.
@@ -191,7 +191,8 @@ def _describe(verdict: Verdict, finding: Finding) -> str:
 
 
 def _shown_file(path: Path) -> Path:
-    # Code review shows only files. Include misnamed logs, because a finding may be about one of them.
+    # Show a finding about a folder at its first log, because code review shows files, not folders. Misnamed logs match
+    # the pattern, too, because the finding may be about one of them.
     logs = sorted(path.glob("result*")) if path.is_dir() else []
     return next((log for log in logs if log.is_file()), path)
 
@@ -201,5 +202,5 @@ def _location(path: Path, root: Path) -> dict[str, str]:
     whole, base = absolute(path), absolute(root)
     if not whole.is_relative_to(base):
         return {"uri": whole.as_uri()}
-    # Quote the bytes, because a name may not be UTF-8.
+    # Quote the bytes of the name, because they may not be UTF-8.
     return {"uri": quote(os.fsencode(whole.relative_to(base).as_posix())) or ".", "uriBaseId": ROOT}

@@ -2,23 +2,23 @@
 
 A log with a chain begins with `OPENING`. A line "# digest: <hex>" follows every `LINES_A_DIGEST` lines and the end of the
 run, and `# digest at the end: <hex>` is the last line of the file. A digest is the SHA-256 of all lines above it,
-including earlier digests, each followed by one line feed. A changed, removed, added or moved line breaks the first digest
-below it. The chain is not a signature, because anybody who can write the file can write a new chain. It detects damaged
-and hand-edited logs.
+including earlier digests, each with one line feed at its end. If a line is changed, removed, added or moved, the first
+digest below it does not match. The chain detects damaged and hand-edited logs. It is not a signature, because anybody who
+can write the file can write a new chain.
 """
 
 import hashlib
 import re
 
 OPENING = "# chain: each digest line holds the SHA-256 over all lines above it"
-# A digest follows every so many lines, so the first one that does not match narrows the change down to them.
+# Lines between two digests. The first digest that does not match shows in which of these blocks the log was changed.
 LINES_A_DIGEST = 32
 
 _DIGEST = re.compile(rb"# digest( at the end)?: ([0-9a-f]{64})")
 
 
 class Chain:
-    """Running digest over the lines of a log."""
+    """Digest of all lines of a log so far, updated line by line."""
 
     def __init__(self) -> None:
         self._hash = hashlib.sha256()
@@ -50,7 +50,7 @@ class ChainCheck:
     Attributes:
         opened: whether the first line announces a chain.
         digests: number of digest lines so far.
-        broken: first line and digest line of the first block of lines that does not match its digest.
+        broken: first line and digest line of the first block of lines whose digest does not match.
         covered: last line that a digest covers.
         ended: whether the digest at the end was read.
         after_end: first line after the digest at the end.

@@ -36,7 +36,7 @@ class Finding:
 
     @property
     def sentence(self) -> str:
-        """`found`, with the number of further records with the same fault."""
+        """The text `found`, followed by the number of further records that have the same fault."""
         return self.found + (f" (and {self.more} more like it)" if self.more else "")
 
     def __str__(self) -> str:

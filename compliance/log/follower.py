@@ -12,7 +12,7 @@ MAX_LINE_BYTES = 64 * 2**10
 
 
 class Follower:
-    """Reader of the lines added to a file since the last call, in its first `limit` bytes. The file need not exist yet."""
+    """Reader of a growing file, up to its first `limit` bytes. The file need not exist yet."""
 
     def __init__(self, path: Path, limit: int = sys.maxsize) -> None:
         self.path, self._limit = path, limit
@@ -20,11 +20,11 @@ class Follower:
         self._is_inside = False  # whether the next byte continues an overlong line
 
     def lines(self) -> Iterator[bytes]:
-        """Yield the new complete lines, without line ends. An unreadable file has no new lines."""
-        # ValueError: the file is missing, or not a regular file.
+        """Yield the complete lines added since the last call, without line ends. An unreadable file has no new lines."""
+        # open_regular() raises ValueError if the file is missing or not a regular file.
         with suppress(OSError, ValueError), open_regular(self.path) as file:
             file.seek(self._bytes_read)
-            # Limit the length, because a file without line ends is a single line.
+            # Limit the length of a read, because a file without line ends would be read whole, as a single line.
             while self._bytes_read < self._limit and (piece := file.readline(MAX_LINE_BYTES)):
                 is_end = piece.endswith(b"\n")
                 if not is_end and len(piece) < MAX_LINE_BYTES:

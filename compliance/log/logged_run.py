@@ -14,22 +14,22 @@ from compliance.log.schedule import EvaluationSchedule, evaluation_interval
 from console.text import counted
 
 OPENED_BY = {closing: opening for opening, closing in rules.INTERVALS.items()}
-"""Key of the opening record of each interval, by the key of its closing record."""
+"""Maps the key of the closing record of each interval to the key of its opening record."""
 
 
 class LoggedRun:
-    """A run according to its log. Times are in milliseconds since the Unix epoch, None before they are logged.
+    """A run according to its log. Times are in milliseconds since the Unix epoch; None if not logged yet.
 
-    If a record is repeated, the first one defines a setting, and the last run_stop defines the end. `header` has the
+    If a setting is repeated, its first record counts. If run_stop is repeated, the last one counts. `header` has the
     plain lines "# key: value" of the log. The check of a log passes the first records of all keys as `settings`, because
-    other software may log settings anywhere.
+    other software may log a setting after the records that need it.
 
     Attributes:
         first, last: first and last record of each known key.
         open: opening record of each interval that is still open.
         accuracies: eval_accuracy records of the timed run.
         resumed_samples: sequences trained before the run resumed from a checkpoint; their time is not in `seconds`.
-        counted_samples: largest count of sequences in a record of the timed run.
+        counted_samples: largest number of trained sequences that a record of the timed run names.
         is_evaluated: whether the accuracy of the last evaluation is logged.
         start_ms, last_ms: times of the earliest and of the latest record.
         init_start_ms: time of the earliest init_start, because every process may log one.
@@ -52,7 +52,7 @@ class LoggedRun:
 
     def add(self, record: Record) -> None:
         key, time_ms = record.key, record.time_ms
-        # Records of several processes may be out of order, so search for the extremes.
+        # Records of several processes may be out of order, so compare each time with the earliest and the latest so far.
         self.last_ms = max(self.last_ms, time_ms)
         self.start_ms = time_ms if self.start_ms is None else min(self.start_ms, time_ms)
         if key not in rules.KEYS:
@@ -114,7 +114,7 @@ class LoggedRun:
 
     @property
     def global_batch_size(self) -> int | None:
-        """Sequences of an optimizer step, over all ranks."""
+        """Number of sequences in an optimizer step, over all ranks."""
         return self.count_of("global_batch_size")
 
     @property
@@ -141,7 +141,7 @@ class LoggedRun:
 
     @property
     def counted_accuracies(self) -> list[tuple[int, Record]]:
-        """(sequences trained, record) of each evaluation with a valid count and fraction.
+        """Pairs (sequences trained, record) of the evaluations with a valid count and a valid accuracy.
 
         If epoch_num does not count sequences, the counts come from the schedule.
         """
@@ -154,7 +154,7 @@ class LoggedRun:
 
     @property
     def curve(self) -> list[tuple[int, float]]:
-        """(sequences trained, masked-LM accuracy) of each evaluation in `counted_accuracies`."""
+        """Pairs (sequences trained, masked-LM accuracy) of the evaluations in `counted_accuracies`."""
         return [(samples, record.value) for samples, record in self.counted_accuracies]
 
     @property
@@ -185,21 +185,21 @@ class LoggedRun:
 
     @property
     def seconds(self) -> float | None:
-        """Time to train, from run_start to run_stop."""
+        """Time to train in seconds, from run_start to run_stop."""
         return _seconds(self.run_start_ms, self.last.get("run_stop"))
 
     @property
     def init_seconds(self) -> float | None:
-        """Untimed initialisation, from init_start to init_stop."""
+        """Duration of the untimed initialisation in seconds, from init_start to init_stop."""
         return _seconds(self.init_start_ms, self.last.get("init_stop"))
 
     @property
     def sequences_per_s(self) -> float | None:
-        """Sequences trained per second of the time to train, which includes evaluations."""
+        """Sequences trained per second of the time to train. This time includes the evaluations."""
         return (self.trained - self.resumed_samples) / self.seconds if self.trained and self.seconds else None
 
-    # Number of sequences that the run needed to reach its target. The RCP checker reads epoch_num of the last eval_accuracy
-    # (TR 24.6), or train_samples if it is told to.
+    # The members below find the number of sequences that the run needed to reach its target. The RCP checker takes
+    # epoch_num of the last eval_accuracy for it (TR 24.6) or, with an option, train_samples.
 
     @property
     def epoch_nums(self) -> list[int]:
@@ -210,7 +210,7 @@ class LoggedRun:
 
     @property
     def other_unit(self) -> str:
-        """What epoch_num of the evaluations counts instead of sequences, in words; "" if it may count sequences."""
+        """Text that says what epoch_num of the evaluations is if it cannot count sequences; "" if it may count them."""
         samples, schedule = self.epoch_nums, self.schedule
         if not samples:
             return ""
@@ -232,13 +232,13 @@ class LoggedRun:
 
     @property
     def doubt(self) -> str:
-        """Why epoch_num of the evaluations cannot be the sequences trained so far; "" if it can."""
+        """Text that says why epoch_num of the evaluations cannot be the sequences trained so far; "" if it can."""
         if self.other_unit or not self.accuracies:
             return self.other_unit
         samples, schedule, blocks = self.epoch_nums, self.schedule, self._block_samples
         if not samples:
             return "an evaluation has no epoch_num"
-        # Ignore samples_count if it counts each block by itself. It may exceed epoch_num if evaluation follows training.
+        # Ignore samples_count if it starts anew in each block. It may exceed epoch_num if evaluation follows training.
         counted = blocks[-1] if blocks and (len(blocks) == 1 or blocks[-1] > blocks[0]) else None
         if schedule and counted and samples[-1] > counted + schedule.interval + schedule.global_batch_size:
             return f"epoch_num {samples[-1]} at the last evaluation, and samples_count {counted} at the last block_stop"
@@ -254,7 +254,7 @@ class LoggedRun:
             interval = schedule.interval if schedule else evaluated // len(self.accuracies)
             low, high = evaluated, evaluated + interval
         elif schedule:
-            # Some logs round the interval differently, or use that of a neighbouring batch size, so allow a tolerance.
+            # Some logs round the interval differently, or use the interval of another batch size, so allow a tolerance.
             due = self.resumed_samples + self.number_of_evaluations * schedule.interval
             low, high = due - max(schedule.interval, due // 5), due + max(schedule.interval, due // 10)
         else:
@@ -285,7 +285,7 @@ class LoggedRun:
         first = last if self.reached is None else self.reached
         if not self.doubt:
             return self.epoch_nums[first] or None
-        # train_samples counts to the end of the run, so it does not tell when a run that went on reached its target.
+        # train_samples counts to the end of the run. If the run went on after its target, no count tells when it reached it.
         return (self.trained or None) if first == last else None
 
     @property

@@ -1,7 +1,7 @@
 """Metrics records that a run writes, one JSON object per line, in metrics_<n>.jsonl beside result_<n>.txt.
 
 The training loop writes the records. The benchmarks and the commands report, watch and whatif read them. A file is
-untrusted: its size, the length of its lines and the range of its numbers are limited. Lines without a valid record are
+untrusted, so its size, the length of its lines and the range of its numbers are limited. Lines without a valid record are
 skipped, such as the truncated last line of a killed run.
 """
 
@@ -82,14 +82,14 @@ class EvaluationRecord(_Event, frozen=True, tag="eval"):
 
     @property
     def error(self) -> float:
-        """Half of the accuracy's 95 % confidence interval; not a number without a count of masked tokens."""
+        """Half the width of the accuracy's 95 % confidence interval; NaN if the number of masked tokens is unknown."""
         share = self.masked_lm_accuracy
         return 1.96 * math.sqrt(share * (1 - share) / self.count) if self.count and 0 <= share <= 1 else NAN
 
 
 @dataclass(frozen=True)
 class Straggler:
-    """A rank that became slow or recovered, judged by the time of its own work in a step."""
+    """A rank that became slow or recovered. It is judged by `own_ms`, the time of its own work in a step."""
 
     rank: Count
     host: str
@@ -108,7 +108,7 @@ class WarningRecord(_Event, frozen=True, tag="warning"):
 
 
 class PlanRecord(_Event, frozen=True, tag="plan"):
-    """Median measured time of a step and the time that the plan predicts, by part of the step, in milliseconds."""
+    """Milliseconds of a step and of each of its parts: the median of the measured times, and the prediction of the plan."""
 
     step_ms: Time
     data_wait_ms: Time
@@ -116,7 +116,7 @@ class PlanRecord(_Event, frozen=True, tag="plan"):
     reduce_ms: Time
     update_ms: Time
     other_ms: Time
-    """Time of the step outside of the four other parts."""
+    """Time of the step that belongs to none of the four parts above."""
     planned_step_ms: Time
     planned_data_wait_ms: Time
     planned_forward_backward_ms: Time
@@ -176,7 +176,7 @@ class MetricsWriter:
     def write(self, record: RunRecord | Record) -> None:
         """Append a record as one line of JSON. A number that is not finite becomes null."""
         values = msgspec.to_builtins(record)
-        # JSON has no NaN. Nine digits distinguish every fp32 number from its neighbours.
+        # Write null for NaN, which JSON lacks. Nine digits are enough to tell any two fp32 numbers apart.
         line = {
             name: (float(f"{value:.9g}") if math.isfinite(value) else None) if isinstance(value, float) else value
             for name, value in values.items()
@@ -194,7 +194,7 @@ def parse_record(line: bytes) -> RunRecord | Record | None:
     """Parse one line of a metrics file; return None if it holds no record."""
     try:
         values = msgspec.json.decode(line, type=dict[str, object])
-        # A field that is null gets its default.
+        # Leave out the fields that are null, so that they get their defaults.
         given = {name: value for name, value in values.items() if value is not None}
         return msgspec.convert(given, RunRecord | Record)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):  # RecursionError: deeply nested JSON

@@ -1,7 +1,8 @@
 """Find the rules that a record would break as the next record of a log.
 
-`LoggedRun` is the state, and `violations` yields the broken rules. The writer raises an error for a broken rule and
-does not write the record. The check collects and grades violations. The watch warns if a violation invalidates the run.
+`LoggedRun` holds the state of the run, and `violations` yields the broken rules. For a broken rule, the writer
+raises an error and does not write the record. The check collects and grades violations. The watch warns if a violation
+invalidates the run.
 """
 
 from collections.abc import Iterator, Mapping
@@ -33,7 +34,7 @@ Kind = Literal[
 
 
 class Violation(NamedTuple):
-    """A broken rule. `key` is the key of the record, and `rule` names the document of the rule."""
+    """A broken rule. `key` is the key of the record, and `rule` names the document that states the rule."""
 
     kind: Kind
     key: str
@@ -53,8 +54,8 @@ class Violation(NamedTuple):
 def violations(run: LoggedRun, record: Record, ruleset: str | None = None) -> Iterator[Violation]:
     """Yield the rules that `record` would break as the next record of the log of `run`.
 
-    The ruleset None stands for this repository's writer, whose log must satisfy all rulesets and whose evaluations must
-    follow the schedule exactly.
+    This repository's writer passes None as the ruleset. Its log must satisfy all rulesets, and its evaluations must follow
+    the schedule exactly.
     """
     key = record.key
     rule = rules.KEYS.get(key)
@@ -97,7 +98,7 @@ def _wrong_content(rule: rules.KeyRule, record: Record, ruleset: str | None) -> 
         yield Violation("value", key, f"value {shown(value)}", wording, remedy, rule.source)
     # A missing field is None here, which no rule accepts.
     wrong = [(name, wanted) for name, wanted in rule.metadata if not wanted.accepts(metadata.get(name))]
-    # Some rulesets accept a count in one other field in place of all required fields.
+    # In some rulesets, a count in one other field may replace all required fields.
     if not wrong or (ruleset and rules.COUNT.accepts(metadata.get(rules.alternative_metadata(key, ruleset) or ""))):
         return
     for name, wanted in wrong:
@@ -156,7 +157,7 @@ def _misplaced_evaluation(run: LoggedRun, record: Record, *, is_exact: bool) -> 
         samples = samples_of(record.metadata)
     else:
         samples = record.metadata.get("epoch_num")
-        # Compare with the open eval_start, not the latest block: other programs may start a block before the accuracy.
+        # Compare with the open eval_start. Other programs may log the start of the next block before the accuracy.
         at = samples_of(opened.metadata) if opened else None
         remedy = "log each accuracy once, within its evaluation"
         if opened is None:
@@ -167,7 +168,7 @@ def _misplaced_evaluation(run: LoggedRun, record: Record, *, is_exact: bool) -> 
         elif run.is_evaluated:
             found = "logged a second time in one evaluation"
             yield Violation("evaluation", record.key, found, "eval_stop", remedy, where)
-    # Outside of the timed run there is no schedule. `violations` reports the record as being in the wrong phase.
+    # There is no schedule outside of the timed run. `violations` reports a record there as in the wrong phase.
     if rules.is_integer(samples) and run.phase == "run":
         yield from _off_schedule(run, record.key, samples, is_exact=is_exact)
 
@@ -184,7 +185,7 @@ def _off_schedule(run: LoggedRun, key: str, samples: int, *, is_exact: bool) -> 
         return
     if schedule is None:
         return
-    # Count the evaluations before the resumed checkpoint, which are in another log.
+    # In a resumed run, count also the evaluations before its checkpoint, although they are in another log.
     done_before = schedule.index_after(run.resumed_samples) - 1 if run.resumed_samples else 0
     index = done_before + run.number_of_evaluations + 1
     due = schedule.samples(index)
@@ -212,7 +213,7 @@ def own_settings(run: LoggedRun) -> Iterator[Violation]:
         # A missing setting is not a deviation. `Log.missing` finds the settings that are required.
         if expected is None or not rules.is_number(value):
             continue
-        # The interval may be rounded up to a whole batch, and some software logs numbers in single precision.
+        # Accept an interval that is rounded up to a whole batch. Accept also numbers logged in single precision.
         room = (batch or 1) - 1 if key == "eval_interval_samples" else 1e-6 * expected
         if not -1e-6 * expected <= value - expected <= room:
             found, remedy = f"value {shown(value)} in a closed log", "use the benchmark's setting"

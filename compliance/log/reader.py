@@ -1,8 +1,8 @@
 """Read the text log of a run: MLLOG records with their line numbers, and the plain header lines.
 
 A log is an untrusted file. A format error becomes a `Problem` with its line and not an exception, so that one pass reports
-all errors. Only an unreadable file raises. The file is read line by line to bound memory: plain lines are not stored, a
-long line takes at most `MAX_LINE_BYTES`, and all records take a multiple of `MAX_RECORD_LINES_BYTES`.
+all errors. Only an unreadable file raises an exception. The file is read line by line to limit the memory: plain lines are
+not stored, a long line takes at most `MAX_LINE_BYTES`, and all records take a multiple of `MAX_RECORD_LINES_BYTES`.
 """
 
 import gzip
@@ -32,13 +32,13 @@ STDIN_NAME = Path("<stdin>")
 """Name in verdicts of a log that was read from standard input."""
 
 MAX_LOG_BYTES = 256 * 2**20
-"""Maximum size, also after unpacking, of a log that is read: five times the maximum in a submission."""
+"""Maximum size of a log that is read, before and after unpacking. It is five times the maximum in a submission."""
 
 MAX_LINE_BYTES = 2**20
 """Maximum length of a line that is parsed as a record."""
 
 MAX_RECORD_LINES_BYTES = MAX_FILE_BYTES
-"""Maximum total bytes of record lines. A larger log does not fit into a submission, and parsing multiplies its size."""
+"""Maximum total size of record lines. It limits the memory for records. No larger file is allowed in a submission."""
 
 HEAD_BYTES = 64 * 2**10
 """Number of leading bytes from which the format of a file without records is recognised."""
@@ -60,8 +60,8 @@ class Log:
         header: values by key of the plain lines "# key: value". The first line of a repeated key counts. Empty if the
             log has no records, because such a file may be a link to an arbitrary file, whose lines must not be shown.
         token_lines: number of lines with the token.
-        evidence: (line number, bytes) of the lines that the official checker gets: broken records, and records whose
-            key is in its rule files.
+        evidence: (line number, bytes) of each line for the official checker. These are the lines with a broken record
+            or with a record whose key is in the checker's rule files.
         overlong: whether a line with the token was longer than `MAX_LINE_BYTES`.
         given_up: why the log was not read to its end; "" if it was read completely.
         hint: what a file without records probably is, and what to do; None if unknown.
@@ -92,7 +92,7 @@ class Log:
 
     def missing(self, ruleset: str) -> list[str]:
         """Return the keys without a record that a ruleset requires."""
-        # Unreadable records are reported as such, so they count as present.
+        # Another finding reports unreadable records, so their keys do not count as missing.
         present = {*self.by_key}.union(*(problem.keys for problem in self.problems))
         return [key for key, rule in rules.KEYS.items() if key not in present and self._is_due(rule, ruleset, present)]
 
@@ -101,7 +101,7 @@ class Log:
         if name == "eval" and end in ("start", "stop"):
             # The rule files accept blocks in place of evaluations, but a log that has only epochs needs evaluation records.
             return not {f"block_{end}", f"eval_{end}"} & present and f"epoch_{end}" in present
-        # Epochs are an alternative to blocks.
+        # A log may contain epochs in place of blocks.
         return rule.required_in(ruleset, self.run.division) and rule.key.replace("block", "epoch") not in present
 
     @cached_property
@@ -115,7 +115,7 @@ class Log:
 def read_log(path: Path) -> Log:
     """Parse a log, which may be `STDIN`, or compressed by gzip if its name ends in .gz.
 
-    A file with any other name is read as plain text, as by the official tools. Raises ``ValueError`` if the file is
+    Like the official tools, read a file with any other name as plain text. Raises ``ValueError`` if the file is
     missing, not a regular file, or unreadable, or if standard input is a terminal.
     """
     is_piped = path == STDIN
@@ -137,7 +137,7 @@ def read_log(path: Path) -> Log:
 
 @contextmanager
 def _copied(source: IO[bytes] | gzip.GzipFile) -> Iterator[IO[bytes]]:
-    """Yield a copy of a stream, cut a little above `MAX_LOG_BYTES`, in an unnamed file that no signal leaves behind."""
+    """Yield an unnamed file with a copy of a stream, cut a little above `MAX_LOG_BYTES`. No signal leaves it behind."""
     with TemporaryFile() as copy:
         while copy.tell() <= MAX_LOG_BYTES and (piece := source.read(2**20)):
             copy.write(piece)
@@ -192,7 +192,7 @@ def _read_lines(log: Log, file: IO[bytes]) -> None:
         log.problems += problems
         if record:
             log.records.append(record)
-        # The official checker ignores records whose keys are not in its rule files.
+        # Leave out records whose keys are not in the rule files, because the official checker ignores them.
         if record is None or record.key in rules.KEYS:
             log.evidence.append((number, content))
 
@@ -203,14 +203,14 @@ def _lines(file: IO[bytes]) -> Iterator[str | None]:
     For a line longer than `MAX_LINE_BYTES`, yield None if it contains the token, and otherwise an empty line.
     """
     text = io.TextIOWrapper(file, "latin-1")  # type: ignore[type-var]
-    # Limit the length, because a file without line ends is a single line.
+    # Limit the length of a read, because a file without line ends would be read whole, as a single line.
     while piece := text.readline(MAX_LINE_BYTES + 1):
         if piece.endswith("\n") or len(piece) <= MAX_LINE_BYTES:
             yield piece.removesuffix("\n")
             continue
         has_token = TOKEN in piece
         while not piece.endswith("\n") and (following := text.readline(MAX_LINE_BYTES)):
-            # The token may span two pieces.
+            # The token may begin in one piece and end in the next.
             has_token = has_token or TOKEN in piece[-len(TOKEN) :] + following
             piece = following
         yield None if has_token else ""
@@ -227,13 +227,13 @@ _COMPRESSED = {
 
 
 def _recognise(head: bytes) -> tuple[str, str] | None:
-    """Return what a file without records probably is, from its first bytes, and what to do; None if unknown."""
+    """Return what a file without records probably is, judged by its first bytes, and what to do; None if unknown."""
     if not head.strip():
         return "it is empty", "wait for the run, or copy the log again"
     for magic, name in _COMPRESSED.items():
         if head.startswith(magic):
             return f"it is compressed by {name}", "unpack it"
-    # Every second byte of English text in UTF-16 is zero.
+    # Text in UTF-16 begins with a mark. Without it, many zeros show it: every second byte of English text is zero.
     if head.startswith((b"\xff\xfe", b"\xfe\xff")) or head.count(0) > len(head) // 3:
         return "it is text in UTF-16, as PowerShell writes it", "convert it to UTF-8: `iconv -f UTF-16 -t UTF-8`"
     if head.lstrip(b"\xef\xbb\xbf \r\n\t").startswith(b"{"):

@@ -1,10 +1,10 @@
-"""Rules of an MLPerf Training BERT log as data: keys, order, values, limits.
+"""Rules of an MLPerf Training BERT log as data: its keys, their order, their values, and limits.
 
 `bert.log.mllog` writes logs according to this table, and `compliance.check.checker` checks logs against it. The table
 combines the requirements of the rulesets 1.0.0 to 5.0.0, so that one log satisfies all of them.
 
-Each source is either "TR", the document training_rules.adoc of mlcommons/training_policies, with a section number, or the
-name of a yaml file, a rule file of the compliance checker in the package mlperf-logging.
+The source of a rule is a section or a file. "TR 11" is section 11 of training_rules.adoc in mlcommons/training_policies. A
+yaml file is a rule file of the compliance checker in the package mlperf-logging.
 """
 
 import math
@@ -46,10 +46,10 @@ EVAL_SAMPLES = 10_000
 """Number of sequences of the evaluation set. Every evaluation must use all of them (TR 24.1, 6.3)."""
 
 INIT_LIMIT_MINUTES: dict[Division, int] = {"closed": 30, "open": 240}
-"""Minutes below which the untimed initialisation must stay since ruleset 2.0.0 (TR 11). Before, both limits were 30."""
+"""Limit of the untimed initialisation in minutes since ruleset 2.0.0 (TR 11). Before, it was 30 in both divisions."""
 
 MAX_TRAINED = 100_000_000
-"""More sequences than any closed run needs: the largest reference point needs 5.5 million. The data set has 156 million."""
+"""Upper limit for sequences in a closed run. The reference needs at most 5.5 million, and the data set has 156 million."""
 
 FIRST_MS, LAST_MS = 1_514_764_800_000, 4_102_444_800_000
 """Range of time_ms: from 2018, when the benchmark was founded, to the end of this century."""
@@ -76,7 +76,7 @@ FIXED_SETTINGS: dict[str, int | float] = {
     "max_sequence_length": 512,
     "max_predictions_per_seq": 76,
 }
-"""Settings that a closed run must take from the reference (TR 9.1, 24.3)."""
+"""Settings that a closed run must take from the reference implementation (TR 9.1, 24.3)."""
 
 PHASE_NAMES: dict[Phase, str] = {
     "before": "before init_start",
@@ -87,7 +87,7 @@ PHASE_NAMES: dict[Phase, str] = {
 }
 
 NEXT_PHASE: dict[str, Phase] = {"init_start": "init", "init_stop": "ready", "run_start": "run", "run_stop": "done"}
-"""Phase that begins with each of these four records, in order."""
+"""Phase that each of these four records begins. The records must be logged in this order."""
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ class ValueRule:
 
 def is_integer(value: object) -> TypeGuard[int]:
     """Tell whether `value` is an int of at most 64 bits and not a bool."""
-    # JSON may contain longer integers, which overflow in arithmetic with floats.
+    # Reject longer integers, which JSON may contain, because they overflow in arithmetic with floats.
     return isinstance(value, int) and not isinstance(value, bool) and -(2**63) <= value < 2**63
 
 
@@ -118,7 +118,7 @@ def _number(wording: str, accepts: Callable[[int | float], bool]) -> ValueRule:
     return ValueRule(wording, lambda value: is_number(value) and accepts(value))
 
 
-# Seeds from /dev/urandom have 64 unsigned bits, and seeds from NumPy have 128.
+# Accept 128 bits: seeds from /dev/urandom have 64 unsigned bits, and seeds from NumPy have 128.
 SEED = ValueRule(
     "an integer of at most 128 bits",
     lambda value: isinstance(value, int) and not isinstance(value, bool) and value.bit_length() <= 128,
@@ -150,7 +150,7 @@ def init_limit_minutes(ruleset: str, division: Division) -> int:
 
 
 ONE_INIT_LIMIT = _until("1.1.0")
-"""Rulesets in which the closed division's limit of the initialisation holds for both divisions."""
+"""Rulesets in which both divisions have the closed division's time limit of the initialisation."""
 
 
 @dataclass(frozen=True)
@@ -162,7 +162,7 @@ class KeyRule:
         once: whether the log may have only one record of the key.
         value: rule for the value; None if the value has no meaning.
         metadata: required metadata fields, each with its rule.
-        closed, open: rulesets in which a log of that division must contain the key.
+        closed, open: rulesets in which a log of the closed or the open division must contain the key.
         advised: rulesets in which a log should contain the key, but need not.
         written: whether this repository's writer requires the key in every log, before the clock starts.
         source: document that states the rule.
@@ -184,7 +184,7 @@ class KeyRule:
         return ruleset in (self.closed if division == "closed" else self.open)
 
     def decides_in(self, ruleset: str, division: Division) -> bool:
-        """Tell whether breaking the rule fails a log. It does if this ruleset, or if no ruleset, requires the key."""
+        """Tell whether a log that breaks this rule fails. It does if `ruleset` or no ruleset at all requires the key."""
         required = self.closed if division == "closed" else self.open
         return not required or ruleset in required
 
@@ -199,7 +199,7 @@ def _setting(
     advised: frozenset[str] = NONE,
     written: bool = True,
 ) -> KeyRule:
-    """Return the rule for a setting, which is logged once during initialisation and by default required in closed logs."""
+    """Return the rule for a setting. It is logged once during initialisation. By default, closed logs must contain it."""
     return KeyRule(
         key, "POINT_IN_TIME", ("init",), source, value=value, closed=closed, open=open, advised=advised, written=written
     )
@@ -294,7 +294,7 @@ SETTINGS = tuple(key for key, rule in KEYS.items() if rule.phases == ("init",) a
 """Keys that are logged with a value, once, during initialisation."""
 
 INTERVALS = {key: key.replace("_start", "_stop") for key, rule in KEYS.items() if rule.event_type == "INTERVAL_START"}
-"""Key of the closing record of each interval, by the key of its opening record."""
+"""Maps the key of the opening record of each interval to the key of its closing record."""
 
 # Since ruleset 3.1.0, a single count of steps or samples may replace the epoch fields.
 _COUNTED_BY = {"3.1.0": "step_num", "4.0.0": "samples_count", "4.1.0": "samples_count", "5.0.0": "samples_count"}
@@ -360,6 +360,6 @@ SYSTEM_INTEGERS = {
 }
 """Fields whose numeric strings the result summarizer converts to integers, with the range that a system can have."""
 
-# Stricter than the package checker's pattern result_*.txt, which accepts any text as the number.
+# This pattern is stricter than the package checker's pattern result_*.txt, which accepts any text as the number.
 RESULT_FILE = re.compile(r"result_(\d+)\.txt")
 """Name of a run's log in results/<system>/bert (submission rules, "Directory structure")."""

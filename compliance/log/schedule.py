@@ -19,7 +19,7 @@ def evaluation_interval(global_batch_size: int) -> int:
 
 @dataclass(frozen=True)
 class EvaluationSchedule:
-    """Schedule of evaluations: every `interval` samples, rounded up to a whole batch."""
+    """Schedule with an evaluation every `interval` samples, each rounded up to a whole batch."""
 
     interval: int
     global_batch_size: int
@@ -30,8 +30,8 @@ class EvaluationSchedule:
 
     def index_after(self, samples: float) -> int:
         """Return the index of the first evaluation at `samples` or later."""
-        # The tolerance absorbs rounding errors. The evaluation before this index, once rounded up to a whole batch, may
-        # already be at `samples` or later.
+        # The tolerance 1e-9 absorbs rounding errors. Return the previous index if that evaluation is already at `samples`
+        # or later, because it was rounded up to a whole batch.
         index = max(1, math.ceil(samples / self.interval - 1e-9))
         return index - 1 if index > 1 and self.samples(index - 1) >= samples else index
 
@@ -39,8 +39,8 @@ class EvaluationSchedule:
         """Tell whether the `index`-th evaluation (from 1) may be at `samples` if the previous one was at `previous`.
 
         The rule "rounded up to a whole batch" has two readings, and both are accepted. Rounding each multiple of the
-        interval gives errors below one batch. Rounding the interval itself gives errors that add up. Packed runs count
-        real sequences against a nominal batch size, so that each of two counts may be a batch off.
+        interval gives errors below one batch. Rounding the interval once gives errors that add up. Packed runs count
+        real sequences, which differ from the nominal batch size, so each of the two counts may be off by a batch.
         """
         batch = self.global_batch_size
         return abs(samples - index * self.interval) < batch or abs(samples - previous - self.interval) < 2 * batch

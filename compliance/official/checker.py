@@ -1,7 +1,7 @@
 """Ask the official compliance checker for its verdict on a log, and parse its messages.
 
-The checker's messages contain record indices, expressions and dumps of its state, and some logs crash the checker. It gets
-only the lines with records, because it skips all other lines.
+The checker's messages contain record indices, expressions and dumps of its state. Some logs crash the checker. Only lines
+with records are passed to it, because it skips all other lines.
 """
 
 import re
@@ -23,7 +23,7 @@ class Complaint:
         text: the message, shortened.
         keys: keys that the message names.
         line: line in the file of the record that the message names, if any.
-        absent: whether the message says that a record, or a record with a passing value, is missing.
+        absent: whether the message says that there is no record of a key, or no record of it with a valid value.
         about_state: whether the failed condition is about earlier records and not about the record itself.
     """
 
@@ -79,7 +79,7 @@ def _parse_message(key: str | None, message: str, places: Sequence[int], severit
         text = visible(f"{match[1]} fails the condition {condition}", MAX_TEXT_CHARACTERS)
         # The number that the message calls "line" is the record's index, from 0.
         line = places[int(match[2])]
-        # In the conditions of rule files, s is the state after earlier records.
+        # In the conditions of rule files, s is the state after earlier records, so "s[" shows a condition about them.
         return Complaint(text, keys, line=line, about_state="s[" in condition, severity=severity)
     # A condition on the whole log names no key, so recognise it by its text.
     if "initialized_tensors" in message:

@@ -1,8 +1,8 @@
 """Ask the official tools about parts of a submission.
 
-Each part gets its own answer from the tool that checks it: a benchmark folder from the package checker (number of logs,
-compliance, seeds, power, reference convergence points), a system description from the description checker, and the names
-and sizes of files from the repository checker. The tools crash easily, and a crash counts as "fail".
+One tool answers for each part. The package checker judges a benchmark folder: number of logs, compliance, seeds, power and
+reference convergence points. The description checker judges a system description. The repository checker judges the names
+and sizes of files. The tools crash easily, and a crash counts as "fail".
 """
 
 import json
@@ -61,13 +61,13 @@ def _link(folder: BenchmarkFolder, description: Mapping[str, Any], copy: Path) -
     here = copy / "results" / folder.system / name
     here.mkdir(parents=True)
     for entry in (*folder.logs, *folder.misnamed):
-        if entry.is_file() or entry.is_dir() or not entry.exists():  # not a pipe, on which the checker would block
+        if entry.is_file() or entry.is_dir() or not entry.exists():  # skip pipes: the checker would block
             (here / entry.name).symlink_to(absolute(entry))
     for entry in (folder.path / "power").glob("*/*"):
         target = here / entry.relative_to(folder.path)
         target.parent.mkdir(parents=True, exist_ok=True)
-        target.touch()  # empty, because the tool checks only the names of measurements
-    # Link the parameters too: the package checker reads them in both folders, and they affect its verdict.
+        target.touch()  # an empty file is enough, because the tool checks only the names of measurements
+    # Link the parameters in this folder and in the one above, too, because they affect the package checker's verdict.
     for given, copied in ((folder.path, here), (absolute(folder.path).parent, here.parent)):
         if (given / PARAMETERS).is_file():
             (copied / PARAMETERS).symlink_to(absolute(given / PARAMETERS))

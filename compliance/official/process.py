@@ -42,7 +42,7 @@ class Worker:
         self._temporary = tempfile.TemporaryDirectory(prefix="compliance-")  # Python removes it at exit
         self.folder = Path(self._temporary.name)
         atexit.register(self.end)
-        atexit.register(ignore_signals)  # runs before `end`: Python reverses the order at exit
+        atexit.register(ignore_signals)  # runs before `end`, because Python calls these functions in reverse order
 
     def answer(self, question: str, subject: Path | int, ruleset: str) -> dict[str, Any]:
         """Return a tool's answer to a question, or {"crash": reason} if the tool died twice or timed out.
@@ -60,11 +60,11 @@ class Worker:
             watchdog = threading.Timer(timeout_s, _kill, [process])
             watchdog.start()
             try:
-                with suppress(BrokenPipeError):  # a dead process gives an empty answer
+                with suppress(BrokenPipeError):  # if the process is dead, its answer is empty
                     process.stdin.write(request)
                     process.stdin.flush()
                 answer = process.stdout.readline()
-            finally:  # cancel even after a signal, because Python does not end before the timer's thread has ended
+            finally:  # cancel the timer even after a signal: Python waits for its thread before it ends
                 watchdog.cancel()
             # An answer without a line end means that the process died while answering.
             if answer.endswith(b"\n"):
@@ -78,15 +78,15 @@ class Worker:
         if find_spec("mlperf_logging") is None:
             raise ValueError("the package mlperf-logging is not installed: install the project's requirements")
         self.process = subprocess.Popen(
-            # -P keeps the script's folder off sys.path, because its modules have the same names as other packages' modules.
+            # -P keeps the folder of the script off sys.path, because its modules are named like modules of other packages.
             [sys.executable, "-P", str(Path(__file__).with_name("worker.py"))],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
-            cwd=self.folder,  # some tools leave files in the current folder
-            # The tools open descriptions in the locale's encoding, but ours are UTF-8.
+            cwd=self.folder,  # a temporary folder, because some tools leave files in the current one
+            # The tools read descriptions in the locale's encoding. Ours are UTF-8, so select UTF-8.
             env=os.environ | {"PYTHONUTF8": "1"},
-            start_new_session=True,  # Ctrl-C must reach only the parent
+            start_new_session=True,  # so that Ctrl-C reaches only the parent process
         )
         return self.process
 

@@ -1,4 +1,4 @@
-"""Process that runs the official tools of mlperf-logging: reads a JSON request per line on stdin, answers on stdout.
+"""Process that runs the official tools of mlperf-logging. It reads a JSON request per line on stdin, and answers on stdout.
 
 The tools' own programs check one log per start, print text for people and exit with status 0 whatever they find. This
 process calls their functions on many logs and parts of submissions. It replaces three functions of the compliance checker by
@@ -75,7 +75,7 @@ def judge_log(path: str, ruleset: str) -> dict[str, Any]:
     mlp_compliance.enqueued_configs.clear()  # a crash on an earlier log may have left rule files in this queue
     # Disable logging to save time. The messages are read from the checker's fields.
     logging.disable(logging.CRITICAL)
-    # quiet would drop warnings, and werror would count them as errors.
+    # Use neither option: quiet would drop warnings, and werror would count them as errors.
     checker = mlp_compliance.make_checker("training", ruleset, quiet=False, werror=False)
     try:
         passed = checker.check_file(path, f"training_{ruleset}/common.yaml")
@@ -98,7 +98,7 @@ def _shorten(text: str) -> str:
     return text[: MAX_MESSAGE_CHARACTERS // 2] + ("\n" + test[0] if test else "")
 
 
-# Parts of a submission. Functions import the tools' modules when called, because SciPy and pandas take a second.
+# Parts of a submission. Functions import the tools' modules when called, because loading SciPy and pandas takes a second.
 
 
 def _package(path: str, ruleset: str, by_train_samples: bool = False) -> bool:
@@ -126,7 +126,7 @@ def _repository(path: str, _ruleset: str) -> bool:
 
 def judge_part(judge: Callable[[str, str], bool], path: str, ruleset: str) -> dict[str, Any]:
     """Return a tool's verdict on a part of a submission and its last error message."""
-    logging.disable(logging.NOTSET)  # an earlier question about a log disables logging
+    logging.disable(logging.NOTSET)  # turn logging on, which an earlier question about a log may have disabled
     logging.getLogger().handlers[:] = [_said]
     _said.lines.clear()
     try:

@@ -1,4 +1,4 @@
-"""`python -m compliance package`: choose the runs, write the tree, run the official tools on it, and compare their figures.
+"""`python -m compliance package`: choose the runs, write the tree, check it by the official tools, and compare figures.
 
 A fault raises ``ValueError`` only if nothing can be packaged. The check of the written tree finds all other faults.
 """
@@ -57,7 +57,7 @@ def run(request: PackageRequest) -> int:
     say()
     for verdict in verdicts:
         findings = verdict.findings
-        # One log of ten may fail. Its errors do not count if the folder passes.
+        # One log of ten may fail. If the submission passes, print no findings of its logs, and otherwise only errors.
         if verdict.path.parent == package.results:
             findings = () if is_valid else verdict.errors
         for finding in findings:
@@ -116,7 +116,7 @@ def _choose(logs: list[Log], request: PackageRequest) -> tuple[tuple[SubmittedRu
     checked = zip(logs, verdicts, strict=True)
     times = [counted_seconds(log.run, passed=verdict.passed) / 60 for log, verdict in checked]
     selection = select([log.run.start_ms or 0 for log in logs], times)
-    # The score is infinite if even the median window contains two failed runs.
+    # The score is infinite if even the median of the windows of ten consecutive runs contains two failed runs.
     if selection.score == FAILED:
         failed = [verdict for verdict in verdicts if not verdict.passed]
         named = "; ".join(f"{verdict.path.name}: {verdict.errors[0]}" for verdict in failed)
@@ -138,7 +138,7 @@ def _unended(logs: list[Log]) -> Iterator[Finding]:
 
 def _source_findings(logs: list[Log], source: SourceTree) -> Iterator[Finding]:
     rule = "SR Source code requirements for replication"
-    # Skip logs of other software, which name no commit.
+    # Logs of other software name no commit, so skip them.
     if commits := {log.header["commit"] for log in logs if "commit" in log.header} - {source.commit}:
         found = f"a log was made at commit '{shown(min(commits))}', but the source is packaged at {source.commit!r}"
         remedy = "check out the commit of the runs and package from there"
@@ -157,7 +157,7 @@ def _differences(package: Package, score: dict[str, Any]) -> Iterator[Finding]:
         ("score in minutes", package.minutes, score.get("minutes")),
         ("scaling of scaling.json", package.outlook.applied_scaling, factor),
     ]
-    # The summarizer always reads epoch_num of the last evaluation. Skip its figures if we counted differently.
+    # The summarizer always reads epoch_num of the last evaluation. Skip its figures if ours come from another count.
     if not package.outlook.note:
         figures.append(("scaling", package.outlook.applied_scaling, score.get("scaling")))
     if package.division == "closed" and not package.outlook.note:

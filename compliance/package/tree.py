@@ -96,7 +96,7 @@ class Package:
 
     @property
     def choice(self) -> str:
-        """How the runs were chosen, in words."""
+        """Text that says how the runs were chosen."""
         if len(self.selection.scores) == 1:
             return f"All {SUBMISSION_RUNS} runs are submitted."
         scores = ", ".join(f"{score:.4f}" if score < FAILED else "invalid" for score in self.selection.scores)
@@ -127,7 +127,7 @@ def tracked_source(root: Path = REPOSITORY) -> SourceTree:
 
     Raises ``ValueError`` if `root` is not a git checkout, or lacks README.md, Dockerfile, LICENSE or run_and_time.sh.
     """
-    # Require .git, because in a folder inside another checkout git would list the other repository's files.
+    # Require .git in `root`. If `root` is only a folder inside another checkout, git would list the files of that one.
     commit = run_program(["git", "rev-parse", "HEAD"], folder=root, timeout_s=TIMEOUT_S)
     if not (root / ".git").exists() or commit.trouble:
         raise ValueError(
@@ -182,9 +182,9 @@ def _fill(root: Path, package: Package, description: Mapping[str, Any], source: 
     _copy(source.root / "LICENSE", root / "LICENSE.md")
     results = root / "results" / system / "bert"
     for run in package.runs:
-        # Copy the exact bytes, which the digests in the log cover.
+        # Copy the exact bytes, because the digests in the log cover them.
         _copy(run.log.path, results / run.name)
-    # Write scaling.json here: the summarizer would write it too, but only after it has read it.
+    # The summarizer reads scaling.json before it writes this file itself, so write it here.
     if package.outlook.verdict == "scaled":
         _text(results / "scaling.json", json.dumps({"scaling_factor": package.outlook.scaling}))
     _text(root / "systems" / f"{system}.json", json.dumps(dict(description), indent=2, ensure_ascii=False) + "\n")
@@ -208,7 +208,7 @@ def _text(path: Path, text: str) -> None:
 def _configuration(log: Log) -> dict[str, Any]:
     """Return the versions, hardware, settings and resolved configuration from a log's header."""
     configuration = {key.removeprefix("config."): text for key, text in log.header.items() if key.startswith("config.")}
-    # Leave out the seed, because each run has its own and logs it.
+    # Leave out the seed, because each run has its own seed in its log.
     head = {key: text for key, text in log.header.items() if not key.startswith(("config.", "seed"))}
     logged = {key: log.run.first[key].value for key in rules.SETTINGS if key in log.run.first and key != "seed"}
     return {"implementation": IMPLEMENTATION, **head, "configuration": configuration, "logged": logged}

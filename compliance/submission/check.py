@@ -1,4 +1,4 @@
-"""Check folders of logs: each log by itself, the logs against each other, and the logs against the description.
+"""Check folders of logs: each log by itself, the logs against each other, and the description against the logs.
 
 Faults that do not belong to a single log go into the folder's own verdict. A fault of one log, such as a seed that another
 log also has, is added to the verdict of that log. One log of ten may fail: it counts as the slowest run, and the score drops
@@ -48,9 +48,9 @@ MAX_NAMED = 3
 def check_paths(paths: Iterable[Path], ruleset: str = rules.NEWEST_RULESET) -> list[Verdict]:
     """Check logs and folders: a benchmark folder, a system, a results folder, a submission, a round of submissions.
 
-    With `rules.AUTO`, each log, bare benchmark folder or submission is checked under the newest ruleset that accepts it.
-    Raises ``ValueError`` if a path or the ruleset does not exist, a folder contains no logs, or the official checker is
-    not installed.
+    With `rules.AUTO`, each log, each submission, and each benchmark folder outside of a submission is checked under the
+    newest ruleset that accepts it. Raises ``ValueError`` if a path or the ruleset does not exist, a folder contains no
+    logs, or the official checker is not installed.
     """
     if ruleset != rules.AUTO:
         rules.check_ruleset(ruleset)
@@ -87,7 +87,8 @@ def is_for_submission(run: LoggedRun) -> bool:
 
 
 def _check_tree(tree: Tree, ruleset: str) -> list[Verdict]:
-    # All logs of a submission belong to one round, so judge them under one ruleset. Bare results may be of several rounds.
+    # All logs of a submission belong to one round, so judge them under one ruleset. Folders without a submission may
+    # belong to several rounds, so choose a ruleset for each of them.
     if tree.submission:
         paths = [path for folder in tree.benchmarks for path in folder.logs]
         all_runs, chosen = _check_logs(paths, tree.descriptions, ruleset)
@@ -150,7 +151,7 @@ def _verdict(
 
 
 def _read(path: Path) -> Log | Verdict:
-    """Read a log, or return the verdict on an unreadable one, which must not stop the comparison of the other logs."""
+    """Read a log. If it is unreadable, return a verdict and raise no exception, so that the other logs are compared."""
     try:
         return read_log(path)
     except ValueError as error:
@@ -189,7 +190,7 @@ def _run_of(log: Log | Verdict, verdict: Verdict) -> FolderRun:
 def _check_folder(
     folder: BenchmarkFolder, runs: list[FolderRun], ruleset: str, findings: list[Finding]
 ) -> list[Verdict]:
-    # Use the division that most logs name, or else closed, which is stricter.
+    # Use the open division only if most logs name it. The closed division has stricter rules.
     named = Counter(str(run.verdict.division).lower() for run in runs)
     division: rules.Division = "open" if max(named, key=named.__getitem__, default="") == "open" else "closed"
     originals = without_copies(runs)
@@ -220,7 +221,8 @@ def _official_answer(
         # Supply a missing division, without which the package checker crashes. The description is checked separately.
         fields = {"division": division} | read_description(folder.description).fields
         return ask_about_folder(folder, fields, ruleset, by_train_samples)
-    # The package checker rejects incomplete results, so judge bare results by their logs. One log of ten may fail.
+    # Results outside of a submission may be incomplete, which the package checker rejects. Judge them by the official
+    # verdicts on their logs. One log of ten may fail.
     failed = sum(run.verdict.official == "fail" for run in runs)
     return Answer("pass" if runs and failed <= (len(runs) >= SUBMISSION_RUNS) else "fail")
 
@@ -260,7 +262,7 @@ def _failed_runs(runs: Sequence[FolderRun], answer: Answer) -> Finding:
 
 
 def _convergence(runs: Sequence[FolderRun], ruleset: str) -> Outlook | None:
-    """Compare closed runs with the reference; None if their batch sizes differ or more than one run failed.
+    """Compare closed runs with the reference. Return None if batch sizes differ or more than one run failed.
 
     A single failed run counts as a run that did not converge.
     """

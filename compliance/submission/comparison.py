@@ -29,10 +29,10 @@ SUBMISSION_KEYS: dict[str, Severity] = {
     "submission_platform": "warning",
     "submission_status": "warning",
 }
-"""Keys that must have the same value in all logs of a folder, and the severity of a difference."""
+"""Keys that must have the same value in all logs of a folder, each with the severity of a difference."""
 
 NOT_COMPARED = ("training.seed", "log.", "checkpoint.", "plan", "resume", "save_checkpoint", "dry_run")
-"""Prefixes of configuration names that are not compared: seeds, output folders, and how the run was started."""
+"""Prefixes of the settings that are not compared, such as seeds, output folders, and how the run was started."""
 
 MAX_SETTINGS = 100
 
@@ -111,10 +111,11 @@ def compare_settings(runs: Sequence[FolderRun], division: rules.Division) -> Non
 
 
 def differing_settings(runs: Sequence[LoggedRun]) -> dict[str, list[str]]:
-    """Return the settings that differ between runs, with the value of every run, "-" if its log has none.
+    """Return the settings that differ between runs, each with one value per run. The value is "-" if a log has none.
 
-    Settings are the configuration in the header, with the number of processes, or the logged hyperparameters if a log has no
-    such header. Data sets are compared by their paths, because the log has no digests of them.
+    The settings are the configuration and the number of processes in the headers. If a log has no such header, the logged
+    hyperparameters of all runs are compared instead. Data sets are compared by their paths, because logs do not have
+    digests of them.
     """
     tables = [
         {key.removeprefix("config."): value for key, value in run.header.items() if _is_setting(key)} for run in runs
@@ -135,12 +136,12 @@ def _is_setting(line: str) -> bool:
 
 
 def _deviations(runs: Sequence[FolderRun], key: str) -> Iterator[tuple[FolderRun, Record, str]]:
-    """Yield (run, record, finding in words) for each run whose value of `key` differs from most runs."""
+    """Yield (run, record, text of the finding) for each run whose value of `key` differs from most runs."""
     holders = [(run, run.logged.first[key]) for run in runs if key in run.logged.first]
     counts = Counter(_comparable(record.value) for _, record in holders)
     if not counts:
         return
-    # If several values are equally frequent, use the first one.
+    # If several values are the most frequent ones, use the first of them.
     most = max(counts, key=lambda value: counts[value])
     first, usual = next((run, record) for run, record in holders if _comparable(record.value) == most)
     named = "most logs of the folder" if 2 * counts[most] > len(holders) else f"{first.name}: all logs must agree"
@@ -161,7 +162,7 @@ def compare_seeds(runs: Sequence[FolderRun], division: rules.Division, submissio
     even if their source positions differ, because otherwise the runs would be identical.
     """
     severity, rule = "error" if division == "closed" else "warning", "TR 5.1; seed checker"
-    # Seed records by (position, seed). The first record of each log is also stored by its seed alone.
+    # Maps (source position, seed) to the first record with both. The first seed of each log is also a key by itself.
     logged: dict[object, tuple[FolderRun, Record]] = {}
     for run in runs:
         shared = []
@@ -179,7 +180,7 @@ def compare_seeds(runs: Sequence[FolderRun], division: rules.Division, submissio
                 earlier = logged.setdefault(seed, (run, record))
             if earlier[1] is not record:
                 shared.append((record, seed, *earlier))
-        # Add an error: before ruleset 4.1.0 a missing seed is a warning, but the seed checker fails the folder anyway.
+        # A missing seed is an error. Before 4.1.0 the check of a log only warns, but the seed checker fails the folder.
         if not run.seeds and run.verdict.official == "pass" and division == "closed" and submission == "error":
             found = "no record, expected one with the seed of the run: the seed checker asks for it"
             run.add_finding(None, "seed", rule, found, "log the seed, once, from one process", "error")

@@ -1,4 +1,4 @@
-"""Compare files that were derived from the logs with the logs: scaling.json, metrics, reports, and a package's tables.
+"""Check that the files beside the logs agree with them: scaling.json, metrics, reports, and a package's tables.
 
 The official tools and people read these files in place of the logs, so a file that contradicts its logs is a fault.
 """
@@ -26,10 +26,10 @@ from console.text import visible
 SCALING = "scaling.json"
 
 TOLERANCE = 1e-6
-"""Maximum relative difference between a derived number and the number derived here."""
+"""Maximum relative difference between a number in such a file and the same number computed from the logs."""
 
 MAX_RATIO = 100
-"""Maximum ratio of the rate of steps in the metrics to the rate of the whole run, including its evaluations."""
+"""Maximum ratio of the rate in the metrics, of steps only, to the rate in the log, whose time includes evaluations."""
 
 README_ROW = re.compile(r"\| ([\w.+-]+) \| (?:closed|open) \| bert \| \d+ \| (\d+\.\d+) \| (\d+\.\d+) \|", re.ASCII)
 """Row of the table in a package's README.md: system, division, benchmark, runs, minutes, scaling factor."""
@@ -58,8 +58,8 @@ def scaling_findings(
     factor = content.get("scaling_factor", 1.0) if isinstance(content, dict) else None
     expected, why = [1.0], "no file, because the score of these logs is not scaled"
     if convergence and convergence.verdict in ("pass", "scaled"):
-        # Accept the factor that any ruleset's reference points give. The samples may count to the first evaluation at the
-        # target or, as in the RCP checker, to the last evaluation.
+        # Accept the factor that the reference points of any ruleset give. Accept it for both counts of samples: up to the
+        # first evaluation at the target or, as in the RCP checker, up to the last evaluation.
         batch = runs[0].global_batch_size or 0
         last = [*(run.epoch_nums[-1] if run.epoch_nums else None for run in runs), *[None] * failed]
         expected = [convergence.applied_scaling]
@@ -72,14 +72,14 @@ def scaling_findings(
         return
     found = f"{SCALING} has scaling_factor {shown(content if factor is None else factor)}, expected {why}"
     remedy = "remove it: the package checker and `python -m compliance package` write the true one"
-    # Only warn of a larger factor, which makes the score worse: reference points may have changed since the round.
+    # Only warn of a larger factor. It makes the score worse, and reference points may have changed since the round.
     is_harmless = rules.is_number(factor) and factor > min(expected)
     severity: Severity = "warning" if is_harmless else "error"
     yield Finding(None, "scaling_factor", "TR 13; RCP checker", found, remedy, severity=severity)
 
 
 def metrics_fault(metrics: Metrics, run: LoggedRun) -> str:
-    """Return why a metrics file cannot be of the same run as a log, in words; "" if it can."""
+    """Return a text that says why a metrics file cannot be of the same run as a log; "" if it can."""
     curve, batch, seconds, end = dict(run.curve), run.global_batch_size, run.seconds, metrics.end
     if metrics.run and metrics.run.global_batch_size and batch and metrics.run.global_batch_size != batch:
         return f"global_batch_size {metrics.run.global_batch_size}, the log has {batch}"
@@ -164,7 +164,7 @@ def readme_findings(
 ) -> Iterator[Finding]:
     """Compare the score in the README.md that `python -m compliance package` wrote with the logs of the system.
 
-    `seconds` has each run's time to train, infinite for an invalid run.
+    `seconds` has the time to train of each run. It is infinite if the run is invalid.
     """
     try:
         text = read_bounded(submission / "README.md", MAX_BYTES, "").decode("utf-8", "replace")

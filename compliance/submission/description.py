@@ -26,14 +26,14 @@ TEXT_FIELDS = (
     "submitter", "system_name", "host_processor_model_name", "host_processor_core_count", "accelerator_model_name",
     "accelerators_per_node", "framework",
 )  # fmt: skip
-"""Fields that the official description checker joins as text. A number in one of them crashes the checker."""
+"""Fields that the official description checker concatenates as text. A number in one of them crashes the checker."""
 
 AGREEMENT = "SR System description"
 
 _HEADER_KEYS = ("accelerator", "cpu", "torch", "processes")
 _NONE = ("", "none", "n/a", "-")
 
-# The official checker means to check the status from 4.1 on, but its condition already holds for 4.0.
+# The official checker is meant to check the status from 4.1 on, but its condition is already true for 4.0.
 RULESETS_WITH_STATUS = rules.RULESETS[rules.RULESETS.index("4.0.0") :]
 
 
@@ -102,7 +102,7 @@ def description_findings(description: Description, ruleset: str) -> Iterator[Fin
         in_quotes = f'write it in quotes, such as "{name}": "8"'
         if name in TEXT_FIELDS and not isinstance(value, str):
             yield at(name, f"value {shown(value)}, expected text: anything else crashes the official tools", in_quotes)
-        # Allow spaces around the digits, because the summarizer calls int().
+        # Allow spaces around the digits, because the summarizer calls int(), which accepts them.
         elif name in rules.SYSTEM_INTEGERS and not re.fullmatch(r"\s*\d+\s*", str(value), re.ASCII):
             found = f"value {shown(value)}, expected a whole number in quotes: the result summarizer computes with it"
             yield at(name, found, f'write the number alone, such as "{name}": "8"', "result summarizer")
@@ -134,7 +134,7 @@ def against_logs(description: Description, runs: Sequence[LoggedRun]) -> Iterato
     """Yield findings for the fields that differ from the records or headers of most logs."""
     for name, key, agree, severity in _RECORDS:
         described, said = description.text(name), _most_frequent([run.value(key) for run in runs])
-        # Skip a field that is missing here or in all logs: it is optional, or already reported.
+        # Skip a field that the description or all logs lack. It is optional, or another finding reports it.
         if described is None or said is None or agree(described, said):
             continue
         # An invalid division has been reported already, by the check of the description or of the log.
@@ -149,7 +149,7 @@ def against_logs(description: Description, runs: Sequence[LoggedRun]) -> Iterato
     yield from _implausible_rate(description, runs)
     # Compare also the hardware and software that the headers of this repository's logs name.
     head = {key: _most_frequent([run.header.get(key) for run in runs]) or "" for key in _HEADER_KEYS}
-    # There are as many accelerators as ranks. On CPUs the number of ranks says nothing about the hardware.
+    # Each rank uses one accelerator. Do not compare ranks on CPUs, where their number does not depend on the hardware.
     ranks = "" if head["accelerator"].lower() in _NONE else head["processes"].partition(" ")[0]
     model, torch = head["cpu"].rpartition(", ")[0], f"PyTorch {head['torch']}" if head["torch"] else ""
     text, count = description.text, count_accelerators(description.fields)
@@ -163,7 +163,7 @@ def against_logs(description: Description, runs: Sequence[LoggedRun]) -> Iterato
             what = "number_of_nodes x accelerators_per_node" if name == "accelerators_per_node" else "value"
             found = f"{what} {shown(described)}, expected what the headers of the logs say, {shown(logged)}"
             remedy = f"`python -m compliance system --out FILE --set {name}=...`, or take the logs of this system"
-            # With other accelerators, the description is for another system.
+            # Different accelerators are an error, because the description is then of another system.
             severity = "error" if name.startswith("accelerator") else "warning"
             yield Finding(description.lines.get(name), name, AGREEMENT, found, remedy, severity=severity)
 
@@ -207,7 +207,7 @@ _RECORDS: tuple[tuple[str, str, Callable[[str, str], bool], Severity], ...] = (
     ("system_name", "submission_platform", _alike, "warning"),
     ("status", "submission_status", lambda described, said: rules.SYSTEM_STATUSES.get(said) == described, "warning"),
 )
-"""Each entry: a field of the description, the key of the log that must agree, how they are compared, and the severity."""
+"""Each entry has a field, the key of the log that must agree with it, the comparison, and the severity of a difference."""
 
 
 def _same_device(written: str, here: str) -> bool:
