@@ -50,12 +50,12 @@ _THEIR_NAMES = {"hidden_dropout": "hidden_dropout_prob", "attention_dropout": "a
 
 
 def hugging_face_names(layers: int) -> dict[str, tuple[str, ...]]:
-    """Map each of our names to one or more Hugging Face names, whose tensors are concatenated along the first dimension."""
+    """Map this program's names to Hugging Face's. If a name has several, the tensors are concatenated along dimension 0."""
     parts: dict[str, tuple[str, ...]] = {ours: (theirs,) for ours, theirs in _HUGGING_FACE.items()}
     for index in range(layers):
         for ours, theirs in _HUGGING_FACE_LAYER.items():
             parts[f"layers.{index}.{ours}"] = tuple(f"bert.encoder.layer.{index}.{part}" for part in theirs)
-    # These names are parameters. All other names are modules, so append the names of their weight and bias.
+    # These names denote parameters. All other names denote modules, which have a weight and a bias.
     whole = ("embeddings.word", "embeddings.position", "embeddings.segment", "decoder_bias")
     return {
         ours + suffix: tuple(part + suffix for part in theirs)
@@ -65,7 +65,7 @@ def hugging_face_names(layers: int) -> dict[str, tuple[str, ...]]:
 
 
 def to_hugging_face(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return our tensors under the names of Hugging Face's ``BertForPreTraining``, including the tied decoder."""
+    """Rename this program's tensors as in Hugging Face's ``BertForPreTraining``. Its decoder repeats two of them."""
     result, layers = {}, 1 + max(int(name.split(".")[1]) for name in tensors if name.startswith("layers."))
     for ours, theirs in hugging_face_names(layers).items():
         result |= dict(zip(theirs, tensors[ours].chunk(len(theirs)), strict=True))
@@ -92,17 +92,17 @@ def write_folder(
         weight = weights[ours]
         count = len(theirs)
         shape = (weight.shape[0] // count, *weight.shape[1:])
-        for place, name in enumerate(theirs):  # each part reads the fused weight by itself, to save memory
+        for place, name in enumerate(theirs):  # read the fused weight for each part again, to save memory
             parts[name] = Weight(shape, lambda each=weight, count=count, at=place: each.read().chunk(count)[at])
     with atomic_path(out) as folder:
         folder.mkdir()
         _write_json(folder / "config.json", _configuration(model) | {"pad_token_id": vocabulary.ids["[PAD]"]})
         _write_tokenizer(folder, model, vocabulary, normalization)
-        # transformers rejects a file without a format in its metadata.
+        # State a format in the metadata, because transformers rejects a file without one.
         write_safetensors(folder / "model.safetensors", parts, {"format": "pt"} | dict(metadata))
         if card:
             (folder / "README.md").write_text(card, encoding="utf-8")
-        # ``atomic_path`` flushes the folder to disk, but not the files in it.
+        # Flush the files to disk, because ``atomic_path`` flushes only the folder.
         for path in folder.iterdir():
             sync(path)
 
@@ -112,7 +112,7 @@ def _configuration(model: ModelConfig) -> dict[str, object]:
         "architectures": ["BertForPreTraining"],
         "model_type": "bert",
         **{_THEIR_NAMES.get(name, name): value for name, value in asdict(model).items()},
-        "hidden_act": "gelu_new",  # GELU in its tanh form, as in the reference
+        "hidden_act": "gelu_new",  # this is the tanh form of GELU, which the benchmark's reference uses
         "tie_word_embeddings": True,
     }
 
@@ -131,7 +131,7 @@ def _write_tokenizer(folder: Path, model: ModelConfig, vocabulary: Vocabulary, n
         *((token, vocabulary.ids[token]) for token in ("[SEP]", "[CLS]"))
     )
     tokenizer.decoder = decoders.WordPiece()
-    # Without this, [MASK] in a text would be split at its brackets.
+    # Without this call, the tokenizer would split [MASK] in a text at its brackets.
     tokenizer.add_special_tokens(list(special.values()))
     tokenizer.save(str(folder / "tokenizer.json"))
     # vocab.txt is for ``Vocabulary.from_folder`` and for tokenizers that do not read tokenizer.json.
@@ -165,12 +165,12 @@ class _Stated(msgspec.Struct, rename=_THEIR_NAMES):
     layer_norm_eps: _Fraction | None = None
     hidden_dropout: _Fraction | None = None
     attention_dropout: _Fraction | None = None
-    # The next three fields support only these values. The model computes GELU in its tanh form, which differs by up to 5e-4
-    # from the exact form (docs/checkpoints.md).
+    # Files with other values in the next three fields are refused. All forms of GELU are accepted except gelu_10, which
+    # clips. The model computes the tanh form, which differs by up to 5e-4 from the exact form (docs/checkpoints.md).
     model_type: Literal["bert"] | None = None
     position_embedding_type: Literal["absolute"] | None = None
-    hidden_act: Annotated[str, msgspec.Meta(pattern="^gelu(?!_10$)")] | None = None  # refuses gelu_10, which clips
-    # If one of these is set, transformers computes a different model, so `stated_configuration` refuses the file.
+    hidden_act: Annotated[str, msgspec.Meta(pattern="^gelu(?!_10$)")] | None = None
+    # Each of the next three fields changes the model that transformers computes, so such files are refused.
     is_decoder: bool | None = None
     add_cross_attention: bool | None = None
     quantization_config: dict[str, Any] | None = None
@@ -181,7 +181,7 @@ class _Index(msgspec.Struct):
 
 
 def stated_configuration(path: Path) -> dict[str, int | float]:
-    """Return the fields of ``ModelConfig`` that a Hugging Face config.json states; {} if there is no such file.
+    """Return the fields of ``ModelConfig`` that a Hugging Face config.json states, or {} if there is no such file.
 
     Raises ``ValueError`` if the number of heads is missing, a value is impossible, or the model is not a supported BERT.
     """
@@ -200,7 +200,7 @@ def stated_configuration(path: Path) -> dict[str, int | float]:
 
 
 def read_shards(index: Path) -> dict[str, Path]:
-    """Read an index, and return the file of each tensor by name. Raises ``ValueError`` if the index or a file is wrong."""
+    """Read an index, and return each tensor's file. Raises ``ValueError`` if the index is wrong or a file is missing."""
     remedy = "expected the index of safetensors files in the same folder; fetch the folder again"
     files = {}
     for tensor, name in read_typed(index, _Index, _MOST_JSON_BYTES, remedy).weight_map.items():

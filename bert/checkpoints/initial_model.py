@@ -21,16 +21,17 @@ if TYPE_CHECKING:
     from dataloading.options import Normalization
     from dataloading.text.vocabulary import Vocabulary
 
-# These fields may differ from a checkpoint's: its word table may be padded, and the others do not affect loading.
+# A checkpoint's model may differ from the configured model in these fields. A padded word table has a larger vocab_size,
+# and the other fields do not affect loading.
 _NOT_COMPARED = ("vocab_size", "hidden_dropout", "attention_dropout", "initializer_range")
 
 
 def first_model(config: Config, mesh: Mesh, seed: int) -> BertForPreTraining:
-    """Return the model that training starts from. Weights missing from the checkpoint are random; rank 0 lists them."""
+    """Return the model that training starts from. Weights that a checkpoint lacks are random, and rank 0 lists them."""
     with mesh.device:
         model = BertForPreTraining(config.model)
     start = config.data.initial_checkpoint
-    # A single file contains all weights, so do not draw random ones, which takes half a minute on a CPU.
+    # Only a folder may lack weights. Other checkpoints need no random ones, and drawing them takes half a minute on a CPU.
     if start is None or start.is_dir():
         initialize_(model, seed)
     missing = [] if start is None else load_initial_weights(model, start)
@@ -41,12 +42,12 @@ def first_model(config: Config, mesh: Mesh, seed: int) -> BertForPreTraining:
 
 @torch.no_grad()
 def initialize_(model: BertForPreTraining, seed: int) -> None:
-    """Draw BERT's initial weights: normals truncated at two standard deviations, biases 0, gains 1."""
+    """Draw matrices from a normal distribution, truncated at two standard deviations. Biases stay 0, and gains stay 1."""
     # Use a separate generator, so that the weights depend only on the seed and not on earlier random numbers.
     generator = torch.Generator(next(model.parameters()).device).manual_seed(seed)
     deviation = model.config.initializer_range
     for parameter in model.parameters():
-        # Skip vectors (biases and gains), which already have their values. Matrices are uninitialized.
+        # Skip vectors (biases and gains), which already have their initial values.
         if parameter.ndim > 1:
             nn.init.trunc_normal_(parameter, 0.0, deviation, -2 * deviation, 2 * deviation, generator=generator)
 
@@ -55,8 +56,8 @@ def check_initial_weights(path: Path, config: Config, vocabulary: "Vocabulary") 
     """Raise ``ValueError`` if the weights cannot be loaded, or if the model was trained with another vocabulary.
 
     Returns the normalization of the text that the model was trained with, or None if the checkpoint does not state it.
-    Reads names, shapes and the configuration. It reads weights only to compare a stored decoder with the word table. In
-    the open division, a Hugging Face folder may lack the heads.
+    Only names, shapes and the configuration are read, except that a stored decoder is compared with the word table. In
+    the open division, a Hugging Face folder may lack the pooler and the heads.
     """
     from dataloading.text.vocabulary import Vocabulary, read_stated
 
@@ -77,7 +78,7 @@ def check_initial_weights(path: Path, config: Config, vocabulary: "Vocabulary") 
 def load_initial_weights(model: BertForPreTraining, path: Path) -> list[str]:
     """Read a checkpoint's weights into ``model``, and return the names of the weights that the checkpoint lacks.
 
-    Only a Hugging Face folder may lack weights. Rows of the checkpoint's word table past the model's vocabulary are padding
+    Only a Hugging Face folder may lack weights. Rows of the checkpoint's word table after the model's vocabulary are padding
     and are omitted. Raises ``ValueError`` if weights are missing, damaged, or of another architecture.
     """
     state, found = model.state_dict(), _open(path, model.config, whole=not path.is_dir()).weights
@@ -97,7 +98,7 @@ def _open(path: Path, model: ModelConfig, whole: bool) -> "CheckpointSource":
                 f"{path} holds a model with {name} {found}, but model.{name} is {expected}: "
                 f"set --model.{name.replace('_', '-')} {found}"
             )
-    # Extra rows of the word table are padding and are omitted. With fewer rows, some tokens would have no embedding.
+    # The word table may have extra rows, which are padding. With fewer rows, some tokens would have no embedding.
     if source.model.vocab_size < model.vocab_size:
         raise ValueError(
             f"{path} holds a model with a vocabulary of {source.model.vocab_size:,} tokens, but model.vocab_size is "

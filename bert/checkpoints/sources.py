@@ -1,7 +1,7 @@
 """Readers of checkpoints in several formats: TensorFlow 1, Hugging Face, and this program's safetensors files.
 
-The format is detected from the content. Opening a checkpoint checks everything except the values of the weights, which are
-read one weight at a time when they are needed.
+The format is detected from the content. Opening a checkpoint checks everything except the values of its weights. These are
+read later, one weight at a time.
 """
 
 import math
@@ -25,9 +25,9 @@ from console.text import counted
 from dataloading.options import Normalization
 
 _HEADS = ("pooler", "next_sentence", "transform", "decoder_bias")
-"""Name prefixes of the pooler's and the heads' weights."""
+"""Beginnings of the names of weights that belong to the pooler or to a head."""
 _WRAPPERS = ("_orig_mod", "module")
-"""Parts of names that torch.compile and DistributedDataParallel add."""
+"""Parts that torch.compile and DistributedDataParallel add to the names of weights."""
 _DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 _PICKLE = (
     "is a pickle file, which can run any code when it is read: have transformers (from_pretrained, then save_pretrained) "
@@ -45,7 +45,7 @@ class CheckpointSource:
 
     kind: str
     weights: Mapping[str, Weight]
-    """Weights by their names in this program."""
+    """Each weight, by the name that this program gives it."""
     model: ModelConfig
     digest: Callable[[], str]
     """Function that reads the checkpoint's main files and returns their digests as text."""
@@ -58,9 +58,9 @@ class CheckpointSource:
 def open_source(path: Path, num_attention_heads: int | None = None, whole: bool = True) -> CheckpointSource:
     """Open a checkpoint and check that it holds a BERT.
 
-    Some files do not state the number of attention heads, so ``num_attention_heads`` gives it. Unless ``whole`` is set,
-    Hugging Face's files may lack pooler and heads, as files of ``BertForMaskedLM`` do. Raises ``ValueError`` if the
-    checkpoint is missing, damaged or not supported.
+    ``num_attention_heads`` is for files that do not state this number. Unless ``whole`` is set, Hugging Face's files may
+    lack the pooler and the heads. For example, files of ``BertForMaskedLM`` lack the pooler and the next-sentence head.
+    Raises ``ValueError`` if the checkpoint is missing, damaged or not supported.
     """
     if not path.exists() and path.with_name(path.name + INDEX_SUFFIX).is_file():
         return _open_tensorflow(path, num_attention_heads)
@@ -76,9 +76,9 @@ def open_source(path: Path, num_attention_heads: int | None = None, whole: bool 
         end = file.read(8)
     if end == MAGIC:
         return _open_tensorflow(path.with_suffix(""), num_attention_heads)
-    if start[8:9] == b"{":  # in a safetensors file, the header follows its length
+    if start[8:9] == b"{":  # a safetensors file starts with a length of eight bytes and a JSON header
         return _open_safetensors(path, num_attention_heads, whole)
-    # An archive of torch.save, or a bare pickle file.
+    # Refuse pickle files. torch.save stores them in a ZIP archive.
     if start.startswith((b"PK\x03\x04", b"\x80")) or path.suffix in (".bin", ".pt", ".pth", ".pkl"):
         raise ValueError(f"{path} {_PICKLE}")
     raise ValueError(
@@ -107,7 +107,7 @@ def _open_tensorflow(prefix: Path, heads: int | None) -> CheckpointSource:
     weights, missing = _collect(find, hugging_face_names(layers))
     _require_whole(str(bundle.index), missing)
     which = "the benchmark's phase-1 checkpoint" if bundle.is_published else "not the benchmark's published file"
-    # The file does not contain the number of heads. Derive it: in all of Google's models, a head has 64 columns.
+    # The file does not state the number of heads. In all of Google's models, a head has 64 columns, so derive the number.
     if heads is None:
         heads, rest = divmod(math.prod(weights["embeddings.norm.weight"].shape), 64)
         heads = None if rest else heads
@@ -130,7 +130,7 @@ def _weights_file(folder: Path) -> Path:
             raise ValueError(f"{folder / name} {_PICKLE}")
     prefixes = [path.with_suffix("") for depth in ("", "*/") for path in sorted(folder.glob(f"{depth}*{INDEX_SUFFIX}"))]
     if prefixes:
-        TensorBundle(prefixes[0])  # refuses an unsupported checkpoint, which the hint must not name
+        TensorBundle(prefixes[0])  # raises if the checkpoint is unsupported, because the hint must name a usable one
     hint = f"; for a TensorFlow checkpoint name its prefix: {prefixes[0]}" if prefixes else ""
     raise ValueError(f"{folder} holds no model.safetensors: name a checkpoint file or a Hugging Face folder{hint}")
 
@@ -173,7 +173,7 @@ def _open_safetensors(path: Path, heads: int | None, whole: bool) -> CheckpointS
 
 
 def _stored(path: Path) -> tuple[list[Path], dict[str, Weight], dict[str, str]]:
-    """Return a safetensors checkpoint's files, tensors by name, and metadata ({} if there are several files)."""
+    """Return the files of a safetensors checkpoint, its tensors by name, and its metadata, which is {} for several files."""
     if not path.name.endswith(SHARDS_SUFFIX):
         shapes, metadata = read_header(path)
         return [path], {name: Weight(shape, partial(_read, path, name)) for name, shape in shapes.items()}, metadata
@@ -218,7 +218,7 @@ def _heads(source: str, stated: float | None, given: int | None) -> int:
 
 def _current_name(name: str) -> str:
     name = _unwrapped(name)
-    # In older Hugging Face files, the gain and bias of a layer norm have TensorFlow's names.
+    # Older Hugging Face files use TensorFlow's names for the gain and the bias of a layer norm, so replace them.
     name = re.sub(r"LayerNorm\.gamma$", "LayerNorm.weight", re.sub(r"LayerNorm\.beta$", "LayerNorm.bias", name))
     # Files of a bare BertModel omit the prefix of the encoder, so add it.
     return name if name.startswith(("bert.", "cls.")) else f"bert.{name}"
@@ -229,8 +229,8 @@ def _collect(
 ) -> tuple[dict[str, Weight], dict[str, str]]:
     """Look up all weights with ``find``, which returns None for an unknown name.
 
-    ``names`` maps our names to names in the file. Return the weights by our names, and for each missing weight its name in
-    the file.
+    ``names`` maps each of this program's names to names in the file. Returns the weights by this program's names, and for
+    each missing weight the name that the file lacks.
     """
     weights, missing = {}, {}
     for ours, theirs in names.items():
@@ -263,14 +263,14 @@ def _checked(tensor: Tensor, path: Path, name: str) -> Tensor:
             f"{path} holds {name} as {tensor.dtype}, expected fp32, fp64, fp16 or bf16: choose another checkpoint"
         )
     weight = tensor.float()
-    # aminmax propagates NaN. Unlike isfinite over all elements, it allocates nothing, and it takes a tenth of the time.
+    # aminmax propagates NaN, so check only the extremes. It takes a tenth of the time of isfinite, and allocates nothing.
     if weight.numel() and not torch.stack(weight.aminmax()).isfinite().all():
         raise ValueError(f"{path}: {name} has NaN or infinity in fp32: fetch or make the checkpoint again")
     return weight
 
 
 def _require_tied(path: Path, tensors: Mapping[str, Weight]) -> None:
-    """Raise ``ValueError`` if a stored decoder differs from the word table, because the decoder would be ignored."""
+    """Raise ``ValueError`` if a stored decoder differs from the word table, which this program uses as the decoder."""
     for copy, original in _TIED.items():
         if {copy, original} <= tensors.keys() and not torch.equal(tensors[copy].read(), tensors[original].read()):
             raise ValueError(
@@ -279,7 +279,7 @@ def _require_tied(path: Path, tensors: Mapping[str, Weight]) -> None:
 
 
 def _layers(pattern: str, names: Iterable[str]) -> int:
-    # Count the layer numbers instead of using the largest, because a damaged file may contain any number.
+    # Count the different layer numbers. The largest is no measure, because a damaged file may contain any number.
     return len({match[1] for name in names if (match := re.match(pattern, name))})
 
 
@@ -294,7 +294,7 @@ def _require_whole(source: str, missing: Mapping[str, str]) -> None:
 
 
 def _model_of(weights: Mapping[str, Weight], layers: int, heads: int, source: str) -> ModelConfig:
-    """Return the architecture implied by the weights' shapes, which must be consistent."""
+    """Derive the architecture from the shapes of the weights. Raises ``ValueError`` if the shapes contradict each other."""
     tables = [weights[f"embeddings.{name}"].shape for name in ("word", "position", "segment")]
     if layers < 1 or any(len(shape) != 2 for shape in tables):
         raise ValueError(
@@ -313,7 +313,7 @@ def _model_of(weights: Mapping[str, Weight], layers: int, heads: int, source: st
         )
     except ValueError as error:
         raise ValueError(f"{source}: {error}") from None
-    # All layers have the same shapes, so build only one: an untrusted file may claim to have any number of layers.
+    # Compute the shapes of only one layer, because all are equal, and an untrusted file may claim very many layers.
     expected = parameter_shapes(replace(model, num_hidden_layers=1))
     for name, weight in weights.items():
         shape = expected[re.sub(r"^layers\.\d+", "layers.0", name)]

@@ -1,10 +1,10 @@
 """TensorFlow 1 checkpoints ("tensor bundles"), read without TensorFlow, and the names of BERT's variables in them.
 
 A bundle consists of ``PREFIX.index`` and the data files ``PREFIX.data-0000i-of-0000n``. The index is a sorted table in
-LevelDB's format (its doc/table_format.md). Its empty key holds a header, and each tensor's name maps to its position and
-checksum (tensorflow/core/protobuf/tensor_bundle.proto). Files are not trusted: every length is compared with the file
-size before memory is allocated, and every block and tensor that is read is verified by its checksum. Errors are
-``ValueError``.
+LevelDB's format (doc/table_format.md of LevelDB). In this table, the empty key maps to a header, and the name of each
+tensor maps to its position and checksum (tensorflow/core/protobuf/tensor_bundle.proto). Files are not trusted. Every
+length is compared with the file size before memory is allocated, and every block and tensor that is read is verified by
+its checksum. All errors are ``ValueError``.
 """
 
 import hashlib
@@ -29,15 +29,15 @@ _MOST_INDEX_BYTES = 4 << 20
 _MOST_TENSORS = 1 << 16
 _MOST_NAME_BYTES = 1024
 _MOST_TENSOR_BYTES = 1 << 30
-"""Maximum size of a tensor: eight times BERT-Large's largest tensor."""
+"""Maximum number of bytes in a tensor. It is about eight times the size of BERT-Large's largest tensor."""
 _FOOTER_BYTES = 48
 _TRAILER_BYTES = 5
 """Each block is followed by one byte for the compression type and a checksum of four bytes."""
 _FLOAT32 = 1
 _REMEDY = "fetch or copy the checkpoint again"
 _PUBLISHED = (KNOWN[INDEX][1], KNOWN[TF1_DATA][0])
-"""The benchmark's phase-1 checkpoint: MD5 of its index, and size of its data file in bytes."""
-# Endings of Hugging Face names, each with its TensorFlow ending. The first match is used, so ".weight" comes last.
+"""MD5 of the index, and size of the data file in bytes, of the benchmark's phase-1 checkpoint."""
+# Map from endings of Hugging Face's names to TensorFlow's endings. The first match is used, so ".weight" comes last.
 _ENDINGS = {
     "embeddings.weight": "embeddings",
     "LayerNorm.weight": "LayerNorm/gamma",
@@ -60,7 +60,7 @@ class Entry:
     offset: int
     size: int
     checksum: int
-    """Masked CRC-32C of the tensor."""
+    """CRC-32C of the tensor, in the masked form in which LevelDB stores it."""
     is_partitioned: bool
 
 
@@ -80,9 +80,9 @@ class TensorBundle:
             self.entries = {
                 key.decode(): _entry(value)
                 for key, value in records.items()
-                if not key.startswith(b"\0") and key  # skip the header and parts of partitioned variables
+                if not key.startswith(b"\0") and key  # skip parts of partitioned variables, and the header
             }
-        except ValueError as error:  # includes UnicodeDecodeError, for a name that is not UTF-8
+        except ValueError as error:  # UnicodeDecodeError, for a name that is not UTF-8, is a ValueError too
             raise ValueError(f"{self.index}: {error}; {_REMEDY}") from None
         if OBJECT_GRAPH in self.entries:
             raise ValueError(
@@ -90,7 +90,7 @@ class TensorBundle:
                 f"of MLCommons' download: {TF1_FILES}"
             )
         self._require_extents()
-        # MLCommons publishes MD5 digests. FIPS builds allow MD5 only for purposes other than security.
+        # Use MD5, because MLCommons publishes MD5 digests. FIPS builds allow it only for purposes other than security.
         md5 = hashlib.md5(content, usedforsecurity=False).hexdigest()
         self.is_published = (md5, self.data_file(0).stat().st_size) == _PUBLISHED
 
@@ -98,7 +98,7 @@ class TensorBundle:
         return self.prefix.with_name(f"{self.prefix.name}.data-{shard:05d}-of-{self.shards:05d}")
 
     def readable(self, name: str) -> Entry | None:
-        """Return a tensor's entry, or None if it is absent. Raises ``ValueError`` unless it is a whole fp32 tensor."""
+        """Return a tensor's entry, or None if it is absent. Raises ``ValueError`` if the tensor is not whole or not fp32."""
         entry = self.entries.get(name)
         if entry is None:
             return None
@@ -159,24 +159,24 @@ def tf1_name(name: str) -> str:
 def _shard_count(records: dict[bytes, bytes]) -> int:
     if b"" not in records:
         raise ValueError("it has no header")
-    # Field numbers of BundleHeaderProto: num_shards 1, endianness 2. A field that is missing has the value 0.
+    # In BundleHeaderProto, field 1 is num_shards, and field 2 is endianness. A missing field has the value 0.
     header, _ = _fields(records[b""])
     shards = header.get(1, 0)
     if header.get(2, 0) != 0:
         raise ValueError("it was written on a big-endian machine, which is not supported")
-    if not 0 < shards < 100_000:  # file names hold the number in five digits
+    if not 0 < shards < 100_000:  # names of data files state this number in five digits
         raise ValueError(f"it states {shards} data files, expected 1 to 99999")
     return shards
 
 
 def _entry(value: bytes) -> Entry:
-    # Field numbers of BundleEntryProto: dtype 1, shape 2, shard_id 3, offset 4, size 5, crc32c 6, slices 7.
+    # In BundleEntryProto, the fields 1 to 7 are dtype, shape, shard_id, offset, size, crc32c and slices.
     numbers, messages = _fields(value)
     dtype, shard, offset, size, checksum = (numbers.get(field, 0) for field in (1, 3, 4, 5, 6))
-    # In TensorShapeProto, field 2 is dim. In each dim, field 1 is size.
+    # In TensorShapeProto, each field 2 is a dimension. In a dimension, field 1 is its size.
     dims = [dim for field, message in messages if field == 2 for number, dim in _fields(message)[1] if number == 2]
     shape = tuple(_fields(dim)[0].get(1, 0) for dim in dims)
-    # Numbers are unsigned here, so a negative number in a damaged file exceeds these bounds.
+    # Numbers are read as unsigned, so a negative number in a damaged file is very large and exceeds these bounds.
     if len(shape) > 8 or any(dim >= 1 << 40 for dim in shape) or max(offset, size) >= 1 << 62:
         raise ValueError(
             f"damaged: a tensor of {counted(len(shape), 'dimension')} and {size:,} bytes at offset {offset:,}"
@@ -185,11 +185,11 @@ def _entry(value: bytes) -> Entry:
 
 
 def _sorted_table(content: bytes) -> Iterator[tuple[bytes, bytes]]:
-    """Yield the keys and values of an index, with ascending keys. Raises ``ValueError`` if it is damaged."""
+    """Yield the keys and values of an index, in the order of the keys. Raises ``ValueError`` if the index is damaged."""
     if len(content) < _FOOTER_BYTES or not content.endswith(MAGIC):
         raise ValueError("not the index of a TensorFlow checkpoint (the mark at its end is missing)")
     blocks_end, footer = len(content) - _FOOTER_BYTES, content[-_FOOTER_BYTES:]
-    # The footer holds two pairs of offset and size: for the meta index, which is not needed, and for the index of blocks.
+    # The footer holds the offset and size of the meta index, which is not needed, and then those of the index of blocks.
     position, numbers = 0, []
     for _ in range(4):
         number, position = _varint(footer, position)
@@ -203,7 +203,7 @@ def _sorted_table(content: bytes) -> Iterator[tuple[bytes, bytes]]:
             tensors += 1
             if last is not None and key <= last:
                 raise ValueError(f"the key {shown(key)} follows {shown(last)}: expected ascending keys")
-            # Limit the number of keys: they share prefixes, so even a small file can contain very many.
+            # Limit the number of keys. Keys share prefixes, so that even a small file can contain very many of them.
             if tensors > _MOST_TENSORS:
                 raise ValueError(f"it has more than {_MOST_TENSORS:,} tensors")
             last = key
@@ -211,7 +211,7 @@ def _sorted_table(content: bytes) -> Iterator[tuple[bytes, bytes]]:
 
 
 def _block(content: bytes, offset: int, size: int, end: int) -> Iterator[tuple[bytes, bytes]]:
-    """Yield the keys and values of one block. The block and its trailer must end before the byte ``end``."""
+    """Yield the keys and values of one block. The block and the trailer after it must end before the byte ``end``."""
     after = offset + size
     if after + _TRAILER_BYTES > end or size < 4:
         raise ValueError(
@@ -224,7 +224,7 @@ def _block(content: bytes, offset: int, size: int, end: int) -> Iterator[tuple[b
     if kind > 1:
         raise ValueError(f"a block has compression type {kind}, expected 0 (none) or 1 (Snappy)")
     block = _uncompressed(content[offset:after]) if kind else content[offset:after]
-    # A block has records, then restart points for searches, then the number of restart points.
+    # A block consists of records, then restart points (offsets that speed up searches), then the number of these points.
     restarts = int.from_bytes(block[-4:], "little")
     if restarts > len(block) // 4 - 1:
         raise ValueError(f"a block of {len(block):,} bytes cannot hold {restarts:,} restart points")
@@ -232,7 +232,7 @@ def _block(content: bytes, offset: int, size: int, end: int) -> Iterator[tuple[b
     for _ in range(_MOST_TENSORS + 1):
         if position >= len(block):
             return
-        # A record starts with three lengths: bytes shared with the previous key, further bytes of the key, and the value.
+        # A record starts with the length of the prefix shared with the last key, of the rest of its key, and of its value.
         shared, position = _varint(block, position)
         fresh, position = _varint(block, position)
         length, position = _varint(block, position)
@@ -254,7 +254,7 @@ def _uncompressed(packed: bytes) -> bytes:
         tag = packed[position]
         # Kind 0 is a literal. Kinds 1 to 3 are copies whose distance takes 1, 2 or 4 bytes.
         kind, count, position = tag & 3, tag >> 2, position + 1
-        # The tag holds a literal's length up to 60. For a longer literal, it holds the number of bytes of the length.
+        # The tag states a literal's length up to 60 bytes. For a longer one, it states how many bytes the length takes.
         extra = (max(0, count - 59), 1, 2, 4)[kind]
         number = int.from_bytes(packed[position : position + extra], "little")
         position += extra
@@ -269,18 +269,20 @@ def _uncompressed(packed: bytes) -> bytes:
                 raise ValueError(f"a compressed block copies from {distance:,} bytes back, but has {len(result):,}")
             start = len(result) - distance
             piece = result[start : start + count]
-            result += (piece * (-(-count // len(piece))))[:count]  # a copy may overlap its own output
+            result += (piece * (-(-count // len(piece))))[
+                :count
+            ]  # repeats the piece if the copy overlaps its own output
     if position != len(packed) or len(result) != length or length < 4:
         raise ValueError(f"a compressed block states {length:,} bytes, expected 4 or more, and yields {len(result):,}")
     return bytes(result)
 
 
 def _fields(content: bytes) -> tuple[dict[int, int], list[tuple[int, bytes]]]:
-    """Parse a protocol buffer message into its numbers, {field: value}, and its byte strings, (field, bytes) in order."""
+    """Parse a protocol buffer message. Return its numbers by field, and its byte strings in order, each with its field."""
     numbers, messages, position = dict[int, int](), list[tuple[int, bytes]](), 0
     while position < len(content):
         tag, position = _varint(content, position)
-        # Wire types: 0 is a varint, 1 and 5 have a fixed size, 2 has a length.
+        # Of the wire types, 0 is a varint, 1 and 5 are numbers of a fixed size, and 2 is a byte string after its length.
         field, kind = tag >> 3, tag & 7
         if kind == 0:
             numbers[field], position = _varint(content, position)
@@ -300,7 +302,7 @@ def _fields(content: bytes) -> tuple[dict[int, int], list[tuple[int, bytes]]]:
 
 
 def _varint(content: bytes, position: int) -> tuple[int, int]:
-    """Parse a varint of up to 64 bits, seven bits per byte; return the number and the position after it."""
+    """Parse a varint of up to ten bytes, each with seven bits. Return the number and the position after the varint."""
     number = 0
     for index, byte in enumerate(content[position : position + 10]):
         number |= (byte & 127) << 7 * index

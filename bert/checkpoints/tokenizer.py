@@ -13,7 +13,7 @@ from dataloading.text.vocabulary import FoundNormalization, Vocabulary, find_nor
 def tokenizer_of(
     found: CheckpointSource, source: Path, vocab: Path | None, given: NormalizationOptions
 ) -> tuple[Vocabulary, Normalization]:
-    """Read a model's vocabulary, by default from the files beside its checkpoint, and find its normalization.
+    """Read a model's vocabulary, by default from the files beside its checkpoint, and find the normalization of its text.
 
     Prints the normalization, and a warning if it does not fit the vocabulary. Raises ``ValueError`` if the vocabulary or
     its normalization is not the one that the model was trained with.
@@ -44,7 +44,7 @@ def tokenizer_of(
 
 
 def _confirmed(trained: Normalization, beside: FoundNormalization, source: Path) -> FoundNormalization:
-    """Return ``trained``, which the checkpoint states. Raises ``ValueError`` if the vocabulary's files state another one."""
+    """Confirm the checkpoint's normalization. Raises ``ValueError`` if the files of the vocabulary state another one."""
     if beside.is_stated and beside.normalization != trained:
         raise ValueError(
             f"{source} was trained on text with {trained}, but {beside.normalization} is {beside.source}: choose one by "

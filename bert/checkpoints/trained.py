@@ -14,7 +14,7 @@ from compliance.log.metrics import EvaluationRecord
 from console.version import commit
 
 _EVALUATION = "evaluation"
-"""Key of the evaluation in the file's metadata."""
+"""Key under which the file's metadata contains the evaluation of its weights."""
 
 
 def stated_evaluation(path: Path) -> EvaluationRecord | None:
@@ -26,10 +26,10 @@ def stated_evaluation(path: Path) -> EvaluationRecord | None:
 
 
 class TrainedWeights:
-    """Writer of a run's final weights or, without a target, of the weights of its best evaluation.
+    """Writer of a run's weights. It writes the final ones or, if the run has no target, those of the best evaluation.
 
-    All ranks must call each method at the same time. ``of_text`` is the metadata about the training text. A
-    resumed run without a target replaces the file from before the interruption only with better weights.
+    All ranks must call each method at the same time. ``of_text`` is the metadata about the training text. If a run without
+    a target is resumed, it replaces the file from before the interruption only when it has better weights.
     """
 
     def __init__(self, config: Config, of_text: Mapping[str, str], step: TrainingStep, *, is_resumed: bool) -> None:
@@ -56,7 +56,7 @@ class TrainedWeights:
     def _write(self, more: Mapping[str, str]) -> None:
         if self._path is None:
             return
-        # All ranks must take part in the gathering, but only rank 0 writes the file.
+        # All ranks must take part in gathering the weights, but only rank 0 writes the file.
         model = self._step.gather_whole_model()
         if self._step.mesh.is_main:
             save_weights(model, self._path, {**self._metadata, **more})

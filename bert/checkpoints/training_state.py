@@ -6,10 +6,10 @@
                          site_momentum.safetensors  momentum of the exchange between sites, if any
                          state.json             everything else, with the size and digest of each file
 
-The content does not depend on the number of ranks: shards are gathered, and the sample order follows from seed and step.
-Rank 0 reads and writes the files (``bert.checkpoints.writer``), and only one run at a time uses the folder. PyTorch's own
-formats are not used, because loading their pickles runs any code that someone has written to the folder. A checkpoint gets
-its final name after it is completely on disk.
+The content does not depend on the number of ranks: the files hold whole tensors, which are gathered from all ranks, and
+the order of the samples follows from the seed and the step. Rank 0 reads and writes the files for all ranks. Only one run
+at a time uses the folder. PyTorch's own formats are not used, because they contain pickles, which can run any code when
+they are loaded. A checkpoint gets its final name only when it is completely on disk.
 """
 
 import hashlib
@@ -44,7 +44,7 @@ _REMEDY = "remove it, or resume from another"
 _PATIENCE_S = 60.0
 _MOST_NAMED = 8
 
-_Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]  # fits the device's counters, which are int64
+_Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]  # counters on the device are int64
 _Positive = Annotated[int, msgspec.Meta(gt=0, lt=1 << 31)]
 
 
@@ -59,11 +59,11 @@ class Allocation:
     sequences: _Positive
     """Maximum number of sequences in a micro-batch."""
     fitting: _Positive
-    """Largest number of sequences in a micro-batch so far, which is known to fit in the devices' memory."""
+    """Largest number of sequences that a micro-batch has had so far. So many are known to fit in the devices' memory."""
     job: str = ""
-    """Job of the run, see ``bert.parallel.environment.job``."""
+    """Name of the launcher's job that the run belongs to (``bert.parallel.environment.job``), or "" if there is none."""
     sites: dict[str, str] = field(default_factory=dict)
-    """Site of each host, by host name, if there are several sites."""
+    """Site of each host, by host name. It is empty unless there are several sites."""
 
     @classmethod
     def of(
@@ -82,21 +82,21 @@ class Allocation:
 def rebalance_batch(config: Config, before: Allocation, data_size: int) -> Config:
     """Divide the global batch among ``data_size`` copies of the model, in as few micro-batches as fit in memory.
 
-    A micro-batch gets at most ``before.fitting`` sequences. If this limit is 1, some get 2 where no other division exists.
-    Nothing else needs adjusting: reduction, shape buckets and kernels are chosen at every start.
+    A micro-batch gets at most ``before.fitting`` sequences. If this limit is 1 and the batch does not divide evenly, some
+    micro-batches get 2. Nothing else is adjusted, because reduction, shape buckets and kernels are chosen at each start.
     """
     batch = config.training.global_batch_size
-    # Use the largest micro-batch so far: the last run may have had smaller ones, because it had more hosts.
+    # Allow the largest micro-batch so far. The last run may have had smaller ones, because it may have had more hosts.
     steps = -(-batch // (data_size * before.fitting))
     steps = max(1, min(steps, batch // data_size))  # no micro-batch may be empty
-    # Use a multiple of the pipeline ranks, because schedules may need rounds with equally many micro-batches.
+    # Use a multiple of the number of pipeline ranks. Some pipeline schedules need rounds of equally many micro-batches.
     steps = -(-steps // config.parallel.pipeline) * config.parallel.pipeline
     return replace(config, training=replace(config.training, gradient_accumulation_steps=steps))
 
 
 def changes(before: Allocation, now: Allocation) -> list[str]:
-    """Return lines about lost hosts, gained hosts, hosts at another site and new batch shares; [] if nothing has changed."""
-    # Subtracting counters also finds hosts that only lost or gained ranks.
+    """Return lines about lost and gained hosts, hosts at another site and new batch shares, or [] if nothing changed."""
+    # Count the ranks of each host, so that hosts that only lost or gained some ranks are found too.
     gone, come = Counter(before.hosts), Counter(now.hosts)
     lines = [f"{what}: {_named(hosts)}" for what, hosts in (("lost", gone - come), ("gained", come - gone)) if hosts]
     shares = [
@@ -130,22 +130,22 @@ class Digest:
 
 @dataclass(frozen=True)
 class RunState:
-    """State of a run, except for its weights and moments: the content of ``state.json``."""
+    """State of a run without its weights and moments. It is stored in ``state.json``."""
 
     step: _Count
     """Number of global batches trained, which is the position in the stream of samples."""
     samples: _Count
     optimizer_steps: _Count
-    """Number of optimizer steps taken, fewer than ``step`` if steps were skipped."""
+    """Number of optimizer steps taken. It is less than ``step`` if steps were skipped."""
     seed: _Count
     dropout_draws: _Count
-    """Step number in the model's ``dropout_state``. Its seed is not stored: it follows from the run's seed and the rank."""
+    """Step number in the model's ``dropout_state``. The dropout seed is not stored: it follows from run seed and rank."""
     fp8_scales: list[Annotated[float, msgspec.Meta(gt=0)]] | None
     settings: dict[str, str]
     """Settings that must not change when the run continues."""
     path: str = ""
     allocation: Allocation | None = None
-    """Hosts and batch shares of the run that wrote the checkpoint; None in old checkpoints."""
+    """Hosts and batch shares of the run that wrote the checkpoint. Old checkpoints do not contain them."""
     files: dict[str, Digest] = field(default_factory=dict)
     format: Literal[1] = 1
 
@@ -162,7 +162,7 @@ def written_in(folder: Path) -> list[Path]:
 
 
 def reseed(seed: int, steps: int, mesh: Mesh) -> None:
-    """Seed PyTorch's generators from seed, step and rank: at each checkpoint, and when a run resumes from it."""
+    """Seed PyTorch's generators from seed, step and rank. Call it at each checkpoint, and when a run resumes from one."""
     known = f"seed {seed} step {steps} rank {mesh.rank} of {mesh.world_size}"
     # Hash the values, because the CPU's generator uses only the low 32 bits of its seed.
     torch.manual_seed(int.from_bytes(hashlib.sha256(known.encode()).digest()[:8]))
@@ -179,7 +179,7 @@ def lock(folder: Path, mesh: Mesh, again: bool) -> None:
     def take() -> str:
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            # Nothing closes the returned file descriptor, an integer, so the lock is held until the process ends.
+            # The lock is held until the process ends, because nothing closes the file descriptor that this call returns.
             lock_file(folder / ".lock", patience_s=_PATIENCE_S if again else 0.0)
         except BusyError as owner:
             raise ValueError(
@@ -188,9 +188,9 @@ def lock(folder: Path, mesh: Mesh, again: bool) -> None:
             ) from None
         except OSError as error:
             return f"warning: no lock on {folder} ({error.strerror}): make sure that no other run writes there"
-        # These folders are left over from killed runs, because only the process that has the lock writes here.
+        # Only the process that has the lock writes here, so these unfinished folders are left over from killed runs.
         for left in filter(is_temporary, folder.glob(".step_*.partial")):
-            shutil.rmtree(left, ignore_errors=True)  # plain files and other users' folders stay, without an error
+            shutil.rmtree(left, ignore_errors=True)  # leaves plain files and other users' folders, without an error
         return ""
 
     warning = _on_rank0(take, mesh)
@@ -224,11 +224,11 @@ def written_by(folder: Path, mesh: Mesh) -> str:
 
 
 def _on_rank0(act: Callable[[], str], mesh: Mesh) -> str:
-    """Run ``act`` on rank 0 and return its result on all ranks; its errors become a ``ValueError`` on all ranks."""
+    """Run ``act`` on rank 0 and return its result on all ranks. If it fails, all ranks raise ``ValueError``."""
     answer = ""
     if mesh.is_main:
         try:
-            # Do not let errors out before the answer is sent, because the other ranks wait for it.
+            # Catch errors and send them as the answer, because the other ranks wait for one.
             answer = act()
         except (ValueError, OSError) as error:
             answer = f"error: {error}"
@@ -241,8 +241,8 @@ def _on_rank0(act: Callable[[], str], mesh: Mesh) -> str:
 def restore(step: TrainingStep, state: RunState) -> None:
     """Restore model and optimizer from the checkpoint that `find` has checked and returned as ``state``.
 
-    Every rank must call it at the same time. Raises ``ValueError`` if the files are those of another model, which
-    another version of this program may have written.
+    Every rank must call it at the same time. Raises ``ValueError`` if the files do not fit the model, for
+    example because another version of this program wrote them.
     """
     reseed(state.seed, state.step, step.mesh)
     # Start from zeros, because checkpoints contain no values for the padding between parameters.
@@ -252,13 +252,13 @@ def restore(step: TrainingStep, state: RunState) -> None:
         whole = vector_P.new_zeros(step.vectors.size)
         if step.mesh.is_main:
             _read_into(step, Path(state.path) / name, whole)
-        # Only rank 0 reads, so that the other ranks need no access to its file system.
+        # Only rank 0 reads the file, because the other ranks may have no access to it.
         step.vectors.shard_(vector_P, broadcast_(whole))
     weights_P, momentum_P, variance_P, *site_momentum = vectors
     with torch.no_grad():
         step.flat.weights_P.copy_(weights_P)
         step.optimizer.set_moments_(momentum_P, variance_P)
-        # Write in place, here and below, because captured CUDA graphs contain these addresses.
+        # Write in place, here and below, because captured CUDA graphs contain the addresses of these tensors.
         step.optimizer.steps.fill_(state.optimizer_steps)
         step.model.dropout_state[1] = state.dropout_draws
         if step.fp8 is not None and state.fp8_scales is not None:
@@ -340,7 +340,7 @@ def _read_into(step: TrainingStep, path: Path, whole: Tensor) -> None:
         with safe_open(path, "pt") as file:
             for name, part in step.vectors.parts(whole):
                 found = file.get_tensor(name)
-                if found.shape != part.shape:  # ``copy_`` would broadcast a smaller tensor
+                if found.shape != part.shape:  # check it, because ``copy_`` would broadcast a smaller tensor
                     raise ValueError(f"{path} holds {name} of shape {tuple(found.shape)}, expected {tuple(part.shape)}")
                 part.copy_(found)
     except (SafetensorError, OSError, RuntimeError) as error:

@@ -22,14 +22,14 @@ _Content = TypeVar("_Content")
 
 @dataclass(frozen=True)
 class Weight:
-    """A weight whose values are read when needed."""
+    """Shape of a weight, and a function that reads its values, so that they are read only when needed."""
 
     shape: tuple[int, ...]
     read: Callable[[], Tensor]
 
 
 MODEL, VOCABULARY, NORMALIZATION = "model", "vocabulary_sha256", "normalization"
-"""Keys in a file's metadata. The model's configuration is needed because shapes do not reveal the number of heads."""
+"""Keys in a file's metadata. The model's configuration is stored because shapes do not reveal the number of heads."""
 
 
 def save_weights(model: BertForPreTraining, path: Path, metadata: Mapping[str, str] | None = None) -> None:
@@ -66,7 +66,7 @@ def text_metadata(vocabulary_sha256: str | None, normalization: Normalization | 
 
 
 def write_safetensors(path: Path, weights: Mapping[str, Weight], metadata: Mapping[str, str]) -> None:
-    """Write fp32 weights one after the other. The safetensors package would need all of them in memory at once."""
+    """Write fp32 weights one after the other, because the safetensors package would need all of them in memory at once."""
     with path.open("xb") as file:
         file.write(safetensors_header({name: weight.shape for name, weight in weights.items()}, metadata)[0])
         # Write in the order of the names, because the header's offsets follow this order.
@@ -77,10 +77,10 @@ def write_safetensors(path: Path, weights: Mapping[str, Weight], metadata: Mappi
 
 
 def safetensors_header(shapes: Mapping[str, tuple[int, ...]], metadata: Mapping[str, str]) -> tuple[bytes, int]:
-    """Return the head of a file of fp32 tensors, and the number of bytes that the tensors take after it.
+    """Return the beginning of a file of fp32 tensors, and the number of bytes that the tensors after it will take.
 
-    A file holds the length of its JSON header in eight bytes, the header, and the tensors in the order of their names
-    (safetensors, "Format").
+    The beginning consists of eight bytes with the length of a JSON header, and of this header. Then the tensors follow, in
+    the order of their names ("Format" in the documentation of safetensors).
     """
     header: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
     end = 0
@@ -88,7 +88,7 @@ def safetensors_header(shapes: Mapping[str, tuple[int, ...]], metadata: Mapping[
         start, end = end, end + 4 * math.prod(shape)
         header[name] = {"dtype": "F32", "shape": list(shape), "data_offsets": [start, end]}
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
-    text += b" " * (-len(text) % 8)  # tensors begin at a multiple of eight bytes
+    text += b" " * (-len(text) % 8)  # pad the header, so that tensors begin at a multiple of eight bytes
     return struct.pack("<Q", len(text)) + text, end
 
 
@@ -97,7 +97,7 @@ def read_header(path: Path) -> tuple[dict[str, tuple[int, ...]], dict[str, str]]
 
     Raises ``ValueError`` if the file is missing, truncated, or not a safetensors file.
     """
-    if not path.is_file():  # opening a named pipe would block
+    if not path.is_file():  # also refuses named pipes, because opening one would block
         raise ValueError(f"{path}: no such file")
     try:
         # "numpy" is the framework that tensors would be read into, but only shapes are read here.

@@ -1,4 +1,4 @@
-"""Writer of checkpoints in the background. Training waits only for the copy to host memory; a thread writes the files.
+"""Writer of checkpoints. Training waits only until the state is copied to host memory, and a thread writes the files.
 
 If a checkpoint cannot be written, the run prints a warning and continues.
 """
@@ -31,9 +31,9 @@ from dataloading.dataset.folder import Dataset
 
 
 class Checkpoints:
-    """Writer of a run's checkpoints. It writes one at a time and keeps the newest ones; without a folder it writes none.
+    """Writer of a run's checkpoints. It writes one at a time and keeps only the newest. Without a folder, it writes none.
 
-    Waiting is reported to the step's phase tracker, and errors to ``reporter``.
+    It tells the step's phase tracker when training waits for a checkpoint, and reports errors to ``reporter``.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class Checkpoints:
         folder = self._folder if self._mesh.is_main else None
         self._removable = set(written_in(folder)) if folder else set()
         """Checkpoints that this run may delete: the checkpoints that existed at the start, and its own."""
-        # Allocate the copies once, because pinned memory is slow to allocate and training waits for the copies.
+        # Allocate the copies only once. Allocating pinned memory is slow, and training would wait for it at each checkpoint.
         pinned = self._mesh.device.type == "cuda"
         self._files = FILES if step.sites is None else (*FILES, SITE_MOMENTUM)
         self._copies = [torch.empty(step.vectors.size, pin_memory=pinned) for _ in self._files] if folder else []
@@ -67,23 +67,23 @@ class Checkpoints:
         self.poll(at)
 
     def poll(self, at: Position) -> None:
-        """Warn if the last checkpoint could not be written, and record how long writing takes."""
+        """Warn if the last checkpoint could not be written, and tell the phase tracker how long writing takes."""
         if self._written is None or not self._written.done():
             return
         # The future keeps the thread's error until the training loop asks for it here.
         error, self._written = self._written.exception(), None
-        # Waiting for a checkpoint may take this long. The watchdog limits a phase to a multiple of its longest duration.
+        # Waiting may take as long as writing. The watchdog limits a phase to a multiple of its longest duration.
         self._tracker.longest["checkpoint_write"] = self._longest_s
         if isinstance(error, OSError):
             self._reporter.warn(at.steps, f"no checkpoint was written: {error.filename}: {error.strerror}")
-        elif error is not None:  # a bug, which ends the run
+        elif error is not None:  # any other error is a bug, and ends the run
             raise error
 
     def save(self, at: Position) -> None:
         """Start writing a checkpoint, after the previous one is on disk. Every rank must call it after the same step.
 
-        It also sets random generators, FP8 scales and the state of sites to the values that a run resumed from this
-        checkpoint will have.
+        Random generators, FP8 scales and the state of the sites get the values that they will have in a run that is resumed
+        from this checkpoint.
         """
         if self._folder is None:
             return
@@ -91,9 +91,9 @@ class Checkpoints:
         self.wait(at)
         self._tracker.enter("checkpoint")
         step = self._step
-        # A generator's state depends on the rank, so reseed here as a resumed run does, on any number of ranks.
+        # Checkpoints contain no states of generators, because these depend on the rank. Reseed here, as a resumed run does.
         reseed(self._seed, at.steps, self._mesh)
-        if step.fp8 is not None:  # ranks have different scales; use the smallest, with which no rank overflows
+        if step.fp8 is not None:  # scales differ between ranks; with the smallest, no rank overflows
             step.fp8.set_scales_(all_reduce_(step.fp8.scale_S, "min"))
             step.fp8.refresh_weights_()
         for place, vector_P in enumerate(step.settled_state()):
@@ -119,7 +119,7 @@ class Checkpoints:
         begin = time.perf_counter()
         try:
             self._write_folder(state)
-        except OSError as error:  # an error from an open file lacks a name, so give the folder's
+        except OSError as error:  # an error of an open file has no file name, so name the folder
             raise OSError(error.errno, error.strerror, error.filename or str(self._folder)) from None
         finally:
             self._longest_s = max(self._longest_s, time.perf_counter() - begin)

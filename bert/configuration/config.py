@@ -43,14 +43,14 @@ class Config:
     """Continue from the newest complete checkpoint in this folder, on any number of ranks. The new log is not a timed
     result."""
     save_checkpoint: Path | None = None
-    """Write the trained weights to this file (safetensors): after the run or, without evaluation.target, after each
-    evaluation that is the best so far."""
+    """Write the trained weights to this safetensors file after the run. If evaluation.target is None, write them instead
+    after each evaluation that is the best so far."""
     dry_run: bool = False
     """Check everything that can be checked before the run, then exit."""
 
     def __post_init__(self) -> None:
         training = self.training
-        # Check for NaN here, because the sections check values by comparisons, most of which NaN passes.
+        # Refuse NaN and infinity here. The sections check values by comparisons, and NaN passes most of them.
         for name, value in flattened("config", self):
             is_finite = not isinstance(value, float) or math.isfinite(value)
             refuse(not is_finite, f"{name.removeprefix('config.')} is {value}: expected a finite number")
@@ -66,7 +66,7 @@ class Config:
             self._check_pipeline()
         if training.precision == "fp8":
             self._check_fp8()
-        # On a CPU with bf16 instructions, bf16 is faster than fp32 only above about this hidden size (docs/training.md).
+        # On a CPU with bf16 instructions, bf16 is faster than fp32 only for hidden sizes above about 256 (docs/training.md).
         refuse(
             training.precision == "bf16" and training.device == "cpu" and self.model.hidden_size < 256,
             "training.precision bf16 is slower than fp32 for so small a model on a CPU: set training.precision to fp32",
@@ -102,7 +102,8 @@ class Config:
         )
 
     def _check_pipeline(self) -> None:
-        # PyTorch's schedules need as many micro-batches as ranks, or more; with several stages a rank, in equal rounds.
+        # PyTorch's pipeline schedules need at least as many micro-batches as pipeline ranks. With several stages per rank,
+        # they also need to divide the micro-batches into equal rounds.
         ranks, virtual = self.parallel.pipeline, self.parallel.virtual_stages
         layers, steps = self.model.num_hidden_layers, self.training.gradient_accumulation_steps
         pipeline = f"parallel.pipeline is {ranks}"
@@ -132,7 +133,7 @@ class Config:
             )
 
     def _check_fp8(self) -> None:
-        # FP8 matrix products need inner dimensions that are multiples of 16, and each rank has only a part of the width.
+        # FP8 matrix products need inner dimensions that are multiples of 16. This applies to the part that a rank has.
         multiple = 16 * self.parallel.tensor
         for name in ("hidden_size", "intermediate_size"):
             size = getattr(self.model, name)
@@ -150,7 +151,7 @@ class Config:
 def flattened(prefix: str, section: object) -> list[tuple[str, object]]:
     """Return (name, value) of every setting in a section and its subsections. Each name begins with ``prefix``.
 
-    Paths inside the repository are relative to its root.
+    Paths inside the repository are returned relative to its root.
     """
     assert is_dataclass(section)
     rows: list[tuple[str, object]] = []

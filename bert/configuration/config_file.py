@@ -14,9 +14,9 @@ from console.text import did_you_mean, visible
 _MOST_BYTES = 1 << 20
 _MOST_SHOWN = 60  # a message shows at most this many characters of a name
 _HEAD_BYTES = 1 << 16
-"""Number of bytes read from a result file. The header, which contains the configuration, lies within them."""
+"""Number of bytes that are read from the start of a result file. They include its header, which holds the configuration."""
 _OF_ONE_RUN = ("dry_run", "log.run", "log.cache_cleared")
-"""Settings that were meant for a single run. They are not taken from its result file."""
+"""Settings that concern only a single run. Another run does not take them from its result file."""
 _FORMER_NAMES = {
     "training.wire": "training.reduce_dtype",
     "training.fp32_sums": None,
@@ -73,7 +73,7 @@ def _read(path: Path) -> Iterator[tuple[str, object]]:
         content = read_bounded(path, _MOST_BYTES, "expected TOML")
         try:
             return _flat("", tomllib.loads(content.decode()))
-        # An integer of thousands of digits also raises ValueError. A deeply nested file raises RecursionError.
+        # Invalid TOML and integers of thousands of digits raise ValueError. Deeply nested files raise RecursionError.
         except (ValueError, RecursionError) as error:
             raise ValueError(f"{path} is not valid TOML: {shown(error)}") from None
     try:
@@ -93,7 +93,7 @@ def _read(path: Path) -> Iterator[tuple[str, object]]:
 def _flat(prefix: str, table: Mapping[str, object]) -> Iterator[tuple[str, object]]:
     for key, value in table.items():
         name = f"{prefix}{key}"
-        # Keep this table whole: it is the value of one setting, and its keys are names of ops.
+        # Do not flatten training.implementations: this table is the value of one setting, and its keys are names of ops.
         if isinstance(value, dict) and name != "training.implementations":
             yield from _flat(f"{name}.", value)
         else:

@@ -44,7 +44,7 @@ def tiny_cpu() -> Config:
         ),
         training=TrainingConfig(global_batch_size=32, max_samples=96_000),
         evaluation=EvaluationConfig(target=0.36, interval_samples=4800),
-        # The closed division requires BERT-Large and a higher target.
+        # This model needs the open division, because the closed one requires BERT-Large and a higher target.
         log=LogConfig(system="tiny_cpu", division="open"),
     )
 
@@ -77,7 +77,7 @@ def _on_gpus(
     max_samples: int = 4_500_000,
     precision: Precision = "bf16",
 ) -> Config:
-    """Return a recipe for BERT-Large on Wikipedia. Its ``name`` ends with nodes x GPUs per node, such as 8x8."""
+    """Return a recipe for BERT-Large on Wikipedia. Its ``name`` ends with the nodes and GPUs per node, such as 8x8."""
     return Config(
         recipe=name,
         model=ModelConfig(),
@@ -102,41 +102,43 @@ def _on_gpus(
 
 
 _NVIDIA = (0.60466, 0.85437)
-# The learning rate is constant for 330 steps and then falls.
+# The warm-up starts far before step 0, so the learning rate is nearly constant for 330 steps. Then it falls.
 _NVIDIA_4608 = OptimizerConfig(2.58e-3, 700, 0.6, 0.7, 1e-6, 0.1, 200_330, -200_000)
 _ON_GPUS = (
-    # ASUS, Dell and Lenovo, v2.0, on four A100.
+    # The hyperparameters are from the result of ASUS, Dell and Lenovo in round v2.0, on four A100.
     _on_gpus("h100_1x1", 256, 4, OptimizerConfig(3.5e-4, 13700)),
-    # NVIDIA, v3.0.
+    # The hyperparameters are from NVIDIA's result of round v3.0.
     _on_gpus("h100_1x8", 768, 1, OptimizerConfig(9.6e-4, 3680, *_NVIDIA, 1e-6, 0.1), precision="fp8"),
-    # NVIDIA, v3.0.
+    # The hyperparameters are from NVIDIA's result of round v3.0.
     _on_gpus("h100_8x8", 4608, 1, _NVIDIA_4608, precision="fp8"),
-    # NVIDIA, v3.0. The learning rate is nearly constant for 500 steps and then falls.
+    # The hyperparameters are from NVIDIA's result of round v3.0. The learning rate is nearly constant for
+    # 500 steps and then falls.
     _on_gpus("h100_64x8", 3072, 1, OptimizerConfig(2e-3, 1024, 0.62, 0.9, 1e-6, 0.01, 10_000, -9500)),
-    # CoreWeave and NVIDIA, v3.0.
+    # The hyperparameters are from CoreWeave and NVIDIA's result of round v3.0.
     _on_gpus("h100_384x8", 12288, 1, OptimizerConfig(3.1e-3, 500, 0.8, 0.925, 1e-6, 0.0166629, 300, -100), 12_000_000),
-    # NVIDIA, v5.0.
+    # The hyperparameters are from NVIDIA's result of round v5.0.
     _on_gpus("b200_1x8", 768, 1, OptimizerConfig(9.6e-4, 3680, *_NVIDIA, 1e-6, 0.1), precision="fp8"),
-    # NVIDIA, v3.0, on H100. The v5.0 result with this batch on 64 GB200 is not used: it does not state its start of warm-up.
+    # The hyperparameters are from NVIDIA's result of round v3.0 on H100. A result of round v5.0 on 64 GB200 has the same
+    # batch size, but it does not state when the warm-up starts.
     _on_gpus("gb200_18x4", 4608, 1, _NVIDIA_4608, precision="fp8"),
-    # H3C, v2.0.
+    # The hyperparameters are from H3C's result of round v2.0.
     _on_gpus("dgxa100_1x1", 92, 2, OptimizerConfig(3.5e-4, 47540)),
-    # ASUS, Dell and Lenovo, v2.0.
+    # The hyperparameters are from the result of ASUS, Dell and Lenovo in round v2.0.
     _on_gpus("dgxa100_1x4", 256, 1, OptimizerConfig(3.5e-4, 13700)),
-    # NVIDIA, v2.1.
+    # The hyperparameters are from NVIDIA's result of round v2.1.
     _on_gpus("dgxa100_1x8", 448, 1, OptimizerConfig(4.25e-4, 6700)),
-    # Baidu, NVIDIA and HazyResearch, v2.1.
+    # The hyperparameters are from the result of Baidu, NVIDIA and HazyResearch in round v2.1.
     _on_gpus("dgxa100_8x8", 3072, 1, OptimizerConfig(2.0992e-3, 1059, *_NVIDIA, 1e-6, 0.1)),
-    # HazyResearch, v2.1.
+    # The hyperparameters are from HazyResearch's result of round v2.1.
     _on_gpus("dgxa100_16x8", 3072, 1, OptimizerConfig(2.0992e-3, 1059, *_NVIDIA, 1e-6, 0.1)),
-    # NVIDIA, v2.1.
+    # The hyperparameters are from NVIDIA's result of round v2.1.
     _on_gpus("dgxa100_128x8", 4096, 1, OptimizerConfig(2.55e-3, 820, 0.71, 0.88, 1e-6, 0.0166629, 256, -76), 7_000_000),
-    # NVIDIA, v2.1.
+    # The hyperparameters are from NVIDIA's result of round v2.1.
     _on_gpus(
         "dgxa100_512x8", 16384, 1, OptimizerConfig(3.3e-3, 470, 0.75, 0.9, 1e-6, 0.0166629, 290, -100), 12_000_000
     ),
 )
-"""Recipes with the hyperparameters of published MLPerf Training results. Comments name each result's submitter and round."""
+"""Recipes with the hyperparameters of published MLPerf Training results. The comments name the submitters and rounds."""
 
 
 def bert_3_9b_8x8() -> Config:
@@ -150,9 +152,9 @@ def bert_3_9b_8x8() -> Config:
         large,
         model=ModelConfig(num_hidden_layers=48, hidden_size=2560, num_attention_heads=40, intermediate_size=10240),
         data=replace(large.data, initial_checkpoint=None),
-        # CUDA graphs cannot capture the exchanges between pipeline stages.
+        # CUDA graphs are off, because they cannot capture the exchanges between pipeline stages.
         training=replace(large.training, cuda_graphs=False, reduction="sharded_world", recompute="selective"),
-        # The closed division requires BERT-Large.
+        # This model needs the open division, because the closed one requires BERT-Large.
         log=replace(large.log, division="open"),
         parallel=ParallelConfig(tensor=4, pipeline=2),
     )
@@ -167,7 +169,7 @@ RECIPES: dict[str, Callable[[], Config]] = {
 
 
 def shape_of(name: str) -> tuple[int, int] | None:
-    """Return the nodes and the GPUs per node in a recipe's name, such as (8, 4) for ``a100_8x4``, or None."""
+    """Return the nodes and the GPUs per node in a recipe's name: (384, 8) for ``h100_384x8``, and None for ``tiny_cpu``."""
     sized = re.fullmatch(r"\w+_(\d+)x(\d+)", name, re.ASCII)
     return (int(sized[1]), int(sized[2])) if sized else None
 

@@ -1,4 +1,4 @@
-"""Plan of a run: settings that ``python -m cluster plan`` has chosen for a number of ranks, and their predicted times."""
+"""Plan of a run: settings that ``python -m cluster plan`` has chosen for a number of ranks, and predicted times."""
 
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -36,9 +36,9 @@ class RunPlan:
 
     Attributes:
         settings: values of the settings in `PLANNED`, in the form used on a command line.
-        hyperparameters: source of the hyperparameters.
-        step_seconds: seconds per step in each phase of `PHASES`, and in ``other`` the seconds outside these phases.
-        train_seconds: seconds from ``run_start`` to ``run_stop``.
+        hyperparameters: where the hyperparameters come from.
+        step_seconds: predicted seconds per step in each phase of `PHASES`, and outside these phases (``other``).
+        train_seconds: predicted seconds from ``run_start`` to ``run_stop``.
     """
 
     recipe: str
@@ -82,7 +82,7 @@ class RunPlan:
 def settings_of(config: Config) -> dict[str, str]:
     """Return the configuration's values of the settings in `PLANNED`, in the form used on a command line."""
     values = dict(flattened("config", config))
-    # Comparing floats as text is exact, because a printed float reads back as the same number.
+    # Values are compared as text. This is exact for floats too, because a printed float reads back as the same number.
     return {name: str(values[f"config.{name}"]) for name in PLANNED}
 
 

@@ -32,9 +32,9 @@ class ModelConfig:
     hidden_dropout: float = 0.1
     attention_dropout: float = 0.1
     layer_norm_eps: float = 1e-12
-    """BERT's value; PyTorch's default is 1e-5."""
+    """The default is BERT's value. PyTorch's default is 1e-5."""
     initializer_range: float = 0.02
-    """Standard deviation of random weights."""
+    """Standard deviation of the random weights that training starts from, if there is no checkpoint."""
 
     def __post_init__(self) -> None:
         for name in ("num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size", "vocab_size"):
@@ -96,7 +96,7 @@ class DataConfig:
     initial_checkpoint: Path | None
     """Weights to start from: a safetensors file or a Hugging Face folder. None: random weights."""
     loader: Literal["auto", "numpy", "dali"] = "auto"
-    """auto: the faster loader on a GPU if nvidia-dali is installed, otherwise numpy. Both loaders give the same batches."""
+    """auto: numpy or, on a GPU with nvidia-dali installed, the faster of numpy and dali. Both give the same batches."""
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ class TrainingConfig:
     global_batch_size: int
     """Number of sequences per optimizer step, summed over all ranks."""
     max_samples: int
-    """Number of training sequences after which a run ends. It is then aborted if it has not reached the target."""
+    """Number of training sequences after which a run ends. A run that has not reached its target by then is aborted."""
     max_steps: int | None = None
     """Like max_samples, but in optimizer steps. The limit that is reached first ends the run."""
     max_minutes: float | None = None
@@ -116,21 +116,21 @@ class TrainingConfig:
     """Seed of the sample order and of dropout. None: a random seed from the system's entropy (rules, section 5.1)."""
     device: Literal["cpu", "cuda"] = "cpu"
     precision: Precision = "fp32"
-    """Precision of matrix products; parameters are fp32. fp8: FP8 in all encoder layers but the last, bf16 elsewhere."""
+    """Precision of matrix products. Parameters are fp32. fp8: FP8 in all encoder layers but the last, bf16 elsewhere."""
     fault_seconds: float = 60.0
     """End the run on all ranks if a rank sends no heartbeat for this many seconds, or if all other ranks wait for a
-    rank that stays in a phase too long. The limit of a phase is ten times its longest duration so far (the first time:
-    ten times fault_seconds), and at least fault_seconds."""
+    rank that stays in a phase too long. The limit of a phase is ten times its longest duration so far, and at
+    least fault_seconds. The first time, it is ten times fault_seconds."""
     cuda_graphs: bool = True
     """On a GPU: pad micro-batches to a few sizes, capture the step for each size before the clock starts, and replay
-    it, which saves thousands of kernel launches. Turn it off to debug, and for profiles of single operators."""
+    it. This saves thousands of kernel launches. Turn it off to debug, and for profiles of single operators."""
     autotune: bool = True
     """On a GPU: before the clock starts, time the implementations of each op under the conditions of the step, and use
     the fastest. Implementations that fail are skipped."""
     reduction: Literal["auto", ReductionStrategy] = "auto"
     """How ranks sum gradients. flat: over all ranks at once. hierarchical: first inside each host, then between hosts,
-    then inside each host again. sharded: like hierarchical, with the optimizer divided among the ranks of a host.
-    sharded_world: with the optimizer divided among all ranks. auto: the faster of flat and hierarchical."""
+    then inside each host again. sharded: like hierarchical, but the ranks of a host divide the optimizer among
+    them. sharded_world: all ranks divide the optimizer among them. auto: the faster of flat and hierarchical."""
     shard_gradients: bool = False
     """With the reductions sharded and sharded_world: each rank also keeps only its shard of the gradients (ZeRO-2), which
     saves 4 bytes per parameter. With gradient accumulation, every micro-batch sends its gradients. Not possible with
@@ -147,11 +147,11 @@ class TrainingConfig:
     buckets need fewer messages, but the wait for the last bucket is longer."""
     site_steps: int = 1
     """Number of steps that each site takes by itself before sites exchange the change of their weights. A site consists of
-    the hosts that state the same MLPERF_BERT_SITE. 1: sites sum the gradients of every step. Set more for slow links
-    between sites, in the open division. The number must divide the number of steps between evaluations."""
+    the hosts that state the same MLPERF_BERT_SITE. 1: sites sum the gradients of every step. Set more if the links
+    between sites are slow (open division only). The number must divide the number of steps between evaluations."""
     site_dtype: SiteDtype = "int8"
     """Type in which sites send the change of their weights. int8: 256 elements share a scale. The rounding error of each
-    change is added to the next one."""
+    change is added to the next change."""
     site_learning_rate: float = 0.7
     """Factor by which the mean change of the sites' weights is multiplied before it is applied."""
     site_momentum: float = 0.5
@@ -209,7 +209,7 @@ class TrainingConfig:
         for name, value, refused in (
             ("device", self.device, ("cpu",)),
             ("reduction", self.reduction, ("flat", "sharded_world")),
-            ("reduce_dtype", self.reduce_dtype, ("bf16",)),  # a switch would round partial sums to bf16
+            ("reduce_dtype", self.reduce_dtype, ("bf16",)),  # switches would round partial sums to bf16
         ):
             refuse(
                 self.sharp and value in refused,
@@ -219,7 +219,7 @@ class TrainingConfig:
 
 @dataclass(frozen=True)
 class ParallelConfig:
-    """Division of a copy of the model among ranks."""
+    """How a copy of the model is divided among ranks."""
 
     tensor: int = 1
     """Number of ranks on a host that share each layer. They divide the heads, the feed-forward layer and the vocabulary."""
@@ -251,8 +251,8 @@ class EvaluationConfig:
     """Target accuracy, and how often and how evaluations run."""
 
     target: float | None = 0.720
-    """Masked-LM accuracy that ends the run as a success. None: train on training.max_samples sequences, which is a success,
-    and let save_checkpoint keep the weights of the best evaluation."""
+    """Masked-LM accuracy that ends the run as a success. None: the run is a success after training.max_samples sequences,
+    and save_checkpoint keeps the weights of the best evaluation."""
     interval_samples: int | None = None
     """Number of training samples between evaluations. None: the MLPerf formula for the global batch size."""
     batch_size: int = 64
@@ -297,9 +297,9 @@ class LogConfig:
     """The number n of result_<n>.txt. None: the lowest free number."""
     division: Literal["open", "closed"] = "closed"
     organization: str = "unverified"
-    """The submission_org in the log."""
+    """Value of submission_org in the log."""
     platform: str = ""
-    """The submission_platform in the log, which must resemble system_name in the system description. By default, this is the
+    """Value of submission_platform in the log. It must resemble system_name in the system description. By default, it is the
     system's name."""
     status: Literal["cloud", "onprem", "preview", "research"] = "research"
     cache_cleared: bool = False

@@ -2,8 +2,8 @@
 
 The rules require the clock to start before any part of the system touches the data set (training_rules, section 11).
 An audit hook checks every file that this process opens through Python, which is how the data format opens its shards.
-Libraries such as h5py can open files without triggering the hook, so files that are open or mapped just before the
-clock starts are checked too.
+Libraries such as h5py can open files without triggering the hook. Therefore the guard also checks the files that are open
+or mapped just before the clock starts.
 """
 
 import contextlib
@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 METADATA = frozenset({"manifest.json", "lengths.npy"})
-"""Names of files with only the number and sizes of samples, which may be read early (training_rules, section 6.4)."""
+"""Files with only the number and the sizes of samples. They may be read early (training_rules, section 6.4)."""
 
 
 class DataTouchedEarlyError(RuntimeError):

@@ -31,7 +31,7 @@ class Interruption:
             signal.signal(number, self._handle)
 
     def defer(self) -> None:
-        """Leave the first signal to the training loop from now on."""
+        """From now on, only record the first signal, so that the training loop can act on it."""
         self._deferred = True
 
     def _handle(self, number: int, _frame: FrameType | None) -> None:
@@ -43,6 +43,6 @@ class Interruption:
 
 
 def orderly_status(status: int) -> int:
-    """Return ``status``, or under torchrun 0, because torchrun treats any other exit status as a crash."""
+    """Return ``status``, but 0 if torchrun started the process, because torchrun treats any other status as a crash."""
     # torchrun sets this variable for every process that it starts.
     return 0 if "TORCHELASTIC_RUN_ID" in os.environ else status

@@ -1,7 +1,7 @@
 """Preflight checks, which find within seconds the problems that would stop a run later.
 
-They run before the log exists and before the ranks have joined. They leave no files behind, and of the data sets they read
-only the metadata.
+They run before the log exists and before the ranks have joined. They leave no files behind, and read only the
+metadata of the data sets.
 """
 
 import os
@@ -38,7 +38,7 @@ _MAKERS = {
     "tiny_cpu": "`./run_and_time.sh tiny_cpu` makes its data (docs/tiny_cpu.md)",
     "own_text_cpu": "`python -m dataloading from-text` makes data and vocabulary of your text (docs/own_text.md)",
 }
-"""How to make missing inputs, for recipes that do not use the benchmark's data."""
+"""Advice on making missing inputs, by recipe. Recipes that are not listed use the benchmark's data."""
 
 
 @dataclass(frozen=True)
@@ -70,10 +70,10 @@ def check(config: Config, world_size: int, local_size: int = 0) -> Inputs:
         if not is_elastic:
             plan.require_ranks(world_size, local_size, config.plan)
         elif not plan.is_for(world_size, local_size):
-            plan = None  # the plan's prediction is not for this number of ranks
+            plan = None  # drop the plan, because its prediction is for another number of ranks
     # The hosts are not known yet, so assume one host for all ranks. ``join_mesh`` checks the real hosts.
     require_whole_copies(config.parallel, 1, world_size)
-    if not is_elastic:  # a restarted run may rebalance its batch, and is checked later
+    if not is_elastic:  # a restarted run may divide its batch differently, and is checked later
         check_shares(config, world_size // config.parallel.copy_ranks)
     (train, evaluation), vocabulary, normalization = _open_inputs(config, [config.data.train, config.data.evaluation])
     check_loader(config.data.loader)
@@ -92,8 +92,8 @@ def check(config: Config, world_size: int, local_size: int = 0) -> Inputs:
 def check_evaluation(config: Config) -> tuple[Dataset, int | None]:
     """Open the evaluation set and check everything that could stop an evaluation of the initial checkpoint.
 
-    Returns the set, and the id of [UNK], or None if the evaluation counts [UNK]. Raises ``ValueError`` if a check fails.
-    Needs no training set and no folder for results.
+    Returns the evaluation set, and the id of [UNK] if the evaluation ignores it, else None. Raises ``ValueError`` if a
+    check fails. No training set and no folder for results are needed.
     """
     if config.data.initial_checkpoint is None:
         raise ValueError("data.initial_checkpoint is not set: set it to the file or folder to evaluate")
@@ -146,7 +146,7 @@ def refuse_foreign_checkpoints(config: Config) -> None:
 
 
 def _open_inputs(config: Config, folders: Sequence[Path]) -> tuple[list[Dataset], Vocabulary, Normalization | None]:
-    """Open the data sets in ``folders``, and check the vocabulary, the initial weights and the software."""
+    """Open the data sets in ``folders``, and check the vocabulary, the initial weights, the kernels and the build tools."""
     _require_presence(config, folders)
     datasets = [open_dataset(folder) for folder in folders]
     vocabulary = Vocabulary.read(config.data.vocab)
@@ -175,7 +175,7 @@ def _open_inputs(config: Config, folders: Sequence[Path]) -> tuple[list[Dataset]
         choose(config.training.implementations)
     except ValueError as error:
         raise ValueError(f"training.implementations: {error}") from None
-    # Skip this check if PyTorch sees no GPU, as in a dry run elsewhere. If the driver is outdated, PyTorch itself warns.
+    # Skip this check if PyTorch sees no GPU, as in a dry run elsewhere. PyTorch itself warns if the driver is outdated.
     if config.training.device == "cuda" and torch.cuda.is_available() and (lacks := missing_build_tools()):
         raise ValueError(f"training.device is cuda, but this machine has {'; '.join(lacks)}")
     return datasets, vocabulary, normalization
@@ -199,7 +199,7 @@ def _require_presence(config: Config, folders: Sequence[Path]) -> None:
 
 
 def _common_normalization(stated: Mapping[str, Normalization | None]) -> Normalization | None:
-    """Return the normalization that inputs state, or None if no input states it. Raises ``ValueError`` if inputs differ."""
+    """Return the normalization that inputs state, or None if no input states it. Raises ``ValueError`` if they differ."""
     known = {name: normalization for name, normalization in stated.items() if normalization is not None}
     if len(set(known.values())) > 1:
         named = "; ".join(f"{name}: {normalization}" for name, normalization in known.items())
@@ -214,8 +214,9 @@ def _common_normalization(stated: Mapping[str, Normalization | None]) -> Normali
 def _schedule(config: Config) -> EvaluationSchedule:
     """Return the schedule of the evaluations.
 
-    Raises ``ValueError`` if the run would end before its first evaluation, if a step would need several evaluations, if
-    an evaluation would come between two exchanges of sites, or if a run without a target would not end with one.
+    Raises ``ValueError`` if the run would end before its first evaluation, or if a step would need several evaluations.
+    Also raises it if an evaluation would come between two exchanges of weights among sites, or if a run without a target
+    would not end with an evaluation.
     """
     interval = config.evaluation.interval_samples or evaluation_interval(config.training.global_batch_size)
     training = config.training

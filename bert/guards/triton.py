@@ -46,7 +46,7 @@ def missing_build_tools() -> list[str]:
     compilers = [os.environ["CC"]] if "CC" in os.environ else ["gcc", "clang"]
     if not any(map(shutil.which, compilers)):
         lacks.append(f"no C compiler ({' or '.join(compilers)}) for Triton: install gcc, or set CC")
-    # On Debian, the folder of the scheme posix_local has no headers; they are in the folder of posix_prefix.
+    # On Debian, Python's headers are in the folder of the scheme posix_prefix, not in that of the default, posix_local.
     scheme = sysconfig.get_default_scheme().replace("posix_local", "posix_prefix")
     header = Path(sysconfig.get_paths(scheme=scheme)["include"], "Python.h")
     if not header.is_file():
