@@ -47,8 +47,8 @@ def parse_whole_number(name: str, text: str, least: int, most: int = 10**9) -> i
 def layout_of(config: Config) -> Layout:
     """Return the layout of a run on this node. Raises ``ValueError`` if NPROC or OMP_NUM_THREADS is wrong.
 
-    NPROC, or else the plan, sets the number of processes. If there is neither, the number is that of the GPUs; on a CPU,
-    it depends on the model and on the number of cores. OMP_NUM_THREADS sets the number of threads.
+    NPROC, or else the plan, sets the number of processes. Without these, a run starts one process per GPU; on a CPU, the
+    number depends on the model and on the number of cores. OMP_NUM_THREADS sets the number of threads.
     """
     training, cores = config.training, len(os.sched_getaffinity(0))
     is_small = training.device == "cpu" and config.model.hidden_size < _SMALL

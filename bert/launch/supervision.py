@@ -120,7 +120,7 @@ def say_at_once(line: str) -> None:
 
 
 def announce(text: str) -> None:
-    """Print a line about progress. If nobody reads the output, drop further output, even of programs started later."""
+    """Print a line about progress. If nobody reads the output, drop all further output, also that of later programs."""
     try:
         say(f"==> {text}")
     except OSError:

@@ -50,15 +50,15 @@ class Mesh:
     """Index of the process on its host, as given by the launcher, and of the device that it uses."""
     device: torch.device
     nodes: tuple[tuple[int, ...], ...] = ((0,),)
-    """Ranks of each host, by local rank. A host's ranks need not be consecutive."""
+    """Ranks of each host, ordered by local rank. A host's ranks need not be consecutive."""
     tensor: int = 1
     """Number of ranks that share a stage of the model, or the whole model if there is one stage."""
     pipeline: int = 1
     """Number of stages, each of consecutive layers, that form a copy of the model."""
     hosts: tuple[str, ...] = ()
-    """Host name of every rank, by rank."""
+    """Host name of each rank, in the order of the ranks."""
     sites: tuple[str, ...] = ()
-    """Site of every rank, by rank; ``()`` stands for one site."""
+    """Site of each rank, in the order of the ranks, or ``()`` if there is only one site."""
 
     @property
     def is_main(self) -> bool:
@@ -80,7 +80,7 @@ class Mesh:
 
     @cached_property
     def node_ranks(self) -> tuple[int, ...]:
-        """Ranks on this host, by local rank."""
+        """Ranks on this host, ordered by local rank."""
         return next(ranks for ranks in self.nodes if self.rank in ranks)
 
     @cached_property
@@ -153,7 +153,7 @@ class Mesh:
 
     @property
     def node_data_ranks(self) -> tuple[int, ...]:
-        """Ranks of ``data_ranks`` on this host, by local rank."""
+        """Those of ``data_ranks`` that are on this host, ordered by local rank."""
         data = set(self.data_ranks)
         return tuple(rank for rank in self.node_ranks if rank in data)
 
@@ -274,8 +274,8 @@ def require_whole_copies(parallel: ParallelConfig, hosts: int, per_host: int) ->
 def process_group(ranks: Sequence[int], *, in_network: bool = False, alone: bool = False) -> dist.ProcessGroup | None:
     """Create a group of ranks in the given order. All members must call this together and have equally many groups already.
 
-    A single rank gets None, or with ``alone`` a group of its own. With ``in_network``, NCCL may let switches add the vectors
-    that the ranks send (CollNet, SHARP). Raises ``ValueError`` if this version of PyTorch cannot ask NCCL for this.
+    For a single rank, the result is None or, with ``alone``, a group of its own. With ``in_network``, NCCL may let switches
+    add the vectors that ranks send (CollNet, SHARP). Raises ``ValueError`` if this version of PyTorch cannot ask for this.
     """
     if len(ranks) == 1 and not alone:
         return None

@@ -109,9 +109,9 @@ class Communicators:
     shards: int
     """Number of shards into which every bucket must divide."""
     between: BetweenSites | None = None
-    """Exchange along the rail between sites; None if there is one site, or if no site has several hosts."""
+    """Sum along the rail between sites, or None if there is only one site, or if no site has several hosts."""
     everyone: dist.ProcessGroup | None = None
-    """All ranks that reduce gradients together, in all data groups; None stands for all ranks of the run."""
+    """Group of all ranks that reduce gradients together, in all data groups, or None if these are all ranks of the run."""
 
     @classmethod
     def create(cls, mesh: Mesh, *, in_network: bool = False, is_flat: bool = False) -> "Communicators":

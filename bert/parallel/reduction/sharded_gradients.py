@@ -1,4 +1,4 @@
-"""Sum of gradients if each rank keeps only a shard of them (ZeRO-2). Buckets take turns in two buffers.
+"""Sum of gradients if each rank keeps only a shard of them (ZeRO-2). All buckets share two buffers, which take turns.
 
 Autograd gives every parameter a separate gradient. When all gradients of a bucket are complete, they are copied into a
 buffer and freed. The buffer is reduced and scattered during the rest of the backward pass, and the result is added to this
@@ -69,7 +69,7 @@ class ShardedReduction(Reduction):
         self._started = 0
         if not last:
             with self._stopwatch.waiting():
-                # The next pass needs both buffers, and a capture must join its streams. ``finish`` joins the last pass.
+                # The next pass needs both buffers, and a capture must join its streams. ``finish`` does so at the end.
                 self.stream.join()
 
     def finish(self) -> None:

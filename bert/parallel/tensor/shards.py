@@ -60,7 +60,7 @@ class Split:
 def split_of(name: str, shape: tuple[int, ...], ranks: int) -> Split | None:
     """Return the division of a parameter, or None if every rank has all of it.
 
-    Not divided are the norms, the biases that are added after a reduce-scatter, and the small tables and heads.
+    The norms, the biases that are added after a reduce-scatter, and the small tables and heads are not divided.
     """
     if name in ("embeddings.word", "decoder_bias"):
         return Split(shape, ranks, 0, multiple=WORDS_MULTIPLE)

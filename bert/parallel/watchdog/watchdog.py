@@ -89,7 +89,7 @@ class Watchdog:
     def failed(self, text: str, status: int = FAULT_STATUS, error: BaseException | None = None) -> None:
         """Report that this rank has failed, which ends the run on all ranks. Returns only in a run of one rank.
 
-        ``status`` is the exit status of all ranks. The traceback of ``error`` is printed if it is the error that is blamed.
+        ``status`` is the exit status of all ranks. The traceback of ``error`` is printed if this rank is blamed.
         """
         if self._mesh.world_size == 1 or self._closing.is_set():
             return
@@ -100,7 +100,7 @@ class Watchdog:
             threading.Event().wait()  # the other thread ends the process
 
     def close(self) -> None:
-        """Leave the watchdog without a fault; on rank 0, end it for all ranks."""
+        """Stop watching this rank, which has had no fault. On rank 0, stop watching all ranks."""
         if self._closing.is_set():
             return
         # Set this first, so that the thread does not mistake the closed connection for a lost hub.
@@ -136,7 +136,7 @@ class Watchdog:
             before = now
 
     def _take_in(self, data: bytes | None, elapsed_s: float) -> bool:
-        """Handle what the hub has sent in the last ``elapsed_s``; return whether the watch is over."""
+        """Handle what the hub has sent in the last ``elapsed_s`` seconds. Return whether the watch is over."""
         self._silence_s += elapsed_s
         if data:
             self._silence_s = 0.0
@@ -173,8 +173,7 @@ class Watchdog:
         return {"phase": tracker.phase, "step": tracker.step, "entered": tracker.entered, "limit": limit}
 
     def _lost_hub(self, what: str) -> None:
-        # One rank of each host prints the message. Choose the last one, because rank 0, which has ended, is the first one on
-        # its host.
+        # One rank of each host prints the message: the last one, because rank 0, which is lost, is the first on its host.
         self._end(
             Ending(f"{self._mesh.names()[0]}: {what}", rank=0),
             self._mesh.rank == self._mesh.node_ranks[-1],
