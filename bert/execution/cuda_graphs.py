@@ -1,4 +1,4 @@
-"""CUDA graphs of functions without arguments, and of functions of a batch, with one graph for each shape bucket.
+"""CUDA graphs of functions without arguments, and of functions of a batch, which have one graph for each shape bucket.
 
 A replay costs the host one launch instead of thousands. It reads and writes the same memory addresses as the captured
 run, so batches are copied into static buffers, and all other tensors that a step changes must stay at their addresses.
@@ -27,7 +27,7 @@ class CudaCapturer:
 
     Prepare the function that needs the most memory first, so that later functions reuse its memory blocks. All functions
     run once before any is captured, so that the memory of these first runs is freed before the pool is filled.
-    ``torch.cuda.use_mem_pool`` is no alternative, because it does not affect allocations in autograd's thread.
+    ``torch.cuda.use_mem_pool`` cannot replace the shared pool, because it does not affect allocations in autograd's thread.
 
     Close the capturer before its process groups are destroyed: NCCL hangs when it destroys a communicator that a graph
     still refers to.
@@ -63,7 +63,8 @@ class CudaCapturer:
         graph = torch.cuda.CUDAGraph()
         self._graphs.append(graph)
         self._waiting.append((graph, function))
-        # A bound method refers to the capturer, so ``replay_of`` reuses the capturer's stream only after the replay is gone.
+        # The bound method keeps the capturer alive as long as the caller has the replay. Only after the capturer is deleted
+        # does ``replay_of`` reuse its stream.
         return partial(self._replay, graph)
 
     def _replay(self, graph: torch.cuda.CUDAGraph) -> None:
@@ -84,7 +85,7 @@ def replay_of(device: torch.device, function: Function) -> Function:
     Errors of the capture are raised. PyTorch (2.13) keeps the memory pool of a failed capture until the process ends.
     """
     # In PyTorch 2.11, each stream keeps a cuBLAS workspace of 32 MiB until the process ends, so streams are reused.
-    # With the default priority, PyTorch could return a stream on which graphs of training are captured.
+    # Use a high priority. With the default one, PyTorch could return the stream on which training's graphs are captured.
     spare = _spare_streams.setdefault(device, [])
     stream = spare.pop() if spare else torch.cuda.Stream(device, priority=-1)
     capturer = CudaCapturer(device, stream)
@@ -97,7 +98,7 @@ def replay_of(device: torch.device, function: Function) -> Function:
         except Exception:
             capturer.close()
             _failed.extend(capturer._graphs)
-            # In PyTorch 2.11, all random draws fail after a failed capture until a capture succeeds, such as this one.
+            # In PyTorch 2.11, all random draws fail after a failed capture until a capture succeeds, so make one.
             with torch.cuda.graph(torch.cuda.CUDAGraph(), stream=stream, capture_error_mode="thread_local"):
                 torch.zeros((), device=device)
             raise
@@ -115,7 +116,7 @@ class BatchGraphs:
         self._captured: dict[ShapeBucket, tuple[Batch, Function]] = {}
 
     def prepare(self, batches: Sequence[Batch], capturer: CudaCapturer) -> None:
-        """Prepare the function for capture in each batch's shape bucket, the largest bucket first, with shared buffers."""
+        """Prepare one graph of the function for the shape bucket of each batch, beginning with the largest bucket."""
         largest_first = sorted(batches, key=lambda batch: batch.tokens, reverse=True)
         # All shape buckets share one buffer per tensor; smaller buckets use only its beginning.
         buffers = {
@@ -128,8 +129,8 @@ class BatchGraphs:
             self._captured[batch.shape_bucket] = static, capturer.prepare(lambda static=static: self._function(static))
 
     def __call__(self, batch: Batch) -> bool:
-        """Run the function on ``batch``, as a CUDA graph if possible, and return whether a graph was replayed."""
-        # A few batches are larger than every captured shape bucket.
+        """Run the function on ``batch``, by a replay if there is a graph for it. Return whether a graph was replayed."""
+        # A few batches are larger than every captured shape bucket, so they run without a graph.
         if batch.shape_bucket not in self._captured:
             self._function(batch)
             return False

@@ -5,7 +5,7 @@ import time
 PHASES: tuple[str, ...] = ("data_wait", "forward_backward", "reduce", "update")
 """Names of the phases in the order of a step. The watchdog uses this order to find the rank that is furthest behind."""
 SITE_WAIT = "site_wait"
-"""Name of the phase in which a rank waits for other sites. Only runs whose sites take steps by themselves have it."""
+"""Name of the phase in which a rank waits for other sites. Only runs whose sites take steps alone have this phase."""
 EXCHANGE = "exchange in "
 """Prefix of a phase's name while a rank waits for the ranks that share its stage of the model."""
 
@@ -15,7 +15,7 @@ class PhaseTracker:
 
     def __init__(self) -> None:
         self.step = 0
-        """The current optimizer step, from 1."""
+        """Number of the current optimizer step. The first step has the number 1."""
         self.phase = "start"
         self.entered = 0
         """Number of phases entered so far. It keeps growing as long as the rank makes progress."""

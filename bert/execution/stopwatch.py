@@ -37,7 +37,7 @@ def is_capturing() -> bool:
 
 
 class Stopwatch:
-    """Stopwatch for training on a CPU: seconds of each phase since the last ``take``, by the host's clock."""
+    """Stopwatch for training on a CPU. It measures the seconds of each phase since the last ``take`` by the host's clock."""
 
     def __init__(self) -> None:
         self.tracker = PhaseTracker()
@@ -65,7 +65,7 @@ class Stopwatch:
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """Count the block's time as waiting for other ranks, unless the pass is being captured."""
+        """Count the block's time as waiting for other ranks, unless a CUDA graph is being captured."""
         if is_capturing():
             yield
             return
@@ -101,7 +101,7 @@ class Stopwatch:
 
 
 class DeviceStopwatch(Stopwatch):
-    """Stopwatch for training on a GPU: seconds of each phase by CUDA events, which only ``take`` waits for.
+    """Stopwatch for training on a GPU. It measures phases by CUDA events; only in ``take`` does the host wait for them.
 
     Time spent waiting for data or for other ranks counts only while the device is idle. If a phase lies inside a captured
     step, the CUDA graph records the phase's events again at every replay. ``take`` reads the events of the last replay,
@@ -113,9 +113,10 @@ class DeviceStopwatch(Stopwatch):
         self._event, self._capturing = event, capturing
         self._spans: dict[str, list[Span]] = {phase: [] for phase in _PHASES}
         self._enclosing: str | None = None
-        # One span per phase, which all captures share, because any phase may be part of a captured step.
+        # Any phase may be part of a captured step, so there is one span for each phase. All captures share these spans.
         self._captured: dict[str, Span] = {phase: Span(event(True), event(True)) for phase in _PHASES}
-        # Record the events now, because ``elapsed_time`` rejects unrecorded events. All measured phases begin later.
+        # Record the events now, because ``elapsed_time`` rejects unrecorded events. ``take`` does not count these first
+        # records, because they lie outside all measured phases.
         for span in self._captured.values():
             span.begin.record()
             span.end.record()

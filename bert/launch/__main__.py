@@ -1,7 +1,7 @@
 """Train, check and report: the program behind ``./run_and_time.sh [RECIPE] [RUNS] [-- --section.field value ...]``.
 
-Started by another launcher (torchrun, srun or mpirun), it becomes one process of a single run. ``--prepare RECIPE`` makes
-what a run needs and checks it; ``--verdict RESULT_FILE...`` judges finished runs. run_and_time.sh holds the help text.
+If another launcher (torchrun, srun or mpirun) starts it, it becomes one process of a single run. ``--prepare RECIPE`` makes
+and checks what a run needs. ``--verdict RESULT_FILE...`` judges finished runs. run_and_time.sh holds the help text.
 """
 
 import math
@@ -131,7 +131,7 @@ def _start(command: Command, supervisor: Supervisor) -> int:
 
 
 def _install(extra: str, supervisor: Supervisor) -> None:
-    """Install the packages of an extra of pyproject.toml into .venv unless they are installed."""
+    """Install the packages that pyproject.toml lists under ``extra`` into .venv, unless they are already installed."""
     extras = (*(["dali"] if has_gpus() else []), extra)
     script = 'source launch/venv.sh && prepare_venv "$@"'
 
@@ -144,7 +144,7 @@ def _install(extra: str, supervisor: Supervisor) -> None:
 
 
 def _make_demo_data(config: Config) -> None:
-    """Make the data of tiny_cpu, or verify existing data, unless the run reads other data."""
+    """Make the data of the recipe tiny_cpu, or verify them if they exist. Do nothing if the run reads only other data."""
     own = RECIPES["tiny_cpu"]().data
     if config.data.train != own.train and config.data.evaluation != own.evaluation:
         return

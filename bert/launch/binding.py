@@ -1,10 +1,10 @@
 """Binding of the processes of a node to the cores nearest to their GPUs: ``python -m bert.launch.binding``.
 
-GPU i is the i-th NVIDIA display device in the order of PCI addresses, or the i-th number in CUDA_VISIBLE_DEVICES.
-Processes that share a NUMA node split its cores. If the NUMA node of a GPU is unknown or has no allowed core, if the GPUs
-are of several kinds, or if there are none, all processes split the allowed cores. Hardware threads of a core stay together.
-Memory needs no binding, because Linux allocates it on the NUMA node of the process that touches it first. NCCL chooses the
-network cards.
+Process i uses GPU i. GPUs are NVIDIA display devices in the order of PCI addresses, or as CUDA_VISIBLE_DEVICES lists them.
+Processes whose GPUs are at one NUMA node split the cores of this node. All processes split all allowed cores if there are
+not enough GPUs, if the GPUs are of several kinds, or if the NUMA node of a GPU is unknown or has no allowed core. The
+hardware threads of a core always go to the same process. Memory needs no binding, because Linux allocates it on the NUMA
+node of the process that touches it first. Network cards need none either, because NCCL chooses them.
 """
 
 import os
@@ -43,7 +43,7 @@ def binding(rank: int, ranks: int, allowed: Collection[int], sysfs: Path, visibl
         near = [frozenset(allowed)] * ranks
     cpus = near[rank]
     position, sharers = near[:rank].count(cpus), near.count(cpus)
-    # Distribute cores rather than hardware threads.
+    # Distribute whole cores, so that the hardware threads of a core stay together.
     topology = sysfs / "devices/system/cpu"
     threads = ({cpu} | _cpu_list(topology / f"cpu{cpu}/topology/thread_siblings_list") & cpus for cpu in sorted(cpus))
     cores = list(dict.fromkeys(map(frozenset, threads)))
@@ -67,8 +67,8 @@ def torchrun_environment() -> dict[str, str]:
 def become_rank(arguments: Sequence[str]) -> NoReturn:
     """Replace this process, which a launcher has started as a rank, with `bert.train`.
 
-    Unless BIND=off, bind it to its cores first, and set OMP_NUM_THREADS to their number if it is not set. Raises
-    ``ValueError`` if the launcher's variables are wrong.
+    Unless BIND=off, first bind the process to its cores and, if OMP_NUM_THREADS is not set, set it to their number.
+    Raises ``ValueError`` if the launcher's variables are wrong.
     """
     launch = Launch.from_environment()
     whole_number("OMP_NUM_THREADS", 1, 1)

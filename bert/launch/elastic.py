@@ -62,7 +62,7 @@ def join(hosts: str, endpoint: str, arguments: Sequence[str]) -> NoReturn:
         "rdzv-id": folder,
         # The store is in the process of `serve_rendezvous` and not on one of the hosts, so that any host may be lost.
         "rdzv-conf": f"is_host=0,last_call_timeout={last_call}",
-        # Otherwise torchrun leaves log folders on each host, one of them beside the checkpoints if rdzv-id is absolute.
+        # Otherwise torchrun leaves log folders on each host. If rdzv-id is an absolute path, one is beside the checkpoints.
         "log-dir": os.devnull,
         **({"local-addr": address} if (address := os.environ.get("ADDRESS")) else {}),
     }

@@ -47,8 +47,8 @@ def parse_whole_number(name: str, text: str, least: int, most: int = 10**9) -> i
 def layout_of(config: Config) -> Layout:
     """Return the layout of a run on this node. Raises ``ValueError`` if NPROC or OMP_NUM_THREADS is wrong.
 
-    NPROC, or else the plan, sets the number of processes. The default is one per GPU; on a CPU, it depends on the model and
-    the cores. OMP_NUM_THREADS sets the number of threads.
+    NPROC, or else the plan, sets the number of processes. Without these, a run starts one process per GPU; on a CPU, the
+    number depends on the model and on the number of cores. OMP_NUM_THREADS sets the number of threads.
     """
     training, cores = config.training, len(os.sched_getaffinity(0))
     is_small = training.device == "cpu" and config.model.hidden_size < _SMALL
@@ -59,8 +59,8 @@ def layout_of(config: Config) -> Layout:
     elif training.device == "cuda":
         processes = visible_gpus()
     else:
-        # Two processes with one thread each are as fast as one process with two threads on idle cores, and up to three
-        # times as fast if other programs run too, because threads wait for each other many times in a step.
+        # On idle cores, two processes with one thread each are as fast as one process with two threads. If other programs
+        # run too, they are up to three times as fast, because threads wait for each other many times in a step.
         can_share = training.global_batch_size % (2 * training.gradient_accumulation_steps) == 0
         processes = min(cores, 2) if is_small and can_share else 1
     threads = max(1, cores // processes)

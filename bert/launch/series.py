@@ -26,7 +26,7 @@ _CACHES = Path("/proc/sys/vm/drop_caches")
 
 @dataclass(frozen=True)
 class Nodes:
-    """The nodes of a run: by default only this one."""
+    """Nodes of a run. By default, this node is the only one."""
 
     count: int = 1
     rank: int = 0
@@ -34,7 +34,7 @@ class Nodes:
     address: str = "127.0.0.1"
     """Host at which rank 0 listens."""
     port: int = 0
-    """Port at which rank 0 listens, or 0 on a single node for any free port."""
+    """Port at which rank 0 listens. On a single node, 0 stands for any free port."""
 
 
 @dataclass(frozen=True)
@@ -79,9 +79,8 @@ class Series:
                 ended = self.train_once(claim, supervisor)
                 if claim.exists():
                     results.append(Path(os.fsdecode(claim.read_bytes().removesuffix(b"\n"))))
-                elif (
-                    not ended and not self.nodes.rank
-                ):  # the status may be 0: torchrun's is 0 after a signal to all ranks
+                elif not ended and not self.nodes.rank:
+                    # A status of 0 does not prove success: torchrun's status is also 0 after a signal to all ranks.
                     say_at_once(f"error: run {number} has left no log")
                     ended = 1
                 status = ended or status
@@ -98,7 +97,7 @@ class Series:
     def _check(self, claim: Path, supervisor: Supervisor) -> int:
         """Check this node and the run's inputs. Return the exit status.
 
-        A single process checks, so that a fault is reported once, and before ranks wait for each other.
+        A single process checks before any rank starts. So a fault is reported once, and no rank waits for others in vain.
         """
         if self.nodes.count > 1 and self.nodes.rank == 0:
             try:
@@ -120,7 +119,7 @@ class Series:
         def stop(process: int, number: int, earlier: int) -> None:
             ranks = [process] if self.world_size == 1 else _children(process)
             graceful = signal.SIGINT if number == signal.SIGINT else signal.SIGTERM
-            if claim.exists() or self.nodes.rank:  # other nodes never see a claim: assume a log
+            if claim.exists() or self.nodes.rank:  # other nodes never see a claim, so assume that there is a log
                 say_at_once("ending now" if earlier else "stopping after this step; again to end now")
                 # Signal the ranks and not torchrun, which would kill the ranks before they have completed the log.
                 _send(graceful if earlier < 2 else signal.SIGKILL, ranks or [process])

@@ -39,7 +39,7 @@ class Supervisor:
 
     def __init__(self) -> None:
         self.status = 0
-        """128 + n after signal n to this process, otherwise 0."""
+        """Exit status: 128 + n after signal n to this process, otherwise 0."""
         self.signals = 0
         """Number of signals since the last program was started."""
         self._process: subprocess.Popen[bytes] | None = None
@@ -61,7 +61,7 @@ class Supervisor:
         stop: Stop | None = None,
         quiet: bool = False,
     ) -> int:
-        """Run a program and return its exit status: 128 + n if signal n ended it or arrived at this process.
+        """Run a program and return its exit status, or 128 + n if signal n ended the program or arrived at this process.
 
         A signal to this process calls ``stop``, which is `end` by default. ``quiet`` drops the program's standard output.
         If this process is killed, the program gets SIGTERM.
@@ -96,7 +96,7 @@ class Supervisor:
 
 
 def end(process: int, _number: int, earlier: int) -> None:
-    """Send SIGTERM to a program, so that it can remove unfinished files, and SIGKILL at the second signal."""
+    """End a program by SIGTERM, so that it can remove unfinished files. At the second signal, end it by SIGKILL."""
     if not earlier:
         say_at_once("interrupted")
     with suppress(ProcessLookupError):
@@ -120,7 +120,7 @@ def say_at_once(line: str) -> None:
 
 
 def announce(text: str) -> None:
-    """Print a line about progress. If nobody reads the output, drop further output, even of programs started later."""
+    """Print a line about progress. If nobody reads the output, drop all further output, also that of later programs."""
     try:
         say(f"==> {text}")
     except OSError:
@@ -132,6 +132,6 @@ def _prctl(option: int, value: int) -> None:
 
 
 def _in_child() -> None:
-    """Prepare a child process between fork and exec. It gets SIGTERM when its parent is killed."""
+    """Prepare a child process between fork and exec: it unblocks signals, and gets SIGTERM when its parent is killed."""
     _prctl(_SET_PDEATHSIG, signal.SIGTERM)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)

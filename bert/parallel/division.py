@@ -1,4 +1,4 @@
-"""Division of a model among the ranks of a copy: builds this rank's part, and joins the parts of all ranks."""
+"""Division of a copy of the model among several ranks. The functions build this rank's part and join all ranks' parts."""
 
 import math
 from collections.abc import Iterator
@@ -85,7 +85,7 @@ class WholeVectors:
             yield name, whole[part].view(self._shapes[name])
 
     def gather(self, vector_P: Tensor) -> Tensor:
-        """Return a whole vector, gathered from the ranks of a model copy. They must all call this at the same time."""
+        """Return a whole vector, gathered from the ranks of a model copy. These ranks must call this together."""
         if self._is_whole:
             return vector_P
         # First each rank of a stage gathers the stage's shards; then each parameter is broadcast to the other stages.

@@ -44,7 +44,7 @@ class Launch:
 
     @classmethod
     def from_environment(cls) -> "Launch":
-        """Read the variables of torchrun, else mpirun (Open MPI), else an srun step; without any, return a single process.
+        """Read the variables of torchrun, or else of mpirun (Open MPI), or else of srun. Without any, return one process.
 
         torchrun comes first because mpirun or srun may have started it. mpirun comes before srun for the same reason. Raises
         ``ValueError`` if a variable is not an integer, or if the rank is not below the number of ranks.
@@ -79,7 +79,7 @@ def _is_slurm_task() -> bool:
         return False
     if os.environ.get("MASTER_ADDR") or os.environ["SLURM_STEP_ID"] == _INTERACTIVE_STEP:
         return bool(os.environ.get("MASTER_ADDR"))
-    # Tasks that are started from the shell of `srun --pty` inherit its variables, but have no terminal.
+    # Tasks that another srun starts from the shell of `srun --pty` inherit the shell's variables, but have no terminal.
     has_pty = "SLURM_PTY_PORT" in os.environ or "SLURM_PTY_WIN_COL" in os.environ
     return not (has_pty and _has_terminal())
 
@@ -118,7 +118,7 @@ def lost_launcher() -> str:
 
 
 def host_of(rank: int, launch: Launch) -> str:
-    """Return text that names a rank's host, from Slurm's node list or by the node's index; "" if the host is unknown."""
+    """Return " on host NAME" (from Slurm's node list) or " on the node with index N", or "" if the host is unknown."""
     if not launch.local_size:
         return ""
     node = rank // launch.local_size

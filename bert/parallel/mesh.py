@@ -1,11 +1,12 @@
 """Position of this process among the ranks: which ranks share its host, and which ranks share its copy of the model.
-Reductions, broadcasts and barriers over all ranks, which do nothing in a run of one rank.
+The module also has reductions, broadcasts and barriers over all ranks. They do nothing in a run of one rank.
 
 The launcher's environment gives rank and world size; ``bert.parallel.rendezvous`` finds out which ranks share a host.
 
-Ranks are assigned host by host. The shards of a stage come first, because they exchange the most data and must share a
-host. The stages of a copy follow, on the same host or the next one, and then the other copies. Each host holds whole copies,
-or each copy takes whole hosts. If all ranks of a data group are on different hosts, they therefore have the same local rank.
+Ranks are assigned host by host. The ranks that share a stage of the model are neighbours on one host, because they exchange
+the most data. The other stages of the same copy follow, on the same host or the next one, and then the other copies. Each
+host holds whole copies, or each copy takes whole hosts. If all ranks of a data group are on different hosts, they therefore
+have the same local rank.
 PyTorch's DeviceMesh cannot describe this order, because it assumes that neighbouring ranks share a host.
 """
 
@@ -28,7 +29,7 @@ from bert.parallel.rendezvous import Identity, group_by_host, join_group
 from console.text import counted
 from kernels.products import set_product_precision
 
-# Longer than the default of training.fault_seconds, so that the watchdog ends a run first and names the rank to blame.
+# This exceeds the default of training.fault_seconds, so that the watchdog ends a run first and names the rank to blame.
 TIMEOUT = timedelta(minutes=10)
 """A rank gives up after waiting this long in one collective, or for all ranks to join."""
 
@@ -49,15 +50,15 @@ class Mesh:
     """Index of the process on its host, as given by the launcher, and of the device that it uses."""
     device: torch.device
     nodes: tuple[tuple[int, ...], ...] = ((0,),)
-    """Ranks of each host, by local rank. A host's ranks need not be consecutive."""
+    """Ranks of each host, ordered by local rank. A host's ranks need not be consecutive."""
     tensor: int = 1
     """Number of ranks that share a stage of the model, or the whole model if there is one stage."""
     pipeline: int = 1
     """Number of stages, each of consecutive layers, that form a copy of the model."""
     hosts: tuple[str, ...] = ()
-    """Host name of every rank, by rank."""
+    """Host name of each rank, in the order of the ranks."""
     sites: tuple[str, ...] = ()
-    """Site of every rank, by rank; ``()`` stands for one site."""
+    """Site of each rank, in the order of the ranks, or ``()`` if there is only one site."""
 
     @property
     def is_main(self) -> bool:
@@ -73,18 +74,18 @@ class Mesh:
         return replace(self, nodes=tuple(ranks for ranks in self.nodes if self.sites[ranks[0]] == own))
 
     def by_site(self, ranks: Sequence[int]) -> tuple[tuple[int, ...], ...]:
-        """Divide ``ranks`` among the sites that have some of them, in the order of the sites' lowest ranks."""
+        """Return ``ranks`` divided by site, in the order of the sites' lowest ranks. Omit sites without any of them."""
         sites = {name: tuple(rank for rank in ranks if self.sites[rank] == name) for name in dict.fromkeys(self.sites)}
         return tuple(filter(None, sites.values())) or (tuple(ranks),)
 
     @cached_property
     def node_ranks(self) -> tuple[int, ...]:
-        """Ranks on this host, by local rank."""
+        """Ranks on this host, ordered by local rank."""
         return next(ranks for ranks in self.nodes if self.rank in ranks)
 
     @cached_property
     def rail_ranks(self) -> tuple[int, ...]:
-        """Ranks with this rank's position on their hosts and in their copies, ascending. They share a rail."""
+        """Ranks of this rank's rail, ascending. They have equal positions on their hosts and in their model copies."""
         place = self.node_ranks.index(self.rank)
         data = set(self.data_ranks)
         # Sort the ranks, because PyTorch 2.11 creates only groups of ascending ranks. An all-reduce works in any order.
@@ -152,19 +153,19 @@ class Mesh:
 
     @property
     def node_data_ranks(self) -> tuple[int, ...]:
-        """Ranks of ``data_ranks`` on this host, by local rank."""
+        """Those of ``data_ranks`` that are on this host, ordered by local rank."""
         data = set(self.data_ranks)
         return tuple(rank for rank in self.node_ranks if rank in data)
 
     @property
     def dropout_stream(self) -> int:
-        """Index that selects this rank's dropout seed. All stages of a copy share it, because they have different layers."""
+        """Index of this rank's dropout seed. The stages of a copy can share a seed, because they have different layers."""
         return self.data_rank * self.tensor + self.tensor_rank if self.pipeline > 1 else self.rank
 
     def names(self) -> list[str]:
-        """Return each rank's name in messages.
+        """Return the name that messages use for each rank.
 
-        It has the rank's host, its site if there are several, and its place in the grid if ranks share copies.
+        It contains the rank's host, its site if there are several, and its place in the grid if ranks share copies.
         """
         names = []
         for rank, (copy, stage, shard) in self.coordinates.items():
@@ -223,7 +224,7 @@ def join_mesh(
 
 
 def require_gpus(processes: int) -> None:
-    """Raise ``ValueError`` unless PyTorch sees a GPU on this host for each of ``processes``."""
+    """Raise ``ValueError`` if PyTorch sees fewer GPUs on this host than there are ``processes``."""
     if not torch.cuda.is_available():
         raise ValueError(
             "training.device is cuda, but PyTorch sees no GPU here: set training.device to cpu, or start the run where "
@@ -273,12 +274,12 @@ def require_whole_copies(parallel: ParallelConfig, hosts: int, per_host: int) ->
 def process_group(ranks: Sequence[int], *, in_network: bool = False, alone: bool = False) -> dist.ProcessGroup | None:
     """Create a group of ranks in the given order. All members must call this together and have equally many groups already.
 
-    A single rank gets None, or with ``alone`` a group of its own. With ``in_network``, NCCL may let switches add the vectors
-    that the ranks send (CollNet, SHARP). Raises ``ValueError`` if this version of PyTorch cannot ask NCCL for this.
+    For a single rank, the result is None or, with ``alone``, a group of its own. With ``in_network``, NCCL may let switches
+    add the vectors that ranks send (CollNet, SHARP). Raises ``ValueError`` if this version of PyTorch cannot ask for this.
     """
     if len(ranks) == 1 and not alone:
         return None
-    # PyTorch 2.11 has no sort_ranks, and ascending ranks do not need it.
+    # PyTorch 2.11 has no option sort_ranks, so pass it only if the ranks are not ascending.
     order: dict[str, Any] = {} if list(ranks) == sorted(ranks) else {"sort_ranks": False}
     # Without use_local_synchronization, every rank of the run would have to create every group, in the same order.
     options = _in_network_options() if in_network else None
@@ -317,7 +318,7 @@ def leave_mesh() -> None:
 def all_reduce_(
     tensor: Tensor, operation: Literal["sum", "min", "max"] = "sum", group: dist.ProcessGroup | None = None
 ) -> Tensor:
-    """Replace each value by its sum, minimum or maximum over a group or all ranks, in place, and return the tensor."""
+    """Replace each value by its sum, minimum or maximum over ``group`` (all ranks if it is None). Return the tensor."""
     if dist.is_initialized():
         dist.all_reduce(tensor, getattr(dist.ReduceOp, operation.upper()), group)
     return tensor

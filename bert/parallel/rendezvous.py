@@ -31,7 +31,7 @@ _RESOLUTION_S = 10.0
 """Seconds in which the resolver may recover from a temporary failure."""
 _IDENTITY_BYTES = 256
 _DESCRIPTORS = 1024
-"""Number of file descriptors for files, pipes, libraries, devices and clients that are no ranks of this run."""
+"""Number of file descriptors beside those of connections to ranks: files, pipes, libraries, devices and strangers."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,8 @@ def join_group(launch: Launch, device: torch.device, timeout: timedelta, arrival
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     on_gpu = device.type == "cuda"
     if on_gpu and launch.local_size != launch.world_size:
-        # Do not register buffers: between hosts, captured collectives on them can give wrong results (NVIDIA/nccl #2389).
+        # Do not let NCCL register buffers, because captured collectives on registered buffers can give wrong results
+        # between hosts (NVIDIA/nccl #2389).
         os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
     rank, world_size = launch.rank, launch.world_size
     # Open the store here, because the ranks must agree on the attempt before init_process_group creates the group.
@@ -101,7 +102,7 @@ def _open_store(launch: Launch, timeout: timedelta) -> Store:
 
 
 def _require_resolvable(address: str) -> None:
-    """Raise ``ValueError`` if this host cannot resolve MASTER_ADDR within some seconds, or at once if it is malformed."""
+    """Raise ``ValueError`` if this host cannot resolve MASTER_ADDR within ten seconds. Refuse a malformed name at once."""
     reason = ""
 
     def resolves() -> bool:
@@ -125,11 +126,11 @@ def _require_resolvable(address: str) -> None:
 
 @contextmanager
 def explained_store_errors() -> Iterator[None]:
-    """Turn errors of PyTorch's store, which anyone who can reach its port can cause, into a ``ValueError`` with a remedy."""
+    """Turn errors of PyTorch's store into a ``ValueError`` with a remedy. Anyone who can reach its port can cause errors."""
     try:
         yield
     except (RuntimeError, ValueError, IndexError) as error:
-        # If a stranger has overwritten a number, the C++ error only names the function that could not parse it.
+        # If a stranger has overwritten a number, the error's text is only the name of a C++ parsing function, such as stoi.
         reason = str(error).partition("\n")[0]
         if isinstance(error, ValueError) and not re.fullmatch("sto[a-z]+", reason):
             raise
@@ -198,7 +199,7 @@ def _follow(store: Store, rank: int, seconds: float) -> str:
 def _in_time(condition: Callable[[], bool], seconds: float) -> bool:
     """Poll the condition, and return whether it held within ``seconds``.
 
-    The function polls because a signal does not end a wait inside the store. Raises ``ValueError`` if the launcher of this
+    The function polls because a signal cannot end a wait inside the store. Raises ``ValueError`` if the launcher of this
     process has ended.
     """
     deadline, pause = time.monotonic() + seconds, 0.01
@@ -244,12 +245,11 @@ def _all_identities(launch: Launch, device: torch.device) -> list[Identity]:
 
 
 def group_by_host(identities: Sequence[Identity], one_launcher: bool = True) -> tuple[tuple[int, ...], ...]:
-    """Return the ranks of each host in ascending order; the hosts of a site follow one another, the lowest rank first.
+    """Return the ranks of each host in ascending order. Hosts are ordered by their site, then by their lowest rank.
 
-    Raises ``ValueError`` if hosts have different numbers of ranks, if a host states two sites or none although others state
-    one, if a launcher announces more ranks per host than were found there, or if a host's local ranks do not ascend with its
-    ranks. If each host must have ``one_launcher``, equal local ranks on a host are an error too, because they would use the
-    same device.
+    Raises ``ValueError`` if hosts have different numbers of ranks, if a host states two sites, if only some hosts state a
+    site, if a launcher announces more ranks on a host than were found there, or if a host's local ranks do not ascend with
+    its ranks. With ``one_launcher``, equal local ranks on a host are an error too, because they would use the same device.
     """
     hosts: dict[tuple[str, str], list[int]] = {}
     for rank, identity in enumerate(identities):

@@ -46,10 +46,10 @@ def decoded(code_C: Tensor, dtype: SiteDtype) -> Tensor:
 
 
 class SiteExchange:
-    """Exchanges of weights between sites: ``after_step`` begins and applies them, ``settle`` completes one at once."""
+    """Exchanges of weights between sites. ``after_step`` begins and applies them. ``settle`` completes them at once."""
 
     def __init__(self, weights_P: Tensor, config: TrainingConfig, mesh: Mesh, stopwatch: Stopwatch) -> None:
-        """Exchange ``weights_P``, which are equal in all sites now. All ranks must call this at the same time."""
+        """``weights_P``, which the exchanges update, must be equal in all sites now. All ranks must call this together."""
         self._weights_P, self._config, self._stopwatch = weights_P, config, stopwatch
         sites = mesh.by_site(mesh.data_ranks)
         self._between = BetweenSites(sites, mesh)
@@ -57,10 +57,10 @@ class SiteExchange:
         length = BLOCK * -(-len(weights_P) // (BLOCK * self._between.pieces))
         self._slices = self._between.slices(length * self._between.pieces)
         self._shared_N, self._sent_N, self._momentum_N = weights_P.new_zeros(3, length * self._between.pieces)
-        """The weights that all sites share; this site's weights when the last exchange began; and the momentum of the shared
-        weights, of which a rank knows only the pieces that it owns."""
+        """In this order: the weights that all sites share, this site's weights when the last exchange began, and the
+        momentum of the shared weights. A rank knows only the pieces of the momentum that it owns."""
         self._residuals = {place: weights_P.new_zeros(length) for place in self._between.owned}
-        """Rounding errors of the last exchange by number of the owned piece. The next exchange adds them to its changes."""
+        """Rounding errors of the last exchange for each piece that this rank owns. The next exchange sends them too."""
         share_of = {rank: len(ranks) / mesh.data_size for ranks in sites for rank in ranks}
         self._share = share_of[mesh.rank]
         """This site's share of the samples."""
@@ -75,7 +75,7 @@ class SiteExchange:
         lengths = torch.tensor([length, len(encoded(weights_P.new_zeros(length), config.site_dtype))])
         sent = (len(sites) - 1) * len(self._between.owned) * lengths.to(weights_P.device)
         self._elements, self._bytes = all_reduce_(sent).tolist()
-        """Elements, and bytes of their codes, that all ranks send between sites in one exchange."""
+        """Number of elements that all ranks together send between sites in one exchange, and their bytes after encoding."""
         self._bytes_sent = 0
         self.restore_()
         # Exchange equal weights. This changes no weight, but opens the connections before the clock starts.
@@ -110,7 +110,7 @@ class SiteExchange:
         return changes
 
     def mean(self, vector_P: Tensor) -> Tensor:
-        """Return the mean of a vector over the sites, weighted by their samples."""
+        """Return the mean of a vector over the sites, weighted by the sites' shares of the samples."""
         mean_P = vector_P * self._share
         with self._stopwatch.time(SITE_WAIT):
             self._between.all_reduce_(mean_P, lambda piece, group: all_reduce_(piece, group=group))
@@ -121,7 +121,7 @@ class SiteExchange:
     def momentum(self) -> Tensor:
         """Return the momentum of the shared weights, [P], and clear the residuals, which checkpoints do not store.
 
-        A run therefore continues from a checkpoint exactly as if it had not been interrupted.
+        So a run that goes on and a run that continues from the checkpoint both have no residuals, and get equal results.
         """
         for residual_K in self._residuals.values():
             residual_K.zero_()
@@ -130,7 +130,7 @@ class SiteExchange:
 
     @torch.no_grad()
     def restore_(self, momentum_P: Tensor | None = None) -> None:
-        """Share the weights of this rank's model, which are equal in all sites, and overwrite the momentum if given."""
+        """Make this rank's weights, which are equal in all sites, the shared weights. Overwrite the momentum if given."""
         self._shared_N[: len(self._weights_P)] = self._weights_P
         if momentum_P is not None:
             self._momentum_N[: len(momentum_P)] = momentum_P

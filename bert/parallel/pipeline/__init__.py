@@ -6,8 +6,8 @@
 ``torch.distributed.pipelining`` decides the order of forward and backward passes and sends the tensors. The schedule is
 1F1B, or interleaved 1F1B if ranks have several stages. This package adds what PyTorch's pipelining lacks:
 
-- Micro-batches differ in their number of tokens. Only the tensors that are sent are padded.
-- Stages need the sequence boundaries too. All ranks of a copy load the same micro-batches.
+- Micro-batches differ in their number of tokens, so tensors are padded before they are sent to the next stage.
+- Stages also need the boundaries of sequences, which are not sent, so all ranks of a copy load the same micro-batches.
 - Two stages share the word table. The first stage owns it, and the last stage has a copy, whose gradient is sent to the
   first stage before gradients are summed over the copies of the model. The updated table is sent back.
 - An evaluation has any number of batches, so its batches pass through the stages without a schedule.

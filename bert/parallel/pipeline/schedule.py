@@ -19,8 +19,8 @@ from dataloading.batches.sampler import TOKENS_MULTIPLE
 class PipelineSchedule:
     """Forward and backward passes of a step's micro-batches through the stages of all ranks.
 
-    A rank's own computation counts as the phase ``forward_backward``, and waiting for its neighbours as ``reduce``, which is
-    the caller's phase. This lets the watchdog see which rank of a copy the other ranks are waiting for.
+    A rank's own computation counts as the phase ``forward_backward``. Time that a rank waits for its neighbours counts as
+    ``reduce``, the phase of the caller. So the watchdog can see which rank of a copy the other ranks are waiting for.
     """
 
     def __init__(
@@ -31,7 +31,7 @@ class PipelineSchedule:
         mean_loss: Callable[[PretrainingOutput, Batch], Tensor],
         stopwatch: Stopwatch,
     ) -> None:
-        """``mean_loss`` returns the loss that the last stage's backward pass starts from, and may record its input."""
+        """``mean_loss`` returns the loss from which the last stage's backward pass starts. It may record its arguments."""
         self.pipeline = pipeline
         self.autocast = autocast
         self.mean_loss = mean_loss
@@ -41,8 +41,8 @@ class PipelineSchedule:
         self.rows = 0
         """Number of rows W of the tensors that stages send: the largest number in any micro-batch so far, rounded up."""
         self._stopwatch = stopwatch
-        # PyTorch splits a step's input along the first dimension. This input gives each micro-batch its number, with which a
-        # stage finds the batch that its rank has loaded. Numbers on the host can be read without waiting for the device.
+        # PyTorch splits a step's input along the first dimension. This input consists of the numbers of the micro-batches,
+        # by which a stage finds the batch that its rank has loaded. It is on the host, so nothing waits for the device.
         self._micro_batches = torch.arange(micro_batches)
         self._schedule: Schedule1F1B | ScheduleInterleaved1F1B | None = None
 
@@ -125,5 +125,5 @@ class _StageModule(nn.Module):
             output = pipeline.through(self._stage, hidden_WD, batch, schedule.dropout_states[number])
         if isinstance(output, PretrainingOutput):
             return schedule.mean_loss(output, batch)
-        # The next stage removes the padding.
+        # Pad the rows to the size of the next stage's buffer. That stage removes the padding.
         return F.pad(output, (0, 0, 0, schedule.rows - rows))

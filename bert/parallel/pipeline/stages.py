@@ -1,5 +1,5 @@
-"""Division of a model into pipeline stages so that the most expensive stage costs as little as possible, and the model of a
-rank's stages.
+"""Division of a model into pipeline stages, and the module that computes the stages of a rank. The division makes the most
+expensive stage as cheap as possible.
 
 Shape legend in ``bert/model.py``. In addition, W is the number of rows of hidden states on this rank: T, or this rank's
 share of T in a tensor group.
@@ -29,7 +29,7 @@ _MASKED_SHARE = 0.15
 
 @dataclass(frozen=True)
 class Stage:
-    """Consecutive layers of the model; the first stage also has the embeddings, the last stage the heads."""
+    """Consecutive layers of the model. The first stage also has the embeddings, and the last stage has the heads."""
 
     index: int
     count: int
@@ -62,17 +62,17 @@ def layer_costs(config: ModelConfig) -> list[float]:
     """Return each layer's multiply-adds per token in products with weights; the last layer includes the heads.
 
     Attention adds the same cost to every layer and is omitted. The last layer computes keys and values for all tokens, and
-    everything else only for the rows that the heads read. The embeddings multiply nothing.
+    everything else only for the rows that the heads read. The embeddings have no products.
     """
     hidden, wide = config.hidden_size, config.intermediate_size
-    rows = _MASKED_SHARE * hidden * (2 * hidden + 2 * wide)  # query, attention output, fc1, fc2
-    heads = _MASKED_SHARE * hidden * (hidden + config.vocab_size)  # transform, decoder
-    layer = hidden * (4 * hidden + 2 * wide)  # query, key, value, attention output, fc1, fc2
+    rows = _MASKED_SHARE * hidden * (2 * hidden + 2 * wide)  # weights of query, attention output, fc1, fc2
+    heads = _MASKED_SHARE * hidden * (hidden + config.vocab_size)  # weights of transform and decoder
+    layer = hidden * (4 * hidden + 2 * wide)  # weights of query, key, value, attention output, fc1, fc2
     return [float(layer)] * (config.num_hidden_layers - 1) + [2 * hidden**2 + rows + heads]
 
 
 def divided(costs: list[float], count: int) -> list[range]:
-    """Divide costs into ``count`` consecutive ranges that minimise the highest sum, and on a tie the sum of squares."""
+    """Divide costs into ``count`` ranges with the lowest possible highest sum. On a tie, minimise the sum of squares."""
 
     @cache
     def best(start: int, ranges: int) -> tuple[float, float, tuple[int, ...]]:
@@ -116,8 +116,8 @@ class PipelineModel(BertForPreTraining):
         """Rank in the pipeline group that updates each parameter, by the parameter's name."""
         table = self._gradient = None
         if own[-1].is_last:
-            # The copy of the word table is a buffer, because the first stage has the parameter. Autograd accumulates its
-            # gradient here, and ``add_word_gradient_`` sends it to that stage.
+            # The copy of the word table is a buffer, because only the first stage has the table as a parameter. Autograd
+            # accumulates the copy's gradient here, and ``add_word_gradient_`` sends it to the first stage.
             word_VD = word_VD.detach().clone().requires_grad_()
             word_VD.grad = self._gradient = torch.zeros_like(word_VD)
             table = nn.Module()
@@ -138,7 +138,7 @@ class PipelineModel(BertForPreTraining):
     def through(
         self, stage: Stage, given_WD: Tensor | None, batch: Batch, dropout_state: Tensor | None
     ) -> Tensor | PretrainingOutput:
-        """Compute a stage from the previous stage's hidden states [W, D], if any; the last stage returns the losses."""
+        """Compute a stage from the previous stage's hidden states [W, D], if any. The last stage returns losses."""
         hidden_WD = self.embedded(batch, dropout_state) if given_WD is None else given_WD
         for layer in stage.layers[:-1] if stage.is_last else stage.layers:
             hidden_WD = self.layers[layer](hidden_WD, batch.cu_seqlens, batch.max_seqlen, dropout_state)
@@ -148,7 +148,7 @@ class PipelineModel(BertForPreTraining):
         return self.losses(*self.last_layer(hidden_WD, batch, dropout_state), batch)
 
     def forward(self, batch: Batch) -> PretrainingOutput:
-        """Compute both losses of a batch on the last stage's rank, and zeros elsewhere. Every rank must call it."""
+        """Return both losses of a batch on the rank of the last stage, and zeros on other ranks. Every rank must call it."""
         dropout_state = self.next_dropout_state()
         zero = torch.zeros((), device=batch.input_ids.device)
         output = PretrainingOutput(zero, zero, zero.long())

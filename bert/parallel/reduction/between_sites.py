@@ -9,7 +9,7 @@ from bert.parallel.mesh import Mesh, level_groups, process_group
 
 
 class BetweenSites:
-    """Exchange between sites of a vector that is equal on all ranks of a site. Each piece has one owner in every site.
+    """Sum over sites of a vector that is equal on all ranks of a site. Each piece of it belongs to one rank in every site.
 
     The vector is divided into as many pieces as the largest site has ranks. A rank of a smaller site owns several pieces.
     """

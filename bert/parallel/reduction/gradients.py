@@ -41,11 +41,11 @@ def shard_of(vector_N: Tensor, group: dist.ProcessGroup | None) -> Tensor:
 
 
 class Sums:
-    """In-place collectives on fp32 vectors [N] that divide into one shard per rank. Without a group, they do nothing.
+    """In-place collectives on fp32 vectors [N], which must divide into one shard per rank. Without a group, they do nothing.
 
-    In fp32, NCCL, gloo or network switches add the vectors, in an order that they choose. In bf16, this class adds them in
-    fp32. Each contribution is rounded once before it is sent, and each sum once before it is gathered, for any number of
-    ranks. Ranks send as many bytes as in a ring all-reduce.
+    Vectors that are sent in fp32 are added by NCCL, gloo or network switches, in an order that these choose. Vectors that
+    are sent in bf16 are added by this class in fp32. It rounds each contribution once before it is sent, and each sum once
+    before it is gathered, for any number of ranks. Ranks send as many bytes as in a ring all-reduce.
     """
 
     def __init__(self, bf16_elements: int, device: torch.device) -> None:
@@ -57,7 +57,7 @@ class Sums:
         self._sent, self._received = torch.empty(2, bf16_elements, dtype=torch.bfloat16, device=device)
 
     def reduce_scatter_(self, vector_N: Tensor, group: dist.ProcessGroup | None) -> None:
-        """Overwrite this rank's shard with the sum over the ranks, which is not rounded; other shards become undefined."""
+        """Overwrite this rank's shard with the sum over the ranks, not rounded to bf16. Other shards become undefined."""
         if group is None:
             return
         if len(self._sent) == 0:
@@ -79,7 +79,7 @@ class Sums:
             return
         received_N = self._received[: len(vector_N)]
         all_gather_single(received_N, self._sent[: len(shard_W)].copy_(shard_W), group=group)
-        # This includes the rank's own shard, rounded as the other ranks see it: all ranks must have equal sums.
+        # Overwrite the rank's own shard too with the rounded values that the other ranks get, so that all have equal sums.
         vector_N.copy_(received_N)
 
     def all_reduce_(self, vector_N: Tensor, group: dist.ProcessGroup | None) -> None:
@@ -91,13 +91,13 @@ class Sums:
 
 
 def add_contributions(contributions_RW: Tensor, out_W: Tensor) -> None:
-    """Add the bf16 contributions of all ranks in fp32, in an order that depends on the number of ranks, not on timing."""
+    """Add the bf16 contributions of all ranks in fp32. The order depends on the number of ranks, but not on timing."""
     torch.sum(contributions_RW, 0, dtype=torch.float32, out=out_W)
 
 
 @dataclass(frozen=True)
 class Communicators:
-    """Process groups only for reductions: this rank's data group, the part of it on this node, and the rail.
+    """Process groups that only reductions use: this rank's data group, the members of it on this node, and the rank's rail.
 
     A group is None if this rank would be its only member.
     """
@@ -109,15 +109,15 @@ class Communicators:
     shards: int
     """Number of shards into which every bucket must divide."""
     between: BetweenSites | None = None
-    """Exchange along the rail between sites; None if there is one site, or if no site has several hosts."""
+    """Sum along the rail between sites, or None if there is only one site, or if no site has several hosts."""
     everyone: dist.ProcessGroup | None = None
-    """All ranks that reduce gradients together, in all data groups; None stands for all ranks of the run."""
+    """Group of all ranks that reduce gradients together, in all data groups, or None if these are all ranks of the run."""
 
     @classmethod
     def create(cls, mesh: Mesh, *, in_network: bool = False, is_flat: bool = False) -> "Communicators":
-        """Create the groups; every rank must call it at the same time. A reduction that ``is_flat`` ignores sites.
+        """Create the groups. Every rank must call this at the same time. With ``is_flat``, ignore sites.
 
-        Only the rail asks for in-network sums: switches can hold few reduction trees, and only rails cross switches.
+        ``in_network`` applies only to the rail: switches can hold few reduction trees, and only rails cross switches.
         """
         rails, shards, between = mesh.by_site(mesh.rail_ranks), mesh.data_size, None
         ranks = sorted(rank for node in mesh.nodes for rank in node)
@@ -147,7 +147,7 @@ class CommunicationStream:
     def run(self, work: Callable[[], None]) -> Callable[[], None]:
         """Run ``work`` after all earlier computation and all earlier work.
 
-        Returns a function that orders all later computation behind the work, and that raises the work's exceptions.
+        Returns a function that makes all later computation wait for the work, and that raises the work's exceptions.
         """
         if self._stream:
             self._stream.wait_stream(torch.cuda.current_stream())  # gradients must be complete before they are sent
@@ -164,7 +164,7 @@ class CommunicationStream:
         return pending.result
 
     def join(self) -> None:
-        """Order all later computation behind all submitted work. Raises the work's exceptions."""
+        """Make all later computation wait for all submitted work. Raises the work's exceptions."""
         if self._stream:
             # In a capture, this also joins the fork that ``run`` made. Without the join, CUDA reports an error.
             torch.cuda.current_stream().wait_stream(self._stream)
@@ -196,7 +196,7 @@ class Reduction:
     """
 
     own_sums: Tensor | None = None
-    """Sums of this rank's shard, [W], contiguous, if the rank keeps only its shard of the gradients; otherwise None."""
+    """Contiguous sums [W] of this rank's shard if the rank keeps only its shard of the gradients, otherwise None."""
 
     def __init__(
         self,
@@ -236,7 +236,7 @@ class Reduction:
 
     @contextmanager
     def overlapped(self, last: bool = True) -> Iterator[None]:
-        """Start buckets during the backward pass in the ``with`` block, which must contain exactly one pass.
+        """Start the sum of each bucket during the backward pass in the ``with`` block, which must contain exactly one pass.
 
         Nothing starts unless this is the ``last`` backward pass of the step, which completes the gradients.
         """
@@ -244,7 +244,7 @@ class Reduction:
             yield
             return
         self._waiting = [len(parts) for parts in self._parts]
-        # Set the counts first: the hooks decrement them from here on.
+        # From here on, the hooks decrement ``_waiting``, so it is set before this.
         self._armed = True
         try:
             yield
@@ -282,7 +282,7 @@ class Reduction:
             for bucket in buckets:
                 self._waiting[bucket] -= 1
             ready = self._started
-            # A complete bucket waits for the buckets before it.
+            # Do not start a complete bucket while a bucket before it is incomplete.
             while ready < len(self._waiting) and self._waiting[ready] <= 0:
                 ready += 1
             self._start(ready)
@@ -317,10 +317,10 @@ def choose(config: TrainingConfig, flat: FlatParameters, communicators: Communic
 
     Call it only at start-up, because measuring zeroes the gradients.
 
-    ``auto`` measures flat and hierarchical if they differ here. It never chooses the sharded strategies: they save memory,
-    and the time of their sums alone does not show whether they are faster. The time of a round is the slowest rank's time.
-    Each strategy is judged by its best round, because the first round opens connections. No round begins after
-    ``_ENOUGH_S`` seconds.
+    The setting ``auto`` measures the strategies flat and hierarchical if they differ in this run. It never chooses the
+    sharded strategies: they save memory, and the time of their sums alone does not show whether they are faster. The time
+    of a round is the slowest rank's time. Each strategy is judged by its best round, because the first round opens
+    connections. No round begins after ``_ENOUGH_S`` seconds.
     """
     if communicators.data is None:
         return "flat", "one rank"
@@ -337,12 +337,12 @@ def choose(config: TrainingConfig, flat: FlatParameters, communicators: Communic
     best, spent = [math.inf] * len(strategies), 0.0
     for _ in range(_ROUNDS):
         times = torch.zeros(len(strategies), dtype=torch.float64, device=device)
-        # Rounds alternate between strategies, so that a disturbance on the machine slows all of them.
+        # Each round measures every strategy, so that a disturbance on the machine slows all of them.
         for place, reduction in enumerate(reductions):
             barrier(communicators.data)  # wait for late ranks, so that this wait is not measured
             begin = time.perf_counter()
             reduction.finish()
-            # On a GPU, ``finish`` makes only the stream wait for the sums, not the host.
+            # On a GPU, ``finish`` makes only the stream wait for the sums, so let the host wait here.
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
             times[place] = time.perf_counter() - begin
@@ -350,10 +350,10 @@ def choose(config: TrainingConfig, flat: FlatParameters, communicators: Communic
         all_reduce_(times, "max", communicators.everyone)
         best = list(map(min, best, times.tolist()))
         spent += times.sum().item()
-        if spent > _ENOUGH_S:  # ``spent`` is equal on all ranks, so all end here
+        if spent > _ENOUGH_S:  # ``spent`` is equal on all ranks, so all stop after the same round
             break
     for reduction in reductions:
-        # Otherwise its hooks would run in every later backward pass.
+        # Remove the hooks, which would otherwise run in every later backward pass.
         reduction.close()
     shown = ", ".join(f"{each} {1000 * seconds:.1f} ms" for each, seconds in zip(strategies, best, strict=True))
     return strategies[best.index(min(best))], shown

@@ -1,9 +1,9 @@
-"""Sum of gradients if each rank keeps only a shard of them (ZeRO-2). Buckets take turns in two buffers.
+"""Sum of gradients if each rank keeps only a shard of them (ZeRO-2). All buckets share two buffers, which take turns.
 
 Autograd gives every parameter a separate gradient. When all gradients of a bucket are complete, they are copied into a
 buffer and freed. The buffer is reduced and scattered during the rest of the backward pass, and the result is added to this
 rank's shard. So a rank holds its shard, two buffers, and the gradients of incomplete buckets, which take about as much
-memory as one layer's. The cost is that every micro-batch sends its gradients; unsharded gradients are sent once per step.
+memory as the gradients of one layer. The cost is that gradients are sent in every micro-batch, and not once per step.
 """
 
 from collections.abc import Callable, Iterator
@@ -22,7 +22,7 @@ BUFFERS = 2
 
 
 class ShardedReduction(Reduction):
-    """``Reduction`` with the strategy sharded or sharded_world, for a ``FlatParameters`` without gradients.
+    """``Reduction`` with the strategy sharded or sharded_world, for ``FlatParameters`` that have no flat gradient.
 
     Shape legend: B elements of a bucket, W elements of this rank's shard, which is its part of every bucket.
 
@@ -31,7 +31,7 @@ class ShardedReduction(Reduction):
     """
 
     own_sums: Tensor
-    """Sums of this rank's shard, [W], bucket after bucket, over all micro-batches since they were set to zero."""
+    """Sums [W] of this rank's shard, bucket after bucket. Each micro-batch adds to them until they are set to zero."""
 
     def __init__(
         self,
@@ -69,7 +69,7 @@ class ShardedReduction(Reduction):
         self._started = 0
         if not last:
             with self._stopwatch.waiting():
-                # The next pass needs both buffers, and a capture must join its forks. ``finish`` joins after the last pass.
+                # The next pass needs both buffers, and a capture must join its streams. ``finish`` does so at the end.
                 self.stream.join()
 
     def finish(self) -> None:
@@ -99,7 +99,8 @@ class ShardedReduction(Reduction):
             gradients_B[max(0, start) : min(size, stop)] = parameter.grad.reshape(-1)[
                 max(0, -start) : min(size, stop) - start
             ]
-            if start >= 0:  # its last part is copied, because buckets go from the vector's end to its start
+            # Buckets go from the vector's end to its start. So a parameter that begins in this bucket is copied completely.
+            if start >= 0:
                 parameter.grad = None
         return gradients_B
 

@@ -2,7 +2,7 @@
 parameters themselves may also be divided among the ranks of a copy of the model.
 
 Shape legend: N flat parameters with padding, R ranks that share the state, W = N / R elements of a shard, G segments, K
-spans, I elements of W whose parameters are replicated in a tensor group.
+spans to which trust ratios apply, I elements of W whose parameters are replicated in a tensor group.
 
 A rank's shard consists of its part of every bucket of the reduction, one after the other. A span is a contiguous part of
 one segment in the shard.
@@ -29,7 +29,7 @@ class ShardedLamb:
     """LAMB on this rank's shard of the weights, after a ``Reduction`` with the strategy sharded or sharded_world.
 
     If ``tensor`` or ``pipeline`` divides the model, use this class with the other strategies too, because norms must be
-    summed over the ranks of a copy. With these strategies, the shard is all of the rank's weights.
+    summed over the ranks of a copy. With the other strategies, the shard is all of the rank's weights.
 
     A step updates each weight on the ranks that have it in their shard; ``WeightGather`` sends it to the other ranks. Sums
     over shards are added in the order of the ranks and are therefore equal on all ranks bit for bit. So weights stay equal
@@ -105,9 +105,9 @@ class ShardedLamb:
             norm=norm,
             step=self.steps + 1,
         )
-        # Every rank takes part in the sums, even a rank without adapted elements.
+        # Every rank takes part in the sums, even a rank without any element that a trust ratio scales.
         squares_2G = self._over_shards(squares_2K @ self._counted_KG)
-        # The schedule counts steps from 0, the bias corrections above count from 1.
+        # The learning rate schedule counts steps from 0, but the bias corrections above count steps from 1.
         rate = learning_rate(config, self.steps).float()
         squares_2K = squares_2G[:, self._segments_K]
         lamb_apply(weight_W, self._state, self._spans, squares_2K, norm=norm, learning_rate=rate)
@@ -151,7 +151,7 @@ class ShardedLamb:
     def _squares_with_sums_(self) -> Tensor:
         """Sum replicated parameters' gradients over the tensor group. Return the sum of squares of this shard's gradients.
 
-        The sum is fp64 []. Replicated parameters count on only one rank of the group.
+        The returned sum is fp64 []. Replicated parameters count on only one rank of the group.
         """
         gradient_W, everywhere_I = self._gradient_W, self._everywhere_I
         if len(everywhere_I) == 0:
@@ -196,7 +196,7 @@ def _summed(squares: Tensor, group: dist.ProcessGroup | None) -> Tensor:
 def segment_spans(sizes: tuple[int, ...], owned: list[tuple[int, int]]) -> list[tuple[int, int, int]]:
     """Divide a shard into spans at the ends of segments, and return (segment, start, stop) of each span.
 
-    The shard consists of the ``owned`` ranges of the flat vector, one after the other. Spans count from the shard's start.
+    The shard consists of the ``owned`` ranges of the flat vector, one after another. Spans count from its beginning.
     """
     bounds = list(pairwise(accumulate(sizes, initial=0)))
     spans, base = [], 0
@@ -210,7 +210,7 @@ def segment_spans(sizes: tuple[int, ...], owned: list[tuple[int, int]]) -> list[
 
 
 class WeightGather:
-    """Gathering of weights: all at once when called, or during the forward pass that follows ``start``.
+    """Gathering of updated weights, either all at once by a call, or during the forward pass that follows ``start``.
 
     After an update, a rank has new weights only in its own shard. The next step gathers all buckets in the order in which
     its forward pass needs them. Before the embeddings and before each layer except the last one, the forward pass waits for
@@ -239,18 +239,18 @@ class WeightGather:
         self.finish()
 
     def start(self) -> None:
-        """Start gathering; the next forward pass waits for weights that it needs. All ranks must call this together."""
+        """Start to gather weights. The next forward pass waits for them when it needs them. All ranks must call this."""
         stream = self._reduction.stream
-        # The gathering waits for the update. The computation waits for one bucket at a time.
+        # The gathering waits for the update. Later computation waits only for the buckets that it needs (``wait``).
         self._arrivals = [stream.run(lambda bucket=bucket: self._gather(bucket)) for bucket in self.buckets]
 
     def wait(self, count: int) -> None:
-        """Order later computation behind the first ``count`` buckets, if weights are being gathered."""
+        """Make later computation wait for the first ``count`` buckets, if weights are being gathered."""
         if self._arrivals:
             self._arrivals[count - 1]()  # buckets arrive in order
 
     def finish(self) -> None:
-        """Order later computation behind all buckets."""
+        """Make later computation wait for all buckets."""
         if self._arrivals:
             self._arrivals = []
             self._reduction.stream.join()

@@ -1,5 +1,5 @@
-"""Hidden states in a tensor group: all rows as the input of products, and a rank's own rows between products. The loss of
-logits whose columns are divided among the ranks, and the collectives for both.
+"""Hidden states in a tensor group. The input of a product has all rows, but between products a rank has only its own rows.
+This module also has the loss of logits whose columns are divided among the ranks, and the collectives that both use.
 
 Rows are divided evenly. Padding rows at the end are zeros, which belong to no sequence and which no loss reads.
 
@@ -95,7 +95,7 @@ class SharedPlacement(Placement):
         return _Collective.apply(product, self._exchange.scattered, self._exchange.gathered)
 
     def words(self, input_ids_T: Tensor, word_VD: Tensor) -> tuple[Tensor, Tensor]:
-        """Return indices 0, 1, ... and a table with the embeddings of this rank's tokens, gathered from all shards."""
+        """Return indices 0, 1, ... into a table, and the table. Its rows are the embeddings of this rank's tokens."""
         # Each word is in one shard, and the other ranks add zeros. Indices outside this shard are clamped only to make the
         # lookup valid.
         places_T = input_ids_T - len(word_VD) * self._exchange.rank
@@ -113,7 +113,7 @@ class SharedPlacement(Placement):
         labels_M: Tensor,
         count_correct: bool,
     ) -> tuple[Tensor, Tensor | None]:
-        """Return ``kernels.masked_lm_loss`` on all ranks; each rank computes the logits of its own words.
+        """Return the result of ``kernels.masked_lm_loss`` on all ranks. Each rank computes the logits of its own words.
 
         A prediction is correct if the label has the largest logit. Of equal logits, the first one counts as the largest. A
         row with a NaN is never correct.
@@ -167,7 +167,7 @@ class _Collective(torch.autograd.Function):
 
 
 class _ShardLoss(torch.autograd.Function):
-    """Sum of cross-entropies over all columns, and the label's logit of each row. Rows with the label -1 are ignored.
+    """Sum of the rows' cross-entropies over the columns of all ranks, and the logit of each row's label. Ignores label -1.
 
     This rank's columns are the words from ``start`` on. The logits are kept to compute their gradient.
     """
@@ -180,7 +180,7 @@ class _ShardLoss(torch.autograd.Function):
         exchange.all_reduce_(largest_M, dist.ReduceOp.MAX)
         here_M, columns_M1 = _places(labels_M, start, logits_MV.shape[1])
         label_logits_M = torch.where(here_M, wide_MV.gather(1, columns_M1).squeeze(1), 0.0)
-        # Both sums share one message. The rank with the label's column adds its logit, and the other ranks add zeros.
+        # Both sums share one message. The rank with the label's column adds the label's logit, and others add zeros.
         sums_2M = torch.stack([(wide_MV - largest_M[:, None]).exp().sum(1), label_logits_M])
         exchange.all_reduce_(sums_2M)
         total_M, label_logits_M = sums_2M.unbind()

@@ -42,7 +42,7 @@ class Split:
         return (*self.shape[: self.dimension], self.blocks * self.length, *self.shape[self.dimension + 1 :])
 
     def shard(self, whole: Tensor, rank: int) -> Tensor:
-        """Return the shard of ``rank``, a copy."""
+        """Return a copy of the shard of ``rank``."""
         blocks = whole.unflatten(self.dimension, (self.blocks, -1)).movedim(self.dimension + 1, 0)
         kept = blocks[rank * self.length : (rank + 1) * self.length]
         shard = whole.new_zeros((self.length, *blocks.shape[1:]))
@@ -60,7 +60,7 @@ class Split:
 def split_of(name: str, shape: tuple[int, ...], ranks: int) -> Split | None:
     """Return the division of a parameter, or None if every rank has all of it.
 
-    Ranks have all of the norms, of the biases that are added after a reduce-scatter, and of the small tables and heads.
+    The norms, the biases that are added after a reduce-scatter, and the small tables and heads are not divided.
     """
     if name in ("embeddings.word", "decoder_bias"):
         return Split(shape, ranks, 0, multiple=WORDS_MULTIPLE)

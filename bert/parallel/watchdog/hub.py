@@ -1,8 +1,8 @@
 """Hub of the watchdog on rank 0: it receives the reports of every rank and sends all ranks the verdict.
 
-Its port is open to anyone who can reach the host. A connection counts as a stranger until its first line contains the run's
-token and a rank. The hub limits the number of strangers and the time that each may stay connected. If file descriptors run
-out, the hub disconnects strangers first.
+The hub's port is open to anyone who can reach the host. A connection counts as a stranger until its first line contains the
+token of the run and a rank. The hub limits the number of strangers and the time that each may stay connected. If file
+descriptors run out, the hub disconnects all strangers.
 """
 
 import asyncio
@@ -17,7 +17,7 @@ from typing import Any
 from bert.parallel.watchdog.judge import LINE, Ending, Judge, Member, encoded
 
 BACKLOG = 4096
-"""Length of the system's queue of connections: all ranks connect at once."""
+"""Length of the system's queue of new connections. It is long, because all ranks connect at once."""
 _GREETING_S = 10.0
 """Seconds within which a new connection must send the token."""
 _STRANGERS = 256
@@ -56,15 +56,15 @@ class Hub:
         self._done.wait(patience_s)
 
     async def _run(self) -> None:
-        # The handler is called when file descriptors have run out; asyncio then accepts no connections for a second. Any
-        # other error concerns only one connection.
+        # asyncio calls the handler when file descriptors have run out, and then accepts no connections for a second. Closing
+        # the strangers' connections frees descriptors. Other errors concern only one connection.
         asyncio.get_running_loop().set_exception_handler(lambda *_: self._send_strangers_away())
         await asyncio.start_server(self._serve, sock=self._listener, limit=LINE, backlog=BACKLOG)
         before, told = time.monotonic(), 0.0
         while self.verdict is None and not self._closing.is_set():
             await asyncio.sleep(min(self._beat_s / 4, 0.2))
             now = time.monotonic()
-            # Count at most two beats, so that no rank is blamed after the whole machine was suspended.
+            # Count at most two intervals between reports, so that no rank is blamed after the whole machine was suspended.
             self.verdict = self._judge.pass_time(min(now - before, 2 * self._beat_s))
             before = now
             if now - told > self._beat_s / 2:  # each rank expects a message from the hub regularly

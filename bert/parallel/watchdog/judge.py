@@ -13,7 +13,8 @@ FAULT_STATUS = 3
 LINE = 8192
 """Maximum length of a message in bytes."""
 _GATHER_S = 0.5
-"""Seconds that the judge waits after an error, because a lost rank causes errors on others, whose reports may come first."""
+"""Seconds that the judge waits after the report of an error. A lost rank causes errors on other ranks, and their reports may
+arrive before the judge learns of the loss."""
 # Order of the phases in a step, which shows which rank is further ahead. An unknown phase counts as furthest ahead.
 _ORDER = {phase: place for place, phase in enumerate((*PHASES, SITE_WAIT, "statistics", "checkpoint", "evaluation"))}
 
@@ -48,7 +49,7 @@ class Member:
 
 class Judge:
     def __init__(self, names: Sequence[str], seconds: float, beat_s: float) -> None:
-        """``names`` are the ranks' names. Ranks report every ``beat_s`` and may be silent for ``seconds``."""
+        """``names`` are the ranks' names. Ranks report every ``beat_s`` seconds and may be silent for ``seconds``."""
         self.members = [Member(rank, name) for rank, name in enumerate(names)]
         self._seconds, self._beat_s = seconds, beat_s
         self._now_s = 0.0
@@ -75,7 +76,7 @@ class Judge:
             member.left = True
         elif "failed" in message:
             status = int(message["status"])
-            # The system keeps eight bits of a status, so 256 would become 0, which means an orderly end under torchrun.
+            # The system keeps eight bits of a status, so 256 would become 0, which torchrun takes for an orderly end.
             status = status if 0 <= status < 256 else FAULT_STATUS
             verdict = Ending(f"{member.name}: {message['failed']}", status, member.rank)
             self._failed.append((self._now_s + _GATHER_S, verdict))
@@ -101,7 +102,7 @@ class Judge:
             return self._failed[0][1]
         present = [member for member in self.members if not member.left]
         if any(self._silence(member) > self._seconds for member in present):
-            # Ranks behind a cut link fall silent within one beat, so ranks up to two beats below the limit are named too.
+            # Ranks behind a broken link fall silent within one beat of each other, so name all near the limit.
             silent = [member for member in present if self._silence(member) > self._seconds - 2 * self._beat_s]
             text = f"{_names(silent)}: not heard of for {self._silence(silent[0]):.0f} s, last in {silent[0].place}: "
             return Ending(text + "stopped, or cut off", rank=silent[0].rank)
@@ -117,7 +118,7 @@ class Judge:
         least = min(member.order for member in present)
         behind = [member for member in present if member.order == least]
         still_s = {member.rank: self._now_s - member.moved_s for member in behind}
-        # If one of the ranks furthest behind may still move, the others may be waiting for it.
+        # As long as one of the ranks furthest behind may still move, blame none: the others may be waiting for it.
         if not all(member.limit_s is not None and still_s[member.rank] > member.limit_s for member in behind):
             return None
         where = f"for {still_s[behind[0].rank]:.0f} s in {behind[0].place}"

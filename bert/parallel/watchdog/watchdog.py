@@ -25,9 +25,9 @@ from bert.parallel.watchdog.judge import FAULT_STATUS, LINE, Ending, encoded, pa
 from console.program import complain
 
 _GRACE_S = 5.0
-"""Seconds for a rank's last work before it ends: closing the log, or waiting for the verdict."""
+"""Seconds that a rank has for its last work before it ends, such as closing the log or waiting for the verdict."""
 _FIRST = 10
-"""Limit of a phase, as a multiple of the phase's longest duration so far, or of ``seconds`` if it has never ended."""
+"""Limit of a phase, as a multiple of the phase's longest duration so far, or of ``seconds`` if there is none."""
 _ANSWER_S = 10.0
 """After this many seconds without an answer from the hub, a rank connects again."""
 
@@ -45,7 +45,7 @@ class Watchdog:
         self._tracker: PhaseTracker | None = None
         self._mesh = mesh
         self._seconds = seconds
-        # The hub can read only a few hundred messages per second, so many ranks must report less often.
+        # The hub can read only a few hundred messages per second, so ranks report less often if there are many.
         self._beat_s = min(seconds / 10, max(1.0, mesh.world_size / 500))
         self._closing = threading.Event()
         self._decided = threading.Event()
@@ -80,7 +80,7 @@ class Watchdog:
         tracker.forget()
         self._tracker = tracker
         if self._mesh.world_size > 1:
-            self._send(self._place())  # now, because the rank may be lost before the next regular report
+            self._send(self._place())  # report at once, because the rank may be lost before the next regular report
         try:
             yield
         finally:
@@ -89,7 +89,7 @@ class Watchdog:
     def failed(self, text: str, status: int = FAULT_STATUS, error: BaseException | None = None) -> None:
         """Report that this rank has failed, which ends the run on all ranks. Returns only in a run of one rank.
 
-        ``status`` is the exit status of all ranks. The traceback of ``error`` is printed if it is the error that is blamed.
+        ``status`` is the exit status of all ranks. The traceback of ``error`` is printed if this rank is blamed.
         """
         if self._mesh.world_size == 1 or self._closing.is_set():
             return
@@ -100,7 +100,7 @@ class Watchdog:
             threading.Event().wait()  # the other thread ends the process
 
     def close(self) -> None:
-        """Leave the watchdog without a fault; on rank 0, end it for all ranks."""
+        """Stop watching this rank, which has had no fault. On rank 0, stop watching all ranks."""
         if self._closing.is_set():
             return
         # Set this first, so that the thread does not mistake the closed connection for a lost hub.
@@ -130,13 +130,13 @@ class Watchdog:
                 due = before + self._beat_s
             data = self._receive(max(0.01, due - before))
             now = time.monotonic()
-            # Count at most two beats, so that no rank is blamed after the whole machine was suspended.
+            # Count at most two intervals between reports, so that no rank is blamed after the whole machine was suspended.
             if self._closing.is_set() or self._take_in(data, min(now - before, 2 * self._beat_s)):
                 return
             before = now
 
     def _take_in(self, data: bytes | None, elapsed_s: float) -> bool:
-        """Handle what the hub has sent in the last ``elapsed_s``; return whether the watch is over."""
+        """Handle what the hub has sent in the last ``elapsed_s`` seconds. Return whether the watch is over."""
         self._silence_s += elapsed_s
         if data:
             self._silence_s = 0.0
@@ -173,7 +173,7 @@ class Watchdog:
         return {"phase": tracker.phase, "step": tracker.step, "entered": tracker.entered, "limit": limit}
 
     def _lost_hub(self, what: str) -> None:
-        # The last rank of each host prints the message. It is rank 0 only if no other rank is on its host.
+        # One rank of each host prints the message: the last one, because rank 0, which is lost, is the first on its host.
         self._end(
             Ending(f"{self._mesh.names()[0]}: {what}", rank=0),
             self._mesh.rank == self._mesh.node_ranks[-1],
@@ -201,14 +201,14 @@ class Watchdog:
         os._exit(verdict.status)
 
     def _send(self, message: dict[str, object]) -> None:
-        with self._sending, contextlib.suppress(OSError):  # ignored, because ``_receive`` notices a lost connection
+        with self._sending, contextlib.suppress(OSError):  # no error is needed: ``_receive`` notices a lost connection
             self._connection.sendall(encoded(message))
 
 
 def _join(address: tuple[str, int], greeting: bytes, patience_s: float) -> tuple[socket.socket, bytes]:
     """Connect to the hub and return the connection and the hub's answer.
 
-    It may take several attempts if strangers occupy the port.
+    Connecting may take several attempts, because the hub also closes connections if too many strangers connect.
     """
     deadline = time.monotonic() + patience_s
     while True:
@@ -219,7 +219,7 @@ def _join(address: tuple[str, int], greeting: bytes, patience_s: float) -> tuple
                 connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 connection.sendall(greeting)
                 if answer := connection.recv(LINE):
-                    # Keep the connection open, which leaving the block would close.
+                    # Leaving the block would close the connection, so cancel this.
                     attempt.pop_all()
                     return connection, answer
                 error: OSError = ConnectionError("it closes the connection")
