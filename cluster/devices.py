@@ -15,7 +15,7 @@ from pathlib import Path
 TABLE = Path(__file__).with_name("devices.toml")
 
 MOST_ACCELERATORS = 1 << 20
-"""Limit of numbers that users state. No cluster has this many accelerators, so a larger number is a typing error."""
+"""Largest accepted number of accelerators or nodes. No cluster has this many, so a larger number is a typing error."""
 
 _GBIT_S = {"XDR": 800, "NDR": 400, "HDR100": 100, "HDR": 200, "EDR": 100, "E810": 100}
 """Rate of a port in Gbit/s, by the product name that implies the rate."""
@@ -158,7 +158,7 @@ def describe_machine(
 
 def _network(text: str) -> Network | None:
     """Parse the ports that carry training traffic: the ports labelled Compute, or else the fastest ports."""
-    text = text[:1000]  # bounds the work on untrusted text; no real description is longer
+    text = text[:1000]  # limits the work on untrusted text, and no real description is longer
     if compute := re.search(r"Compute\s*:?(.*?)(?:Management|Storage|$)", text, re.S):
         text = compute[1]
     parts = [part for part in re.split(r"[,;+]", text) if not re.search("Management|Storage", part)]
@@ -171,7 +171,7 @@ def _ports(part: str) -> Network | None:
     """Parse ports of one kind, such as "8x ConnectX-6 IB HDR 200Gb/Sec" or "1x ConnectX-5 IB EDR"."""
     count = re.search(r"\b(\d{1,3}) ?x(?![a-z])", part)
     ports = min(max(int(count[1]), 1), _MOST_PORTS) if count else 1
-    # A rate stands alone or after a count, as in "4x1Gb". "BCM5719 Gigabit" has none: 5719 is part of a name.
+    # A rate stands alone or after a count, as in "4x1Gb". "BCM5719 Gigabit" has no rate, because 5719 is part of a name.
     if rate := re.search(r"(?:\b|(?<=\dx))(\d{1,4}) ?G(?:b|B|igabit|\b)", part):
         return Network(ports, float(rate[1])) if int(rate[1]) else None
     named = next((rate for word, rate in _GBIT_S.items() if re.search(rf"\b{word}\b", part)), None)
@@ -179,7 +179,7 @@ def _ports(part: str) -> Network | None:
 
 
 def _usual_network(device: Device, per_node: int) -> Network:
-    """Assume one port of the device's generation for each module, or one 100 Gbit/s port for a node of PCIe cards."""
+    """Assume one port per module, with a rate that depends on the year. For cards and CPUs, assume one of 100 Gbit/s."""
     if device.form in ("PCIe", "NVL", "CPU"):
         return Network(1, 100, is_assumed=True)
     return Network(per_node, 200 if device.year <= 2020 else 400, is_assumed=True)

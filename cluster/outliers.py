@@ -2,11 +2,11 @@
 
 Every quantity is measured in several turns. Times are compared as logarithms relative to the median of their turn, so that a
 disturbance of all parts affects no part more than another. The median over all turns represents a part. A part is an outlier
-if it lies further from the other parts than chance explains. Deviations are scaled by the error of a repeated measurement
-and the differences between parts, both as median absolute deviations. The limit comes from Student's distribution, such that
-one in ``CHANCE`` probes reports a false outlier. For example, a part that is slow by 3 % is an outlier if the other parts
-agree within 0.1 %, and a part that is slow by 20 % is not if the other parts differ by 10 %. Of only two parts, neither can
-be judged.
+if it lies further from the other parts than chance explains. Its deviation is divided by a scale that combines the error of
+a repeated measurement and the differences between parts, both as median absolute deviations. The limit comes from Student's
+distribution. It is such that one in ``CHANCE`` probes reports a false outlier. For example, a part that is slow by 3 % is an
+outlier if the other parts agree within 0.1 %. A part that is slow by 20 % is no outlier if the other parts differ by 10 %.
+If there are only two parts, neither can be judged.
 
 The logarithm of a path's time is the sum of a share of its sending end, a share of its receiving end, and the rest, which
 belongs to the path. Shares are medians over an end's partners. An end with fewer than three partners cannot be distinguished
@@ -36,11 +36,12 @@ _TO_SIGMA = 1.4826
 _MEDIAN_ERROR = 1.2533
 """Ratio of a median's standard error to a mean's standard error: sqrt(pi / 2)."""
 _OWN_MEDIAN = 1.4
-"""Number subtracted from the count of turns, as deviations from a median of few turns are too small. Found by simulation."""
+"""Deviations from a median of few turns are too small. A factor turns / (turns - this number), found by simulation, corrects
+them."""
 _EFFICIENCY = 0.37
 """Statistical efficiency of a median absolute deviation, relative to a standard deviation."""
 _FAR = 1e6
-"""Distance assigned to pairs of hosts that were not measured."""
+"""Distance that is assumed for a pair of hosts without a measurement."""
 _LARGEST = 2048
 """Maximum number of hosts for which leaves are found. The distance matrix grows with the square of this number."""
 _CLEAR = 6.0
@@ -51,7 +52,7 @@ _SMALL_SAMPLE = {2: 1.196, 3: 1.495, 4: 1.363, 5: 1.206, 6: 1.200, 7: 1.140, 8: 
 
 @dataclass(frozen=True)
 class Judgement:
-    """Result for each part: its time relative to the median part, the distance in standard deviations, and the verdict."""
+    """Time of each part relative to the median part, its distance in standard deviations, and the verdict."""
 
     ratios: Array
     deviations: Array
@@ -61,8 +62,8 @@ class Judgement:
 def judge(times_TP: Array, comparisons: int, chance: int = CHANCE, fitted: int = 1) -> Judgement:
     """Compare parts P by the logarithms of their times in turns T, of which there are at least three.
 
-    In one of ``chance`` probes, one of ``comparisons`` comparisons reports a false outlier. ``fitted`` is the number of
-    parameters that were fitted to the times, because fitting makes the residuals smaller.
+    One in ``chance`` probes of ``comparisons`` comparisons each reports a false outlier. ``fitted`` is the number of
+    parameters that were fitted to the times. It matters because fitting makes the residuals smaller.
     """
     turns, parts = times_TP.shape
     centred_TP = times_TP - np.median(times_TP, axis=1, keepdims=True)
@@ -76,15 +77,15 @@ def judge(times_TP: Array, comparisons: int, chance: int = CHANCE, fitted: int =
     repeated_P = few * np.maximum(np.median(rest_TP, axis=0), np.median(rest_TP)) / np.sqrt(turns)
     small_sample = _SMALL_SAMPLE.get(parts) or parts / (parts - 0.8)
     between = _TO_SIGMA * small_sample * np.median(np.abs(excess_P)) * residual
-    # Variance between parts in excess of the measurement error.
+    # This is the variance between parts that the measurement error does not explain.
     beyond_P = np.maximum(0.0, between**2 - repeated_P**2)
     scale_P = np.sqrt(repeated_P**2 + beyond_P)
     repeats = max(1, _EFFICIENCY * free * (turns - 1))
     with np.errstate(divide="ignore", invalid="ignore"):
-        # Degrees of freedom of a sum of two variances (Welch-Satterthwaite), or NaN if both variances are 0.
+        # These are the degrees of freedom of a sum of two variances (Welch-Satterthwaite). They are NaN if both are 0.
         freedom_P = scale_P**4 / (repeated_P**4 / repeats + beyond_P**2 / free)
         deviations_P = np.where(excess_P == 0, 0.0, excess_P / scale_P)
-    # A one-sided test, with the chance divided by the number of comparisons (Bonferroni).
+    # The test is one-sided, and the chance is divided by the number of comparisons (Bonferroni).
     limit_P = -stdtrit(np.fmax(1.0, freedom_P), 1 / (chance * comparisons)) if parts > 2 else np.inf
     # If all other parts have equal times, the clock's last digit could make an outlier. So require an excess of 0.1 %.
     is_outlier = (deviations_P > limit_P) & (excess_P > 1e-3)
@@ -136,7 +137,7 @@ def take_apart(
 
 
 def _medians(times_TE: Array, group_E: NDArray[np.integer], groups: int) -> Array:
-    """Return each group's median by turn, NaN for an empty group. Nine times as fast as ``scipy.ndimage.median``."""
+    """Return each group's median in each turn, or NaN for an empty group. Nine times as fast as ``scipy.ndimage.median``."""
     order_E, count_G = np.argsort(group_E, kind="stable"), np.bincount(group_E, minlength=groups)
     column_E = np.arange(len(group_E)) - np.repeat(np.cumsum(count_G) - count_G, count_G)
     members_TGM = np.full((len(times_TE), groups, count_G.max()), np.nan)

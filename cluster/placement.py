@@ -21,7 +21,7 @@ def climb(one: Path, other: Path) -> int:
 
 
 def cost(order: Sequence[Path], group: int = 1) -> int:
-    """Return the levels that traffic climbs, summed over neighbours in the ring and over all pairs within groups."""
+    """Return the number of levels that traffic climbs, summed over neighbours in the ring and over all pairs in groups."""
     ring = sum(climb(order[place - 1], each) for place, each in enumerate(order) if place or len(order) > 2)
     starts = range(0, len(order), group)
     pairs = ((a, b) for start in starts for a in range(start, start + group) for b in range(start, a))
@@ -60,7 +60,7 @@ def _choose(paths: Sequence[Path], nodes: int, group: int) -> list[int]:
     for step in (group, 1):  # first whole groups within a leaf, then single hosts
         available = {leaf: len(hosts) // step * step for leaf, hosts in leaves.items()}
         while (wanted := nodes - len(chosen)) and any(available.values()):
-            # Take the fullest leaf until one leaf can supply all remaining hosts. Then take the tightest fit.
+            # Take the fullest leaf until one leaf can supply all remaining hosts. Then take the smallest leaf that can.
             leaf = min(available, key=lambda leaf: (available[leaf] < wanted, abs(available[leaf] - wanted), leaf))
             taken = min(available.pop(leaf), wanted)
             chosen += leaves[leaf][:taken]
@@ -69,7 +69,7 @@ def _choose(paths: Sequence[Path], nodes: int, group: int) -> list[int]:
 
 
 def _fill(paths: Sequence[Path], level: int, hosts: list[int], group: int) -> tuple[list[list[int]], list[int]]:
-    """Form groups from hosts that share their first ``level`` switches; also return the remaining hosts."""
+    """Form groups of hosts that share their first ``level`` switches. Return the groups and the remaining hosts."""
     subtrees = hosts_below(paths, hosts, level + 1)
     groups: list[list[int]] = []
     left: list[int] = []

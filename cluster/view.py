@@ -42,7 +42,7 @@ class Host:
 
 @dataclass(frozen=True)
 class Rate:
-    """Time of one operation on a device. ``size`` is n for a product of n x n matrices, 1 for a launch, otherwise bytes."""
+    """Time of one operation on a device. ``size`` is n for a product of n x n matrices, 1 for a launch, or else in bytes."""
 
     quantity: Quantity
     dtype: str
@@ -107,8 +107,8 @@ class Contention:
         processors: number of processors of all machines. A machine counts once, even if several hosts share it.
         threads: number of threads of each rank.
         alone_s, together_s: a rank's time for the same work while the other ranks wait, and while they compute as well.
-        mean_s, last_s: mean and longest time of all ranks, if they begin the work together. Ranks that have finished leave
-            their processors to the remaining ranks.
+        mean_s, last_s: mean and longest time of all ranks, if they begin the work together and do it once. Ranks that have
+            finished leave their processors to the remaining ranks.
     """
 
     processors: Size

@@ -47,7 +47,7 @@ def read_run(path: Path) -> Account:
     if not account.steps or not account.seconds:
         raise ValueError(f"{path}: no record of steps; expected the file metrics_N.jsonl beside a run's result_N.txt")
     account.parts["evaluations"] = sum(record.eval_s for record in metrics.evaluations)
-    # The remaining time covers the start, checkpoints and everything else.
+    # The time that no part explains was spent on the start, checkpoints and everything else.
     account.parts["start and other"] = max(0.0, account.seconds - sum(account.parts.values()))
     return account
 

@@ -1,4 +1,4 @@
-"""Share of the model that a rank holds, and the bytes that the rank needs for permanent buffers and activations.
+"""Part of the model that a rank holds, and the memory that the rank needs for permanent buffers and for activations.
 
 Activations are counted tensor by tensor: on a CPU for PyTorch's own operations, and on a GPU for this program's kernels,
 which regenerate dropout masks and store no attention probabilities.
@@ -100,14 +100,14 @@ def model_shares(
 
 
 def hidden_bytes(precision: Precision, on_gpu: bool) -> int:
-    """Return the bytes of an activation element that stages send: on CPUs 4, because norms under autocast return fp32."""
+    """Return the bytes of an activation element that stages send. On CPUs, norms return fp32 (4 bytes) under autocast."""
     return 2 if precision != "fp32" and on_gpu else 4
 
 
 def micro_batches_in_flight(strategy: Strategy, place: int) -> float:
     """Return the number of micro-batches whose activations a pipeline rank stores at once under PyTorch's schedules."""
     stages, virtual = strategy.pipeline, strategy.virtual_stages
-    if virtual == 1:  # 1F1B
+    if virtual == 1:  # with the 1F1B schedule, the first stage stores the most micro-batches
         return min(stages - place, strategy.gradient_accumulation_steps) if stages > 1 else 1
     # ScheduleInterleaved1F1B runs this many forward passes of single stages before the first backward pass.
     passes = (virtual - 1) * stages + 2 * (stages - 1 - place) + 1
@@ -115,11 +115,11 @@ def micro_batches_in_flight(strategy: Strategy, place: int) -> float:
 
 
 def memory_of_rank(work: Work, strategy: Strategy, nodes: int, ranks: int, on_gpu: bool = False) -> dict[str, float]:
-    """Return the bytes by part of memory on the pipeline rank that needs the most. A node has ``ranks`` ranks.
+    """Return the bytes of each part of memory on the pipeline rank that needs the most. A node has ``ranks`` ranks.
 
     Raises ``ValueError`` if the global batch does not divide over the ranks.
     """
-    # Micro-batches do not depend on how gradients are summed, so all reductions share one cache entry.
+    # The reduction does not change the micro-batches. Fix its settings here, so that all reductions share one cache entry.
     computing = replace(strategy, bucket_bytes=1, reduction="flat", reduce_dtype="fp32")
     shares = model_shares(work.model, strategy.tensor, strategy.pipeline, strategy.virtual_stages)
     layers = [each.inner * micro_batches_in_flight(strategy, place) for place, each in enumerate(shares)]
@@ -141,7 +141,7 @@ def _largest_micro_batch(work: Work, strategy: Strategy, ranks: int, on_gpu: boo
     for step in range(_STEPS):
         sizes = work.micro_batches(strategy, ranks, step)
         kept_AR = saved_activations(work, strategy, sizes, on_gpu, share)
-        # On a CPU, the loss casts the logits to fp32.
+        # On a CPU, the loss casts the logits to fp32, so each of them takes 4 bytes.
         logits_AR = (
             sizes.masked_AR * work.model.vocab_size * (2.0 if on_gpu else 4.0) / strategy.tensor * share.has_last
         )
@@ -165,7 +165,7 @@ def _largest_micro_batch(work: Work, strategy: Strategy, ranks: int, on_gpu: boo
 def fixed_memory(
     work: Work, strategy: Strategy, nodes: int, ranks: int, place: int = 0, on_gpu: bool = False
 ) -> dict[str, float]:
-    """Return the bytes by part of memory that micro-batches do not change. ``place`` is the rank's index in its pipeline."""
+    """Return the bytes of each part of memory whose size is fixed. ``place`` is the rank's index in its pipeline."""
     share = model_shares(work.model, strategy.tensor, strategy.pipeline, strategy.virtual_stages)[place]
     copies, node_copies = nodes * ranks // strategy.copy_ranks, max(1, ranks // strategy.copy_ranks)
     elements = share.padded(copies)
@@ -188,7 +188,7 @@ def fixed_memory(
         "update": (12.0 if sharded_lamb else 4.0) * shard,
         # A sum in bf16 needs two 16-bit buffers, each with as many elements as a bucket.
         "reduction buffers": 4.0 * bucket if strategy.reduce_dtype == "bf16" and copies > 1 else 0.0,
-        # Three vectors: the weights that sites share, the weights sent last, and the momentum.
+        # The exchange needs three vectors: the weights that sites share, the weights that were sent last, and the momentum.
         "site exchange": 12.0 * share.elements if strategy.site_steps > 1 else 0.0,
         "16-bit weights": 0.0 if strategy.precision == "fp32" else 2.0 * cast / strategy.tensor,
     }
@@ -197,7 +197,7 @@ def fixed_memory(
 def saved_activations(
     work: Work, strategy: Strategy, sizes: MicroBatches, on_gpu: bool, share: ModelShare
 ) -> NDArray[np.float64]:
-    """Return the bytes [A, R] that a share's forward pass stores for the backward pass, excluding logits and weights."""
+    """Return the bytes [A, R] that the forward pass of ``share`` stores for the backward pass, except logits and weights."""
     model, size = work.model, 4 if strategy.precision == "fp32" else 2
     D, F, H = model.hidden_size, model.intermediate_size, model.num_attention_heads
     T, S, M = sizes.tokens_AR, sizes.sequences, sizes.masked_AR
@@ -210,11 +210,11 @@ def saved_activations(
     norm = (2 * size if on_gpu else 4) * D + 8 + (4 * D if model.hidden_dropout and not on_gpu else 0)
 
     def attention(rows: NDArray[np.float64], pairs: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Return the bytes of two output-sized tensors, and of softmax statistics (CPU dropout: of three matrices)."""
+        """Return the bytes of two output-sized tensors and of softmax statistics (with CPU dropout: of three matrices)."""
         return rows * 2 * size * D + (3 * size * pairs * H if cpu_dropout else rows * 4 * H)
 
     def rest(rows: NDArray[np.float64], norms_kept: int) -> NDArray[np.float64]:
-        """Return the bytes of both norms and the feed-forward block. Products store the outputs of ``norms_kept`` norms."""
+        """Return the bytes of both norms and the feed-forward block. The outputs of ``norms_kept`` norms are stored too."""
         return rows * (2 * norm + norms_kept * size * D + 2 * size * F)
 
     if on_gpu or strategy.recompute != "none":
@@ -239,11 +239,12 @@ def _saved_by_layer(work: Work, strategy: Strategy) -> int:
     """Return the bytes per token that this program's kernels store for an inner layer, including its input."""
     model, size = work.model, 4 if strategy.precision == "fp32" else 2
     D, F, H = model.hidden_size, model.intermediate_size, model.num_attention_heads
-    if strategy.recompute == "full":  # only the layer's input
+    if strategy.recompute == "full":  # stores only the layer's input
         return size * D
-    if strategy.recompute == "selective":  # the input, and the outputs of the four linear layers
+    if strategy.recompute == "selective":  # stores the input, and the outputs of the four linear layers
         return size * (6 * D + F)
-    # Also the context of attention, and the outputs of the first norm and of GELU. FP8 stores inputs of products in 8 bits.
+    # This mode also stores the context of attention, and the outputs of the first norm and of GELU. In FP8, the inputs of
+    # products are stored in 8 bits.
     activations = size * (8 * D + F) + (3 * D + F if strategy.precision == "fp8" else size * F)
     longest = int(work.lengths.max())
     mask = H * -(-longest // _KEYS_A_GROUP) * _KEYS_A_GROUP // 8 if model.attention_dropout else 0

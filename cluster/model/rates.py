@@ -35,15 +35,15 @@ from cluster.view import Collective, Operation, Scope, View, read_view
 from console.text import counted
 
 LINEAR_FLOPS = 6.0
-"""Floating-point operations of a linear layer for each row x input x output: three products of two operations each."""
+"""Operations of a linear layer for each row x input x output: a multiplication and an addition in each of three products."""
 
 ACCESSES = {"attention": 8.0, "norm": 10.0, "gelu": 5.0, "embedding": 8.0, "loss": 6.0}
-"""Assumed memory accesses for each unit of a kind's second cost term. Only rates from data sheets use these numbers."""
+"""Assumed memory accesses for each unit of a kind's second term in `TERMS`. Only rates from data sheets use them."""
 
 SEQUENCE_BYTES, LAUNCHES = 599_294_086, 1406
-"""For BERT-Large: bytes of memory traffic of a sequence outside matrix products, averaged over Wikipedia's lengths, and
-kernel launches of a micro-batch. Both follow from `cluster.model.work` if an access moves 2 bytes, a product takes 6
-launches, and any other computation takes 8."""
+"""Two numbers for BERT-Large. The first is the memory traffic of a sequence outside matrix products, in bytes and averaged
+over Wikipedia's lengths. The second is the number of kernel launches of a micro-batch. Both follow from `cluster.model.work`
+if an access moves 2 bytes, a product takes 6 launches, and any other computation takes 8 launches."""
 
 _ACCELERATORS = {
     "h100": "H100-SXM-80GB",
@@ -52,12 +52,12 @@ _ACCELERATORS = {
     "dgxa100": "A100-SXM-80GB",
     "bert_3_9b": "A100-SXM-40GB",
 }
-"""Device names by a recipe's name without its last part (nodes and devices, such as "8x8")."""
+"""Device of each family of recipes. A recipe's name is its family followed by nodes and devices, as in "h100_8x8"."""
 
 
 @dataclass(frozen=True)
 class Curve:
-    """Time of a collective: ascending points (bytes of the whole vector, seconds), and the share of processors it uses."""
+    """Time of a collective at ascending points (bytes of the whole vector, seconds). ``share`` of the processors is busy."""
 
     points: tuple[tuple[float, float], ...]
     share: float = 0.0
@@ -65,7 +65,7 @@ class Curve:
     def seconds(self, size: float) -> float:
         """Return the seconds for a size in bytes, interpolated between points.
 
-        Beyond the last point, the line through the last two points continues. Below the first point, the time is constant.
+        Larger sizes continue the line through the last two points. Smaller sizes take the time of the first point.
         """
         sizes = [each for each, _ in self.points]
         at = min(max(bisect.bisect_left(sizes, size), 1), len(sizes) - 1)
@@ -148,8 +148,8 @@ class Rates:
     def of_data_groups(self, tensor: int, pipeline: int = 1) -> "Rates":
         """Return the rates of collectives in data groups, each of which has one rank of every copy of the model.
 
-        All groups communicate at once. Each group has its own fast links, but between hosts without such links, or between
-        racks, the groups share the network.
+        All groups communicate at once. Each group has fast links of its own, which reach across a host or a rack. Beyond
+        their reach, the groups share the network.
         Raises ``ValueError`` if hosts do not hold whole copies.
         """
         if tensor * pipeline == 1:
@@ -188,7 +188,8 @@ class Rates:
         """
         ordered = sorted(work_R)
         now, done, many = 0.0, 0.0, len(ordered)
-        # Until the next rank finishes, all remaining ranks are equally fast, at most as fast as on a processor of their own.
+        # Until the next rank finishes, the remaining ranks have equal speeds, at most the speed of a rank that computes
+        # alone.
         for place, work in enumerate(ordered):
             now += (work - done) * max(1.0, self.sharing * (many - place) / many) / self.sharing
             done = work
@@ -196,7 +197,7 @@ class Rates:
 
 
 def _shorter_ring(members: int, measured: int) -> float:
-    """Return a rank's bytes in a ring of ``members`` ranks, relative to its bytes in the measured ring."""
+    """Return the bytes that a rank sends in a ring of ``members`` ranks, relative to a ring of ``measured`` ranks."""
     return ring_share(members) / ring_share(measured) if measured > 1 else 0.0
 
 
@@ -222,7 +223,7 @@ class Target:
 def target_of(
     recipe: str, cluster: Path | None, gpus: int | None, accelerator: str | None = None, networking: str = ""
 ) -> Target:
-    """Return the target that a probe measured. Without a probe, use the data sheet of the named or the recipe's device.
+    """Return the target that a probe measured. Without a probe, return a target from a data sheet (see `device_of`).
 
     Raises ``ValueError`` if the probe's number of ranks is not ``gpus``, or if the device is unknown.
     """
@@ -231,13 +232,13 @@ def target_of(
             raise ValueError("--cluster describes the machines: omit --accelerator and --networking")
         return _target_of_probe(cluster, gpus)
     device = device_of(recipe, accelerator)
-    # A recipe may use only a part of a node.
+    # A recipe may use only a part of a node, so its own number of devices comes before the number in a node.
     count = gpus if gpus is not None else math.prod(shape_of(recipe) or (device.per_node,))
     return target_of_devices(device, count, device.per_node, networking)
 
 
 def device_of(recipe: str, accelerator: str | None) -> Device:
-    """Return the named or the recipe's device. Raises ``ValueError`` if it is unknown."""
+    """Return the device ``accelerator``, or else the recipe's device. Raises ``ValueError`` if the device is unknown."""
     name = accelerator or _ACCELERATORS.get(recipe.rpartition("_")[0])
     if name is None:
         raise ValueError(f"the name of {recipe} states no device: set --accelerator, or for `plan` --cluster")
@@ -296,7 +297,7 @@ def rates_of_view(view: View) -> Rates:
 
 
 def _fitted_costs(view: View) -> dict[str, tuple[float, ...]]:
-    """Fit the costs of all terms by non-negative least squares of the relative errors."""
+    """Fit the cost of each term to the times of a probe, by non-negative least squares of the relative errors."""
     from scipy.optimize import nnls  # slow to import, and rates from data sheets do not need it
 
     costs = {}
@@ -333,7 +334,7 @@ def rates_of_machine(machine: Machine, precision: str = "bf16") -> Rates:
     stretch = sequence / (matrix + memory)
     seconds_per_byte = memory * stretch / SEQUENCE_BYTES
     sixteen = sequence_time(p, device, False)[0] * stretch / SEQUENCE_FLOPS
-    # The fp32 gradient of a weight is read and written: 8 bytes.
+    # The fp32 gradient of a weight is read and written, which moves 8 bytes.
     costs: dict[str, tuple[float, ...]] = {"linear bf16": (0.0, LINEAR_FLOPS * sixteen, 0.0, 8 * seconds_per_byte)}
     if precision == "fp8":
         in_fp8 = matrix * stretch / SEQUENCE_FLOPS - (1 - FP8_SHARE) * sixteen
@@ -354,19 +355,19 @@ def rates_of_machine(machine: Machine, precision: str = "bf16") -> Rates:
         _collectives(machine, link, network),
         micro_batch_s=math.exp(p["launch"]) + math.exp(p["half_batch"]) * sequence,
         start_s=math.exp(p["start"]),
-        # Data groups in racks share only the network between racks, which may carry several device links at full speed.
+        # Data groups in racks share only the network between racks. It may be as fast as several device links together.
         free_groups=max(1.0, network / link) if machine.group > machine.per_node else 1.0,
     )
 
 
 def _collectives(machine: Machine, link: float, network: float) -> dict[tuple[Operation, Scope], Curve]:
-    """Return the curves. A device sends ``link`` bytes/s to its group, and a group sends ``network`` bytes/s to the next."""
+    """Return all curves. A device sends ``link`` bytes/s to its group. A group sends ``network`` bytes/s to the next."""
     p = calibration().parameters
-    # Within the reach of the fast link, the latency of a collective is one launch.
+    # Within the reach of the fast link, the latency of a collective is the time of one kernel launch.
     launch = math.exp(p["launch"]) / LAUNCHES
     # The fitted latency covers all buckets of a published run's step, so divide it by their number.
     latency = math.exp(p["network_latency"]) * math.log2(machine.groups) / (4 * PARAMETERS / BUCKET_BYTES)
-    # The rails of a node share the network. In a rack, a rail also uses the fast link.
+    # The rails of a node share the network. In a rack, a rail also uses the fast link, and the slower of both counts.
     is_rack = machine.group > machine.per_node
     rail = max(machine.per_node / network, is_rack / link)
     scopes: list[tuple[Scope, int, float, float]] = [

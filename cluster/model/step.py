@@ -1,10 +1,10 @@
 """Predicted time of this program's step, by the parts that a run records, and predicted time of a run.
 
-The computation is counted from the real batch sampler: the micro-batches of each rank, for some steps. A simulated timeline
-overlaps the reduction's buckets with the backward pass, and the all-gather of sharded weights with the forward pass. A
-rank's computations run in a fixed order, and so do its messages. Computations and messages may wait for each other. On CPUs,
-both need processors. If there are too few, messages get what they need, but at most half of all processors, or at most the
-processors that computation leaves idle if these are more. Computation gets the rest.
+The computation is counted for the micro-batches that the real batch sampler gives to each rank in some steps. A simulated
+timeline overlaps the reduction's buckets with the backward pass, and the all-gather of sharded weights with the forward
+pass. A rank's computations run in a fixed order, and so do its messages. Computations and messages may wait for each other.
+On CPUs, both need processors. If there are too few processors, messages get as many as they need, up to a limit. The limit
+is half of all processors, or the processors that computation leaves idle if those are more. Computation gets the rest.
 
 Shape legend: A micro-batches of a step, R copies of the model, P ranks of a pipeline.
 """
@@ -32,7 +32,7 @@ _STEPS = 4
 
 @dataclass(frozen=True)
 class PredictedStep:
-    """Seconds of a step by part, named as in ``metrics_N.jsonl``; ``reduce`` includes waiting for other ranks."""
+    """Seconds of each part of a step, for the parts in ``metrics_N.jsonl``. ``reduce`` includes waiting for other ranks."""
 
     data_wait: float
     forward_backward: float
@@ -63,7 +63,8 @@ def least_step(work: Work, strategy: Strategy, rates: Rates) -> PredictedStep:
     sequences = strategy.sequences(rates.world_size) * strategy.gradient_accumulation_steps
     parts = _computation(work.model, strategy, rates, work.typical(sequences))
     stages = [float(each.sum()) for each in _of_stages(parts, work.model, strategy.parallel)]
-    # A pipeline needs at least one micro-batch per stage. Filling and draining may take little, so the bound omits them.
+    # A pipeline has at least one micro-batch per stage, so the constant cost of a micro-batch counts once per stage. Filling
+    # and draining may take little time, so the bound omits them.
     through = (max(stages) + rates.micro_batch_s * strategy.pipeline) / min(rates.sharing, strategy.pipeline)
     return PredictedStep(0.0, through, 0.0, 0.0)
 
@@ -85,7 +86,7 @@ def _predict_without_pipeline(work: Work, strategy: Strategy, rates: Rates, step
     straggling = max(0.0, rates.last_of(compute_R.tolist()) - rates.mean * compute) if rates.world_size > 1 else 0.0
     return PredictedStep(
         max(0.0, assembly - compute) if rates.demand < 1 else 0.0,
-        # Ranks that finish early free their processors for the other ranks.
+        # Ranks that finish early free their processors for the other ranks, so the average rank computes for a shorter time.
         computed - waited - (1 - rates.mean) * compute,
         arrived - computed + waited + straggling,
         _update(strategy, rates, share),
@@ -95,7 +96,7 @@ def _predict_without_pipeline(work: Work, strategy: Strategy, rates: Rates, step
 def _predict_pipeline(work: Work, strategy: Strategy, rates: Rates, step: int) -> PredictedStep:
     """Predict a step of a pipeline. Such a step has no CUDA graphs and reduces gradients after its last micro-batch.
 
-    Like the records of rank 0, the prediction counts the first stage's computation, and any other time as waiting.
+    As in the records of rank 0, the computation is that of the first stage. Any other time counts as waiting.
     """
     shares = model_shares(work.model, strategy.tensor, strategy.pipeline, strategy.virtual_stages)
     # All stages reduce at once, and the stage with the most elements is the last to finish.
@@ -179,7 +180,7 @@ def _computation(
 
 
 def _exchanged(model: ModelConfig, strategy: Strategy, rates: Rates, sizes: MicroBatches) -> tuple[float, float, float]:
-    """Return the seconds of a tensor group's collectives in each part that `parts_of` returns, as means of micro-batches.
+    """Return the seconds of a tensor group's collectives in each part that `parts_of` returns, averaged over micro-batches.
 
     For each all-gather in one pass, the other pass (forward or backward) has a reduce-scatter of as many rows.
     """
@@ -192,7 +193,7 @@ def _exchanged(model: ModelConfig, strategy: Strategy, rates: Rates, sizes: Micr
         size = element * model.hidden_size * rows
         return sum(rates.tensor_seconds(each, strategy.tensor, size) for each in ("all-gather", scatter))
 
-    # The embeddings are summed in fp32.
+    # This is the size of an exchanged element. Only the embeddings are always summed in fp32, with 4 bytes an element.
     element = 4 if strategy.precision == "fp32" else 2
     T, M = float(sizes.tokens_AR.mean()), float(sizes.masked_AR.mean())
     Q = M + sizes.sequences
@@ -205,7 +206,7 @@ class Activity:
 
     Attributes:
         needs: for a computation, number of messages that must have arrived before it begins; for a message, number of
-            computations that must have ended. A computation of 0 seconds only waits.
+            computations that must have ended before it begins. A computation of 0 seconds only waits for messages.
         share: share of the processors that a message keeps busy.
     """
 
@@ -229,7 +230,7 @@ def _timeline(
     buckets = share.buckets(rates.world_size, strategy.bucket_bytes)
     messages: list[Activity] = []
     computations = [Activity(seconds) for seconds in forward]
-    # In FP8 the update itself gathers the weights, because it also casts the 8-bit copies.
+    # In FP8 the update itself gathers the weights and makes their 8-bit copies. Other precisions gather the weights here.
     if strategy.reduction in SHARDED and rates.world_size > 1 and strategy.precision != "fp8":
         messages += [_gather(strategy, rates, _bytes(bucket)) for bucket in buckets[::-1]]
         # Each part of the model waits for the buckets that begin before its parameters end. The last part waits for all.
@@ -358,18 +359,18 @@ def predict_run(
     return RunTime.of(samples, math.ceil(samples / batch), step.parts, **once)
 
 
-@functools.lru_cache(maxsize=256)  # a search repeats a few evaluations many times
+@functools.lru_cache(maxsize=256)  # a search predicts the same few evaluations many times
 def _evaluation(work: Work, precision: Precision, parallel: ParallelConfig, rates: Rates) -> float:
     """Return the seconds of an evaluation: the forward pass of its sequences, divided evenly among the model's copies."""
     sequences = math.ceil(work.evaluation_sequences * parallel.copy_ranks / rates.world_size)
     batches = math.ceil(sequences / work.evaluation_batch_size)
-    # Batches are sorted by length, so each length occurs in about one batch.
+    # Sequences are sorted by length before they are cut into batches, so each length occurs in about one batch.
     lengths = max(1.0, min(work.distinct_lengths, sequences) / batches)
     sizes = work.typical(sequences / batches, lengths)
     strategy = Strategy(1, precision=precision, tensor=parallel.tensor)
     stages = _of_stages(_computation(work.model, strategy, rates, sizes), work.model, parallel)
     seconds = [FORWARD_SHARE * batches * (rates.micro_batch_s + float(each.sum())) for each in stages]
-    if parallel.virtual_stages > 1:  # virtual stages evaluate one batch at a time
+    if parallel.virtual_stages > 1:  # virtual stages evaluate one batch at a time, so they never work at once
         return sum(seconds)
     # The costliest stage is always busy. The other stages add time while the pipeline fills and drains.
     return max(seconds) + (sum(seconds) - max(seconds)) / batches

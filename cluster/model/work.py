@@ -1,7 +1,7 @@
 """Work of a run: its model, data and stopping point, and the strategy that divides the work over ranks.
 
-The computations of a micro-batch are counted as well. A computation has a kind and a count for each cost term of that kind,
-and includes the forward and the backward pass. `cluster.model.rates` holds the seconds per unit of each term.
+This module also counts the computations of a micro-batch. A computation has a kind and a count for each cost term of that
+kind, and includes the forward and the backward pass. `cluster.model.rates` holds the seconds per unit of each term.
 
 Shape legend: N sequences of the data set, A micro-batches of a rank in a step, R copies of the model, S sequences of a
 micro-batch, T tokens, Q queries of the last layer, M masked tokens, D hidden, F intermediate, V vocabulary.
@@ -58,7 +58,7 @@ class Strategy:
     virtual_stages: int = 1
     site_steps: int = 1
     shard_gradients: bool = False
-    """Affects only the predicted memory. The predicted step time does not include the reduction after every micro-batch."""
+    """This affects only the predicted memory. The predicted time of a step ignores the reduction after every micro-batch."""
 
     @property
     def parallel(self) -> ParallelConfig:
@@ -164,7 +164,7 @@ class Work:
         return int(np.count_nonzero(np.bincount(self.lengths)))
 
     def micro_batches(self, strategy: Strategy, ranks: int, step: int) -> MicroBatches:
-        """Return the micro-batches of a step that the batch sampler gives to each copy of the model.
+        """Return the micro-batches that the batch sampler gives to each copy of the model in one step.
 
         Raises ``ValueError`` if the ranks cannot share the global batch evenly.
         """
@@ -209,13 +209,13 @@ def work_of(config: Config) -> Work:
         config.evaluation.batch_size,
         None if closed else float(config.training.sample_limit),
         config.evaluation.interval_samples,
-        # A run without a seed draws a random seed, but a prediction must be repeatable.
+        # A run without a seed draws a random seed. A prediction must be repeatable, so it assumes seed 0.
         config.training.seed or 0,
     )
 
 
 def work_to_plan(config: Config) -> Work:
-    """Return a configuration's work from its length index, or from Wikipedia's histogram if the benchmark data is absent."""
+    """Return a configuration's work. If the benchmark data is absent, the lengths come from Wikipedia's histogram."""
     if config.data.train.is_dir() or config.data.train != RECIPES["h100_1x1"]().data.train:
         return work_of(config)
     work = wikipedia_work(config.model)
@@ -246,7 +246,7 @@ TERMS = {
     "lamb": ("calls", "segments", "parameters"),
     "batch": ("calls", "sequences of all ranks"),
 }
-"""Cost terms of each kind. A computation's time is the sum of count times cost over the terms."""
+"""Cost terms of each kind of computation. The time of a computation is the sum of count times cost over the terms."""
 
 REPEATED: dict[Recompute, tuple[str, ...]] = {
     "none": (),
@@ -287,7 +287,7 @@ def parts_of(model: ModelConfig, sizes: MicroBatches, tensor: int = 1) -> tuple[
     D, F = model.hidden_size, model.intermediate_size
     T, S, M = sizes.tokens_AR, float(sizes.sequences), sizes.masked_AR
     Q = S + M
-    # A rank's shard of the word table is padded to a size that multiplies fast.
+    # A rank's shard of the word table is padded to a size for which matrix products are fast.
     words = split_of(WORD, (model.vocab_size, D), tensor) if tensor > 1 else None
     own_D, own_F, own_V = D // tensor, F // tensor, words.length if words else model.vocab_size
     heads = model.num_attention_heads / tensor
@@ -299,7 +299,7 @@ def parts_of(model: ModelConfig, sizes: MicroBatches, tensor: int = 1) -> tuple[
     def layer(
         rows: Count, projections: list[Computation], calls: Count, pairs: Count, inner: bool
     ) -> list[Computation]:
-        # Keys and values have T rows, queries and outputs have `rows` rows. (T + rows) / 2 is the average.
+        # Keys and values have T rows, and queries and outputs have `rows` rows, so (T + rows) / 2 is their average number.
         attention = (calls, (T + rows) / 2 * own_D, pairs * heads, pairs * own_D)
         return [
             *projections,

@@ -31,7 +31,7 @@ class ScalingPoint:
     """A number of accelerators with its best plan.
 
     Attributes:
-        seconds: seconds of the run by cause. Waiting for data counts as work of the devices, because data loads while
+        seconds: seconds of the run by cause. The devices' work includes waiting for data, because data loads while the
             devices compute.
         low, high: 80 % interval of the minutes, derived from the spread of published results.
         efficiency: sequences per second per accelerator, relative to a single node.
@@ -81,7 +81,7 @@ def draw_scale(
 def scale(config: Config, device: Device, per_node: int, networking: str = "") -> Iterator[ScalingPoint]:
     """Plan a recipe for whole nodes in powers of two, from one node to `LARGEST` accelerators.
 
-    Raises ``ValueError`` if a node has more, the recipe is not of the closed division, or nothing is feasible.
+    Raises ``ValueError`` if a node has more accelerators, the recipe is not of the closed division, or nothing is feasible.
     """
     if not 1 <= per_node <= LARGEST:
         raise ValueError(f"--gpus-per-node is {per_node:,}, expected 1 to {LARGEST:,}")

@@ -2,9 +2,9 @@
 
 A way to run is a `Strategy` with a schedule, which has the batch size and its hyperparameters. A way is skipped if its
 computation alone takes longer than the fifth best way in total.
-Only the largest micro-batch that fits in memory and the next smaller one are tried, because more accumulation adds launches
-and saves nothing. A pipeline gets the number of micro-batches that makes its step fastest. Recomputation is tried only if it
-allows larger micro-batches.
+Only the largest micro-batch that fits in memory and the next smaller one are tried. Even smaller ones would add kernel
+launches and save nothing. A pipeline gets the number of micro-batches that makes its step fastest. Recomputation is tried
+only if it allows larger micro-batches.
 """
 
 import math
@@ -32,7 +32,7 @@ PIPELINES = (1, 2, 4, 8, 16, 32, 64)
 VIRTUAL_STAGES = (1, 2, 4)
 BEST = 5
 _REACH = 1.1
-"""A way is predicted again, from several steps, if its time from one step is at most this multiple of the fifth best."""
+"""A way whose time from one step is at most this multiple of the fifth best time is predicted again, from several steps."""
 _MICRO_BATCHES = 2
 """Number of micro-batch sizes to try, starting with the largest that fits."""
 _MOST_VALUES = 8
@@ -102,13 +102,13 @@ class _Search:
     def __init__(self, config: Config, work: Work, target: Target) -> None:
         self._config, self._work, self._target = config, work, target
         self.refusals = [Refusal("precision", *missing) for missing in target.missing.items()]
-        # With one node, or with one rank per node, several reductions are equivalent.
+        # With one node, or with one rank per node, some reductions are equivalent, so it is enough to try two of them.
         has_levels = target.nodes > 1 and target.ranks_per_node > 1
         self._reductions = REDUCTIONS if has_levels else ("flat", "sharded_world")
         self._schedules = schedules(config)
         self._tensors = [each for each in TENSORS if target.ranks_per_node % each == 0 and self._is_divisible(each)]
         self._too_many: dict[tuple[Precision, Recompute, ParallelConfig], int] = {}
-        """Size in sequences of the smallest micro-batch that did not fit."""
+        """Number of sequences of the smallest micro-batch that did not fit with these settings."""
 
     def _is_divisible(self, tensor: int) -> bool:
         try:
@@ -239,7 +239,7 @@ class _Search:
                     self._too_many[memory_by] = sequences
                 return None
             step = predict_step(work, strategy, target.rates[precision], steps=1)
-        # A rate is missing if the probe has not measured a collective.
+        # The prediction fails if a rate is missing, because the probe has not measured a collective.
         except ValueError as error:
             self.refusals.append(
                 Refusal("way", f"{precision} with {strategy.reduction} in {strategy.reduce_dtype}", str(error))
@@ -302,7 +302,7 @@ def run_plan(config: Config, target: Target, chosen: Candidate) -> RunPlan:
 
 
 def as_lines(found: Found, world_size: int) -> Iterator[str]:
-    """Yield the best plans as a table, a line for each setting's values that the first plan lacks, and refused settings."""
+    """Yield a table of the best plans, lines about values that the first plan does not use, and the infeasible settings."""
     table = [_row(place, each, world_size) for place, each in enumerate(found.best, 1)]
     rows = [tuple(table[0]), *(tuple(row.values()) for row in table)]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]

@@ -20,10 +20,10 @@ from console.text import counted, duration
 
 MOST_STEPS = 128
 WORTH = 1.1
-"""Minimum ratio of the time of a step over all ranks to the time of a step within a site. Below it, the gain is not worth
-weights that differ between sites."""
+"""Minimum ratio of the time of a step over all ranks to the time of a step within a site. Below this ratio, the gain does
+not justify weights that differ between sites."""
 EXCHANGED_BYTES = 1 + 4 / BLOCK
-"""Bytes of a parameter in an exchange in int8: 8 bits, and an fp32 scale for each block."""
+"""Bytes that an exchange in int8 sends for each parameter: one byte, and a part of the fp32 scale of its block."""
 
 
 def choose_site_steps(
@@ -97,7 +97,7 @@ def rates_in_site(whole: Rates, view: View) -> Rates:
     inside = view.links_of_sites(between_sites=False)
     of_sites = [[each for each in inside if view.ranks[each.source].host in site] for site in view.sites.values()]
     per_byte = max(median(each.seconds_per_byte for each in links) for links in of_sites if links)
-    # A ring over all ranks uses all network cards of a host. Rings along rails share the cards.
+    # Convert to the rate of a host: a ring over all ranks uses all of its network cards. Rings along rails share them.
     per_byte *= len(view.hosts) / len({each.source for each in view.links_of(between_hosts=True)})
     wait = (hosts - 1) * median(each.latency_s for each in inside)
     world, rail = ring_share(hosts * whole.ranks) * per_byte, ring_share(hosts) * per_byte * whole.ranks

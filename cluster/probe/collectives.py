@@ -23,9 +23,9 @@ from cluster.view import Collective, Operation, Scope
 _SMALLEST_BYTES, _LARGEST_BYTES, _FACTOR = 64 * 2**10, 256 * 2**20, 4
 _REPEATS, _FEWEST_REPEATS = 5, 3
 _FEWEST_SIZES = 3
-"""Number of message sizes that are always timed (up to 1 MiB), because traffic shapers delay only large messages."""
+"""Number of message sizes that are always timed. The largest is 1 MiB, because traffic shapers delay only large messages."""
 _PERIOD = 61
-"""Number of elements after which the values repeat. It is prime, so that pieces of equal size differ."""
+"""Number of elements after which the test values repeat. It is prime, so that pieces of equal size differ."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ def measure_collectives(mesh: Mesh, seconds: float) -> tuple[list[Collective], l
     """
     groups = Communicators.create(mesh)
     scopes: dict[Scope, dist.ProcessGroup | None] = {"world": groups.data}
-    # With a single node, or one rank per node, the scopes coincide.
+    # With a single node, or one rank per node, any other scope has one rank or equals "world". Then time only "world".
     if 1 < len(mesh.node_ranks) < mesh.world_size:
         scopes |= {"node": groups.node, "rail": groups.rail}
     operations: tuple[Operation, ...] = get_args(Operation)
@@ -100,7 +100,7 @@ class CollectiveTrial:
         whole = torch.arange(piece * many, device=mesh.device) % _PERIOD
         mine = slice(place * piece, (place + 1) * piece)
         own = (whole + place % _PERIOD).float()
-        # The rank at each place in the group contributes element + place % _PERIOD. The sum covers all places.
+        # Element i of the rank at place p in the group is i % _PERIOD + p % _PERIOD. The sum covers all places.
         total = (whole * many + sum(other % _PERIOD for other in range(many))).float()
         out = torch.empty_like(own)
         if operation == "all-reduce":

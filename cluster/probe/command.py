@@ -153,7 +153,7 @@ def _schedules(nodes: Sequence[Sequence[int]], every: Sequence[Facts]) -> tuple[
 
     Between hosts, the first rank at each network card represents the card.
     """
-    # All hosts have the same number of ranks.
+    # All hosts have the same number of ranks, so the rounds of one host are the rounds of all.
     within = [[(ranks[a], ranks[b]) for ranks in nodes for a, b in pairs] for pairs in rounds_of_pairs(len(nodes[0]))]
     # The rounds pair neighbours in this order. Hosts with neighbouring names often share a leaf switch.
     by_name = sorted(nodes, key=lambda ranks: _natural(every[ranks[0]].host.name))

@@ -35,12 +35,12 @@ from kernels import (
 )
 
 _COPIES = 4
-"""Number of computations in one action. Each has its own inputs."""
+"""Number of computations that one call of a trial's ``action`` runs. Each of them has its own inputs."""
 _DROPOUT = 0.1
 _EPS = 1e-12
 _MOST_TURNS = 3
 _SLICE_S = 0.015
-"""Shortest measurement window for one rank per processor. It covers several time slices of the system's scheduler."""
+"""Shortest window of a measurement if each rank has a processor. It covers several time slices of the system's scheduler."""
 _LINEAR = (
     (64, 128, 128),
     (512, 128, 512),
@@ -50,21 +50,21 @@ _LINEAR = (
     (192, 1024, 384),
     (64, 256, 8192),
 )
-"""Linear layers: (rows, inputs, outputs). On a GPU, each number is eight times as large."""
+"""Shapes of the timed linear layers: (rows, inputs, outputs). On a GPU, each number is eight times as large."""
 _ATTENTION = ((1, 128, 4, 32), (1, 384, 4, 64), (16, 32, 4, 32), (6, 128, 4, 32), (2, 96, 16, 64))
-"""Attention: (sequences, length of each sequence, heads, head size)."""
+"""Shapes of the timed attention layers: (sequences, length of each sequence, heads, head size)."""
 _NORM = ((32, 128), (512, 128), (768, 512))
 _GELU = ((32, 128), (512, 512), (512, 1024))
 _LOSS = ((8, 1024), (64, 1024), (32, 16384))
-"""Norm, GELU and loss: (rows, columns)."""
+"""Shapes of the timed norms, GELUs and losses: (rows, columns)."""
 _EMBEDDING = ((64, 128, 1024), (768, 128, 1024), (192, 256, 8192))
-"""Embeddings: (tokens, hidden size, vocabulary size)."""
+"""Shapes of the timed embeddings: (tokens, hidden size, vocabulary size)."""
 _LAMB = ((8, 4096), (32, 16384), (16, 393216))
-"""LAMB: (segments, elements of each segment). The sizes fit a core's cache, the processor's cache, and neither."""
+"""Sizes of the timed LAMB: (segments, elements of each). One fits a core's cache, one the processor's, and one neither."""
 _BATCH = (32, 256)
-"""Assembly of batches: global batch sizes."""
+"""Global batch sizes for which the assembly of batches is timed."""
 _PRODUCT, _REPEATS = 256, 3
-"""Matrix size of the products that measure contention, and the number of repetitions."""
+"""Matrix size of the products that measure contention, and the number of times that this measurement is repeated."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ class ComputationTrial:
 
 
 def trials_of(device: torch.device) -> list[ComputationTrial]:
-    # The CPU's shapes would not fill a GPU.
+    # The shapes of linear layers suit a CPU. They would leave most of a GPU idle, so use larger ones there.
     factor = 8 if device.type == "cuda" else 1
     dtypes = [torch.float32]
     # Time bf16 only if it is native, because PyTorch would emulate it slowly otherwise.
@@ -251,14 +251,14 @@ def _lamb(segments: int, size: int) -> ComputationTrial:
     gradients, state = torch.rand_like(weights), LambState.zeros_like(weights)
     layout = LambSegments((size,) * segments, (True,) * segments)
     hyperparameters = LambHyperparameters(0.9, 0.999, 1e-6, 0.01, 1.0)
-    # A learning rate of 0 leaves the weights unchanged.
+    # A learning rate of 0 leaves the weights unchanged, so that every call does the same work.
     step, rate = torch.ones((), dtype=torch.int64), torch.zeros(())
     action = partial(lamb_step, weights, gradients, state, layout, hyperparameters, step=step, learning_rate=rate)
     return ComputationTrial("lamb", (1.0, float(segments), float(segments * size)), action, 1)
 
 
 def _batch(size: int) -> ComputationTrial:
-    # uint16 is the data type of the length index on disk.
+    # Use uint16, because the length index on disk has this data type.
     lengths = np.random.default_rng(0).integers(8, 128, 8192).astype(np.uint16)
     # Do the work of one of four ranks: deal the whole global batch and assemble a quarter of it.
     sampler = BatchSampler(lengths, (lengths // 7 + 1).astype(np.uint16), size, 4, 1, 0)

@@ -26,7 +26,7 @@ SCREENING = 4
 _SEQUENCES = 56
 """Sequences per rank of the BERT-Large step. The cost of an outlier is stated as a share of this step's time."""
 _AS_SLOW = 1.25
-"""A slow rank explains the low bandwidth of its path if the path's ratio is at most this multiple of the rank's ratio."""
+"""A slow rank explains its path's low bandwidth if the path's slowdown is at most this multiple of the rank's slowdown."""
 _SLOWER = 5.0
 """Minimum ratio of path times between sites to path times within a site. The switches of one room are rarely oversubscribed
 by more than four to one, so a larger ratio means another network."""
@@ -57,7 +57,7 @@ class Measurements:
 
     @property
     def comparisons(self) -> int:
-        """Number of comparisons of the whole probe, which share one chance of a false outlier."""
+        """Number of comparisons of the whole probe. The chance of a false outlier is divided among them."""
         return len(self.cells) * len(self.facts) + sum(4 * len(paths.source_E) for paths in self.layers)
 
     @cached_property
@@ -94,7 +94,7 @@ class Measurements:
 
     @cached_property
     def step(self) -> dict[str, float]:
-        """Seconds of each part of a step on a typical device and path, by the measured quantity that determines the part."""
+        """Seconds of each part of a step on typical devices and paths, keyed by the quantity that determines the part."""
         typical_C = np.median(self.rates_RTC, axis=(0, 1)).tolist()
         timed = [*zip(self.cells, typical_C, strict=True)]
         # A multiply-add counts as two operations, and a copy both reads and writes.
@@ -206,7 +206,7 @@ def _slow_paths(
         members_K = [tuple(np.compress(times.component_N == k, ends).tolist()) for k in range(times.level_TK.shape[1])]
         found += measured.outliers(times.level_TK, members_K, "component", quantity, chance)
         slow = {each.ranks[0]: each.ratio for each in found if each.quantity == quantity}
-        # Number of fitted parameters: a level for each ordered pair of sites, and a share for each end with enough paths.
+        # The fit has a level for each ordered pair of sites, and a share for each end with enough paths.
         fitted = len({kind[:2] for kind in kinds})
         fitted += sum(int((np.bincount(of_E) >= FEWEST_PARTNERS).sum()) for of_E in (source_E, target_E))
         # Report a path with a slow end only if the path, without the shares of its ends, is slower than that end.

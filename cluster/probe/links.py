@@ -31,7 +31,7 @@ from cluster.probe.computing import gather_numbers
 Pairs = list[tuple[int, int]]
 
 SAMPLED = 2
-"""Number of distances besides the powers of two."""
+"""Number of distances that are measured besides the powers of two."""
 _ROUND_TRIPS = 12
 _SMALLEST_BYTES = 256 * 2**10
 _LARGEST_BYTES = {"cpu": 64 * 2**20, "cuda": 256 * 2**20}
@@ -178,7 +178,8 @@ class _Messages:
             start = time.perf_counter()
             other[0].wait()
             end = time.perf_counter()
-            # If the receiver wakes up late, all data has arrived already. Then estimate from the whole message's time.
+            # If the receiver wakes up late, the last part seems to take no time. So assume at least half of its share of the
+            # time.
             seconds = max(end - start, 0.75 * (end - begin) / 2)
         return max(seconds, 1e-9) / (size - size // 4)
 

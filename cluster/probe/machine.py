@@ -78,19 +78,19 @@ def nearest_card(sys: Path, address: str, cards: Sequence[str]) -> str:
 
 
 def slurm_switches() -> tuple[str, ...]:
-    """Return the switches above this host in Slurm's topology, from the top to the leaf; empty without a topology.
+    """Return the switches above this host in Slurm's topology, from the top to the leaf, or () without a topology.
 
     With the tree topology plugin, Slurm passes the switches in environment variables. Otherwise this calls ``scontrol``.
     """
     address, pattern = os.environ.get("SLURM_TOPOLOGY_ADDR", ""), os.environ.get("SLURM_TOPOLOGY_ADDR_PATTERN", "")
     if pattern.startswith("switch."):
-        # The last field is the node itself.
+        # The last field is the node itself, so omit it.
         return tuple(name[:64] for name in address.split(".")[:-1][-_MOST_SWITCHES:])
     return switches_of(scontrol_show("topology", os.environ.get("SLURMD_NODENAME", "")))
 
 
 def switches_of(lines: Iterable[str]) -> tuple[str, ...]:
-    """Parse the output of ``scontrol show topology NODE``; levels count upwards from the leaf, which is 0."""
+    """Parse the output of ``scontrol show topology NODE``. Its levels count upwards from the leaf, which has level 0."""
     found = [re.search(r"SwitchName=(\S+) Level=(\d+)", line) for line in lines]
     levels = {int(match[2]): match[1][:64] for match in found if match}
     return tuple(levels[level] for level in sorted(levels, reverse=True)[-_MOST_SWITCHES:])

@@ -22,8 +22,8 @@ from cluster.published.results import TABLE, Result, results_of_devices
 CALIBRATION = Path(__file__).with_name("calibration.json")
 
 TIME_SCALE, SAMPLES_SCALE = 0.03, 0.03
-"""Typical standard deviations: of the logarithm of the time for a given number of training samples, and of the logarithm of
-that number."""
+"""Typical standard deviations of two logarithms: of the time for a given number of training samples, and of the number of
+samples to the target."""
 
 INTERVAL = 0.8
 """Share of results that prediction intervals should contain."""
@@ -83,8 +83,8 @@ class Calibration:
     Attributes:
         covariance: Covariance of the parameters, in their order.
         models: Accelerator models among the results.
-        known, unknown: Bounds of log(observed / predicted time), in units of `spread`, that contain `INTERVAL` of the
-            results, for accelerators among the results and for all others.
+        known, unknown: Bounds of log(observed / predicted time), in units of `spread`. They contain `INTERVAL` of the
+            results. ``known`` is for accelerators among the results, and ``unknown`` for all others.
         source: SHA-256 of the table of results.
     """
 
@@ -96,7 +96,7 @@ class Calibration:
     source: str
 
     def interval(self, run: TimedRun) -> tuple[float, float]:
-        """Return two factors of the predicted time. A share `INTERVAL` of results lies between the two products."""
+        """Return the interval's bounds divided by the predicted time. A share `INTERVAL` of results lies between them."""
         low, high = self.bounds(run.machine.device.model in self.models, spread(self.parameters, self.covariance, run))
         return math.exp(low), math.exp(high)
 
@@ -209,11 +209,11 @@ GROUPS: dict[str, Callable[[Result], Hashable]] = {
     "scale": lambda result: result.run.machine.accelerators,
     "accelerator": lambda result: result.run.machine.device.model,
 }
-"""Groups that cross-validation leaves out one at a time."""
+"""Keys that group the results. Cross-validation leaves out one group at a time."""
 
 
 def held_out(group: Callable[[Result], Hashable], start: Parameters) -> list[Held]:
-    """Predict every result by a fit without the results of its group."""
+    """Predict every result by a fit that leaves out all results of the same group."""
     found = []
     for left_out in sorted({group(result) for result in results_of_devices()}, key=str):
         seen = [result for result in results_of_devices() if group(result) != left_out]

@@ -2,10 +2,10 @@
 
 A step consists of the time of its sequences on a device, a constant cost per micro-batch, the gradient's reduction, and the
 update. A sequence takes the time of its matrix products, which reach a share of the peak rate, plus the time of its memory
-traffic. It takes at least its energy divided by the device's power. Each reduction inside
-nodes runs partly during the backward pass. Its remaining part and the reduction between nodes form a pipeline, so the slower
-of the two determines the time. The reduction between nodes also overlaps with the backward pass, which the fitted efficiency
-of the network includes.
+traffic. But a sequence takes at least its energy divided by the device's power. The reduction inside nodes runs partly
+during the backward pass. Its remaining part and the reduction between nodes form a pipeline, so the slower of the two
+determines the time. The reduction between nodes also overlaps with the backward pass. The fitted efficiency of the network
+includes this overlap.
 """
 
 import re
@@ -35,7 +35,7 @@ from cluster.published.fitted import (
 from compliance.log.schedule import evaluation_interval
 
 FP8_SEQUENCES_PER_GB = 3.2
-"""Like `SEQUENCES_PER_GB`, but for published FP8 runs on HBM: 256 sequences in 80 GB without accumulation."""
+"""As `SEQUENCES_PER_GB`, for FP8 on devices with HBM. Published runs fit 256 sequences in 80 GB without accumulation."""
 
 ROUND = re.compile(r"v[0-9]\.[0-9]")
 """Name of a round of MLPerf Training."""
@@ -75,7 +75,7 @@ class TimedRun:
 def run_time(
     p: Parameters, run: TimedRun, samples: float | None = None, step: dict[str, float] | None = None
 ) -> RunTime:
-    """Return the time of a run to ``samples`` (default: the predicted number). ``step`` is its `step_parts`, if known."""
+    """Return the time of a run to ``samples`` (default: the predicted number). ``step`` has its parts, if known."""
     step = step or step_parts(p, run)
     samples = samples or exp(log_samples_needed(p, run, step))
     sequences = run.batch / run.machine.accelerators

@@ -40,7 +40,8 @@ SEQUENCES_PER_GB = 1.2
 """Sequences of a 16-bit micro-batch that fit per GB of memory, from published runs with 24 to 80 GB."""
 
 TUNED_ACCELERATORS = 256
-"""Accelerators at which the old recipes' effect has decayed to 1/e. Large runs had tuned recipes even in round v2.0."""
+"""Number of accelerators at which old recipes' extra samples have decayed to 1/e. Large runs had tuned recipes even in
+v2.0."""
 
 LONG_RUN_MINUTES = 17
 """Time to train on eight A100s, for which widely copied recipes were tuned. Longer runs take extra samples."""
@@ -49,7 +50,7 @@ PARAMETERS = 336.2e6
 """Number of parameters of BERT-Large with its heads."""
 
 UPDATE_BYTES = 30
-"""LAMB's memory traffic per parameter: weight and both moments read and written, gradient, 16-bit copy, norms."""
+"""Bytes that LAMB moves per parameter: weight and both moments read and written, gradient, 16-bit copy, norms."""
 
 UPDATE_EFFICIENCY = 0.8
 """Share of the memory bandwidth that LAMB reaches."""
@@ -59,7 +60,7 @@ SEQUENCE_FLOPS = 500e9
 s tokens, m of them masked, takes 3 (24 (24 h^2 s + 4 h s^2) + m (2 h^2 + 2 h V)) operations, with h = 1024, V = 30528."""
 
 FP8_SHARE = 0.87
-"""Share of a sequence's operations in FP8: the encoder's linear layers (463.5 of 500) minus those kept in 16 bits."""
+"""Share of a sequence's operations in FP8: the encoder's linear layers (463.5 of 500), except those that stay in 16 bits."""
 
 EVALUATION_SEQUENCES = 10_000
 """Size of the benchmark's evaluation set."""
@@ -71,7 +72,7 @@ SHARPNESS = 8
 """Exponent of the smooth maximum of two times. The maximum of two equal times is 9 % more than either."""
 
 LARGEST_BATCH = 8 * REFERENCE_POINTS[-1][0]
-"""Limit that catches typing errors. It is far above every batch size that has converged."""
+"""Largest accepted global batch size, which catches typing errors. It is far above every batch size that has converged."""
 
 SWITCHED = 8
 """Boards with at least this many devices have PCIe switches."""
@@ -108,7 +109,7 @@ class RunTime:
 
     @classmethod
     def of(cls, samples: float, steps: float, step: dict[str, float], **others: float) -> "RunTime":
-        """Sum the parts of all steps, and add ``others`` once."""
+        """Return the time of a run whose steps have the parts ``step``. The parts ``others`` count once."""
         return cls(samples, steps, {name: steps * seconds for name, seconds in step.items()} | others)
 
 
@@ -193,11 +194,11 @@ def log_samples(
     """
     practice = [(log_knot, p[name]) for log_knot, name in _PRACTICE]
     found = log(_line(REFERENCE_POINTS, batch)) + _line(practice, min(log(batch), practice[-1][0]))
-    if old_recipe:  # less at large scale, where even old recipes were tuned
+    if old_recipe:  # the effect shrinks at large scale, where even old recipes were tuned
         growth = p["old_recipe_growth"] * max(0.0, log2(batch / 448))
         found += (p["old_recipe"] + growth) * exp(-accelerators / TUNED_ACCELERATORS)
     found += p["accumulation"] * max(0.0, log2(batch / accelerators / (SEQUENCES_PER_GB * memory_gb)))
-    # Submitters tune less if a trial takes long. This is the time of a trial at the smallest reference batch.
+    # Submitters tune less if a trial takes long. Measure that by the minutes of a trial at the smallest reference batch.
     minutes = REFERENCE_POINTS[0][1] / sequences_per_second / 60
     return found + p["tuning"] * max(0.0, log2(minutes / LONG_RUN_MINUTES))
 

@@ -29,12 +29,12 @@ CAUSES = {
     "evaluations": ({"evaluation"}, "number of evaluations"),
     "start and other": ({"start"}, "storage; compilation while the clock runs; checkpoints"),
 }
-"""Parts of the prediction that a cause of a slow run lengthens, and what to check, by its name in `cluster.whatif`."""
+"""Causes of a slow run, by name in `cluster.whatif`: the predicted parts that the cause lengthens, and what to check."""
 
 
 @dataclass(frozen=True)
 class Measured:
-    """Measured minutes. If they come from logs, other fields have what the logs state, and ``parts`` the minutes by part."""
+    """Measured minutes. If logs were read, other fields have what they state, and ``parts`` has the minutes of each part."""
 
     minutes: float = 0.0
     batch: int | None = None
@@ -82,7 +82,7 @@ def read_measured(text: str) -> Measured:
             f"{path}: runs with different batch sizes, accelerators or ranks: {found}; pass one log instead"
         )
     if len(kept) > 2 and len(kept) + missed >= 5:
-        # As in MLPerf, a run that missed the target counts as the slowest.
+        # As in MLPerf, a run that missed the target counts as the slowest. Then no other run is left out as the slowest.
         kept.sort(key=lambda log: log.run.seconds or 0.0)
         kept, how = kept[1 : None if missed else -1], ", without the fastest and the slowest"
     samples, parts = [log.run.converged_samples() for log in kept], [each for log in kept if (each := _parts(log))]
@@ -97,7 +97,7 @@ def read_measured(text: str) -> Measured:
 
 
 def _machine(log: Log) -> tuple[str | None, int | None]:
-    """Return the accelerator and the number of ranks. Only logs of this program state them, with one accelerator a rank."""
+    """Return the accelerator and the number of ranks, one per accelerator. Both are None if the log does not state them."""
     name, ranks = log.header.get("accelerator", "none"), re.match(r"(\d{1,7}) x", log.header.get("processes", ""))
     return (None, None) if name == "none" else (device_named(name).name, int(ranks[1]) if ranks else None)
 

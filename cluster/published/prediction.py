@@ -62,7 +62,7 @@ def machine_of(view: View) -> Machine:
     if not links:
         return machine
     gbit_s = 8e-9 / statistics.median(link.seconds_per_byte for link in links)
-    # The model multiplies nominal rates by this efficiency. A measured rate includes it already, so divide by it here.
+    # The cost model multiplies nominal rates by the network's efficiency. A measured rate includes it, so divide by it here.
     nominal = gbit_s / math.exp(calibration().parameters["network_efficiency"])
     ports = len({(rank.host, rank.card) for rank in view.ranks}) // len(view.hosts)
     return replace(machine, network=Network(max(1, ports), nominal))

@@ -1,8 +1,8 @@
 """Published results, as data to which the cost model is fitted, and the results nearest to a run.
 
 `published_results.csv` was computed from the logs that MLCommons publishes (github.com/mlcommons/training_results_v2.0 to
-training_results_v5.0, the last round with BERT). It has every distinct entry with the mean minutes of its runs without the
-fastest and the slowest. A failed run counts as the slowest. Runs that were entered several times are in the table once.
+training_results_v5.0, the last round with BERT). Each row is an entry, with the mean minutes of its runs without the fastest
+and the slowest. A failed run counts as the slowest. Runs that were entered several times are in the table once.
 """
 
 import csv
@@ -31,7 +31,7 @@ ONE_SUBMITTER = {
     "QUANTA_CLOUD_TECHNOLOGY": "QCT",
     "SMC": "SUPERMICRO",
 }
-"""Name of a company, by its aliases and by the names of other companies that submitted its systems."""
+"""Company that a submitter counts as. The submitter's name is an alias, or the submitter entered that company's systems."""
 
 
 def closed_rows() -> list[dict[str, str]]:
@@ -67,7 +67,7 @@ class Result:
 
 
 def machine_of_row(row: Mapping[str, str]) -> Machine:
-    """Return the machine of a row. A node without accelerators has two CPUs."""
+    """Return the machine of a row. A node without accelerators is assumed to have two CPUs."""
     per_node, name = int(row["accelerators_per_node"]), row["accelerator"].strip()
     if per_node == 0 and name in ("", "N/A"):
         name, per_node = "CPU", 2

@@ -110,7 +110,7 @@ def _published() -> _Published:
 def _of_recipe(config: Config, published: _Published, source: str) -> BatchSchedule:
     batch = config.training.global_batch_size
     own = (batch, *(getattr(config.optimizer, name) for name in _STATED))
-    # Compare exactly, because recipes state the digits that logs print. Omit the decay, because some logs state 0.
+    # Compare exactly, because recipes state the digits that logs print. Ignore the decay, because some logs wrongly state 0.
     rows = [row for key, found in published.items() if key[:-1] == own[:-1] for row in found]
     samples = _median_samples(rows) if rows else None
     return BatchSchedule(batch, config.optimizer, config.training.max_samples, samples, source)
@@ -125,7 +125,7 @@ def _stated(published: _Published, limits: Mapping[int, int]) -> list[BatchSched
         optimizer = OptimizerConfig(rate, round(steps), beta_1, beta_2, weight_decay_rate=decay)
         others = f" and {counted(len(rows) - 1, 'other')}" if len(rows) > 1 else ""
         source = f"{rows[0]['submitter']} {rows[0]['round']}, {rows[0]['system']}{others}"
-        # Use the limit of the next smaller (or equal) batch size that has a recipe, or else the smallest recipe's.
+        # Use the limit of the next smaller (or equal) batch size that has a recipe, or else of the smallest that has one.
         limit = limits[max((size for size in limits if size <= batch), default=min(limits))]
         found.append(BatchSchedule(round(batch), optimizer, limit, _median_samples(rows), source))
     return found
