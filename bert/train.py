@@ -95,7 +95,8 @@ def parse(arguments: Sequence[str], module: str = "bert.train") -> Config:
     # The header of a result file contains the text None if the run had no plan.
     plan = None if plan_file in (None, "None") else read_plan(Path(plan_file))
     if plan is not None:
-        # Put the plan's settings first. Given settings override them, and `require_settings` later refuses differences.
+        # Put the plan's settings first, so that the command line overrides them. `require_settings` later refuses
+        # settings that differ from the plan.
         if recipe not in (None, plan.recipe):
             raise ValueError(f"the plan is for the recipe {plan.recipe}, expected {recipe}: make a plan for {recipe}")
         recipe, settings = plan.recipe, [*plan.arguments(), *settings]

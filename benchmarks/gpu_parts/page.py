@@ -6,7 +6,7 @@ from pathlib import Path
 from benchmarks.gpu_parts.report import Figure, PartReport, number, percent
 
 OURS = {"bf16": "this repository, unpadded, bf16", "FP8": "this repository, unpadded, FP8"}
-"""Names of the rows of the part ``peers`` with this repository's rates. The page compares the other rates with them."""
+"""Names of this repository's rows in the part ``peers``. The page compares the rates in the other rows with them."""
 
 _MOST_ROWS = 10
 _WIDEST = 90

@@ -40,7 +40,9 @@ def join(hosts: str, endpoint: str, arguments: Sequence[str]) -> NoReturn:
     if not match or int(match[1]) > int(match[2]):
         raise ValueError(f"MIN:MAX is {hosts!r}, expected the minimum and maximum number of hosts, such as 3:4")
     if not re.fullmatch(r"[A-Za-z0-9._-]+:[0-9]{1,5}", endpoint):
-        raise ValueError(f"HOST:PORT is {endpoint!r}, expected the host and the port of launch/elastic.sh --meet PORT")
+        raise ValueError(
+            f"HOST:PORT is {endpoint!r}, expected the host that runs launch/elastic.sh --meet PORT, and PORT"
+        )
     last_call = whole_number("LAST_CALL", 30, 0, 3600)
     if not arguments or arguments[0].startswith("-") or arguments[1:2] not in ([], ["--"]):
         raise ValueError(f"expected launch/elastic.sh {hosts} {endpoint} RECIPE -- settings")
@@ -62,7 +64,7 @@ def join(hosts: str, endpoint: str, arguments: Sequence[str]) -> NoReturn:
         "rdzv-id": folder,
         # The store is in the process of `serve_rendezvous` and not on one of the hosts, so that any host may be lost.
         "rdzv-conf": f"is_host=0,last_call_timeout={last_call}",
-        # Otherwise torchrun leaves log folders on each host. If rdzv-id is an absolute path, one is beside the checkpoints.
+        # By default, torchrun leaves log folders on each host, and beside the checkpoints if rdzv-id is an absolute path.
         "log-dir": os.devnull,
         **({"local-addr": address} if (address := os.environ.get("ADDRESS")) else {}),
     }

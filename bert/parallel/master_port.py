@@ -24,7 +24,9 @@ def require_free_port(port: int, name: str = "MASTER_PORT") -> None:
     try:
         socket.create_server(("", port), family=family, dualstack_ipv6=both).close()
     except OSError as error:
-        reason = os.strerror(error.errno) if error.errno else str(error)  # ``str(error)`` would repeat the address
+        reason = (
+            os.strerror(error.errno) if error.errno else str(error)
+        )  # not ``str(error)``, which repeats the address
         raise ValueError(
             f"{name} is {port}, but this node cannot listen there ({reason}): set it to a port that is free here, "
             "the same one on all nodes"

@@ -21,7 +21,7 @@ from cluster.published.fitted import PARAMETERS, SEQUENCE_FLOPS, UPDATE_BYTES
 from cluster.view import Host, Outlier, Source
 
 SCREENING = 4
-"""One in this many healthy clusters is measured a second time without need."""
+"""A probe measures one in this many healthy clusters a second time, although nothing in it is slow."""
 
 _SEQUENCES = 56
 """Sequences per rank of the BERT-Large step. The cost of an outlier is stated as a share of this step's time."""

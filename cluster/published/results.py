@@ -1,4 +1,4 @@
-"""Published results, as data to which the cost model is fitted, and the results nearest to a run.
+"""Published results, to which the cost model is fitted, and a search for the results that are most similar to a run.
 
 `published_results.csv` was computed from the logs that MLCommons publishes (github.com/mlcommons/training_results_v2.0 to
 training_results_v5.0, the last round with BERT). Each row is an entry, with the mean minutes of its runs without the fastest

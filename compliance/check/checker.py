@@ -41,8 +41,8 @@ def check_logs(logs: Sequence[Log], ruleset: str, limit: str = rules.NEWEST_RULE
         return [_verdict(each) for each in under(ruleset)]
     tried: dict[int, list[Verdict]] = {}
     for candidate, expected in _candidates(logs, under, limit):
-        # At most `expected` logs can pass both our own checks and the official checker. Stop if an earlier candidate has
-        # reached this number. Usually the first candidate has, which saves calls of the official checker.
+        # Under this ruleset, at most `expected` logs can pass both our own checks and the official checker. Stop if as many
+        # logs have passed under an earlier ruleset, usually the first, which saves calls of the official checker.
         if tried and max(tried) >= expected:
             break
         pairs = zip(under(candidate), under(rules.NEWEST_RULESET), strict=True)

@@ -72,7 +72,7 @@ class ExaminedRun:
         return self.intended.results or self._named("log.results")
 
     def _named(self, setting: str) -> Path | None:
-        """Return a path setting as a path from the current folder. The recipe states it relative to `run_root`."""
+        """Return the path in a setting, relative to the current folder. The recipe states it relative to `run_root`."""
         named = self.settings.get(setting)
         return Path(os.path.relpath(run_root() / named)) if named else None
 

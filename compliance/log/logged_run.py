@@ -232,7 +232,7 @@ class LoggedRun:
 
     @property
     def doubt(self) -> str:
-        """Text that says why epoch_num of the evaluations cannot be the sequences trained so far; "" if it can."""
+        """Text that says why the evaluations' epoch_num cannot be the number of sequences trained so far; "" if it can."""
         if self.other_unit or not self.accuracies:
             return self.other_unit
         samples, schedule, blocks = self.epoch_nums, self.schedule, self._block_samples

@@ -246,7 +246,7 @@ def _solve(columns: NDArray[np.int64], counts: NDArray[np.int64]) -> tuple[NDArr
 
     Every sequence must have a slot. Slots may be left over, which keeps prices non-negative.
     """
-    from scipy import optimize, sparse  # imported here, because this takes longer than most packings
+    from scipy import optimize, sparse  # imported here, so that other uses of this module do not wait for it
 
     lengths = np.flatnonzero(counts)
     row_of = np.zeros(len(counts), np.int64)

@@ -29,7 +29,7 @@ def shuffled(positions: NDArray[np.integer], count: int, seed: int, epoch: int) 
     and less than 2**64.
     """
     rows = math.isqrt(count - 1) + 1  # the square root, rounded up
-    rows += rows % 2  # make it even: with odd numbers of rows and columns, half of all orders could not occur
+    rows += rows % 2  # if rows and columns were both odd, half of all orders could not occur
     columns = -(-count // rows)
     # Scramble the seed first, so that different (seed, epoch) pairs give different starts.
     (start,) = _stream(_stream(np.uint64(seed), np.zeros(1, np.uint64)), np.array([epoch], np.uint64))

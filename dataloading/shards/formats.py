@@ -27,9 +27,10 @@ _HDF5_SIGNATURE = b"\x89HDF\r\n\x1a\n"
 def open_shard(path: Path) -> Shard:
     """Open a file of samples in any layout for reading, and check its structure.
 
-    The layouts are native, the fixed, varlength and packed HDF5 layouts of other programs, and TFRecord files of the
-    reference script. TFRecord, fixed and compressed files are unpacked into memory; other files are read when samples
-    are requested. Raises ``ValueError`` if the file is missing, truncated, inconsistent, or in an unknown layout.
+    The layouts are this program's own (native), three HDF5 layouts of other programs (fixed, varlength, packed), and the
+    reference script's TFRecord files. TFRecord, fixed and compressed files are unpacked into memory; other files are
+    read when samples are requested. Raises ``ValueError`` if the file is missing, truncated, inconsistent, or in an
+    unknown layout.
     """
     content = map_file(path)
     if content[: len(_HDF5_SIGNATURE)] == _HDF5_SIGNATURE:

@@ -78,7 +78,7 @@ class ShardRecord:
     tokens: _Count
     masked_tokens: _Count
     digest: str
-    """`Samples.digest` of the content."""
+    """The digest of all samples in the file, as `Samples.digest` computes it."""
     file_bytes: _Count
 
 
@@ -88,7 +88,7 @@ class Shard(ABC):
     layout: str
     """native, fixed, varlength, packed or tfrecord."""
     digest: str | None = None
-    """`Samples.digest` of the content, if the file contains it."""
+    """The digest that the file states, if any."""
     held_bytes: int = 0
     """Bytes of memory that this shard uses while it is open."""
     sequence_offsets: NDArray[np.int64]

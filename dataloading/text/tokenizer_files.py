@@ -100,7 +100,7 @@ def stated_normalization(folder: Path, decided: Collection[str] = ()) -> tuple[d
     """Return the fields of ``Normalization`` that a tokenizer's files in a folder state, and the names of these files.
 
     Raises ``ValueError`` if the files describe a tokenizer that splits text in another way than BERT's, or if they disagree
-    about a field. They may disagree about the fields ``decided``, which options set.
+    about a field. They may disagree about the fields in ``decided``, because options set these.
     """
     stated: dict[str, bool] = {}
     names = [name for name in (TOKENIZER, TOKENIZER_CONFIG) if (folder / name).is_file()]

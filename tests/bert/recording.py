@@ -91,7 +91,7 @@ class Recording(CudaCapturer):
     """``CudaCapturer`` that calls fakes in place of PyTorch's CUDA functions."""
 
     def __init__(self, note: Callable[[str], object] = lambda _: None) -> None:
-        """``note`` is called with "run" and "capture" before either happens."""
+        """``note`` is called with "run" before each run, and with "capture" before each capture."""
         self._note = note
         self.graphs: list[Graph] = []
         """Graphs in the order of their preparation."""

@@ -1,4 +1,4 @@
-"""A run with a plan takes the plan's settings, rejects contradictions, and compares its step time."""
+"""A run with a plan takes the plan's settings, rejects contradictions, and compares its step time with the plan's."""
 
 import json
 from dataclasses import replace

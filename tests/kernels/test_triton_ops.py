@@ -359,7 +359,7 @@ ADDING = [
 def test_a_tables_gradient_is_added_to_or_written_over_the_given_tensor(
     op: str, name: str, copied: bool, overwrite: bool
 ) -> None:
-    """The op adds a 16-bit table's gradient to an fp32 tensor and returns none to autograd for the table."""
+    """The op adds a 16-bit table's gradient to an fp32 tensor and returns no gradient of the table to autograd."""
     inputs, _ = example_inputs(op, CPU, BF16, Size((9,), 9, 9, 64, vocabulary=40))
     args: list[Any] = [None if isinstance(x, Dropout) else x for x in inputs]
     place, option = (3, "word_gradient_VD") if op == "embedding_layer_norm" else (1, "decoder_gradient_VD")

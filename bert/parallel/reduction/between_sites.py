@@ -9,7 +9,7 @@ from bert.parallel.mesh import Mesh, level_groups, process_group
 
 
 class BetweenSites:
-    """Sum over sites of a vector that is equal on all ranks of a site. Each piece of it belongs to one rank in every site.
+    """Sum a vector over sites. All ranks of a site have equal vectors, and each piece belongs to one rank in every site.
 
     The vector is divided into as many pieces as the largest site has ranks. A rank of a smaller site owns several pieces.
     """

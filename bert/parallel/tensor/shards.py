@@ -102,4 +102,4 @@ class TensorParallel:
         named = zip(flat.names, flat.places.values(), strict=True)
         starts = {place.start for name, place in named if self.splits[name] is None}
         ends = torch.tensor(flat.segments.sizes).cumsum(0).tolist()
-        return [start in starts for start in [0, *ends[:-1]]]  # ``starts`` omits divided parameters
+        return [start in starts for start in [0, *ends[:-1]]]  # ``starts`` has only parameters that are not divided

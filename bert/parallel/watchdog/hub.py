@@ -64,7 +64,7 @@ class Hub:
         while self.verdict is None and not self._closing.is_set():
             await asyncio.sleep(min(self._beat_s / 4, 0.2))
             now = time.monotonic()
-            # Count at most two intervals between reports, so that no rank is blamed after the whole machine was suspended.
+            # Let at most two report intervals pass at once. Otherwise ranks would be blamed after the machine was suspended.
             self.verdict = self._judge.pass_time(min(now - before, 2 * self._beat_s))
             before = now
             if now - told > self._beat_s / 2:  # each rank expects a message from the hub regularly

@@ -197,7 +197,7 @@ class Watchdog:
         words.join(_GRACE_S)
         if self._hub:
             self._hub.join(1.0)  # wait until all ranks have the verdict
-        # sys.exit would end only this thread, and a normal interpreter exit would wait for a stuck main thread.
+        # End at once: sys.exit would end only this thread, and the interpreter's exit would wait for a stuck main thread.
         os._exit(verdict.status)
 
     def _send(self, message: dict[str, object]) -> None:

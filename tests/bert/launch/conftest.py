@@ -11,6 +11,6 @@ from tests.bert.launch.started import RUNNING
 def nothing_stays_behind() -> Iterator[None]:
     yield
     for process in RUNNING:
-        process.kill()  # the launcher's programs then get SIGTERM
+        process.kill()  # the kernel then sends SIGTERM to the launcher's programs
         process.wait()
     RUNNING.clear()

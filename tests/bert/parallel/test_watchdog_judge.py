@@ -113,9 +113,9 @@ def test_before_training_a_rank_is_not_blamed_while_it_sends_heartbeats() -> Non
 
 
 def test_ranks_end_with_the_first_reported_status_unless_a_rank_was_lost() -> None:
-    """Under torchrun, a rank reports a second signal with status 0, because torchrun takes any other status for a crash.
+    """Under torchrun, a rank reports status 0 after a second signal, because torchrun takes any other status for a crash.
 
-    Losing a rank causes errors on other ranks, which may be reported before the loss.
+    If a rank is lost, errors that this causes on other ranks may be reported before the loss.
     """
     for status, ends_with in ((0, 0), (130, 130), (255, 255), (256, 3), (-1, 3), (1 << 70, 3)):
         for lost in (False, True):

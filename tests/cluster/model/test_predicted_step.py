@@ -162,7 +162,7 @@ def test_messages_overlap_with_computations_and_share_processors() -> None:
 def test_each_bucket_overlaps_with_the_remaining_forward_or_backward_pass(scale: float, steps: int) -> None:
     """The embeddings, a layer, and the last layer with the heads take 10 ms forward and 20 ms backward each."""
     alone = simple_rates(2, 2, scale, micro_batch_s=0.09)
-    # The vector has the decoder's bias, the embeddings up to 148,992, two layers up to 347,264 and 545,536, and the heads.
+    # The parts of the vector in order: decoder's bias and embeddings (to 148992), two layers (to 347264, 545536), heads.
     sizes, ends = (179_136, 179_136, 179_136, 41_728), (0.04, 0.02, 0.0, 0.0)
     for reduction, gather in (("flat", False), ("sharded_world", True)):
         arrived, now, first = [0.0], 0.0, 0.0

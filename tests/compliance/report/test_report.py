@@ -111,7 +111,7 @@ def test_the_page_shows_sites_the_plan_a_restart_and_skipped_steps(one: Path) ->
     text = report.render(results)
     assert outline(text) == (FOLDER / "sites_page.txt").read_text()
     rate, loss = (re.findall(r'class="stroke" d="M([^"]*)"', text)[index].count("L") for index in (1, 2))
-    assert (rate, loss) == (2, 1)  # three rates and two losses are drawn
+    assert (rate, loss) == (2, 1)  # lines join three rates and two losses
     [run] = results.runs
     alone = Metrics(steps=[structs.replace(step, site_bytes=0) for step in run.metrics.steps])
     both = outline(report.render(replace(results, runs=(run, replace(run, number=1, metrics=alone)))))
