@@ -101,7 +101,10 @@ def _on_gpus(
     )
 
 
+# `OptimizerConfig` takes the learning rate, its last step, beta_1, beta_2, epsilon, the weight decay, the number of warm-up
+# steps, and the step at which the warm-up starts.
 _NVIDIA = (0.60466, 0.85437)
+"""Values of beta_1 and beta_2."""
 # The warm-up starts far before step 0, so the learning rate is nearly constant for 330 steps. Then it falls.
 _NVIDIA_4608 = OptimizerConfig(2.58e-3, 700, 0.6, 0.7, 1e-6, 0.1, 200_330, -200_000)
 _ON_GPUS = (
