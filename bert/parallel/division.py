@@ -97,7 +97,7 @@ class WholeVectors:
         whole = vector_P.new_empty(self.size)
         for name, part in self.parts(whole):
             if name in self._own:
-                split, own = self._tensor.splits[name], self._own[name]
+                split, own = self._tensor.split(name), self._own[name]
                 # An undivided parameter is equal on all ranks of the group, so take the first rank's copy.
                 part.copy_(shards_RP[0, own].view_as(part) if split is None else split.whole(shards_RP[:, own]))
         if self._pipeline is not None:

@@ -83,16 +83,18 @@ class TensorParallel:
         self.group = group
         self.rank = 0
         self.placement = Placement()
-        shapes = parameter_shapes(config)
-        self.splits: dict[str, Split | None] = dict.fromkeys(shapes)
-        """Division of each parameter by name, or None if the parameter is not divided."""
         if group is not None:
             self.rank = group.rank()
             self.placement = SharedPlacement(Exchange(group, stopwatch), config.vocab_size)
-            self.splits = {name: split_of(name, shape, group.size()) for name, shape in shapes.items()}
+            shapes = parameter_shapes(config)
+            self._splits = {name: split_of(name, shape, group.size()) for name, shape in shapes.items()}
+
+    def split(self, name: str) -> Split | None:
+        """Return the division of a parameter, or None if it is not divided."""
+        return None if self.group is None else self._splits[name]
 
     def own(self, name: str, whole: Tensor) -> Tensor:
-        split = self.splits[name]
+        split = self.split(name)
         return whole if split is None else split.shard(whole, self.rank)
 
     def on_all_ranks(self, flat: FlatParameters) -> list[bool]:
@@ -100,6 +102,6 @@ class TensorParallel:
         if self.group is None:
             return [False] * len(flat.segments.sizes)
         named = zip(flat.names, flat.places.values(), strict=True)
-        starts = {place.start for name, place in named if self.splits[name] is None}
+        starts = {place.start for name, place in named if self.split(name) is None}
         ends = torch.tensor(flat.segments.sizes).cumsum(0).tolist()
         return [start in starts for start in [0, *ends[:-1]]]  # ``starts`` has only parameters that are not divided
