@@ -4,7 +4,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import log2, log10
 from pathlib import Path
-from typing import TYPE_CHECKING
+
+from markupsafe import Markup
 
 from bert.configuration.config import Config
 from cluster.devices import Device, describe_machine, devices
@@ -19,9 +20,6 @@ from console.files import write_atomically
 from console.html.charts import Axes, Line, line_chart
 from console.html.page import render_page
 from console.program import say
-
-if TYPE_CHECKING:
-    from markupsafe import Markup
 
 LARGEST = 16_384
 
@@ -162,7 +160,7 @@ def write_page(recipe: str, device: Device, points: Sequence[ScalingPoint], path
     write_atomically(path, page.encode())
 
 
-def _chart(what: str, *lines: Line) -> "Markup":
+def _chart(what: str, *lines: Line) -> Markup:
     """Draw lines with points (accelerators, minutes) over logarithmic axes."""
     axes = Axes(
         f"{what}: minutes to train against the number of accelerators",
