@@ -113,7 +113,7 @@ class MLLog:
             self.close()
             return
         for step in (self.abort, self.close):
-            with suppress(OSError):  # an error here, as of a full disk, must not hide the error that ended the run
+            with suppress(OSError):  # an OSError here (a full disk) must not hide the error that ended the run
                 step()
 
     # Methods for plain lines.

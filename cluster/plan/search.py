@@ -102,7 +102,7 @@ class _Search:
     def __init__(self, config: Config, work: Work, target: Target) -> None:
         self._config, self._work, self._target = config, work, target
         self.refusals = [Refusal("precision", *missing) for missing in target.missing.items()]
-        # With one node, or with one rank per node, some reductions are equivalent, so it is enough to try two of them.
+        # With one node, or one rank per node, the other reductions do the same as these two, so they need not be tried.
         has_levels = target.nodes > 1 and target.ranks_per_node > 1
         self._reductions = REDUCTIONS if has_levels else ("flat", "sharded_world")
         self._schedules = schedules(config)

@@ -60,7 +60,8 @@ SEQUENCE_FLOPS = 500e9
 s tokens, m of them masked, takes 3 (24 (24 h^2 s + 4 h s^2) + m (2 h^2 + 2 h V)) operations, with h = 1024, V = 30528."""
 
 FP8_SHARE = 0.87
-"""Share of a sequence's operations in FP8: the encoder's linear layers (463.5 of 500), except those that stay in 16 bits."""
+"""Share of a sequence's operations that run in FP8. The encoder's linear layers take 463.5 GFLOP of the 500, and some of
+these layers stay in 16 bits."""
 
 EVALUATION_SEQUENCES = 10_000
 """Size of the benchmark's evaluation set."""

@@ -249,7 +249,7 @@ def load_results(folder: Path, ruleset: str = rules.NEWEST_RULESET) -> Results:
     verdicts = {verdict.path: verdict for verdict in check_paths([folder], ruleset)}
     if folder not in verdicts:
         raise ValueError(f"{folder}: its logs lie beside a folder with results. Move them to results/<system>/bert")
-    # The ruleset "auto" is replaced by the one that the check chose for the folder.
+    # The check has chosen a ruleset for the folder if `ruleset` is "auto".
     ruleset = verdicts[folder].ruleset
     runs: list[ReportedRun] = []
     for number, path in logs:  # result_1.txt and result_01.txt are two runs with the same number

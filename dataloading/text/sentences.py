@@ -66,7 +66,7 @@ def sentence_splitter(sentences: Sentences) -> Callable[[str], list[str]]:
 
 
 def _split_plainly(line: str) -> list[str]:
-    """Split at sentence ends, by those of Unicode's rules (UAX #29) that need no knowledge of the language.
+    """Split at sentence ends. Only the rules of Unicode (UAX #29) that need no knowledge of the language are used.
 
     A sentence ends with ``.``, ``!`` or ``?`` if a space follows, and then a digit, an opening mark or a letter that is not
     lower case. Closing marks may stand before the space. Other scripts' sentence ends need no space.

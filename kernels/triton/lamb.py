@@ -43,8 +43,8 @@ REDUCTION = 1024
 """Number of partial sums that are added at once."""
 GROUP = (1 << 22) + (1 << 16)
 """Maximum number of elements in a group of segments, unless a single segment has more. A group can hold a
-feed-forward weight of BERT-Large and the adjacent biases. Its parameters and directions take up to 34 MB; the L2 cache of an
-A100 has 40 MB, and that of an H100 50 MB."""
+feed-forward weight of BERT-Large and the adjacent biases. Its parameters and directions take up to 34 MB. The L2 cache has
+40 MB on an A100 and 50 MB on an H100."""
 
 
 def lamb_step(

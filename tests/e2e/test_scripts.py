@@ -222,7 +222,7 @@ def test_the_venv_is_installed_again_only_for_new_pins_new_extras_and_lost_packa
     prepare(bare, "test")
     assert calls(bare) == ["venv", "pip", "pip", "pip"]
     (packages / "flash_attn").mkdir()  # a package that the user has added
-    assert prepare(bare).stdout == ""  # the packages of the extra include those of a run
+    assert prepare(bare).stdout == ""  # the extra has installed the packages of a run, too
     assert calls(bare) == ["venv", "pip", "pip", "pip"]
     (packages / "torch").rmdir()
     assert "==> python3.11/site-packages/torch is gone from .venv: installing it again" in prepare(bare).stdout

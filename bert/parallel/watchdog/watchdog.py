@@ -27,7 +27,7 @@ from console.program import complain
 _GRACE_S = 5.0
 """Seconds that a rank has for its last work before it ends, such as closing the log or waiting for the verdict."""
 _FIRST = 10
-"""Limit of a phase, as a multiple of the phase's longest duration so far, or of ``seconds`` if there is none."""
+"""A phase may take this many times its longest duration so far, or this many times ``seconds`` if it has never ended."""
 _ANSWER_S = 10.0
 """After this many seconds without an answer from the hub, a rank connects again."""
 
