@@ -1,6 +1,7 @@
 """Training loop from ``run_start`` to ``run_stop``: steps, evaluations, reports, checkpoints and the end of the run."""
 
 import itertools
+import signal
 import time
 from dataclasses import dataclass
 from typing import Literal
@@ -73,6 +74,9 @@ def train(run: Run) -> Status:
             if at.steps % run.config.log.interval_steps == 0 or at.samples >= end or keep:
                 if run.intervals.report(at, _is_to_stop(run)):
                     status, keep = "aborted", True
+                    if run.interruption.number is not None:
+                        # launch/slurm.sub repeats runs whose log has this line.
+                        log.line(f"# stopped by {signal.Signals(run.interruption.number).name}")
                 # A background thread writes checkpoints. Check for its errors here, where the host waits anyway.
                 run.checkpoints.poll(at)
 

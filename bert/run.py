@@ -146,6 +146,8 @@ def _timed_run(config: Config, inputs: Inputs, mesh: Mesh, guard: DataGuard, int
         if isinstance(timed.step, CapturedStep):
             _note_uncaptured(timed.step.uncaptured_batches, mesh, log)
         timed.trained.ended()
+        # No rank ends before rank 0 has written everything, because launchers soon end all ranks when one has ended.
+        barrier()
         if mesh.is_main:
             say(f"{status}: {inputs.result}" + (" (resumed: no timed result)" if resumed else ""))
     return status

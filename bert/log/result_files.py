@@ -2,7 +2,7 @@
 versions and machine.
 
 By default, a run takes the lowest run number that is free when it creates its log. No file is ever overwritten. If the
-environment variable MLPERF_BERT_CLAIM names a file, the run writes the path of its log to that file, so that the program
+environment variable MLPERF_BERT_CLAIM names a file, the run appends the path of its log to that file, so that the program
 that started the run can find the log.
 """
 
@@ -21,7 +21,6 @@ from bert.configuration.config import Config, flattened
 from bert.log.mllog import MLLog
 from bert.parallel.environment import CLAIM, processor_name
 from bert.parallel.mesh import Mesh
-from console.files import write_atomically
 from console.version import commit
 
 
@@ -64,9 +63,10 @@ def create_log(folder: Path, wanted: int | None) -> tuple[MLLog, ResultFiles]:
 
 
 def claim(result: Path) -> None:
-    """Write the path of the log to the file that MLPERF_BERT_CLAIM names, if it is set."""
+    """Append the path of the log to the file that MLPERF_BERT_CLAIM names, if it is set."""
     if asked := os.environ.get(CLAIM):
-        write_atomically(Path(asked), os.fsencode(f"{result}\n"))
+        with Path(asked).open("ab") as file:
+            file.write(os.fsencode(f"{result}\n"))
 
 
 def _free(folder: Path) -> Iterator[ResultFiles]:

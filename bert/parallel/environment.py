@@ -15,7 +15,7 @@ from pathlib import Path
 from console.processes import run
 
 CLAIM = "MLPERF_BERT_CLAIM"
-"""Variable that names a file. A run writes the path of its log to this file, for the program that started the run."""
+"""Variable that names a file. A run appends the path of its log to this file, for the program that started the run."""
 
 SITE = "MLPERF_BERT_SITE"
 """Variable with the name of the site that this host belongs to."""

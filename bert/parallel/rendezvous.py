@@ -8,6 +8,7 @@ restarts that it makes because another agent restarts.
 import os
 import re
 import resource
+import signal
 import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -97,8 +98,25 @@ def _open_store(launch: Launch, timeout: timedelta) -> Store:
             f"rank 0 does not answer at {address}:{port} within {timeout.total_seconds():.0f} s: check that it was started "
             "there, and that this host can reach it"
         )
-    # PyTorch's rendezvous would wait here for all ranks and would not say which ones are missing.
-    return TCPStore(address, port, None, launch.rank == 0, timeout, wait_for_workers=False, multi_tenant=True)
+    with ended_by_signals():
+        # PyTorch's rendezvous would wait here for all ranks and would not say which ones are missing.
+        return TCPStore(address, port, None, launch.rank == 0, timeout, wait_for_workers=False, multi_tenant=True)
+
+
+@contextmanager
+def ended_by_signals() -> Iterator[None]:
+    """Let signals end this process while the block runs.
+
+    The handlers in Python would have to wait for PyTorch, which may itself wait minutes for a program that does not answer.
+    """
+    handlers = {
+        number: signal.signal(number, signal.SIG_DFL) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+    }
+    try:
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
 
 
 def _require_resolvable(address: str) -> None:

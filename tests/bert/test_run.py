@@ -255,6 +255,7 @@ def test_a_signal_ends_the_run_with_a_checkpoint_after_the_interval(start: Start
     folder = tmp_path / "c"
     done = start(lambda _, step: step == 1 and signal.raise_signal(number), checkpoint__folder=folder)
     assert (done.status, done.checkpoints) == (128 + number, ["step_00000002"])
+    assert f"# stopped by {signal.Signals(number).name}\n" in done.result.read_text()
     assert (folder / ".lock").is_file(), "other runs are kept out"
     assert done.output[-3] == "end: aborted after 32 samples and 9.0 s"
     assert done.output[-1].startswith("to continue: python -m bert.train tiny_cpu --model.num-hidden-layers 2 ")
@@ -272,6 +273,31 @@ def test_a_signal_ends_the_run_with_a_checkpoint_after_the_interval(start: Start
         start(lambda _, step: step == 3 and [signal.raise_signal(number) for _ in range(2)])
     log = read_log(tmp_path / "r/tiny_cpu/bert/result_3.txt")
     assert [record.key for record in log.records][-4:] == ["block_stop", "train_samples", "eval_samples", "run_stop"]
+    fault = f"# ended by a fault: stopped by {signal.Signals(number).name}\n"
+    assert fault in (tmp_path / "r/tiny_cpu/bert/result_3.txt").read_text()
+
+
+def test_sigusr1_stops_a_run_like_sigterm_but_is_no_second_signal(start: Start) -> None:
+    """launch/slurm.sub cannot know whether Slurm has sent SIGTERM to the ranks, or will send it afterwards."""
+    for numbers in ([signal.SIGUSR1] * 2, [signal.SIGTERM, signal.SIGUSR1], [signal.SIGUSR1, signal.SIGTERM]):
+        done = start(lambda _, step, numbers=numbers: step == 1 and [signal.raise_signal(number) for number in numbers])
+        assert done.status == 128 + signal.SIGTERM
+        assert "# stopped by SIGTERM\n" in done.result.read_text()
+    interruption = Interruption()
+    with pytest.raises(Interrupted):  # before training, a run stops at once
+        signal.raise_signal(signal.SIGUSR1)
+    signal.raise_signal(signal.SIGTERM)  # it may then finish its cleanup
+    assert interruption.number == signal.SIGTERM
+
+
+def test_a_missed_target_is_no_failure_for_a_launcher_that_reads_the_log(
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Slurm would end all ranks at once, and torchrun would report a crash."""
+    ways = {"training__max_steps": 1, "evaluation__interval_samples": 16, "evaluation__target": 0.99}
+    assert start(**ways).status == 1
+    monkeypatch.setenv("MLPERF_BERT_CLAIM", str(tmp_path / "claim"))
+    assert start(**ways).status == 0
 
 
 def test_a_run_ends_without_new_checkpoints_if_gradients_remain_nan(start: Start, tmp_path: Path) -> None:

@@ -91,7 +91,10 @@ class Watchdog:
 
         ``status`` is the exit status of all ranks. The traceback of ``error`` is printed if this rank is blamed.
         """
-        if self._mesh.world_size == 1 or self._closing.is_set():
+        if self._closing.is_set():
+            return
+        if self._mesh.world_size == 1:
+            self._on_fault(text)
             return
         self._error = error
         # Truncate the text, because escaping lengthens the text, and the hub ignores lines longer than LINE.

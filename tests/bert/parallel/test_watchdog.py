@@ -150,11 +150,13 @@ def test_a_run_ends_if_its_launcher_is_lost(count: int, capfd: pytest.CaptureFix
     assert capfd.readouterr().err == ("" if count == 1 else said)
 
 
-def test_the_watchdog_of_a_single_rank_reports_nothing() -> None:
-    own = Watchdog(CPU, LONG)
+def test_the_watchdog_of_a_single_rank_only_passes_on_a_failure() -> None:
+    faults: list[str] = []
+    own = Watchdog(CPU, LONG, faults.append)
     with own.expect_progress(PhaseTracker()):
-        own.failed("nobody hears this")
+        own.failed("a disk is full")
     own.close()
+    assert faults == ["a disk is full"]
 
 
 def test_a_rank_connects_again_until_the_hub_answers_or_the_time_is_over() -> None:

@@ -123,8 +123,13 @@ class Cluster:
             time.sleep(0.2)
 
     def finish(self, number: str) -> dict[str, str]:
-        """Wait for the end of a job and return its record."""
-        self.wait_for(lambda: not self.run("squeue", "-h", "-j", number, "-t", "PD,R,CG,RQ", "-o", "%T").strip())
+        """Wait for the end of a job, or of all tasks of an array, and return its record."""
+
+        def has_ended() -> bool:
+            states = re.findall(r"JobState=(\S*)", self.run("scontrol", "show", "job", number))
+            return {*states} <= {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL"}
+
+        self.wait_for(has_ended)
         return self.job(number)
 
 

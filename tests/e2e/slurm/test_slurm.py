@@ -1,7 +1,10 @@
 """``launch/slurm.sub`` and ``launch/data.sub`` on a real Slurm cluster of two nodes on this machine."""
 
+import contextlib
 import re
 import shutil
+import signal
+import socket
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
@@ -58,9 +61,19 @@ def training(cluster: Cluster, checkout: Path, number: int, folder: Path = RESUL
     cluster.wait_for(lambda: path.exists() and '"event": "step"' in path.read_text())
 
 
-def test_a_job_of_two_tasks_trains_and_writes_a_report(cluster: Cluster, checkout: Path) -> None:
-    job = submit(cluster, checkout, "tiny_cpu", "2", "--", *SHORT, REACHED_AT_ONCE, CLEAR_CACHES="1")
-    ended = cluster.finish(job)
+def requeue(cluster: Cluster, job: str) -> None:
+    cluster.run("scontrol", "requeue", job)
+    cluster.wait_for(lambda: cluster.job(job)["JobState"] == "PENDING")
+    cluster.run("scontrol", "update", f"JobId={job}", "StartTime=now")  # otherwise Slurm would wait two minutes
+
+
+def test_a_job_of_two_tasks_trains_on_a_free_port_and_writes_a_report(cluster: Cluster, checkout: Path) -> None:
+    """Another program listens on the port that the first run would use."""
+    settings = ("--", *SHORT, REACHED_AT_ONCE)
+    job = submit(cluster, checkout, "tiny_cpu", "2", *settings, options=("-N2", "--hold"), CLEAR_CACHES="1")
+    with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", 20000 + (int(job) * 16 + 1) % 12000)):
+        cluster.run("scontrol", "release", job)
+        ended = cluster.finish(job)
     assert ended["ExitCode"] == "0:0", output(checkout, job)
     shown = output(checkout, job)
     assert "2 of 2 runs valid" in shown
@@ -84,7 +97,7 @@ def test_tasks_start_in_the_order_of_the_host_file(
     written = ("--tasks-per-node", "2", "--out", str(hosts))
     cluster.run(sys.executable, "-m", "cluster", "place", str(tmp_path / "cluster.json"), *written, cwd=checkout)
     assert hosts.read_text().split() == ["n2", "n2", "n1", "n1"]
-    tasks = re.findall(r"srun (--ntasks=.*?) \\", (checkout / "launch/slurm.sub").read_text())[-1]
+    tasks = re.findall(r"train (--ntasks=.*?) \\", (checkout / "launch/slurm.sub").read_text())[-1]
     for order, nodes in (("block", ["n1", "n1", "n2", "n2"]), ("arbitrary", ["n2", "n2", "n1", "n1"])):
         script = f"all=4 tasks=2; srun {tasks} sh -c 'echo rank $SLURM_PROCID $SLURMD_NODENAME'"
         options = ("-N2", "--ntasks-per-node=2", f"--distribution={order}", f"--output={tmp_path}/{order}")
@@ -109,9 +122,7 @@ def test_a_requeued_job_repeats_only_the_interrupted_run(cluster: Cluster, check
     training(cluster, checkout, 1, folder)
     first = (checkout / folder / "result_0.txt").read_bytes()
     (checkout / folder / "result_2.txt").write_text("of somebody else\n")
-    cluster.run("scontrol", "requeue", job)
-    cluster.wait_for(lambda: cluster.job(job)["JobState"] == "PENDING")
-    cluster.run("scontrol", "update", f"JobId={job}", "StartTime=now")  # otherwise Slurm would wait two minutes
+    requeue(cluster, job)
     assert cluster.finish(job)["ExitCode"] == "1:0", output(checkout, job)
     assert "restart 1: 1 of 2 run(s) are done" in output(checkout, job)
     assert (checkout / folder / "result_0.txt").read_bytes() == first
@@ -119,9 +130,21 @@ def test_a_requeued_job_repeats_only_the_interrupted_run(cluster: Cluster, check
     assert (checkout / folder / "result_2.txt").read_text() == "of somebody else\n"
     names = "metrics_0.jsonl metrics_1.jsonl metrics_1.jsonl.cut-off-1 result_0.txt result_1.txt result_1.txt.cut-off-1"
     assert {path.name for path in (checkout / folder).glob("*_[0-9]*")} == {*names.split(), "result_2.txt"}
-    notes = (checkout / f"results/slurm-{job}.runs").read_text().splitlines()
-    assert notes == [f"{folder}/result_0.txt", f"{folder}/result_1.txt"]
-    assert not list((checkout / "results").glob(f"slurm-{job}.claim*"))
+    notes = {path: path.read_text().splitlines() for path in (checkout / "results").rglob(f"slurm-{job}.runs*")}
+    logs = [f"{folder}/result_0.txt", f"{folder}/result_1.txt"]
+    assert notes == {checkout / f"results/of us all/slurm-{job}.runs": logs}, "it is beside the chosen results"
+
+
+def test_a_run_that_ended_before_its_job_was_requeued_is_not_repeated(cluster: Cluster, checkout: Path) -> None:
+    job = submit(cluster, checkout, "tiny_cpu", "1", "--", *SHORT, REACHED_AT_ONCE, options=("-N1",))
+    log = checkout / RESULTS / "result_0.txt"
+    cluster.wait_for(lambda: log.exists() and '"run_stop"' in log.read_text())
+    ended = log.read_bytes()
+    requeue(cluster, job)
+    assert cluster.finish(job)["ExitCode"] == "0:0", output(checkout, job)
+    assert "restart 1: 1 of 1 run(s) are done" in output(checkout, job)
+    assert [path.name for path in (checkout / RESULTS).glob("result_*")] == ["result_0.txt"]
+    assert log.read_bytes() == ended
 
 
 def test_a_requeued_job_resumes_on_the_remaining_node(cluster: Cluster, checkout: Path, small_run: SmallRun) -> None:
@@ -151,11 +174,18 @@ def test_a_requeued_job_resumes_on_the_remaining_node(cluster: Cluster, checkout
     assert f"# shares of the global batch: {shares} with at most 1 x 8 sequences\n" in text
 
 
-def test_an_unknown_recipe_is_refused_in_one_line_before_training(cluster: Cluster, checkout: Path) -> None:
-    job = submit(cluster, checkout, "tiny_gpu", "1")
-    assert cluster.finish(job)["ExitCode"] == "2:0", output(checkout, job)
-    (error,) = (line for line in output(checkout, job).splitlines() if line.startswith("error: "))
-    assert "unknown recipe 'tiny_gpu'" in error
+def test_invalid_input_is_refused_in_one_line_before_training(cluster: Cluster, checkout: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = str(other.getsockname()[1])
+        for recipe, env, complaint in (
+            ("tiny_gpu", {}, "unknown recipe 'tiny_gpu'"),
+            ("tiny_cpu", {"MASTER_PORT": port}, f"MASTER_PORT is {port}, but a program listens there on node"),
+        ):
+            job = submit(cluster, checkout, recipe, "1", options=("-N2", "-t1"), **env)
+            assert cluster.finish(job)["ExitCode"] == "2:0", output(checkout, job)
+            (error,) = (line for line in output(checkout, job).splitlines() if line.startswith("error: "))
+            assert complaint in error
+            assert "warning: the time limit is " in output(checkout, job)
     assert not list(checkout.glob("results/*/bert/result_*"))
 
 
@@ -176,12 +206,12 @@ def test_array_tasks_make_parts_of_the_data_and_one_makes_the_rest(
 
 
 @pytest.mark.parametrize(
-    ("signal_to", "state"), [((), "CANCELLED"), (("--batch", "--signal=TERM"), "FAILED")], ids=["scancel", "time limit"]
+    ("signal_to", "state"), [((), "CANCELLED"), (("--batch", "--signal=USR1"), "FAILED")], ids=["scancel", "time limit"]
 )
 def test_a_job_that_is_cancelled_or_out_of_time_leaves_an_aborted_log(
     cluster: Cluster, checkout: Path, small_run: SmallRun, signal_to: tuple[str, ...], state: str
 ) -> None:
-    """``scancel`` signals all tasks. Near the time limit, ``--signal=B:TERM@120`` signals only the batch script."""
+    """``scancel`` signals all tasks. Near the time limit, ``--signal=B:USR1@120`` signals only the batch script."""
     job = submit(cluster, checkout, "tiny_cpu", "2", *small(small_run))
     training(cluster, checkout, 0)
     cluster.run("scancel", *signal_to, job)
@@ -193,8 +223,11 @@ def test_a_job_that_is_cancelled_or_out_of_time_leaves_an_aborted_log(
     assert "not a valid result (aborted)" in output(checkout, job)
 
 
-def test_a_killed_task_fails_the_job(cluster: Cluster, checkout: Path, small_run: SmallRun) -> None:
-    job = submit(cluster, checkout, "tiny_cpu", "2", *small(small_run))
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_killed_or_stopped_task_fails_the_job(
+    cluster: Cluster, checkout: Path, small_run: SmallRun, number: int
+) -> None:
+    job = submit(cluster, checkout, "tiny_cpu", "2", *small(small_run, training__fault_seconds=5))
     training(cluster, checkout, 0)
     # Match the cluster too, because another one on this machine may have a job with this number.
     task = cluster.environment | {"SLURM_JOB_ID": job, "SLURM_PROCID": "1"}
@@ -203,7 +236,7 @@ def test_a_killed_task_fails_the_job(cluster: Cluster, checkout: Path, small_run
         each for each in processes
         if "bert.train" in (each.info["cmdline"] or ()) and task.items() <= (each.info["environ"] or {}).items()
     )  # fmt: skip
-    victim.kill()
-    ended = cluster.finish(job)
-    assert re.fullmatch(r"[1-9]\d*:0", ended["ExitCode"]), output(checkout, job)
+    victim.send_signal(number)
+    assert cluster.finish(job)["ExitCode"] == "3:0", output(checkout, job)
+    assert "run 1 ended with status 3: 1 further run(s) are not started" in output(checkout, job)
     assert not (checkout / RESULTS / "result_1.txt").exists()
