@@ -25,7 +25,7 @@ from bert.configuration.config import Config
 from bert.execution.cuda_graphs import CudaCapturer
 from bert.guards.data_guard import DataGuard
 from bert.guards.interruption import Interrupted, Interruption, orderly_status
-from bert.guards.preflight import Inputs, check, check_shares, refuse_foreign_checkpoints, result_folder
+from bert.guards.preflight import Inputs, check, check_shares, refuse_foreign_checkpoints
 from bert.guards.triton import require_private_cache
 from bert.log.mllog import MLLog
 from bert.log.result_files import CLAIM, claim, create_log, provenance
@@ -107,7 +107,7 @@ def _timed_run(config: Config, inputs: Inputs, mesh: Mesh, guard: DataGuard, int
     log = MLLog(None)  # only rank 0 writes a log: a log without a path writes nothing
     if mesh.is_main:
         # Creating the file reserves its number. The number that was free during the checks may be taken by now.
-        log, files = create_log(result_folder(config), config.log.run)
+        log, files = create_log(config.log.folder, config.log.run)
         inputs = replace(inputs, **files._asdict())
     # Contexts end in reverse order, so the watchdog ends first. It may log a fault, so the log must still be open then. It
     # must tell the other ranks about an error before the graphs are reset.

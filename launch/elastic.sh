@@ -14,7 +14,8 @@
 # number of threads of each process; ADDRESS, the address at which other hosts reach this host (default: its name); LAST_CALL,
 # the seconds to wait for more hosts once there are MIN (default: 30).
 # Relative paths start at the root of the repository. Security: anybody who can reach PORT, or read the agents' traffic, can
-# make torchrun's agents run code. See docs/launching.md. The exit status is torchrun's, or 2 if the input is wrong.
+# make torchrun's agents run code. See docs/launching.md. Exit status: 0 at the end of the run, 2 for wrong input, 3 after a
+# fault that restarts cannot mend, 128 + n after signal n. torchrun's own reports go to the folder of the run's results.
 set -euo pipefail
 cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/.."
 source launch/venv.sh

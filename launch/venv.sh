@@ -51,20 +51,19 @@ install_torch() {
 # run_apart COMMAND...: run a command in its own process group, and exit if it fails. Ctrl-C in the terminal then does not
 # reach pip, which would print a traceback. The next start repeats an unfinished installation.
 run_apart() {
-  set -m
-  "$@" &
-  apart=$!
-  set +m
   trap 'stop_apart 130' INT
   trap 'stop_apart 143' TERM
   trap 'stop_apart 129' HUP
-  wait "$apart" || exit
+  set -m
+  "$@" &
+  set +m
+  wait "$!" || exit
   trap - INT TERM HUP
 }
 
 # shellcheck disable=SC2329  # traps call it
 stop_apart() {
-  kill -s KILL -- "-$apart" 2>/dev/null || true
+  kill -s KILL -- "-${!-}" 2>/dev/null || true
   echo "interrupted: the next start installs the packages again" >&2
   exit "$1"
 }

@@ -319,6 +319,11 @@ class LogConfig:
         _at_least(1, "log.interval_steps", self.interval_steps)
         _at_least(0, "log.run", self.run)
 
+    @property
+    def folder(self) -> Path:
+        """Folder of the result files."""
+        return self.results / self.system / "bert"
+
 
 def refuse(is_wrong: bool, message: str) -> None:
     if is_wrong:

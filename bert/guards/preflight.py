@@ -84,7 +84,7 @@ def check(config: Config, world_size: int, local_size: int = 0) -> Inputs:
         find(config.resume, config, train, Mesh(0, 1, 0, torch.device("cpu")))
     _check_places(config)
     # The run number is only a proposal, because another run may take it before the log is created.
-    files = choose_files(result_folder(config), config.log.run)
+    files = choose_files(config.log.folder, config.log.run)
     ignored_id, schedule = _ignored_id(config, vocabulary), _schedule(config)
     return Inputs(train, evaluation, vocabulary.sha256, normalization, ignored_id, *files, schedule, plan)
 
@@ -103,10 +103,6 @@ def check_evaluation(config: Config) -> tuple[Dataset, int | None]:
 
 def _ignored_id(config: Config, vocabulary: Vocabulary) -> int | None:
     return None if config.evaluation.unknown_tokens else vocabulary.ids["[UNK]"]
-
-
-def result_folder(config: Config) -> Path:
-    return config.log.results / config.log.system / "bert"
 
 
 def batch_sampler(config: Config, train: Dataset, data_size: int, seed: int) -> BatchSampler:
@@ -251,7 +247,7 @@ def _schedule(config: Config) -> EvaluationSchedule:
 
 
 def _check_places(config: Config) -> None:
-    _require_room(result_folder(config), _LOGS_BYTES, "log.results")
+    _require_room(config.log.folder, _LOGS_BYTES, "log.results")
     if config.log.tensorboard is not None:
         require_tensorboard()
         _require_room(config.log.tensorboard, _LOGS_BYTES, "log.tensorboard")

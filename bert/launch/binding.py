@@ -52,11 +52,14 @@ def binding(rank: int, ranks: int, allowed: Collection[int], sysfs: Path, visibl
     return Binding(frozenset().union(*mine), len(mine), gpus[rank] if rank < len(gpus) else "")
 
 
-def torchrun(options: Mapping[str, object]) -> list[str]:
-    """Return a torchrun command line up to the arguments of the ranks. On GPUs, each rank first binds itself to cores."""
+def torchrun(reports: Path, options: Mapping[str, object]) -> list[str]:
+    """Return a torchrun command line up to the arguments of the ranks. On GPUs, each rank first binds itself to cores.
+
+    torchrun's reports go to the folder ``reports``.
+    """
     words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
     module = "bert.launch.binding" if has_gpus() else "bert.train"
-    return [sys.executable, "-m", "torch.distributed.run", *words, "-m", module]
+    return [sys.executable, "-m", "bert.launch.agent", str(reports), *words, "-m", module]
 
 
 def torchrun_environment() -> dict[str, str]:

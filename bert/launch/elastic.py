@@ -70,7 +70,7 @@ def join(hosts: str, endpoint: str, arguments: Sequence[str]) -> NoReturn:
     }
     # Keep the ranks from using the agents' store: in PyTorch 2.13, hosts would hang when another host joins later.
     shared = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "OMP_NUM_THREADS": str(layout.threads)}
-    os.execve(sys.executable, [*torchrun(options), *settings], torchrun_environment() | shared)
+    os.execve(sys.executable, [*torchrun(config.log.folder, options), *settings], torchrun_environment() | shared)
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -63,7 +63,10 @@ class Series:
         return supervisor.run(command)
 
     def train(self, supervisor: Supervisor) -> int:
-        """Train, then judge the results. Return the verdict's exit status or, if it is 0, that of the last failed run."""
+        """Train, then judge the results. A run that misses its target does not end the series; a fault or wrong input does.
+
+        Return the exit status of the run that has ended the series, or else that of the verdict, or 1 if a run has failed.
+        """
         results: list[Path] = []
         status, processes = 0, counted(self.layout.processes, "process")
         with TemporaryDirectory(prefix="mlperf-bert-") as folder, suppress(Stopped):
@@ -86,12 +89,15 @@ class Series:
                 status = ended or status
                 if supervisor.status:
                     break
-                if ended > 128:
-                    cause = f"signal {ended - 128} has ended run {number}"
-                    say_at_once(f"warning: {cause}: no further runs are started")
+                if ended > 1:
+                    cause = f"signal {ended - 128}" if ended > 128 else "an error"
+                    no_more = ": no further runs are started" if number < self.runs else ""
+                    if no_more or ended > 128:
+                        say_at_once(f"warning: {cause} has ended run {number}{no_more}")
                     break
         if results:  # only the first node has logs, because rank 0 writes them
-            status = judge(results, supervisor) or status
+            verdict = judge(results, supervisor)
+            status = status if status > 1 else verdict or status
         return supervisor.status or status
 
     def _check(self, claim: Path, supervisor: Supervisor) -> int:
@@ -150,7 +156,7 @@ class Series:
             "master-port": self.nodes.port or free_port(),
             "log-dir": folder,  # otherwise torchrun leaves a folder in /tmp
         }
-        return torchrun(options)
+        return torchrun(self.config.log.folder, options)
 
 
 def judge(results: Sequence[Path], supervisor: Supervisor) -> int:

@@ -25,6 +25,7 @@ from torch.distributed.rendezvous import rendezvous
 from bert.parallel.environment import SITE, Launch, host_of, lost_launcher, site
 from bert.parallel.master_port import master_port, require_free_port
 from bert.parallel.single import all_gather_single
+from console.program import complain
 from console.text import counted
 
 _LONGEST_PAUSE_S = 1.0
@@ -236,7 +237,7 @@ def allow_descriptors(launch: Launch) -> None:
     """Raise this process's limit of open files to the number of connections that it may need.
 
     PyTorch's store and the watchdog connect rank 0 to all ranks. With gloo, every rank is connected to all other ranks.
-    Raises ``ValueError`` on rank 0 if the system's hard limit is too low.
+    Raises ``ValueError`` on rank 0 if the system's hard limit is certainly too low. Each host warns if it may be too low.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted, is_limited = 3 * launch.world_size + _DESCRIPTORS, hard != resource.RLIM_INFINITY
@@ -244,6 +245,12 @@ def allow_descriptors(launch: Launch) -> None:
         raise ValueError(
             f"rank 0 may open {hard} files, but serves {launch.world_size} ranks with two connections each: "
             f"raise the hard limit of open files to {wanted} (ulimit -Hn, LimitNOFILE)"
+        )
+    if is_limited and hard < wanted and launch.local_rank == 0:
+        complain(
+            f"rank {launch.rank} may open {hard} files, but may need {wanted} with {launch.world_size} ranks: raise the "
+            "hard limit of open files (ulimit -Hn, LimitNOFILE)",
+            "warning",
         )
     if soft != resource.RLIM_INFINITY and soft < wanted:
         resource.setrlimit(resource.RLIMIT_NOFILE, (min(wanted, hard) if is_limited else wanted, hard))

@@ -10,6 +10,8 @@ Planning reads only the manifest and the length index, so it can run before the 
 import hashlib
 import io
 import json
+import os
+import re
 import resource
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -42,6 +44,13 @@ _OTHER_DESCRIPTORS = 256
 
 _MAX_HELD_BYTES = 512 << 20
 """Limit on the memory for open shards that are unpacked into memory."""
+
+
+# NumPy's reader evaluates the head of a file as Python code, which may warn or raise any error.
+_LENGTHS_HEAD = re.compile(
+    rb"\x93NUMPY\x01\x00(..)\{'descr': '<u2', 'fortran_order': False, 'shape': \(([0-9]{1,18}), 2\), \} *\n", re.DOTALL
+)
+"""Head that numpy.save writes before the length index. The first group is the length of the rest of the head."""
 
 
 @dataclass(frozen=True)
@@ -345,20 +354,21 @@ def _read_manifest(folder: Path) -> _Manifest:
 
 def _read_lengths(path: Path, manifest: _Manifest) -> NDArray[np.uint16]:
     """Check the length index against its digest in the manifest, and return it as a memory map [samples, 2]."""
+    count = sum(shard.samples for shard in manifest.shards)
     try:
         is_listed = sha256_of(path) == manifest.lengths_sha256
-        # allow_pickle=False, because an array of objects is a pickle, which can run code.
-        lengths = np.asarray(np.load(path, mmap_mode="r", allow_pickle=False) if is_listed else ())
+        with path.open("rb") as file:
+            head, size = _LENGTHS_HEAD.match(file.read(256)), os.fstat(file.fileno()).st_size
     except OSError as error:
         raise ValueError(f"{path}: {error.strerror or error}; {REMEDY}") from None
-    except Exception as error:  # NumPy parses the head of the file as Python code, which can raise any error
-        raise ValueError(f"{path}: not a valid NumPy array ({shown(error)}); {REMEDY}") from None
     if not is_listed:
         raise ValueError(f"{path}: digest differs from {MANIFEST_NAME}; {REMEDY}")
-    count = sum(shard.samples for shard in manifest.shards)
-    if lengths.dtype != np.dtype("<u2") or lengths.shape != (count, 2):
-        raise ValueError(f"{path}: {lengths.dtype} {lengths.shape}, expected uint16 ({count}, 2); {REMEDY}")
-    return lengths
+    end = head.end() if head else 0
+    if head is None or (int.from_bytes(head[1], "little"), int(head[2]), size) != (end - 10, count, end + 4 * count):
+        raise ValueError(
+            f"{path}: not an array of type uint16 and shape ({count}, 2) as numpy.save writes it; {REMEDY}"
+        )
+    return np.asarray(np.memmap(path, "<u2", "r", end, (count, 2)))
 
 
 def _remedy_without_manifest(folder: Path) -> str:

@@ -31,8 +31,8 @@ def agent(host: str, folder: str, *arguments: str) -> None:
     Path(folder, f"{host}.agent").write_text(str(os.getpid()))
     place = arguments.index("bert.train")
     ranks = ["tests.distributed.worker", "tests.distributed.elastic:rank", host, folder]
-    sys.argv = ["torchrun", *arguments[:place], *ranks, *arguments[place + 1 :]]
-    runpy.run_module("torch.distributed.run", run_name="__main__", alter_sys=True)
+    sys.argv = ["agent", *arguments[:place], *ranks, *arguments[place + 1 :]]
+    runpy.run_module("bert.launch.agent", run_name="__main__", alter_sys=True)
 
 
 def rank(host: str, folder: str, *arguments: str) -> int:

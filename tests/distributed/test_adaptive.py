@@ -22,7 +22,7 @@ from tests.programs import PATIENCE_S, wait_for, write_forked_python, write_scri
 STEPS, EVERY = 40, 5
 PYTHON = f"""#!/bin/bash
 [[ "$1 $2" != "-m bert.launch.elastic" ]] || exec -a "$0" {sys.executable} "$@"
-[[ "$1 $2" != "-m torch.distributed.run" ]] ||
+[[ "$1 $2" != "-m bert.launch.agent" ]] ||
   set -- -m tests.distributed.worker tests.distributed.elastic:agent "$HOST" "$FOLDER" "${{@:3}}"
 exec "${{0%/*}}/forked/python" "$@"
 """

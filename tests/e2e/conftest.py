@@ -91,7 +91,7 @@ def launching_checkout(checkout: Path) -> Path:
     python.rename(forked / "python")
     torchrun = f'PYTHON_EXEC=${{RANKS_PYTHON-$0}} exec {sys.executable} "$@"'
     launch = f'exec -a "$0" {sys.executable} "$@"'
-    cases = f'case "$1 $2" in\n"-m torch.distributed.run") {torchrun} ;;\n"-m bert.launch") {launch} ;;\nesac\n'
+    cases = f'case "$1 $2" in\n"-m bert.launch.agent") {torchrun} ;;\n"-m bert.launch") {launch} ;;\nesac\n'
     write_script(python, f'#!/bin/bash\n{cases}exec "${{0%/*}}/forked/python" "$@"\n')
     return checkout
 

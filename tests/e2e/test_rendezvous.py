@@ -35,7 +35,7 @@ def launcher(folder: Path) -> psutil.Process | None:
     """Return the torchrun process whose ranks train in ``folder``, or None."""
     for process in psutil.process_iter(["cmdline", "cwd"]):
         command = process.info["cmdline"] or ()
-        if process.info["cwd"] == str(folder) and {"torch.distributed.run", "bert.train"} <= set(command):
+        if process.info["cwd"] == str(folder) and {"bert.launch.agent", "bert.train"} <= set(command):
             return process
     return None
 

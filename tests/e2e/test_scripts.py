@@ -322,3 +322,15 @@ def test_an_interrupted_installation_starts_again(bare: Path, script: str, numbe
     assert prepare(bare).returncode == 0
     assert calls(bare) == ["venv", "venv", "pip"]
     assert prepare(bare).stdout == ""
+
+
+def test_a_signal_right_after_the_start_of_an_installation_ends_it() -> None:
+    """bash runs the trap DEBUG before each command, so the signal arrives before the first command after the start."""
+    at_once = """trap '[[ ! ${!-} ]] || { trap - DEBUG; echo $! && kill -TERM $$; }' DEBUG"""
+    script = (
+        f"set -euoT pipefail; source launch/venv.sh; {at_once}; run_apart bash -c 'exec sleep {PATIENCE_S} &>/dev/null'"
+    )
+    done = start("bash", "-c", script, cwd=REPOSITORY)
+    assert (done.returncode, done.stderr) == (143, "interrupted: the next start installs the packages again\n")
+    running = [each.pid for each in psutil.process_iter(["cmdline"]) if each.info["cmdline"]]  # leaves out zombies
+    assert int(done.stdout) not in running

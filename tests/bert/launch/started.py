@@ -13,9 +13,9 @@ from tests.programs import PATIENCE_S, REPOSITORY, write_script
 _PYTHON = """#!/bin/bash
 echo "${{@:2}}" >>{calls}
 case "${{*:2}}" in
-"bert.launch"*) exec -a "$0" {python} "$@" ;;
 "bert.train"*--dry-run*) {check} ;;
-"bert.train"* | "torch.distributed.run"*) {train} ;;
+"bert.train"* | "bert.launch.agent"*) {train} ;;
+"bert.launch"*) exec -a "$0" {python} "$@" ;;
 "compliance"*) {compliance} ;;
 "cluster.dry_run"*) {dry_run} ;;
 esac

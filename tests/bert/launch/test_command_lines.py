@@ -143,8 +143,8 @@ def test_elastic_executes_torchrun_with_the_options_of_an_elastic_run(
         assert elastic(shlex.split(f"{hosts} h0:1 tiny_cpu -- {settings}")) == 2, "because it has raised"
         program, command, environment = started.pop()
         module = "bert.launch.binding" if has_gpus() else "bert.train"
-        said = f"{program} -m torch.distributed.run --nnodes {hosts} {options}{address} -m {module} tiny_cpu {settings}"
-        assert command == shlex.split(said)
+        said = f"{program} -m bert.launch.agent results/tiny_cpu/bert --nnodes {hosts} {options}{address} -m {module}"
+        assert command == shlex.split(f"{said} tiny_cpu {settings}")
         assert (environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"], environment["OMP_NUM_THREADS"]) == ("1", "5")
         assert "PET_STANDALONE" not in environment
     capsys.readouterr()

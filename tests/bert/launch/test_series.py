@@ -62,6 +62,9 @@ def test_logs_of_runs_without_a_target_are_not_checked_against_the_rules(tmp_pat
     assert not list((tmp_path / "tmp").iterdir())
 
 
+ENDED = "warning: {} has ended run 1: no further runs are started\n"
+
+
 @pytest.mark.parametrize(
     ("scripts", "status", "said", "programs"),
     [
@@ -69,21 +72,29 @@ def test_logs_of_runs_without_a_target_are_not_checked_against_the_rules(tmp_pat
         ({"check": "echo error: wrong >&2; exit 2"}, 2, "error: wrong\n", "check"),
         # A run that misses its target does not end the series.
         ({"train": "LOG exit 1"}, 1, "", "check train check train VERDICT"),
-        ({"train": "LOG exit 3"}, 3, "", "check train check train VERDICT"),
-        ({"train": "LOG exit 128"}, 128, "", "check train check train VERDICT"),
+        *(
+            # Faults and wrong input end the series, and their status comes before the verdict's.
+            (
+                {"train": f"LOG exit {status}", "compliance": "exit 1"},
+                status,
+                ENDED.format("an error"),
+                "check train VERDICT",
+            )
+            for status in (2, 3)
+        ),
         (
             {"train": "LOG kill -9 $$"},
-            *(137, "warning: signal 9 has ended run 1: no further runs are started\n", "check train VERDICT"),
+            *(137, ENDED.format("signal 9"), "check train VERDICT"),
         ),
         (
             {"train": "exit 0"},
             *(1, "".join(f"error: run {run} has left no log\n" for run in (1, 2)), "check train check train"),
         ),
-        ({"train": "exit 2"}, 2, "", "check train check train"),
+        ({"train": "exit 2"}, 2, ENDED.format("an error"), "check train"),
         ({"compliance": "[[ $3 != summary ]]"}, 1, "", "check train check train VERDICT"),
     ],
 )
-def test_invalid_input_and_killed_runs_end_the_series_and_missed_targets_do_not(
+def test_wrong_input_and_faults_end_the_series_and_missed_targets_do_not(
     tmp_path: Path, log: Path, scripts: dict[str, str], status: int, said: str, programs: str
 ) -> None:
     """The system's description exists already, so no case writes it."""
@@ -136,8 +147,11 @@ def test_torchrun_starts_the_processes_of_a_node_without_elastic_agents(
     done = started.end()
     assert (done.returncode, done.stderr) == (said.count("error"), said)
     assert started.calls[0] == f"bert.train tiny_cpu {SETTINGS} --dry-run"
+    reports = "results/tiny_cpu/bert"
     folder = f"--log-dir {tmp_path}/tmp/mlperf-bert-\\w+"
-    assert re.fullmatch(f"torch.distributed.run {options} {folder} -m bert.train tiny_cpu {SETTINGS}", started.calls[1])
+    assert re.fullmatch(
+        f"bert.launch.agent {reports} {options} {folder} -m bert.train tiny_cpu {SETTINGS}", started.calls[1]
+    )
     assert len(started.calls) == 2
 
 

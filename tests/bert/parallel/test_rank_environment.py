@@ -218,13 +218,16 @@ def test_rank_0_refuses_a_port_that_another_program_has(monkeypatch: Patch, addr
         assert master_port() == last
 
 
-def test_the_limit_of_open_files_is_raised_for_a_ranks_connections(monkeypatch: Patch) -> None:
+def test_the_limit_of_open_files_is_raised_for_a_ranks_connections(
+    monkeypatch: Patch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """gloo connects each rank to all others. Rank 0 serves two more connections per rank, and fails if it may not."""
     no_limit = resource.RLIM_INFINITY
     for before, launch, after in (
         ((1024, 5000), Launch(1, 8), (1048, 5000)),
         ((1048, 5000), Launch(1, 8), None),
         ((1024, 4096), Launch(1, 100_000), (4096, 4096)),
+        ((1024, 4096), Launch(1, 100_000, 1, 8), (4096, 4096)),
         ((1024, no_limit), Launch(0, 100_000), (301_024, no_limit)),
         ((no_limit, no_limit), Launch(0, 100_000), None),
         ((4096, 4096), Launch(0, 2048), (4096, 4096)),
@@ -234,6 +237,9 @@ def test_the_limit_of_open_files_is_raised_for_a_ranks_connections(monkeypatch: 
         monkeypatch.setattr(resource, "setrlimit", lambda _, pair, limits=limits: limits.append(pair))
         allow_descriptors(launch)
         assert limits == [after] * (after is not None), (before, launch)
+        said = capsys.readouterr().err
+        assert bool(said) == (after == (4096, 4096) and launch.local_rank == 0), said
+        assert not said or said.endswith("raise the hard limit of open files (ulimit -Hn, LimitNOFILE)\n")
     monkeypatch.setattr(resource, "getrlimit", lambda _: (1024, 4096))
     said = "rank 0 may open 4096 files, but serves 2049 ranks with two connections each: raise the hard limit of open files"
     with pytest.raises(ValueError, match=rf"^{said} to 7171 \(ulimit -Hn, LimitNOFILE\)$"):
