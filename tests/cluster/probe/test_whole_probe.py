@@ -83,7 +83,7 @@ def test_a_probe_of_four_ranks_writes_exact_times_and_outliers(tmp_path: Path, m
     product, copy, ring = 28e12 / (2 * 512**3 * 32), 30 * 336.2e6 / (2 * 2**25 * 32), 4 * 336.2e6 * per_byte[0]
     share, path = product / (product + copy + ring), 7 * ring / (product + copy + ring)
     found = ["rank 1 on host h10 got 7 wrong elements from all-reduce (world)", "rank 3 on host h9"]
-    # Messages to rank 3 are shorter, so its clock makes them eight times as slow, which twice as slow a rank does not explain.
+    # Rank 3 times shorter messages by a slower clock, so they seem eight times as slow. A rank half as fast explains less.
     found.append("path from rank 2 on host h9 to rank 3 on host h9")
     assert view.outliers == (
         Outlier(found[0], "wrong result", 0.0, 0.0, 0.0, (1,)),
