@@ -32,7 +32,7 @@ CHANCE = 1000
 LOW = 0.25
 """Quantile of an end's path times that shows its own speed, even if many partners are slow. Fast paths have fast ends."""
 _STEPS = 16
-"""Approximate maximum of the steps in which `judge` adds parts to the fastest ones."""
+"""Approximate maximum number of steps in which `judge` adds slower parts."""
 FEWEST_PARTNERS = 2
 """Minimum number of measured partners of a rank. With fewer, a slow path is not attributed to the rank itself."""
 _TO_SIGMA = 1.4826
@@ -71,9 +71,8 @@ def judge(
     One in ``chance`` probes of ``comparisons`` comparisons each reports a false outlier. ``fitted`` is the number of
     parameters that were fitted to the times. It matters because fitting makes the residuals smaller.
 
-    Several outliers among few parts widen the scale and hide each other. With ``fewest``, the parts are therefore judged
-    outwards: first the ``fewest`` fastest parts, then more, until one of them is an outlier. All parts are then compared
-    with these fastest parts.
+    Several outliers among few parts widen the scale and hide each other. With ``fewest``, compare first only the ``fewest``
+    fastest parts, then more, until one of them is an outlier. Then judge all parts by the scale of these fastest parts.
     """
     parts = times_TP.shape[1]
     order_P = np.argsort(np.median(times_TP - np.median(times_TP, axis=1, keepdims=True), axis=0))
