@@ -9,8 +9,8 @@ outlier if the other parts agree within 0.1 %. A part that is slow by 20 % is no
 If there are only two parts, neither can be judged.
 
 The logarithm of a path's time is the sum of a share of its sending end, a share of its receiving end, and the rest, which
-belongs to the path. Shares are medians over an end's partners. An end with fewer than three partners cannot be distinguished
-from its paths. Path times also show which hosts share a leaf switch: such hosts have shorter paths to one another.
+belongs to the path. Shares are quantiles over an end's partners. An end with a single partner cannot be distinguished from
+its path. Path times also show which hosts share a leaf switch: such hosts have shorter paths to one another.
 """
 
 from collections.abc import Sequence
@@ -29,7 +29,11 @@ Integers = NDArray[np.int64] | Sequence[int]
 
 CHANCE = 1000
 """One in this many probes reports a false outlier, if noise is normally distributed."""
-FEWEST_PARTNERS = 3
+LOW = 0.25
+"""Quantile of an end's path times that shows its own speed, even if many partners are slow. Fast paths have fast ends."""
+_STEPS = 16
+"""Approximate maximum number of steps in which `judge` adds slower parts."""
+FEWEST_PARTNERS = 2
 """Minimum number of measured partners of a rank. With fewer, a slow path is not attributed to the rank itself."""
 _TO_SIGMA = 1.4826
 """Ratio of a normal distribution's standard deviation to its median absolute deviation."""
@@ -59,24 +63,39 @@ class Judgement:
     is_outlier: NDArray[np.bool_]
 
 
-def judge(times_TP: Array, comparisons: int, chance: int = CHANCE, fitted: int = 1) -> Judgement:
+def judge(
+    times_TP: Array, comparisons: int, chance: int = CHANCE, fitted: int = 1, fewest: int | None = None
+) -> Judgement:
     """Compare parts P by the logarithms of their times in turns T, of which there are at least three.
 
     One in ``chance`` probes of ``comparisons`` comparisons each reports a false outlier. ``fitted`` is the number of
     parameters that were fitted to the times. It matters because fitting makes the residuals smaller.
+
+    Several outliers among few parts widen the scale and hide each other. With ``fewest``, compare first only the ``fewest``
+    fastest parts, then more, until one of them is an outlier. Then judge all parts by the scale of these fastest parts.
     """
-    turns, parts = times_TP.shape
-    centred_TP = times_TP - np.median(times_TP, axis=1, keepdims=True)
+    parts = times_TP.shape[1]
+    order_P = np.argsort(np.median(times_TP - np.median(times_TP, axis=1, keepdims=True), axis=0))
+    for count in (*range(fewest or parts, parts, max(1, parts // _STEPS)), parts):
+        judgement = _compare(times_TP, order_P[:count], comparisons, chance, fitted)
+        if judgement.is_outlier[order_P[:count]].any():
+            break
+    return judgement
+
+
+def _compare(times_TP: Array, fastest: NDArray[np.int64], comparisons: int, chance: int, fitted: int) -> Judgement:
+    turns, parts = len(times_TP), len(fastest)
+    centred_TP = times_TP - np.median(times_TP[:, fastest], axis=1, keepdims=True)
     excess_P = np.median(centred_TP, axis=0)
-    excess_P = excess_P - np.median(excess_P)
+    excess_P = excess_P - np.median(excess_P[fastest])
     rest_TP = np.abs(centred_TP - np.median(centred_TP, axis=0))
     free = max(1, parts - fitted)
     residual = np.sqrt((parts - 1) / free)
     few = _TO_SIGMA * _MEDIAN_ERROR * residual * turns / (turns - _OWN_MEDIAN)
     # A part has only a few times, which may agree by chance, so assume at least the typical error of all parts.
-    repeated_P = few * np.maximum(np.median(rest_TP, axis=0), np.median(rest_TP)) / np.sqrt(turns)
+    repeated_P = few * np.maximum(np.median(rest_TP, axis=0), np.median(rest_TP[:, fastest])) / np.sqrt(turns)
     small_sample = _SMALL_SAMPLE.get(parts) or parts / (parts - 0.8)
-    between = _TO_SIGMA * small_sample * np.median(np.abs(excess_P)) * residual
+    between = _TO_SIGMA * small_sample * np.median(np.abs(excess_P[fastest])) * residual
     # This is the variance between parts that the measurement error does not explain.
     beyond_P = np.maximum(0.0, between**2 - repeated_P**2)
     scale_P = np.sqrt(repeated_P**2 + beyond_P)
@@ -108,43 +127,41 @@ class PathTimes:
 
 
 def take_apart(
-    times_TE: Array, source_E: Integers, target_E: Integers, nodes: int, kind_E: Integers | None = None
+    times_TE: Array,
+    source_E: Integers,
+    target_E: Integers,
+    nodes: int,
+    kind_E: Integers | None = None,
+    quantile: float = 0.5,
 ) -> PathTimes:
     """Decompose the logarithms of path times into shares of the ends N and a rest for each path E, by turn T.
 
-    Only paths of the same ``kind_E`` are compared, such as paths under one leaf switch. The fit uses medians (Tukey's median
-    polish), so that a slow path does not affect its ends, and a slow end does not affect other ends.
+    Only paths of the same ``kind_E`` are compared, such as paths under one leaf switch. Each share is a ``quantile`` of
+    the times of an end's paths. `LOW` finds slow ends even if many of their partners are slow.
     """
-    rest_TE, source_E, target_E = times_TE.copy(), np.asarray(source_E), np.asarray(target_E)
-    kinds_E = np.zeros(times_TE.shape[1]) if kind_E is None else np.asarray(kind_E)
-    for kind in np.unique(kinds_E):
-        rest_TE[:, kinds_E == kind] -= np.median(rest_TE[:, kinds_E == kind], axis=1, keepdims=True)
+    source_E, target_E = np.asarray(source_E), np.asarray(target_E)
+    kinds_E = np.zeros(len(source_E), int) if kind_E is None else np.asarray(kind_E)
+    rest_TE = times_TE - _quantiles(times_TE, kinds_E, kinds_E.max() + 1, quantile)[:, kinds_E]
     # Ends are comparable only if a chain of paths joins them.
     joined = coo_matrix((np.ones(len(source_E)), (source_E, target_E)), shape=(nodes, nodes))
     components, component_N = connected_components(joined, directed=False)
-    level_TK = _medians(rest_TE, component_N[source_E], components)
+    level_TK = _quantiles(rest_TE, component_N[source_E], components, quantile)
     rest_TE -= level_TK[:, component_N[source_E]]
-    shares = [np.zeros((len(rest_TE), nodes)) for _ in range(2)]
-    for _ in range(8):  # enough rounds for the polish to converge
-        for share_TN, of_E in zip(shares, (source_E, target_E), strict=True):
-            step_TN = _medians(rest_TE, of_E, nodes)
-            step_TN[:, np.bincount(of_E, minlength=nodes) < FEWEST_PARTNERS] = 0.0
-            # Keep the median of a component's shares at 0, because time that all its nodes share is not due to any of them.
-            step_TN -= _medians(step_TN, component_N, components)[:, component_N]
-            share_TN += step_TN
-            rest_TE -= step_TN[:, of_E]
-    return PathTimes(shares[0], shares[1], rest_TE, level_TK, component_N)
+    sending_TN, receiving_TN = (_quantiles(rest_TE, of_E, nodes, quantile) for of_E in (source_E, target_E))
+    for share_TN, of_E in ((sending_TN, source_E), (receiving_TN, target_E)):
+        share_TN[:, np.bincount(of_E, minlength=nodes) < FEWEST_PARTNERS] = 0.0
+    rest_TE -= sending_TN[:, source_E] + receiving_TN[:, target_E]
+    return PathTimes(sending_TN, receiving_TN, rest_TE, level_TK, component_N)
 
 
-def _medians(times_TE: Array, group_E: NDArray[np.integer], groups: int) -> Array:
-    """Return each group's median in each turn, or NaN for an empty group. Nine times as fast as ``scipy.ndimage.median``."""
+def _quantiles(times_TE: Array, group_E: NDArray[np.integer], groups: int, quantile: float) -> Array:
+    """Return a quantile of each group in each turn, or NaN for an empty group."""
     order_E, count_G = np.argsort(group_E, kind="stable"), np.bincount(group_E, minlength=groups)
     column_E = np.arange(len(group_E)) - np.repeat(np.cumsum(count_G) - count_G, count_G)
     members_TGM = np.full((len(times_TE), groups, count_G.max()), np.nan)
     members_TGM[:, group_E[order_E], column_E] = times_TE[:, order_E]
     members_TGM.sort(axis=2)  # NaN sorts last
-    every_G = np.arange(groups)
-    return (members_TGM[:, every_G, (count_G - 1) // 2] + members_TGM[:, every_G, count_G // 2]) / 2
+    return members_TGM[:, np.arange(groups), (np.maximum(0, count_G - 1) * quantile).astype(int)]
 
 
 def leaves_of(times_TE: Array, one_E: NDArray[np.int64], other_E: NDArray[np.int64], hosts: int) -> list[int] | None:

@@ -64,7 +64,7 @@ class Rank:
 
 @dataclass(frozen=True)
 class Link:
-    """One direction of a link between two ranks. ``latency_s`` is half of the round trip of eight bytes."""
+    """One direction of a link between two ranks. ``latency_s`` is half of the shortest round trip of eight bytes."""
 
     source: int
     target: int

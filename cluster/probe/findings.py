@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from scipy.sparse import coo_matrix
 from scipy.sparse.csgraph import connected_components
 
-from cluster.outliers import CHANCE, FEWEST_PARTNERS, Array, judge, leaves_of, take_apart
+from cluster.outliers import CHANCE, FEWEST_PARTNERS, LOW, Array, PathTimes, judge, leaves_of, take_apart
 from cluster.probe.collectives import WrongResult
 from cluster.probe.computing import Cell
 from cluster.probe.links import Paths
@@ -112,19 +112,23 @@ class Measurements:
     def outliers(
         self,
         times_TP: Array,
-        ranks_P: Sequence[tuple[int, ...]],
-        kind: str,
+        parts_P: Sequence[tuple[str, tuple[int, ...]]],
         quantity: str,
         chance: int,
         fitted: int = 1,
+        fewest: int | None = None,
     ) -> Iterator[Outlier]:
-        """Yield the outliers among parts P. ``kind`` becomes `Outlier.name`: rank, sending, receiving, path or component."""
-        judgement = judge(times_TP, self.comparisons, chance, fitted)
+        """Yield the outliers among parts P, which are pairs of a kind and the part's ranks.
+
+        The kind becomes `Outlier.name`: rank, sending, receiving, path or component.
+        """
+        judgement = judge(times_TP, self.comparisons, chance, fitted, fewest)
         for place in np.flatnonzero(judgement.is_outlier).tolist():
             ratio = float(judgement.ratios[place])
             # Launches (in CUDA graphs) and transfers (hidden by computation) add no time to a step.
             share = (ratio - 1) * self.step.get(quantity.split()[0], 0.0) / sum(self.step.values())
-            yield Outlier(kind, quantity, ratio, float(judgement.deviations[place]), share, ranks_P[place])
+            name, ranks = parts_P[place]
+            yield Outlier(name, quantity, ratio, float(judgement.deviations[place]), share, ranks)
 
 
 def _cost(outlier: Outlier) -> tuple[float, float]:
@@ -175,7 +179,7 @@ def _slow_ranks(measured: Measurements, chance: int) -> dict[int, Outlier]:
             size = {"product": f"{cell.size}^3", "launch": ""}.get(cell.quantity, f"{cell.size / 2**20:.0f} MiB")
             name = " ".join(part for part in (cell.quantity, cell.dtype, size) if part)
             times_TP = np.log(measured.rates_RTC[members, :, index].T)
-            for each in measured.outliers(times_TP, [(rank,) for rank in members], "rank", name, chance):
+            for each in measured.outliers(times_TP, [("rank", (rank,)) for rank in members], name, chance):
                 [rank] = each.ranks
                 found[rank] = max(found.get(rank, each), each, key=_cost)
     return found
@@ -198,21 +202,51 @@ def _slow_paths(
     pairs = [*zip(paths.source_E.tolist(), paths.target_E.tolist(), strict=True)]
     kinds = [(site_of[one], site_of[other], leaf_of[one] != leaf_of[other]) for one, other in pairs]
     kind_E = [*map(sorted({*kinds}).index, kinds)]
+    ends_E = [(("sending", (one,)), ("receiving", (other,))) for one, other in pairs]
+    # The fit has a level for each ordered pair of sites, and a share for each end with enough paths.
+    fitted = len({kind[:2] for kind in kinds})
+    fitted += sum(int((np.bincount(of_E) >= FEWEST_PARTNERS).sum()) for of_E in (source_E, target_E))
     found: list[Outlier] = []
-    for quantity, times_TE in (("bandwidth", paths.seconds_per_byte_TE), ("latency", paths.latency_TE)):
-        times = take_apart(np.log(times_TE), source_E, target_E, len(ends), kind_E)
-        for way, times_TN in (("sending", times.sending_TN), ("receiving", times.receiving_TN)):
-            found += measured.outliers(times_TN, [(end,) for end in ends], way, quantity, chance)
+    for quantity, seconds_TE in (("bandwidth", paths.seconds_per_byte_TE), ("latency", paths.latency_TE)):
+        times_TE = np.log(seconds_TE)
+        times = take_apart(times_TE, source_E, target_E, len(ends), kind_E, LOW)
         members_K = [tuple(np.compress(times.component_N == k, ends).tolist()) for k in range(times.level_TK.shape[1])]
-        found += measured.outliers(times.level_TK, members_K, "component", quantity, chance)
-        slow = {each.ranks[0]: each.ratio for each in found if each.quantity == quantity}
-        # The fit has a level for each ordered pair of sites, and a share for each end with enough paths.
-        fitted = len({kind[:2] for kind in kinds})
-        fitted += sum(int((np.bincount(of_E) >= FEWEST_PARTNERS).sum()) for of_E in (source_E, target_E))
-        # Report a path with a slow end only if the path, without the shares of its ends, is slower than that end.
-        slow_paths = measured.outliers(times.rest_TE, pairs, "path", quantity, chance, fitted)
-        found += [each for each in slow_paths if each.ratio > max(slow.get(rank, 1.0) for rank in each.ranks)]
+        found += measured.outliers(times.level_TK, [("component", ranks) for ranks in members_K], quantity, chance)
+        slow = _slow_ends(measured, times, ends, quantity, chance)
+        # An end without a healthy partner may itself be healthy, so its partners explain its paths.
+        judged = {end for both in ends_E for end, other in (both, both[::-1]) if other not in slow}
+        causes = [each for end, each in slow.items() if end in judged]
+        # The slower end of a path explains its time. Report the path only if what remains exceeds even that.
+        ratio_of: dict[tuple[int, ...], float] = {
+            pair: max([slow[end].ratio for end in both if end in slow], default=1.0)
+            for pair, both in zip(pairs, ends_E, strict=True)
+        }
+        times_TE -= np.log([*ratio_of.values()])
+        rest_TE = take_apart(times_TE, source_E, target_E, len(ends), kind_E).rest_TE
+        parts = [("path", pair) for pair in pairs]
+        slow_paths = measured.outliers(rest_TE, parts, quantity, chance, min(fitted, len(pairs) // 2))
+        causes += [each for each in slow_paths if each.ratio > ratio_of[each.ranks]]
+        # If the paths without a cause were fewer than the causes, they would rather be unusually fast.
+        named = {each.ranks for each in causes}
+        healthy = [pair for pair, both in zip(pairs, ends_E, strict=True) if slow.keys().isdisjoint(both)]
+        found += causes if len(causes) <= len({*healthy} - named) else []
     return found
+
+
+def _slow_ends(
+    measured: Measurements, times: PathTimes, ends: Sequence[int], quantity: str, chance: int
+) -> dict[tuple[str, tuple[int, ...]], Outlier]:
+    """Return the slow path ends by direction and rank. Fewer than half of the ends are expected to be slow."""
+    sending, receiving = ([(way, (end,)) for end in ends] for way in ("sending", "receiving"))
+    pools = [(times.sending_TN, sending), (times.receiving_TN, receiving)]
+    # Few hosts have few ends, so compare both directions with one another. Latency is the same number in both directions.
+    if quantity == "bandwidth":
+        pools = [(np.concatenate([times.sending_TN, times.receiving_TN], axis=1), sending + receiving)]
+    return {
+        (each.name, each.ranks): each
+        for times_TN, parts in pools
+        for each in measured.outliers(times_TN, parts, quantity, chance, fewest=len(parts) // 2 + 1)
+    }
 
 
 def _is_explained(each: Outlier, slow: dict[int, Outlier]) -> bool:

@@ -2,7 +2,7 @@
 
 Bandwidth is measured in one direction at a time on the receiver's clock, over the last three quarters of a message. This
 excludes latency, the sender's start time, and data that buffers and traffic shapers pass immediately. Latency is half of
-the median round trip of eight bytes.
+the shortest round trip of eight bytes, because other programs on a host's processors lengthen most round trips.
 
 The schedule has rounds of pairs, in which each node (host or rank) has at most one partner. The nodes form a circle, and
 each round has pairs at one distance. The distances are the powers of two and ``SAMPLED`` more. Usually a distance takes two
@@ -13,7 +13,6 @@ Each node's own link can be judged by these pairs, because all nodes have the sa
 found, because hosts with neighbouring names often share one. A fault of a single path is found only if its pair is measured.
 """
 
-import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -136,7 +135,7 @@ class _Messages:
                 _run(dist.P2POp(dist.irecv, self._small, second))
                 trips.append(time.perf_counter() - start)
             self._send(second, sizes[0])
-            return statistics.median(trips) / 2, float("nan"), self._receive(second, sizes[1])
+            return min(trips) / 2, float("nan"), self._receive(second, sizes[1])
         for _ in range(round_trips):
             _run(dist.P2POp(dist.irecv, self._small, first))
             _run(dist.P2POp(dist.isend, self._small, first))
@@ -149,6 +148,8 @@ class _Messages:
         _run(dist.P2POp(dist.irecv, self._small, peer))
         for part in self._parts(size):
             _run(dist.P2POp(dist.isend, part, peer))
+        # A send ends when the data is in a buffer. Wait for its arrival, because the rest would delay the next measurement.
+        _run(dist.P2POp(dist.irecv, self._small, peer))
 
     def _parts(self, size: int) -> tuple[Tensor, Tensor]:
         return self._large[: size // 4], self._large[size // 4 : size]
@@ -181,6 +182,7 @@ class _Messages:
             # If the receiver wakes up late, the last part seems to take no time. So assume at least half of its share of the
             # time.
             seconds = max(end - start, 0.75 * (end - begin) / 2)
+        _run(ready)
         return max(seconds, 1e-9) / (size - size // 4)
 
 

@@ -4,16 +4,23 @@ import os
 import re
 import subprocess
 from collections.abc import Sequence
+from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
+import torch
 
-from benchmarks.hosts import bridged_hosts, why_not
+from benchmarks.hosts import bridged_hosts, raise_priority, run_ranks, why_not
+from bert.parallel.mesh import join_mesh, leave_mesh
 from cluster.model.rates import rates_of_view
 from cluster.model.step import predict_step
 from cluster.model.work import Strategy
+from cluster.probe.links import measure_paths, rounds_of_pairs
 from cluster.view import View, read_view
 from tests.cluster.model.test_predicted_step import TINY
+from tests.cluster.probe.test_findings import cluster
+from tests.cluster.probe.test_findings import names as slow_parts
 from tests.distributed.on_host import ranks_on_hosts
 
 HOSTS = 4
@@ -22,9 +29,13 @@ CORES = sorted(os.sched_getaffinity(0))
 needs_hosts = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
 
 
-def tc(namespace: str, kind: str, action: str, *options: str) -> None:
-    command = ["ip", "netns", "exec", namespace, "tc", kind, action, "dev", "v0", *options]
+def tc(namespace: str, kind: str, action: str, *options: str, device: str = "v0") -> None:
+    command = ["ip", "netns", "exec", namespace, "tc", kind, action, "dev", device, *options]
     subprocess.run(command, check=True, capture_output=True)
+
+
+def shape(namespace: str, rate: str, device: str = "v0") -> None:
+    tc(namespace, "qdisc", "replace", "root", "tbf", "rate", rate, "burst", "256kb", "latency", "50ms", device=device)
 
 
 def probe(names: Sequence[str], *arguments: object, pinned: int | None = None) -> tuple[list[int], str]:
@@ -50,7 +61,7 @@ def check_whole(view: View) -> None:
 def test_the_probe_reports_only_the_slow_link_and_the_slow_rank(tmp_path: Path) -> None:
     out = tmp_path / "cluster.json"
     with bridged_hosts(HOSTS, RATE) as names:
-        tc(names[2], "qdisc", "replace", "root", "tbf", "rate", THIRD, "burst", "256kb", "latency", "50ms")
+        shape(names[2], THIRD)
         statuses, output = probe(names, "--out", out, "--seconds", 4, pinned=1)
     assert statuses == [1] * HOSTS, output
     view = read_view(out)
@@ -81,3 +92,30 @@ def test_the_probe_divides_hosts_with_slow_links_into_two_sites(tmp_path: Path) 
     assert re.search(
         r"2 sites by their links: site0 \(h0, h1\), site1 \(h2, h3\); .* MB/s between them, .* inside", output
     )
+
+
+@needs_hosts
+@pytest.mark.measured
+@pytest.mark.parametrize("hosts", [4, 6, 8])
+@pytest.mark.parametrize("is_shaped", [True, False])
+def test_a_slow_sender_and_a_slow_receiver_are_both_named(hosts: int, is_shaped: bool, tmp_path: Path) -> None:
+    """Each host has one rank, which measures the links. Measurements of the devices are synthetic."""
+
+    def name_slow_links() -> int:
+        raise_priority()
+        torch.set_num_threads(1)
+        mesh = join_mesh("cpu", timedelta(seconds=60))
+        between = measure_paths(mesh, rounds_of_pairs(hosts), turns=3, seconds=60.0)
+        if mesh.is_main:
+            (tmp_path / "slow").write_text("\n".join(slow_parts(replace(cluster(hosts, 1), between_hosts=between))))
+        leave_mesh()
+        return 0
+
+    with bridged_hosts(hosts, RATE) as namespaces:
+        if is_shaped:
+            shape(namespaces[2], "120mbit")
+            # The bridge's namespace holds the other end of each host's cable, which limits what the host receives.
+            shape(namespaces[0].removesuffix("h0"), "80mbit", device="p3")
+        run_ranks(namespaces, 1, name_slow_links, tmp_path)
+    slow = [f"network link of host {end}" for end in ("h3, card v0, receiving", "h2, card v0, sending")]
+    assert (tmp_path / "slow").read_text().splitlines() == (slow if is_shaped else [])

@@ -97,6 +97,36 @@ def test_each_fault_is_reported_once_by_its_name(expected: str) -> None:
         assert find_leaves(measured) == ([()] * 8, "unknown")
 
 
+@pytest.mark.parametrize("hosts", range(3, 9))
+def test_exactly_the_slow_ends_are_named_in_any_combination(hosts: int) -> None:
+    """Up to three ends, or two among three hosts, have different limits. The slower end limits a path."""
+    rng = np.random.default_rng(hosts)
+    for seed in range(20):
+        measured, slowdown_N = cluster(hosts, 1, seed), np.ones(2 * hosts)
+        slow = rng.choice(2 * hosts, seed % min(4, hosts), replace=False)
+        slowdown_N[slow] = rng.uniform(2, 5, len(slow))
+        paths = measured.between_hosts
+        assert paths
+        paths.seconds_per_byte_TE[:] *= np.maximum(slowdown_N[paths.source_E], slowdown_N[hosts + paths.target_E])
+        ways = {(True, False): "sending", (False, True): "receiving", (True, True): "both directions"}
+        ends = ((host, ways.get((host in slow, hosts + host in slow))) for host in range(hosts))
+        assert sorted(names(measured)) == [f"network link of host h{host}, card v0, {way}" for host, way in ends if way]
+
+
+@pytest.mark.parametrize("hosts", range(4, 9))
+def test_a_slow_path_is_named_beside_a_slow_receiver_and_slow_latency(hosts: int) -> None:
+    """Host h2 receives slowly, which does not explain a slow path from this host."""
+    for seed in range(5):
+        measured = cluster(hosts, 1, seed)
+        paths = measured.between_hosts
+        assert paths
+        paths.latency_TE[:, (paths.source_E == 1) | (paths.target_E == 1)] += 1e-4
+        slow_paths(paths, None, 2, 4)
+        slow_paths(paths, 2, 0, 3)
+        links = [f"network link of host {end}" for end in ("h1, card v0, both directions", "h2, card v0, receiving")]
+        assert sorted(names(measured)) == [*links, "path from rank 2 on host h2 to rank 0 on host h0"]
+
+
 def test_the_step_share_of_a_slow_link_equals_a_calculation_by_hand() -> None:
     measured = cluster(hosts=8)
     slow_paths(measured.between_hosts, 4, None, 3)

@@ -81,11 +81,14 @@ def test_a_probe_of_four_ranks_writes_exact_times_and_outliers(tmp_path: Path, m
     view, per_byte = read_view(out), [1 / 32 / (0.75 * 2**20)] * 3 + [1 / 16 / (0.75 * 2**18)]
     # A rank's step has 28 TFLOP, LAMB's 30 bytes for each of 336.2 million weights, and a ring of two hosts.
     product, copy, ring = 28e12 / (2 * 512**3 * 32), 30 * 336.2e6 / (2 * 2**25 * 32), 4 * 336.2e6 * per_byte[0]
-    share = product / (product + copy + ring)
+    share, path = product / (product + copy + ring), 7 * ring / (product + copy + ring)
     found = ["rank 1 on host h10 got 7 wrong elements from all-reduce (world)", "rank 3 on host h9"]
+    # Rank 3 times shorter messages by a slower clock, so they seem eight times as slow. A rank half as fast explains less.
+    found.append("path from rank 2 on host h9 to rank 3 on host h9")
     assert view.outliers == (
         Outlier(found[0], "wrong result", 0.0, 0.0, 0.0, (1,)),
         Outlier(found[1], "product fp32 512^3", 2.0, 1e6, pytest.approx(share), (3,)),  # type: ignore[arg-type]
+        Outlier(found[2], "bandwidth", pytest.approx(8), 1e6, pytest.approx(path), (2, 3)),  # type: ignore[arg-type]
     )
     called = []
     for rank in range(4):  # the two ranks of a host measure in different groups, in five turns
@@ -97,6 +100,7 @@ def test_a_probe_of_four_ranks_writes_exact_times_and_outliers(tmp_path: Path, m
         "2 hosts, 4 ranks, gloo, measured in 0 s",
         f"BROKEN  {found[0]}",
         f"SLOW  {found[1]}: product fp32 512^3, {slower}, {100 * share:.1f} % of a step)",
+        f"SLOW  {found[2]}: bandwidth, {slower.replace('100', '700')}, {100 * path:.1f} % of a step)",
         "2 sites as stated: s0 (h10 (!)), s1 (h9 (!)); 25.2 MB/s between them",
         str(out),
     ]
