@@ -223,7 +223,18 @@ def test_a_job_that_is_cancelled_or_out_of_time_leaves_an_aborted_log(
     assert "not a valid result (aborted)" in output(checkout, job)
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.fixture
+def real_python(checkout: Path) -> Iterator[None]:
+    """Start Python as a real program, because stopping the program that asks for a fork would not stop the fork."""
+    python = checkout / ".venv/bin/python"
+    forking = python.rename(python.with_name("forking"))
+    python.symlink_to(sys.executable)
+    yield
+    forking.replace(python)
+
+
+@pytest.mark.usefixtures("real_python")
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
 def test_a_killed_or_stopped_task_fails_the_job(
     cluster: Cluster, checkout: Path, small_run: SmallRun, number: int
 ) -> None:
