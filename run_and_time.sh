@@ -13,8 +13,8 @@
 # For several nodes, run this command on each, with torchrun's NNODES, NODE_RANK, MASTER_ADDR and MASTER_PORT and a shared
 # results/. Started by a launcher (torchrun, srun with MASTER_ADDR, mpirun), this is one process of a single run. Launchers call
 # ./run_and_time.sh --prepare RECIPE [-- settings] before their runs and ./run_and_time.sh --verdict RESULT_FILE... afterwards.
-# Exit status: 0 if all runs are valid; 1 if a run is not valid or could not be reported; 2 for wrong input, before anything is
-# started; 10 if --prepare got settings such as --help, which start no run; 130 after Ctrl-C; 143 after SIGTERM.
+# Exit status: 0 if all runs are valid; 1 if a run is not valid or could not be reported; 2 for wrong input; 3 after a fault of
+# a process; 10 if --prepare got settings such as --help, which start no run; 130 after Ctrl-C; 143 after SIGTERM.
 set -euo pipefail
 cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")"
 source launch/venv.sh
