@@ -58,7 +58,8 @@ def test_logs_of_runs_without_a_target_are_not_checked_against_the_rules(tmp_pat
     started = start(tmp_path, "tiny_cpu", logs(log, "exit 130"))
     done = started.end()
     assert (done.returncode, done.stdout.splitlines()[1:]) == (130, ["==> summary and report"])
-    assert start(tmp_path, "tiny_cpu", logs(log)).end().returncode == 1, "the run has not reached its end"
+    (again := tmp_path / "again").mkdir()
+    assert start(again, "tiny_cpu", logs(log)).end().returncode == 1, "the run has not reached its end"
     assert started.calls[2:] == [f"compliance {word} {log.parent}" for word in ("summary", "report")]
     assert not list((tmp_path / "tmp").iterdir())
 
