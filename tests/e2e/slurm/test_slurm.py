@@ -64,7 +64,8 @@ def training(cluster: Cluster, checkout: Path, number: int, folder: Path = RESUL
 def requeue(cluster: Cluster, job: str) -> None:
     cluster.run("scontrol", "requeue", job)
     cluster.wait_for(lambda: cluster.job(job)["JobState"] == "PENDING")
-    cluster.run("scontrol", "update", f"JobId={job}", "StartTime=now")  # otherwise Slurm would wait two minutes
+    # Slurm would wait two minutes. A job that starts in the second of its requeue fails (Job credential revoked).
+    cluster.run("scontrol", "update", f"JobId={job}", "StartTime=now+2")
 
 
 def test_a_job_of_two_tasks_trains_on_a_free_port_and_writes_a_report(cluster: Cluster, checkout: Path) -> None:
@@ -156,7 +157,7 @@ def test_a_requeued_job_resumes_on_the_remaining_node(cluster: Cluster, checkout
     cluster.wait_for(lambda: cluster.job(job)["JobState"] == "PENDING")
     cluster.run("scontrol", "update", "NodeName=n2", "State=DRAIN", "Reason=broken")
     try:
-        cluster.run("scontrol", "update", f"JobId={job}", "StartTime=now")
+        cluster.run("scontrol", "update", f"JobId={job}", "StartTime=now+2")
         cluster.wait_for(lambda: (checkout / RESULTS / "result_0.txt.cut-off-1").exists())
         # Wait for the new log, because until then the old metrics may not have been renamed.
         cluster.wait_for(lambda: (checkout / RESULTS / "result_0.txt").exists())
