@@ -16,14 +16,15 @@ from contextlib import redirect_stderr
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from bert.parallel.watchdog.judge import FAULT_STATUS
 from console.program import accept_any_text, complain
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.api import RunProcsResult
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-_REFUSED, _FAULT = 2, 3
-"""Exit statuses of ranks that have printed the reason."""
+_REFUSED = 2
+"""Exit status of ranks that have refused their input."""
 
 
 class Report(io.TextIOBase):
@@ -77,7 +78,7 @@ def main(folder: str, *arguments: str) -> int:
             return 0
         except ChildFailedError as error:
             report.write(f"{error}\n")
-            return _REFUSED if _REFUSED in _reported(error.failures.values()) else _FAULT
+            return _REFUSED if _REFUSED in _reported(error.failures.values()) else FAULT_STATUS
         except SignalException as error:
             traceback.print_exc()
             return 128 + error.sigval
@@ -85,12 +86,12 @@ def main(folder: str, *arguments: str) -> int:
             traceback.print_exc()
             first_line = str(error).partition("\n")[0]  # the rest is a stack of C++ functions
             say(f"torchrun: {first_line}")
-            return _FAULT
+            return FAULT_STATUS
 
 
 def _reported(failures: "Iterable[ProcessFailure]") -> set[int]:
     """Return the exit statuses of ranks that have printed the reason themselves."""
-    return {failure.exitcode for failure in failures} & {_REFUSED, _FAULT}
+    return {failure.exitcode for failure in failures} & {_REFUSED, FAULT_STATUS}
 
 
 def _ending(status: int) -> str:

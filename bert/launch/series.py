@@ -165,8 +165,7 @@ def judge(results: Sequence[Path], supervisor: Supervisor) -> int:
     For runs without a target, skip the check and the system description, because MLPerf's rules do not apply to them. Such
     a run fails if it has not trained to its end.
     """
-    runs = [read_log(path).run for path in results]
-    folder, run = results[0].parent, runs[0]
+    folder, run = results[0].parent, read_log(results[0]).run
     steps = [["summary", str(folder)], ["report", str(folder)]]
     description = folder.parent.parent / "systems" / f"{folder.parent.name}.json"
     if not run.trains_to_end and not description.exists():
@@ -174,7 +173,7 @@ def judge(results: Sequence[Path], supervisor: Supervisor) -> int:
     if not run.trains_to_end:
         steps.insert(0, ["check", *map(str, results)])
     announce("summary and report" if run.trains_to_end else "check, summary and report")
-    status = int(run.trains_to_end and any(each.status != "success" for each in runs))
+    status = int(run.trains_to_end and any(read_log(path).run.status != "success" for path in results))
     for words in steps:  # continue after a failure, so that the later steps still report
         status |= supervisor.run([sys.executable, "-m", "compliance", *words]) != 0
         if supervisor.signals:

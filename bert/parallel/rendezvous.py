@@ -33,7 +33,7 @@ _RESOLUTION_S = 10.0
 """Seconds in which the resolver may recover from a temporary failure."""
 _IDENTITY_BYTES = 256
 _DESCRIPTORS = 1024
-"""Number of file descriptors beside those of connections to ranks: files, pipes, libraries, devices and strangers."""
+"""Number of file descriptors to reserve for files, pipes, libraries, devices, and connections that are not from ranks."""
 
 
 @dataclass(frozen=True)
@@ -99,13 +99,13 @@ def _open_store(launch: Launch, timeout: timedelta) -> Store:
             f"rank 0 does not answer at {address}:{port} within {timeout.total_seconds():.0f} s: check that it was started "
             "there, and that this host can reach it"
         )
-    with ended_by_signals():
+    with _ended_by_signals():
         # PyTorch's rendezvous would wait here for all ranks and would not say which ones are missing.
         return TCPStore(address, port, None, launch.rank == 0, timeout, wait_for_workers=False, multi_tenant=True)
 
 
 @contextmanager
-def ended_by_signals() -> Iterator[None]:
+def _ended_by_signals() -> Iterator[None]:
     """Let signals end this process while the block runs.
 
     The handlers in Python would have to wait for PyTorch, which may itself wait minutes for a program that does not answer.
