@@ -3,9 +3,9 @@
     python -m cluster.dry_run RECIPE [--section.field value ...]
 
 The prediction covers runs that use GPUs, or in which several ranks share a copy of the model. For the benchmark's recipes,
-the prediction needs no data set. The check is that of ``python -m bert.train RECIPE --dry-run``, and so is the exit status.
-But if the check succeeds and the prediction fails, the exit status is that of a refused run. Without a launcher, the number
-of ranks comes from the plan or the recipe's name.
+the prediction needs no data set. The check is that of ``python -m bert.train RECIPE --dry-run``. The exit status is the
+check's, or 2 if the check succeeds but the prediction fails. Without a launcher, the number of ranks comes from the plan or
+the recipe's name.
 """
 
 import math

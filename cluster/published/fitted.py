@@ -79,7 +79,7 @@ SWITCHED = 8
 """Boards with at least this many devices have PCIe switches."""
 
 OLD_ROUNDS = ("v0.5", "v0.6", "v0.7", "v1.0", "v1.1", "v2.0")
-"""Rounds whose software and hyperparameters were slower than those of later rounds."""
+"""Early rounds. Software became faster in later rounds, and hyperparameters were found that need fewer samples."""
 
 
 def chip_parameter(chip: str) -> str:

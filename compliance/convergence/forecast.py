@@ -92,8 +92,8 @@ def reach(points: Sequence[tuple[int, float]], power: float, target: float) -> f
     if slope <= 0:
         return None
     x = xs[-1] + (target - points[-1][1]) / slope
-    # With power -1, x is -1 / n (scaled), so x is below 0 for every n. If the curve never reaches the target, the computed
-    # x is 0 or more. Then max() gives 0, and 0 to the power of -1 raises ZeroDivisionError.
+    # If the power is -1, x is -1 divided by the scaled number of samples, which is negative. If the curve never reaches the
+    # target, the computed x is 0 or more. Then max() gives 0, and 0 to the power of -1 raises ZeroDivisionError.
     try:
         reached = scale * max(0.0, sign * x) ** (1 / power)
     except (OverflowError, ZeroDivisionError):

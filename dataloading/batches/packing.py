@@ -206,7 +206,8 @@ def _linear_program(
             found, value = _best_combinations(searched, lengths, limit)
             if searched @ counts / value > bound:
                 best_prices, bound = searched / value, searched @ counts / value
-            fresh = found[prices[found].sum(1) > 1 + 1e-7]  # one that is worth at most a pack saves nothing
+            # A combination takes one pack. It can save packs only if its samples are worth more than one.
+            fresh = found[prices[found].sum(1) > 1 + 1e-7]
             if len(fresh):
                 break
         if not len(fresh):

@@ -142,7 +142,7 @@ def accumulate_weight_gradient(
     # Unlike addmm, mm does not read the old gradient, which may contain NaN.
     if overwrite:
         return torch.mm(transposed_NT, input_TK, out_dtype=torch.float32, out=gradient_NK)
-    # With the gradient as ``out``, cuBLAS adds the product when it writes it, without another pass over memory.
+    # If ``out`` is the gradient, cuBLAS adds the product while it writes the result, which saves a pass over memory.
     return torch.addmm(gradient_NK, transposed_NT, input_TK, out_dtype=torch.float32, out=gradient_NK)
 
 

@@ -287,7 +287,8 @@ def test_resuming_with_different_settings_or_data_is_refused(make: Make, small_r
 
 def test_checkpoints_of_another_run_are_kept(make: Make, capsys: pytest.CaptureFixture[str]) -> None:
     """Two runs may share a folder if locks do not work. ``checkpoint.keep`` does not count broken checkpoints."""
-    for steps in (1, 8):  # broken: that of step 1 may be removed, and that of step 8 does not count
+    # Make two broken checkpoints. Step 1 is old enough to be removed, and step 8 does not count as one of those to keep.
+    for steps in (1, 8):
         (make().folder / f"step_{steps:08}").mkdir(parents=True)
     first, second = make(checkpoint__keep=1), make(checkpoint__keep=1)
     for steps in (2, 4, 6):

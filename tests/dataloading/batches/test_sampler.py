@@ -155,7 +155,7 @@ def test_every_drawn_size_fits_a_shape_bucket(sizes: list[tuple[int, int]], most
 
 @given(st.lists(st.integers(1, 1200), min_size=1, max_size=12), st.integers(1, 4))
 def test_no_other_bucket_sizes_need_less_padding(tokens: list[int], most: int) -> None:
-    """Compare the padding with that of every other choice of bucket sizes with the same largest bucket."""
+    """Compare the padding of the chosen bucket sizes with the padding of every other choice with the same largest bucket."""
     tokens_N = np.array(tokens)
     chosen = choose_shape_buckets(tokens_N, np.ones_like(tokens_N), sequences=1200, max_seqlen=512, most=most)
     candidates = sorted({-(-(count + 1) // 64) * 64 for count in tokens} - {chosen[-1].tokens})
